@@ -346,6 +346,12 @@ def embeddings(s: Shapes) -> Iterator[Case]:
 
     work, theirs = s.size * s.rows * C, s.torch(forward, (VOCABULARY, C))
     yield Case("embedding_fwd", 2 * work, lambda: _C.embedding_fwd(ids, w), theirs)
+    places = ids.astype("int64").reshape((1, 1, s.rows, 1, 1)).broadcast_to((1, 1, s.rows, 1, C))
+    table = w.reshape((1, 1, VOCABULARY, 1, C))
+    theirs = s.torch(
+        lambda t, v: functools.partial(t.index_select, v, 0, tokens(t, ids)), (VOCABULARY, C)
+    )
+    yield Case("take, rows", 2 * work, lambda: _C.take(table, places), theirs)
     run, theirs = functools.partial(_C.embedding_bwd, ids, dy, dw), s.torch(backward, (s.rows, C))
     yield Case("embedding_bwd", work + 8 * unique * C, run, theirs)
 
@@ -362,12 +368,17 @@ def order(s: Shapes) -> Iterator[Case]:
         theirs = s.torch(lambda t, a: lambda: t.sort(a), (rows, n))
         run = functools.partial(_C.sort, x, 0, values, indices)
         yield Case(f"sort {rows} x {n}", (2 * s.size + 8) * size, run, theirs)
-        zeros = functools.partial(_C.unsort, values, indices, x)
+        five = [array.reshape((1, rows, n, 1, 1)) for array in (values, indices, x)]
         theirs = s.torch(
             lambda t, a, b: functools.partial(a.scatter_, 1, t.argsort(b, 1), b), (rows, n),
             (rows, n),
         )  # fmt: skip
-        yield Case(f"unsort {rows} x {n}", (2 * s.size + 8) * size, zeros, theirs)
+        yield Case(
+            f"put {rows} x {n}", (2 * s.size + 8) * size, functools.partial(_C.put, *five), theirs
+        )
+        theirs = s.torch(lambda t, a: functools.partial(t.gather, a, 1, t.argsort(a, 1)), (rows, n))
+        run = functools.partial(_C.take, five[2], five[1])
+        yield Case(f"take {rows} x {n}", (2 * s.size + 8) * size, run, theirs)
         for k in (40, 1000):
             if k < n:
                 places = _C.empty((rows, k), "int64", s.device)

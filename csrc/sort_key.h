@@ -49,10 +49,6 @@ static inline nd_sort_order nd_sort_order_of(nd_dtype dtype, int descending) {
 /* The conditions of sort that axis letters cannot express. */
 static inline nd_status nd_check_sort(const nd_array *x, const nd_array *values) {
     int64_t n = x->shape[1], k = values->shape[1];
-    if (values->dtype != x->dtype) {
-        return nd_error(ND_ETYPE, "sort: values: dtype %s: must be that of x, %s",
-                        nd_dtype_name(values->dtype), nd_dtype_name(x->dtype));
-    }
     if (k > n || n > INT32_MAX) {
         return nd_error(ND_EVALUE,
                         "sort: the first %lld of %lld elements: at most all, and fewer "

@@ -8,9 +8,7 @@
  * when contiguous).
  * Bytes: each element read once and written once.
  */
-#include <string.h>
-
-#include "common.cuh"
+#include "words.cuh"
 
 namespace {
 
@@ -105,38 +103,6 @@ bool is_flat(const nd_loop &loop, int operands) {
     return true;
 }
 
-/* The widest word, in elements of `size` bytes, that every row can be cut into. */
-int64_t word_elements(const nd_loop &loop, int operands, const void *const *data, size_t size) {
-    for (int64_t n = (int64_t)(16 / size); n > 1; n /= 2) {
-        bool fits = loop.ndim > 0 && loop.shape[loop.ndim - 1] % n == 0;
-        for (int k = 0; fits && k < operands; k++) {
-            fits = loop.strides[k][loop.ndim - 1] == 1 && (uintptr_t)data[k] % (n * size) == 0;
-            for (int d = 0; fits && d < loop.ndim - 1; d++) {
-                fits = loop.strides[k][d] % n == 0;
-            }
-        }
-        if (fits) {
-            return n;
-        }
-    }
-    return 1;
-}
-
-/* Count in words of n elements instead of elements. */
-void widen(nd_loop *loop, int operands, int64_t n) {
-    if (n == 1) {
-        return;
-    }
-    int last = loop->ndim - 1;
-    loop->size /= n;
-    loop->shape[last] /= n;
-    for (int k = 0; k < operands; k++) {
-        for (int d = 0; d < last; d++) {
-            loop->strides[k][d] /= n;
-        }
-    }
-}
-
 template <class Word> nd_status move(int device, void *to, const void *from, const nd_loop &loop) {
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads * 4), 4096);
     return cuda_launch("assign", device, move_kernel<Word>, grid, threads, 0, (Word *)to,
@@ -181,29 +147,6 @@ template <class Word> nd_status fill(int device, void *to, const void *bits, con
                        Walk<1>(loop));
 }
 
-/* The bits of `value` in that dtype; float16 and bfloat16 are rounded to nearest even. */
-template <class T> void put(void *bits, T value) { memcpy(bits, &value, sizeof value); }
-void value_bits(nd_dtype dtype, double value, void *bits) {
-    switch (dtype) {
-    case ND_F32:
-        return put(bits, (float)value);
-    case ND_BF16:
-        return put(bits, __float2bfloat16_rn((float)value));
-    case ND_F16:
-        return put(bits, __float2half_rn((float)value));
-    case ND_I32:
-        return put(bits, (int32_t)(int64_t)value);
-    case ND_I64:
-        return put(bits, (int64_t)value);
-    case ND_U8:
-        return put(bits, (uint8_t)(int64_t)value);
-    case ND_U16:
-        return put(bits, (uint16_t)(int64_t)value);
-    default:
-        return put(bits, (uint8_t)(value != 0));
-    }
-}
-
 } // namespace
 
 nd_status cuda_assign(int device, const assign_args *a) {
@@ -245,17 +188,14 @@ nd_status cuda_fill(int device, const fill_args *a) {
     }
     void *to = a->to->data;
     size_t size = nd_dtype_size(a->to->dtype);
-    unsigned char bits[16] = {0};
-    value_bits(a->to->dtype, a->value, bits);
+    unsigned char bits[16];
+    repeated_bits(a->to->dtype, a->value, bits);
     uint64_t one = 0;
     memcpy(&one, bits, size);
     if (is_flat(loop, 1) && (one == 0 || size == 1)) {
         CUDA_TRY("fill",
                  cudaMemsetAsync(to, bits[0], (size_t)loop.size * size, cuda_stream(device)));
         return ND_OK;
-    }
-    for (size_t at = size; at < sizeof bits; at++) {
-        bits[at] = bits[at - size];
     }
     const void *data[1] = {to};
     int64_t n = word_elements(loop, 1, data, size);

@@ -1,4 +1,4 @@
-/* sort.cu - rows in order, or the first of it; the gradient.
+/* sort.cu - rows in order, or the first of it.
  *
  *   rows of at most `block_row` elements   a block sorts a row in shared memory
  *   longer rows                            CUB's radix sort of (row, key) with the index, all rows
@@ -364,16 +364,6 @@ template <class U> nd_status sort_rows(int device, const sort_args *a) {
     return sort_long(device, in, order, g, k, values, indices, (char *)scratch + lists);
 }
 
-template <class T>
-__global__ void __launch_bounds__(threads) unsort_kernel(const T *values, const int64_t *indices,
-                                                         int64_t size, int64_t k, int64_t n, T *x) {
-    await_previous();
-    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < size;
-         i += (int64_t)gridDim.x * threads) {
-        checked(x + i / k * n + checked(indices + i)) = checked(values + i);
-    }
-}
-
 } // namespace
 
 nd_status cuda_sort(int device, const sort_args *a) {
@@ -391,18 +381,4 @@ nd_status cuda_sort(int device, const sort_args *a) {
     default:
         return sort_rows<uint64_t>(device, a);
     }
-}
-
-nd_status cuda_unsort(int device, const unsort_args *a) {
-    const int64_t n = a->x->shape[1], k = a->values->shape[1], size = a->x->shape[0] * k;
-    if (size == 0) {
-        return ND_OK;
-    }
-    return with_float("unsort", a->x->dtype, [&](auto tag) -> nd_status {
-        using T = typename decltype(tag)::type;
-        const unsigned grid = cuda_grid(device, ceil_div<int64_t>(size, threads), 16);
-        return cuda_launch("unsort", device, unsort_kernel<T>, grid, threads, 0,
-                           data_of<T>(a->values), data_of<int64_t>(a->indices), size, k, n,
-                           data_of<T>(a->x));
-    });
 }

@@ -6,6 +6,7 @@ numbers, `flat`, `mean`, `pad`, `process_slice`.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -239,21 +240,17 @@ def _operators(kernel: str, function: Callable[[Any, Any], NDArray]) -> dict[str
 def _index_select(self: NDArray, axis: int, indices: Any, /) -> NDArray:
     """The slices at `indices` along `axis`, repeats allowed. IndexError outside of the axis."""
     ids = np.asarray(indices)
+    axis = operator.index(axis) % self.ndim
     n = self.shape[axis]
     if ids.ndim != 1 or ids.dtype.kind not in "iu" and ids.size:
         raise IndexError("index_select: indices must be whole numbers along one axis")
     if ids.size and not -n <= ids.min() <= ids.max() < n:
         raise IndexError(f"index_select: an index is out of range for axis {axis} of size {n}")
-    order = [axis % self.ndim, *(i for i in range(self.ndim) if i != axis % self.ndim)]
-    front = self.permute(order)
-    ids = ids.astype(np.int64) % max(n, 1)
-    if self.dtype in _FLOATS and front.size:
-        rows = front.reshape((n, front.size // n))
-        out = _C.embedding_fwd(_C.array(ids, "int32", self.device), rows)
-    else:
-        out = _C.array(front.numpy()[ids], self.dtype, self.device)
-    out = out.reshape((ids.size, *front.shape[1:]))
-    return out.permute([order.index(i) for i in range(self.ndim)])
+    before, after = math.prod(self.shape[:axis]), math.prod(self.shape[axis:][1:])
+    places = _C.array(ids.astype(np.int64), "int64", self.device).reshape((1, 1, ids.size, 1, 1))
+    places = places.broadcast_to((1, before, ids.size, 1, after))
+    out = _C.take(self.reshape((1, before, n, 1, after)), places)
+    return out.reshape((*self.shape[:axis], ids.size, *self.shape[axis:][1:]))
 
 
 for _name, _method in {

@@ -1,4 +1,4 @@
-/* sort.c - rows in order, their gradient, running sums.
+/* sort.c - rows in order, running sums.
  *
  * A row is sorted by a radix sort of (key, index) pairs, eight bits a pass, lowest first; a pass in
  * which all keys have the same eight bits is left out. Threads take rows.
@@ -69,21 +69,6 @@ nd_status cpu_sort(int device, const sort_args *args) {
             uint64_t element = nd_sort_element64(a[i].key, order);
             memcpy(cpu_at(args->values, r * k + i), &element, bytes);
             ((int64_t *)args->indices->data)[r * k + i] = a[i].index;
-        }
-    }
-    return ND_OK;
-}
-
-nd_status cpu_unsort(int device, const unsort_args *args) {
-    int64_t rows = args->x->shape[0], n = args->x->shape[1], k = args->values->shape[1];
-    const int64_t *indices = args->indices->data;
-    size_t bytes = nd_dtype_size(args->x->dtype);
-
-#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (rows * k > CPU_GRAIN)
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t i = 0; i < k; i++) {
-            memcpy(cpu_at(args->x, r * n + indices[r * k + i]), cpu_at(args->values, r * k + i),
-                   bytes);
         }
     }
     return ND_OK;

@@ -22,7 +22,7 @@ static const nd_dtype class_dtypes[] = {
     [CLASS_f4] = ND_F32, [CLASS_i4] = ND_I32, [CLASS_i8] = ND_I64, [CLASS_b1] = ND_BOOL};
 
 static bool class_allows(dtype_class class, nd_dtype dtype) {
-    return class == CLASS_ANY ||
+    return class == CLASS_ANY || class == CLASS_T ||
            (class == CLASS_F ? nd_dtype_is_float(dtype) : dtype == class_dtypes[class]);
 }
 
@@ -38,9 +38,9 @@ typedef struct {
     int64_t sizes[128]; /* by axis letter; -1: not seen yet */
     nd_device *device;
     const char *device_from; /* operand that decided it */
-    nd_dtype float_dtype;
-    const char *float_from; /* operand that decided F; NULL: none yet */
-    int star_ndim;          /* the shape of "*"; -1: not seen yet */
+    nd_dtype shared_dtype;
+    const char *shared_from; /* operand that decided F or T; NULL: none yet */
+    int star_ndim;           /* the shape of "*"; -1: not seen yet */
     int64_t star[ND_MAX_DIMS];
     bool no_batch; /* the operands were given without their leading B */
     bool batch_known;
@@ -93,13 +93,13 @@ static int check_dtype(call *c, const field *f, const nd_array *a) {
         FAIL(PyExc_TypeError, "%s: %s: dtype is %s; allowed: %s", op, f->name,
              nd_dtype_name(a->dtype), class_texts[f->dtype]);
     }
-    if (f->dtype == CLASS_F) {
-        if (c->float_from == NULL) {
-            c->float_from = f->name;
-            c->float_dtype = a->dtype;
-        } else if (a->dtype != c->float_dtype) {
+    if (f->dtype == CLASS_F || f->dtype == CLASS_T) {
+        if (c->shared_from == NULL) {
+            c->shared_from = f->name;
+            c->shared_dtype = a->dtype;
+        } else if (a->dtype != c->shared_dtype) {
             FAIL(PyExc_TypeError, "%s: %s: dtype is %s, but %s is %s; they must be equal", op,
-                 f->name, nd_dtype_name(a->dtype), c->float_from, nd_dtype_name(c->float_dtype));
+                 f->name, nd_dtype_name(a->dtype), c->shared_from, nd_dtype_name(c->shared_dtype));
         }
     }
     return 0;
@@ -283,7 +283,8 @@ static int allocate(call *c, const field *f, operand *o) {
     for (int k = 0; k < ndim; k++) {
         shape[k] = c->sizes[(int)f->axes[k]];
     }
-    nd_dtype dtype = f->dtype == CLASS_F ? c->float_dtype : class_dtypes[f->dtype];
+    bool shared = f->dtype == CLASS_F || f->dtype == CLASS_T;
+    nd_dtype dtype = shared ? c->shared_dtype : class_dtypes[f->dtype];
     if (nd_new_array(c->info->name, c->device, dtype, ndim, shape, &o->array) < 0) {
         return -1;
     }
@@ -376,7 +377,7 @@ PyObject *nd_structured(nd_op id, PyObject *const *given) {
     nd_slot slots[ND_MAX_FIELDS];
     operand operands[ND_MAX_FIELDS];
     call c = {.info = &nd_ops[id],
-              .float_dtype = ND_F32,
+              .shared_dtype = ND_F32,
               .star_ndim = -1,
               .slots = slots,
               .operands = operands};

@@ -60,11 +60,11 @@ def cases(op: str, is_full: bool) -> list[Case]:
 def dtypes(op: str, is_full: bool) -> tuple[str, ...]:
     """The dtypes in which an op computes, float32 first."""
     classes = {operand.dtype for operand in OPS[op].operands}
-    if not classes & {"F", "ANY"}:
+    if not classes & {"F", "ANY", "T"}:
         return FLOATS[:1]
     if not is_full:
         return FLOATS[:2]
-    integers: tuple[str, ...] = ("int32", "int64") if "ANY" in classes else ()
+    integers: tuple[str, ...] = ("int32", "int64") if classes & {"ANY", "T"} else ()
     unsigned = ("uint8", "bool") if integers and OPS[op].kind not in ("EW1", "EW2") else ()
     return FLOATS + integers + unsigned
 

@@ -1,8 +1,8 @@
 """Picking elements: indexing by NumPy's rules, index_select, and their gradients.
 
-Slices are views. Elements picked by arrays of integers are gathered in place, whatever the strides,
-by the kernel that looks up embeddings, and their gradient is summed in float32 by that
-kernel's backward. The arrays of an index are read on the host, where they are checked.
+Slices are views. Elements picked by arrays are taken whatever the strides; their gradient is summed
+in float32 by the kernel of the embedding's backward. Arrays of an index that are on the host are
+checked there; those of a GPU stay on it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from needle import _C
-from needle._C import NDArray
+from needle._C import Device, NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import reshape
 from needle.ops.common import id_array, normal_axes
 
 ROWS = 2**31  # fewer than these can be told apart by the ids of a kernel
+INTEGERS = ("int32", "int64", "uint8", "uint16")
 
 # ---- integers, slices, None, ... -----------------------------------------------------------------
 
@@ -71,37 +72,107 @@ class PlaceItem(TensorOp):
 # ---- arrays of integers --------------------------------------------------------------------------
 
 
+def along(ids: NDArray, at: int, ndim: int) -> NDArray:
+    """Ids of one axis as an array of `ndim` axes with that axis `at`."""
+    return ids.reshape((1,) * at + (ids.size,) + (1,) * (ndim - at - 1))
+
+
+def places_on(op: str, index: Any, a: Tensor, axis: int) -> NDArray:
+    """Return an index of whole numbers for an axis of `a` as int64 on its device. IndexError for a
+    number outside the axis; an index on a GPU is not checked, as that would wait."""
+    n, device = a.shape[axis], a.device
+    on_gpu = isinstance(index, (Tensor, NDArray)) and not index.device.is_host
+    if on_gpu and not device.is_host and index.dtype in INTEGERS:
+        data = index.cached_data if isinstance(index, Tensor) else index
+        return data.astype("int64").to(device)
+    values = index.numpy() if isinstance(index, (Tensor, NDArray)) else np.asarray(index)
+    if values.dtype.kind not in "iu" and values.size:
+        raise TypeError(f"{op}: index must hold whole numbers, not {values.dtype}")
+    bad = values[(values < -n) | (values >= np.int64(n))]
+    if bad.size:
+        raise IndexError(f"{op}: index {bad[0]} is out of range for axis {axis} of size {n}")
+    return _C.array(values.astype(np.int64), "int64", device)
+
+
+def from_beginning(ids: NDArray, n: int) -> tuple[NDArray, NDArray]:
+    """Ids along an axis of size n counted from its beginning; 1 where they are on it, else 0."""
+    ids = ids + n * _C.less(ids, 0).astype("int64")
+    return ids, (_C.greater_equal(ids, 0) & _C.less(ids, n)).astype("int64")
+
+
+def five_axes(x: NDArray, at: int) -> NDArray:
+    """Merge axes of x into two before `at` and two after it, for the kernels take and put. A view,
+    unless more than two axes on a side have strides of their own."""
+    lead, tail = x.shape[:at], x.shape[at + 1 :]
+    around = lead[:-1], lead[-1:], (x.shape[at],), tail[:1], tail[1:]
+    return x.reshape(tuple(math.prod(sizes) for sizes in around))
+
+
+def picked_axes_at(ndim: int, axes: tuple[int, ...], at: int) -> list[int]:
+    """The order of axes that brings `axes` together, the first of them to `at` of the others."""
+    order = [i for i in range(ndim) if i not in axes]
+    order[at:at] = axes
+    return order
+
+
 class IndexSelect(TensorOp):
-    """The slices of a at `ids`, which number the elements of `axes` in row-major order, along one
-    axis `at` in the place of those; linear in a, and the inverse in gradient of IndexAdd."""
+    """The elements of a at `ids`, which number the elements of `axes` in row-major order, along one
+    axis `at` in the place of those; linear in a, and the inverse in gradient of IndexAdd.
+
+    ids: int64 on the device of a, with the axes of the result, each of its size or 1. On a GPU one
+    outside of `axes` gives NaN, of integers -1.
+    """
 
     reads_inputs = reads_result = False
 
-    def __init__(self, axes: tuple[int, ...], at: int, ids: np.ndarray) -> None:
+    def __init__(self, axes: tuple[int, ...], at: int, ids: NDArray) -> None:
         self.axes = axes
         self.at = at
         self.ids = ids
 
     def compute(self, a: NDArray) -> NDArray:
-        sizes = tuple(a.shape[i] for i in self.axes)
-        if math.prod(sizes) >= ROWS:
-            raise ValueError(f"indices pick among fewer than 2^31 places, not among {sizes}")
-        places = (self.ids,) * len(sizes)
-        if len(sizes) > 1 and self.ids.size:
-            places = np.unravel_index(self.ids, sizes)
-        return gather(a, self.axes, self.at, places)
+        at, (x, ids) = self.at, self.joined(a)
+        shape = (*x.shape[:at], ids.shape[at], *x.shape[at + 1 :])
+        y = _C.take(five_axes(x, at), five_axes(ids.broadcast_to(shape), at))
+        return y.reshape(shape)
+
+    def joined(self, a: NDArray) -> tuple[NDArray, NDArray]:
+        """A view of a in which one axis, `at`, stands for `axes`, and the ids along it."""
+        at, end = self.at, self.at + len(self.axes)
+        order = picked_axes_at(a.ndim, self.axes, at)
+        sizes, strides = ([x[i] for i in self.axes] for x in (a.shape, a.strides))
+        if math.prod(sizes) == 0 or all(
+            stride == below * n for stride, below, n in zip(strides, strides[1:], sizes[1:])
+        ):
+            x = a.permute(order)
+            return x.reshape((*x.shape[:at], math.prod(sizes), *x.shape[end:])), self.ids
+        # The places are numbered by steps in memory, which are multiples of one.
+        backwards = tuple(i for i in self.axes if a.strides[i] < 0)
+        x = (a.flip(backwards) if backwards else a).permute(order)
+        step = math.gcd(*strides) or 1
+        count = 1 + sum((n - 1) * abs(s) // step for n, s in zip(sizes, strides))
+        numbers, inside = from_beginning(self.ids, math.prod(sizes))
+        ids = 0 * numbers
+        for n, stride in zip(reversed(sizes), reversed(strides)):
+            place = _C.remainder(numbers, n)
+            ids = ids + (place if stride > 0 else n - 1 - place) * (abs(stride) // step)
+            numbers = _C.floor_divide(numbers, n)
+        shape, steps = (
+            (*sides[:at], own, *sides[end:]) for sides, own in ((x.shape, count), (x.strides, step))
+        )
+        return x.as_strided(shape, steps), (ids + count + 1) * inside - (count + 1)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         return IndexAdd(self.axes, self.at, self.ids, node.inputs[0].shape)(out_grad)
 
 
 class IndexAdd(TensorOp):
-    """Zeros of a shape, to whose slices at `ids` those of a are added, in float32."""
+    """Zeros of a shape, to whose elements at `ids` those of a are added, in float32."""
 
     reads_inputs = reads_result = False
 
     def __init__(
-        self, axes: tuple[int, ...], at: int, ids: np.ndarray, shape: tuple[int, ...]
+        self, axes: tuple[int, ...], at: int, ids: NDArray, shape: tuple[int, ...]
     ) -> None:
         self.axes = axes
         self.at = at
@@ -109,88 +180,53 @@ class IndexAdd(TensorOp):
         self.shape = shape
 
     def compute(self, a: NDArray) -> NDArray:
-        rest = [i for i in range(len(self.shape)) if i not in self.axes]
-        order = [*self.axes, *rest]
-        shape = [self.shape[i] for i in order]
-        count, columns = (math.prod(n) for n in (shape[: len(self.axes)], shape[len(self.axes) :]))
-        front = a.permute((self.at, *(i for i in range(a.ndim) if i != self.at)))
-        if a.dtype not in FLOATS:  # the kernel's dtypes
+        at, n = self.at, math.prod(self.shape[i] for i in self.axes)
+        rest = [i for i in range(a.ndim) if i != at]
+        ids, inside = from_beginning(self.ids, n)
+        columns = math.prod(a.shape[i] for i in rest)
+        order, count = [at, *rest], n
+        if self.ids.size != self.ids.shape[at]:  # an id an element instead of one a slice
+            rows = np.arange(0, columns * n, max(n, 1)).reshape([a.shape[i] for i in rest])
+            ids = ids + _C.array(np.expand_dims(rows, at), "int64", a.device)
+            order, count, columns = [*rest, at], columns * n, 1
+        if count >= ROWS:
+            raise ValueError(f"indices pick among fewer than 2^31 places, not among {count}")
+        ids = ((ids + 1) * inside - 1).permute(order)
+        ids = ids.reshape((ids.size,))  # -1: nowhere
+        front = a.permute(order).reshape((ids.size, columns))
+        if a.dtype in FLOATS:
+            out = zeros((count, columns), "float32", a.device)
+            _C.embedding_bwd(ids.astype("int32"), front, out)
+            out = out.astype(a.dtype)
+        else:
             sums = np.zeros((count, columns), "int64")
-            np.add.at(sums, self.ids, front.numpy().reshape(self.ids.size, columns))
-            out = _C.array(sums, a.dtype, a.device).reshape(shape)
-            return out.permute(tuple(order.index(i) for i in range(len(order))))
-        out = zeros((count, columns), "float32", a.device)
-        ids = _C.array(self.ids, "int32", a.device)
-        _C.embedding_bwd(ids, front.reshape((self.ids.size, columns)), out)
-        back = tuple(order.index(i) for i in range(len(order)))
-        return out.astype(a.dtype).reshape(shape).permute(back)
+            np.add.at(sums, ids.numpy(), front.numpy())
+            out = _C.array(sums, a.dtype, a.device)
+        groups: list[Sequence[int]] = [(i,) for i in range(len(self.shape)) if i not in self.axes]
+        groups.insert(at, self.axes)
+        axes = [axis for i in order for axis in groups[i]]
+        back = tuple(axes.index(i) for i in range(len(axes)))
+        return out.reshape([self.shape[i] for i in axes]).permute(back)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         return IndexSelect(self.axes, self.at, self.ids)(out_grad)
 
 
-def gather(a: NDArray, axes: tuple[int, ...], at: int, places: Sequence[np.ndarray]) -> NDArray:
-    """a at `places`, an array of integers for each of `axes`, along one axis `at` of the result."""
-    rest = [i for i in range(a.ndim) if i not in axes]
-    shape = [a.shape[i] for i in rest]
-    shape.insert(at, places[0].size)
-    if math.prod(shape) == 0:
-        return _C.empty(shape, a.dtype, a.device)
-    if a.dtype not in FLOATS:  # the kernel's dtypes; integers need no gradient
-        front = a.numpy().transpose((*axes, *rest))[tuple(places)]
-        return _C.array(np.moveaxis(front, 0, at), a.dtype, a.device)
-    columns, lead = 1, len(rest)  # the run of elements that also the result has side by side
-    while lead > at and a.strides[rest[lead - 1]] == columns:
-        lead -= 1
-        columns *= a.shape[rest[lead]]
-    stride = math.gcd(*(a.strides[i] for i in (*axes, *rest[:lead]))) or 1
-    steps = [np.arange(a.shape[i]) * (a.strides[i] // stride) for i in rest[:lead]]
-    steps.insert(at, sum(p * (a.strides[i] // stride) for i, p in zip(axes, places)))
-    return _rows_at(a, steps, stride, columns).reshape(shape)
-
-
-def _rows_at(a: NDArray, steps: list[np.ndarray], stride: int, columns: int) -> NDArray:
-    """Rows of `columns` elements that begin at all sums of one element of each of `steps`, counted
-    in strides from the first element of a. They are looked up as overlapping rows of one matrix; of
-    several, where int32 cannot number its rows."""
-    lows = [int(step.min()) for step in steps]
-    last = sum(int(step.max()) - low for step, low in zip(steps, lows))
-    if last >= ROWS:
-        i = next(i for i, step in enumerate(steps) if step.size > 1)
-        halves = np.array_split(steps[i], 2)
-        parts = [_rows_at(a, [*steps[:i], s, *steps[i + 1 :]], stride, columns) for s in halves]
-        out = _C.empty((sum(part.shape[0] for part in parts), columns), a.dtype, a.device)
-        _C.assign(out[: parts[0].shape[0]], parts[0])
-        _C.assign(out[parts[0].shape[0] :], parts[1])
-        return out
-    ids = np.zeros(1, np.int32)
-    for step, low in zip(steps, lows):
-        ids = np.add.outer(ids, (step - low).astype(np.int32)).reshape(-1)
-    backwards = [i for i in range(a.ndim) if a.strides[i] < 0]
-    first = sum(lows) * stride - sum((a.shape[i] - 1) * a.strides[i] for i in backwards)
-    lowest = a.flip(tuple(backwards)) if backwards else a  # begins at the lowest address
-    memory = lowest.as_strided((first + last * stride + columns,), (1,))[first:]
-    rows = memory.as_strided((last + 1, columns), (stride, 1))
-    return _C.embedding_fwd(_C.array(ids, "int32", a.device), rows)
-
-
 def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
     """The slices of `a` at `indices` along `axis`, in that order, repeats allowed.
 
-    indices: 1-D whole numbers; a negative one counts from the end. ValueError outside the axis.
+    indices: 1-D whole numbers; a negative one counts from the end. ValueError outside the axis;
+    indices on a GPU are not checked: one outside gives NaN, of integers -1.
 
     >>> print(ndl.ops.index_select(ndl.Tensor([[1, 2, 3]]), 1, [2, 2, -3]))
     [[3. 3. 1.]]
     """
     axis = normal_axes("index_select", axis, len(a.shape))[0]
-    n = a.shape[axis]
-    if isinstance(indices, Tensor):
-        indices = indices.cached_data
-    values = indices.numpy() if isinstance(indices, NDArray) else np.asarray(indices)
-    if values.ndim != 1:
-        raise ValueError(f"index_select: indices must have one axis, not {values.ndim}")
-    ids = id_array("index_select", values, _C.cpu(), n, lowest=-n).numpy()
-    return IndexSelect((axis,), axis, np.where(ids < 0, ids + n, ids))(a)
+    n, ndim = a.shape[axis], indices.ndim if hasattr(indices, "ndim") else np.ndim(indices)
+    if ndim != 1:
+        raise ValueError(f"index_select: indices must have one axis, not {ndim}")
+    ids = id_array("index_select", indices, a.device, n, lowest=-n).astype("int64")
+    return IndexSelect((axis,), axis, along(ids, axis, a.ndim))(a)
 
 
 # ---- NumPy's rules -------------------------------------------------------------------------------
@@ -200,8 +236,8 @@ def get_item(a: Tensor, index: Any) -> Tensor:
     """a[index] by NumPy's rules: integers drop their axes; slices, None and ...; arrays or lists of
     integers or bool, alone, together and beside slices. A view, where no array is in the index.
 
-    Arrays are NumPy's, NDArrays or Tensors, on any device; they are read on the host. IndexError
-    for what NumPy refuses; bool without axes is refused, too.
+    Arrays are NumPy's, NDArrays or Tensors. IndexError for what NumPy refuses; bool without axes is
+    refused, too. Integers on a GPU are not checked: one outside gives NaN, of integers -1.
 
     >>> x = ndl.Tensor([[1, 2, 3], [4, 5, 6]])
     >>> print(ndl.ops.get_item(x, (..., slice(None, None, -2))))
@@ -211,54 +247,114 @@ def get_item(a: Tensor, index: Any) -> Tensor:
     [4. 3.] [4. 5. 6.]
     """
     items = index_items(index, a.shape)
-    axis = 0
-    plain: list[Any] = []  # the index with a slice where an array, and then each integer, picks
-    picked: dict[int, Any] = {}  # axis of a[plain]: array or integer
-    has_arrays = any(isinstance(item, np.ndarray) for item in items)
-    for item in items:
-        if has_arrays and isinstance(item, (int, np.ndarray)):
-            picked[axis] = item
-            item = slice(None)
-        plain.append(item)
-        axis += not isinstance(item, int)
-    if not has_arrays or plain != [slice(None)] * len(plain):
-        a = GetItem(tuple(plain))(a)
-    if not picked:
-        return a
-    axes = tuple(picked)
-    sizes = [a.shape[i] for i in axes]
-    for i, place in picked.items():
-        bad = np.asarray(place)[(np.asarray(place) < -a.shape[i]) | (place >= np.int64(a.shape[i]))]
-        if bad.size:
-            raise IndexError(
-                f"index {bad.flat[0]} is out of range for axis {i} of size {a.shape[i]}"
-            )
-    try:
-        places = np.broadcast_arrays(*picked.values())
-    except ValueError:
-        shapes = ", ".join(str(np.shape(place)) for place in picked.values())
-        raise IndexError(f"the arrays of an index have shapes that differ: {shapes}") from None
-    shape = places[0].shape
-    ids = np.zeros(places[0].size, np.int64)
-    for place, n in zip(places, sizes):
-        ids = ids * n + place.reshape(-1).astype(np.int64) % max(n, 1)
-    at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0  # NumPy's rule
-    out = IndexSelect(axes, at, ids)(a)
+    if not any(map(is_array, items)):
+        return GetItem(tuple(items))(a)
+    plain, axes, at, ids, shape = picks(items, a.shape, a.device)
+    if plain != (slice(None),) * len(plain):
+        a = GetItem(plain)(a)
+    out = IndexSelect(axes, at, along(ids, at, a.ndim - len(axes) + 1))(a)
     return out if len(shape) == 1 else reshape(out, out.shape[:at] + shape + out.shape[at + 1 :])
 
 
+def picks(items: Sequence[Any], shape: tuple[int, ...], device: Device) -> tuple:
+    """Return for an index with arrays: the index with a slice where an array, and then each
+    integer, picks; the axes of the result of that from which they pick; where their joint axis goes
+    among the others; the numbers of the picked places on it, int64 of one axis; their shape."""
+    axis = 0
+    plain: list[Any] = []
+    picked: dict[int, Any] = {}  # axis of a[plain]: array or integer
+    sizes = []
+    left = list(shape)
+    for item in items:
+        if isinstance(item, int) or is_array(item):
+            sizes.append(left[0])
+            picked[axis] = item
+            item = slice(None)
+        if item is not None:
+            left.pop(0)
+        plain.append(item)
+        axis += 1
+    for n, (i, place) in zip(sizes, picked.items()):
+        if not isinstance(place, NDArray):
+            bad = np.asarray(place)[(np.asarray(place) < -n) | (place >= np.int64(n))]
+            if bad.size:
+                raise IndexError(f"index {bad.flat[0]} is out of range for axis {i} of size {n}")
+    try:
+        joint = np.broadcast_shapes(*(getattr(place, "shape", ()) for place in picked.values()))
+    except ValueError:
+        shapes = ", ".join(str(getattr(place, "shape", ())) for place in picked.values())
+        raise IndexError(f"the arrays of an index have shapes that differ: {shapes}") from None
+    axes = tuple(picked)
+    at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0  # NumPy's rule
+    return tuple(plain), axes, at, _numbers(list(picked.values()), sizes, joint, device), joint
+
+
+def _numbers(
+    places: list[Any], sizes: list[int], shape: tuple[int, ...], device: Device
+) -> NDArray:
+    """The row-major numbers, among all of `sizes`, of places given axis by axis."""
+    if not any(isinstance(place, NDArray) for place in places):
+        numbers = np.zeros(shape, np.int64)
+        for place, n in zip(places, sizes):
+            numbers = numbers * n + np.asarray(place).astype(np.int64) % max(n, 1)
+        return _C.array(numbers.reshape(-1), "int64", device)
+    arrays = [
+        place.astype("int64").to(device)
+        if isinstance(place, NDArray)
+        else _C.array(np.asarray(place), "int64", device)
+        for place in places
+    ]
+    if len(arrays) == 1:
+        return arrays[0].reshape((arrays[0].size,))
+    outside = math.prod(sizes) + 1
+    ids, inside = from_beginning(arrays[0], sizes[0])
+    for array, n in zip(arrays[1:], sizes[1:]):
+        place, good = from_beginning(array, n)
+        ids, inside = ids * n + place, inside * good
+    ids = ((ids + outside) * inside - outside).broadcast_to(shape)
+    return ids.reshape((ids.size,))
+
+
+def flat_nonzero(a: NDArray) -> NDArray:
+    """The row-major numbers, int64, of the elements of a that are not 0. Waits for their count."""
+    if a.device.is_host:
+        return _C.array(np.flatnonzero(a.numpy()), "int64", a.device)
+    flags = _C.not_equal(a, 0).reshape((1, a.size))
+    count = int(flags.sum().item())
+    places = _C.empty((1, count), "int64", a.device)
+    _C.sort(flags, 1, _C.empty((1, count), "bool", a.device), places)  # stable
+    return places.reshape((count,))
+
+
+def nonzero_places(a: NDArray) -> list[NDArray]:
+    """For each axis of a the places, int64, of the elements that are not 0, in row-major order."""
+    numbers, places = flat_nonzero(a), []
+    for n in reversed(a.shape[1:]):
+        places.append(_C.remainder(numbers, n))
+        numbers = _C.floor_divide(numbers, n)
+    return [numbers, *reversed(places)]
+
+
 def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
-    """The index item by item: int, slice, None or an array of int64, with a slice for each axis
-    that ... or its end stands for, and its coordinates for an array of bool."""
+    """The index item by item: int, slice, None or an array of integers, NumPy's or an NDArray of a
+    GPU, with a slice for each axis that ... or its end stands for, and its coordinates for an array
+    of bool."""
     items: list[Any] = []
     for item in index if isinstance(index, tuple) else (index,):
         if isinstance(item, (Tensor, NDArray, np.ndarray, list)):
-            array = item.numpy() if isinstance(item, (Tensor, NDArray)) else np.asarray(item)
+            array = item.cached_data if isinstance(item, Tensor) else item
+            if not isinstance(array, NDArray) or array.device.is_host or array.ndim == 0:
+                array = array.numpy() if isinstance(array, NDArray) else np.asarray(array)
             if array.size == 0 and isinstance(item, list):
                 array = array.astype(np.int64)
-            if array.ndim == 0 and array.dtype.kind in "iu":
+            is_whole = (
+                array.dtype in INTEGERS
+                if isinstance(array, NDArray)
+                else (array.dtype.kind in "iu")
+            )
+            if array.ndim == 0 and is_whole:
                 items.append(int(array))
-            elif array.ndim > 0 and array.dtype.kind in "iub":
+            elif array.ndim > 0 and (is_whole or array.dtype == "bool"):
                 items.append(array)
             else:
                 raise IndexError(
@@ -299,10 +395,14 @@ def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
                 f"an array of bool has shape {item.shape}, but picks from axes of sizes "
                 f"{shape[axis : axis + item.ndim]}"
             )
-        out += np.nonzero(item)
+        out += nonzero_places(item) if isinstance(item, NDArray) else np.nonzero(item)
         axis += item.ndim
     return out
 
 
+def is_array(item: Any) -> bool:
+    return isinstance(item, (np.ndarray, NDArray))
+
+
 def _is_mask(item: Any) -> bool:
-    return isinstance(item, np.ndarray) and item.dtype == np.bool_
+    return is_array(item) and item.dtype == "bool"

@@ -13,6 +13,7 @@ from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, reshape
 from needle.ops.common import const, normal_axes, rows_of
+from needle.ops.indexing import five_axes
 from needle.ops.select import gather
 from needle.ops.shape import flip, permute
 
@@ -60,13 +61,12 @@ class Unsort(TensorOp):
         self.indices, self.size = indices, size
 
     def compute(self, a: NDArray) -> NDArray:
-        rows = rows_of(a)
-        out = zeros((rows.shape[0], self.size), a.dtype, a.device)
-        _C.unsort(rows, rows_of(self.indices), out)
-        return out.reshape((*a.shape[:-1], self.size))
+        out = zeros((*a.shape[:-1], self.size), a.dtype, a.device)
+        _C.put(*(five_axes(x, x.ndim - 1) for x in (a, self.indices, out)))
+        return out
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return gather(out_grad, -1, const(self.indices))
+        return gather(out_grad, -1, self.indices)
 
 
 def _sorted(op: str, a: Tensor, axis: int | None, descending: bool, count: Any) -> tuple:

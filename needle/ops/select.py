@@ -1,8 +1,9 @@
 """Selection by places of elements: gather, take_along_axis, scatter_add, index_add, nonzero, and
-assignment to places. Indices are read on the host, where they are checked."""
+assignment to places. The arrays of an assignment's index are read on the host."""
 
 from __future__ import annotations
 
+import math
 from numbers import Number
 from typing import Any
 
@@ -16,44 +17,51 @@ from needle.graph import memory_of
 from needle.ops.broadcast import reduced_to, reshape
 from needle.ops.common import const, normal_axes
 from needle.ops.elementwise import add, where
-from needle.ops.indexing import IndexAdd, get_item, index_items, view_at
+from needle.ops.indexing import (
+    IndexAdd,
+    IndexSelect,
+    PlaceItem,
+    along,
+    five_axes,
+    get_item,
+    index_items,
+    is_array,
+    nonzero_places,
+    picked_axes_at,
+    picks,
+    places_on,
+    view_at,
+)
 
 
-def _whole(op: str, index: Any) -> np.ndarray:
-    """Indices of any kind as whole numbers on the host."""
-    values = index.numpy() if isinstance(index, (Tensor, NDArray)) else np.asarray(index)
-    if values.dtype.kind not in "iu" and values.size:
-        raise TypeError(f"{op}: index must hold whole numbers, not {values.dtype}")
-    return values.astype(np.int64)
-
-
-def _places(op: str, shape: tuple[int, ...], axis: int, index: np.ndarray) -> tuple:
-    """For each element of `index` its place in an array of `shape`: `index` along the axis, its own
-    place along the others."""
+def _check_shape(op: str, shape: tuple[int, ...], axis: int, index: NDArray) -> None:
     if index.ndim != len(shape):
         raise ValueError(f"{op}: index has {index.ndim} axes, but the operand has {len(shape)}")
-    n = shape[axis]
     for i, (have, most) in enumerate(zip(index.shape, shape)):
         if i != axis and have > most:
             raise ValueError(f"{op}: axis {i} of index is {have}, but of the operand {most}")
-    bad = index[(index < -n) | (index >= n)]
-    if bad.size:
-        raise IndexError(f"{op}: index {bad[0]} is out of range for axis {axis} of size {n}")
-    places: list[Any] = list(np.ogrid[tuple(slice(size) for size in index.shape)])
-    places[axis] = index % max(n, 1)
-    return tuple(places)
+
+
+def _beside(shape: tuple[int, ...], axis: int) -> tuple[slice, ...]:
+    """The index of the first elements, as many as `shape` has, along all axes but one."""
+    return tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(shape))
 
 
 def gather(a: Tensor, axis: int, index: Any) -> Tensor:
     """The elements of `a` at `index` along `axis`: out[i][j] = a[index[i][j]][j] for axis 0, as
-    PyTorch has it. index: as many axes as `a`, none but `axis` longer than that of `a`.
+    PyTorch has it. index: as many axes as `a`, none but `axis` longer than that of `a`. On a GPU it
+    is not checked: a number outside gives NaN, of integers -1.
 
     >>> print(ndl.gather(ndl.Tensor([[1, 2], [3, 4]]), 1, [[0, 0], [1, 0]]))
     [[1. 1.]
      [4. 3.]]
     """
     axis = normal_axes("gather", axis, a.ndim)[0]
-    return get_item(a, _places("gather", a.shape, axis, _whole("gather", index)))
+    index = places_on("gather", index, a, axis)
+    _check_shape("gather", a.shape, axis, index)
+    if any(have < n and i != axis for i, (have, n) in enumerate(zip(index.shape, a.shape))):
+        a = get_item(a, _beside(index.shape, axis))
+    return IndexSelect((axis,), axis, index)(a)
 
 
 def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
@@ -65,10 +73,12 @@ def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
     [[3.]
      [4.]]
     """
-    index = _whole("take_along_axis", indices)
     if axis is None:
-        return gather(reshape(a, (-1,)), 0, index.reshape(-1))
+        a, axis = reshape(a, (-1,)), 0
+        index = places_on("take_along_axis", indices, a, 0)
+        return gather(a, 0, index.reshape((index.size,)))
     axis = normal_axes("take_along_axis", axis, a.ndim)[0]
+    index = places_on("take_along_axis", indices, a, axis)
     if index.ndim != a.ndim:
         raise ValueError(f"take_along_axis: indices have {index.ndim} axes, but a has {a.ndim}")
     own = [1 if i == axis else n for i, n in enumerate(a.shape)]
@@ -78,7 +88,7 @@ def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
     if wide != own:
         a = a.broadcast_to([a.shape[axis] if i == axis else n for i, n in enumerate(wide)])
     wide[axis] = index.shape[axis]
-    return gather(a, axis, np.broadcast_to(index, wide))
+    return gather(a, axis, index.broadcast_to(wide))
 
 
 def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:
@@ -90,15 +100,14 @@ def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:
     [1. 0. 5.]
     """
     axis = normal_axes("scatter_add", axis, a.ndim)[0]
-    ids = _whole("scatter_add", index)
-    places = np.broadcast_arrays(*_places("scatter_add", a.shape, axis, ids))
-    if src.ndim != ids.ndim or any(n > most for n, most in zip(ids.shape, src.shape)):
+    ids = places_on("scatter_add", index, a, axis)
+    _check_shape("scatter_add", a.shape, axis, ids)
+    if any(n > most for n, most in zip(ids.shape, src.shape)) or src.ndim != ids.ndim:
         raise ValueError(f"scatter_add: src is {src.shape}, too small for index {ids.shape}")
     part = get_item(src, tuple(slice(n) for n in ids.shape))
-    flat = np.zeros(ids.size, np.int64)
-    for place, n in zip(places, a.shape):
-        flat = flat * n + place.reshape(-1)
-    return add(a, IndexAdd(tuple(range(a.ndim)), 0, flat, a.shape)(reshape(part, (ids.size,))))
+    shape = tuple(a.shape[i] if i == axis else n for i, n in enumerate(ids.shape))
+    sums = IndexAdd((axis,), axis, ids, shape)(part)
+    return add(a, sums if shape == a.shape else PlaceItem(_beside(shape, axis), a.shape)(sums))
 
 
 def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
@@ -108,16 +117,14 @@ def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
     [0. 0. 3.]
     """
     axis = normal_axes("index_add", axis, a.ndim)[0]
-    ids, n = _whole("index_add", index), a.shape[axis]
+    ids = places_on("index_add", index, a, axis)
     shape = (*a.shape[:axis], ids.size, *a.shape[axis + 1 :])
     if ids.ndim != 1 or source.shape != shape:
         raise ValueError(
             f"index_add: source must be {shape} for {ids.size} indices of one axis, "
             f"but is {source.shape}"
         )
-    if ids.size and not -n <= ids.min() <= ids.max() < n:
-        raise IndexError(f"index_add: an index is out of range for axis {axis} of size {n}")
-    return add(a, IndexAdd((axis,), axis, ids % max(n, 1), a.shape)(source))
+    return add(a, IndexAdd((axis,), axis, along(ids, axis, a.ndim), a.shape)(source))
 
 
 def nonzero(a: Tensor, as_tuple: bool = True) -> Any:
@@ -128,10 +135,13 @@ def nonzero(a: Tensor, as_tuple: bool = True) -> Any:
     >>> print(rows, columns)
     [0 1] [1 0]
     """
-    found = [_C.array(places, "int64", a.device) for places in np.nonzero(a.numpy())]
+    places = nonzero_places(a.cached_data)
     if as_tuple:
-        return tuple(map(const, found))
-    return const(_C.array(np.argwhere(a.numpy()), "int64", a.device))
+        return tuple(map(const, places))
+    together = _C.empty((places[0].size, a.ndim), "int64", a.device)
+    for i, array in enumerate(places):
+        _C.assign(together[:, i : i + 1], array.reshape((array.size, 1)))
+    return const(together)
 
 
 # ---- assignment ----------------------------------------------------------------------------------
@@ -147,15 +157,29 @@ class SetItem(TensorOp):
         self.index = index
 
     def compute(self, a: NDArray, value: NDArray) -> NDArray:
+        value = value.astype(a.dtype)
         if not any(isinstance(item, np.ndarray) for item in self.index):
-            place = view_at(a, self.index)
-            while value.ndim > place.ndim and value.shape[0] == 1:
-                value = value.reshape(value.shape[1:])
-            _C.assign(place, value.astype(a.dtype))
+            _C.assign(view_at(a, self.index), _fitting(value, view_at(a, self.index).ndim))
             return a
-        values = a.numpy()
-        values[self.index] = value.numpy()
-        _C.assign(a, _C.array(values, a.dtype, a.device))
+        plain, axes, at, ids, shape = picks(self.index, a.shape, a.device)
+        view = view_at(a, plain)
+        view = view.permute(picked_axes_at(view.ndim, axes, at))
+        before, after = view.shape[:at], view.shape[at + len(axes) :]
+        value = _fitting(value, len(before) + len(shape) + len(after))
+        value = value.broadcast_to((*before, *shape, *after)).reshape((*before, ids.size, *after))
+        # Of ids that repeat the last counts.
+        numbers = ids.numpy()
+        _, first = np.unique(numbers[::-1], return_index=True)
+        if first.size < ids.size:
+            last = ids.size - 1 - first
+            ids = _C.array(numbers[last], "int64", a.device)
+            value = value.index_select(at, last)
+        place = view.compact()
+        x = place.reshape((*before, math.prod(view.shape[at : at + len(axes)]), *after))
+        ids = along(ids, at, x.ndim).broadcast_to(value.shape)
+        _C.put(five_axes(value, at), five_axes(ids, at), five_axes(x, at))
+        if not view.is_compact():
+            _C.assign(view, place)
         return a
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
@@ -166,6 +190,13 @@ class SetItem(TensorOp):
             where(kept, out_grad, 0.0) if a.requires_grad else None,
             reduced_to(get_item(out_grad, self.index), value) if value.requires_grad else None,
         )
+
+
+def _fitting(value: NDArray, ndim: int) -> NDArray:
+    """`value` without the leading axes of size 1 that it has beyond `ndim`, as NumPy assigns it."""
+    while value.ndim > ndim and value.shape[0] == 1:
+        value = value.reshape(value.shape[1:])
+    return value
 
 
 def set_item(a: Tensor, index: Any, value: Any) -> None:
@@ -188,7 +219,7 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
         value = const(full((), value, a.dtype, a.device))
     value = a._operand(value)
     items = tuple(
-        item.copy() if isinstance(item, np.ndarray) else item
+        np.array(item.numpy() if isinstance(item, NDArray) else item) if is_array(item) else item
         for item in index_items(index, a.shape)
     )
     op = SetItem(items)

@@ -86,14 +86,23 @@ def sort(r, x, descending, values, indices):
     return {"values": np.take_along_axis(x, order, 1), "indices": order}
 
 
-def unsort(r, values, indices, x):
+def take(r, x, ids):
+    wide = (*x.shape[:2], ids.shape[2], *x.shape[3:])
+    return {"y": np.take_along_axis(x, np.broadcast_to(ids, wide), 2)}
+
+
+def put(r, y, ids, x):
     x = x.copy()
-    np.put_along_axis(x, indices, values, 1)
+    np.put_along_axis(x, ids, y, 2)
     return {"x": x}
 
 
-def distinct(rows, n, k):
-    return lambda rng: rng.permuted(np.tile(np.arange(n), (rows, 1)), axis=1)[:, :k]
+def places(rng, shape, count):
+    """Different places along the middle axis of an array of `shape`, some counted from its end."""
+    n = shape[2]
+    ids = np.broadcast_to(np.arange(n)[:, None, None], shape)
+    ids = rng.permuted(ids, axis=2)[:, :, :count]
+    return np.where(rng.random(ids.shape) < 0.3, ids - n, ids)
 
 
 def cumsum(r, x):
@@ -226,6 +235,17 @@ MLPS = {
         (5, 0, 8, 0),
         (5, 8, 0, 1),
     ]
+}
+
+TAKEN = {  # ids along the picked axis, and the five axes of x
+    "1": (1, 1, 1, 1, 1, 1),
+    "each": (7, 2, 3, 31, 4, 5),
+    "rows": (31, 1, 257, 100, 1, 1),
+    "columns": (5, 1, 1, 31, 1, 257),
+    "long": (33_001, 1, 2, 70_003, 1, 1),
+    "wide": (2, 1, 1, 3, 1, 40_009),
+    "none": (0, 1, 2, 3, 1, 1),
+    "no-rows": (3, 0, 2, 5, 1, 1),
 }
 
 CASES = [
@@ -406,11 +426,21 @@ CASES = [
         },
     ),
     *cases_of(
-        unsort,
-        lambda rows, n, k: draw(
-            values=normal(rows, k), indices=distinct(rows, n, k), x=normal(rows, n)
+        take,
+        lambda i, *shape: draw(
+            x=normal(*shape),
+            ids=lambda rng: rng.integers(-shape[2], shape[2], (*shape[:2], i, *shape[3:])),
         ),
-        {"1x1": (1, 1, 1), "31x257": (31, 257, 100), "wide": (3, 5001, 5001), "none": (5, 5, 0)},
+        TAKEN | {"more": (257, 2, 3, 31, 4, 5)},
+    ),
+    *cases_of(
+        put,
+        lambda i, *shape: draw(
+            y=normal(*shape[:2], i, *shape[3:]),
+            ids=partial(places, shape=shape, count=i),
+            x=normal(*shape),
+        ),
+        TAKEN,
     ),
     *cases_of(
         cumsum,

@@ -75,7 +75,9 @@ def prepare(case: Case, dtype: str, layouts: dict[str, str] | None = None) -> di
             if stored in FLOATS:
                 values[operand.name] = rounder(stored)(value)
             else:
-                values[operand.name] = value.astype(stored) if operand.dtype == "ANY" else value
+                values[operand.name] = (
+                    value.astype(stored) if operand.dtype in ("ANY", "T") else value
+                )
     return values
 
 

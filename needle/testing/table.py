@@ -21,7 +21,7 @@ class Operand:
     mode: str  # IN, IN_ROWS, OPT, IO, OUT, F64, ...
     name: str
     axes: str
-    dtype: str  # F, ANY or one of STORED
+    dtype: str  # F, T, ANY or one of STORED
 
     @property
     def is_array(self) -> bool:

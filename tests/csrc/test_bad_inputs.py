@@ -64,7 +64,7 @@ def test_sizes_dtypes_and_kinds(op, device):
         bad = good | {name: to_ndarray(host[None], array.dtype, device)}
         refuse(op, bad, ValueError, rf"{op}: {name}")
         for other in ("int64", "float16" if operand.dtype != "F" else "uint8"):
-            if other == array.dtype or operand.dtype == "ANY":
+            if other == array.dtype or operand.dtype in ("ANY", "T"):
                 continue
             bad = good | {name: to_ndarray(np.nan_to_num(host, posinf=0, neginf=0), other, device)}
             refuse(op, bad, TypeError, rf"{op}: {name}: .*{other}")
@@ -72,7 +72,7 @@ def test_sizes_dtypes_and_kinds(op, device):
             refuse(op, good | {name: wrong}, TypeError, rf"{op}: {name}")
         if "OPT" not in operand.mode:
             refuse(op, good | {name: None}, TypeError, rf"{op}: {name}")
-    floats = [o.name for o in OPS[op].inputs if o.dtype == "F" and good[o.name] is not None]
+    floats = [o.name for o in OPS[op].inputs if o.dtype in ("F", "T") and good[o.name] is not None]
     if len(floats) > 1:
         bad = good | {floats[-1]: good[floats[-1]].astype("bfloat16")}
         refuse(op, bad, TypeError, rf"{op}: {floats[-1]}: .*bfloat16")

@@ -48,10 +48,7 @@ NUMPY = {
     "mul": "multiply", "sub": "subtract", "div": "divide", "neg": "negative", "astype":
     "ndarray.astype", "contiguous": "ascontiguousarray", "repeat_interleave": "repeat",
 }  # fmt: skip
-HOST = """
-    gather get_item index_add index_select nonzero repeat repeat_interleave scatter_add set_item
-    take_along_axis unique
-""".split()
+HOST = "repeat repeat_interleave set_item unique".split()
 NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
 
 

@@ -3,7 +3,7 @@ assignment, grad(), errors. Their gradients are in tests/gradients.py."""
 
 import numpy as np
 import pytest
-from harness import naming
+from harness import DEVICES, device_of, naming
 
 import needle as ndl
 from needle import _C, Tensor, nn, ops
@@ -131,21 +131,30 @@ def test_einsum_is_numpys():
             ops.einsum(text, ndl.ones(2, 3))
 
 
-def test_assignment_is_numpys():
+@pytest.mark.parametrize("device", DEVICES)
+def test_assignment_is_numpys(device):
+    device = device_of(device)
     for index in (
         0, (1, 2), slice(None, None, -2), (..., slice(1, 3)), np.arange(15).reshape(3, 5) % 2 == 0,
-        ([0, 2], [1, 4]), np.array([True, False, True]), (slice(None), [3, 0]),
+        ([0, 2], [1, 4]), np.array([True, False, True]), (slice(None), [3, 0]), [2, 0, 2],
+        (slice(1, 3), [1, -1, 1, 1]), ([[0, 1], [2, 0]], [[4, 4], [0, 4]]), [],
     ):  # fmt: skip
         for dtype in ("float32", "int32", "bfloat16"):
             with naming(index, dtype):
                 wanted = np.arange(15, dtype="float32").reshape(3, 5)
-                x = Tensor(wanted, dtype=dtype, requires_grad=False)
-                value = np.full(np.shape(wanted[index])[-1:], 7.0)
-                wanted[index] = value
-                x[index] = Tensor(value, requires_grad=False)
+                x = Tensor(wanted, dtype=dtype, device=device, requires_grad=False)
+                value = np.arange(50.0, 50 + np.size(wanted[index])).reshape(wanted[index].shape)
+                wanted[index] = value  # of places that are named twice the last value stays
+                x[index] = Tensor(value, device=device, requires_grad=False)
                 np.testing.assert_array_equal(x.numpy(), wanted)
                 x[index], wanted[index] = -1, -1
                 np.testing.assert_array_equal(x.numpy(), wanted)
+                columns = Tensor(wanted.T, dtype=dtype, device=device, requires_grad=False).T
+                columns[index], wanted[index] = 9, 9  # of a view
+                np.testing.assert_array_equal(columns.numpy(), wanted)
+                if isinstance(index, np.ndarray):
+                    columns[Tensor(index, dtype="bool", device=device, requires_grad=False)] = 3
+                    assert (columns.numpy()[index] == 3).all()
 
 
 def test_assignment_in_the_graph():
