@@ -46,6 +46,7 @@ from needle.files import read_secret, replacing
 PORTS = 8  # tried from that of the environment on, which another program may use
 PATIENCE = 2.0  # seconds for a connection and for the proof of rank 0
 STRANGER_SECONDS = 10.0  # for a connection to rank 0 to say which rank it is
+MOST_STRANGERS = 128  # connections to rank 0 that have not said so; a newer one replaces the oldest
 NONCE, PROOF = 32, 32  # bytes
 LOOPBACK = "127.0.0.1"
 NO_KEY = (
@@ -198,8 +199,11 @@ class _Reception:
                     until = time.monotonic() + STRANGER_SECONDS
                     self.arrivals[one] = _Arrival(address[0], until)
                     self.selector.register(one, selectors.EVENT_READ)
-            for one, it in [*self.arrivals.items()]:
-                if it.rank is None and time.monotonic() > it.until:
+            strangers = [(one, it) for one, it in self.arrivals.items() if it.rank is None]
+            for one, _ in strangers[:-MOST_STRANGERS]:
+                self._drop(one, f"the oldest of more than {MOST_STRANGERS}")
+            for one, it in strangers[-MOST_STRANGERS:]:
+                if time.monotonic() > it.until:
                     self._drop(one, f"said nothing of this protocol for {STRANGER_SECONDS:g} s")
 
     def _hear(self, one: Connection) -> None:

@@ -181,6 +181,20 @@ def test_strangers_neither_end_nor_delay_the_start(start, connect, within):
         assert rank.end() == met(3)
 
 
+def test_more_strangers_than_open_files_delay_no_start(start, connect, within):
+    port = free_port()
+    body = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n{MEET}"
+    [first] = start(body, 2, ranks=(0,), port=port)
+    for _ in range(400):
+        connect(port)
+    with within(8):  # less than a stranger's time
+        [second] = start(MEET, 2, ranks=(1,), port=port)
+        code, words, said = first.end()
+    assert (code, words) == (0, ["[0, 1]"])
+    assert "127.0.0.1: the oldest of more than 128 (" in said
+    assert second.end() == met(2)
+
+
 def test_a_stranger_is_dropped_after_a_time(start, connect):
     port = free_port()
     [first] = start(
