@@ -296,7 +296,10 @@ class Supervisor:
 
     def _read_reports(self, attempt: Attempt) -> None:
         for facts in self._reports.read():
-            self._learn(attempt, facts)
+            try:
+                self._learn(attempt, facts)
+            except (TypeError, ValueError, AttributeError) as error:
+                say(f"a report of the command cannot be used (needle/heartbeat.py): {error}")
 
     def _learn(self, attempt: Attempt, facts: dict[str, Any]) -> None:
         """Use the facts that needle/heartbeat.py lists, and ignore others."""
@@ -307,13 +310,13 @@ class Supervisor:
         if isinstance(facts.get("id"), str):
             self.id = facts["id"]
         if isinstance(facts.get("resume"), list):
-            self.resume = [str(flag) for flag in facts["resume"]]
+            self.resume = _words(facts["resume"])
         if isinstance(facts.get("device"), str):
             self.device = facts["device"]
         gpus, flags, wrong = (facts.get(name) for name in ("gpus", "ranks", "wrong"))
         if isinstance(gpus, list) and isinstance(flags, dict) and not self._gpus:
-            self._gpus = [str(gpu) for gpu in gpus]
-            self._flags = {int(count): [str(flag) for flag in flags[count]] for count in flags}
+            self._flags = {int(count): _words(flags[count]) for count in flags}
+            self._gpus = _words(gpus)
         if isinstance(wrong, list):
             self._left_out |= {gpu: "computed wrong" for gpu in self._gpus if gpu in wrong}
         if isinstance(facts.get("fault"), str):
@@ -484,6 +487,14 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):  # the reader is gone
         bar = "\n" if sys.stderr.isatty() else ""
         print(f"{bar}supervise: {text}", file=sys.stderr, flush=True)
+
+
+def _words(given: list[Any]) -> list[str]:
+    """Return words for a command line or the environment. TypeError, ValueError."""
+    words = [str(word) for word in given]
+    if b"\0" in os.fsencode("".join(words)):
+        raise ValueError(f"a character of value 0 in {given}")
+    return words
 
 
 def _seconds(text: str) -> float:

@@ -192,6 +192,27 @@ sys.exit(75 if attempt == 0 else 0)
     assert done == 0 and fault["step"] == 5
 
 
+def test_a_report_that_cannot_be_used_ends_no_supervision(run, capfd):
+    for report in (
+        '{"gpus": ["a"], "ranks": {"two": []}}',
+        '{"gpus": ["a"], "ranks": {"1": null}}',
+        '{"gpus": ["a\\u0000"], "ranks": {"1": []}}',
+        '{"resume": ["a\\u0000b"]}',
+        '{"resume": ["\\ud800"]}',
+    ):
+        code = f"""
+say(*sys.argv[1:])
+beat(resume=["--resume", "auto"])
+with open(os.environ["NEEDLE_HEARTBEAT"], "w") as pipe:
+    pipe.write({report!r} + "\\n")
+sys.exit(75 if attempt == 0 else 7)
+"""
+        with naming(report):
+            done, _, said, _ = run(code)
+            assert done == 7 and said == ["", "--resume auto"]
+            assert "a report of the command cannot be used" in capfd.readouterr().err
+
+
 # ---- the end ------------------------------------------------------------------------------------
 
 
