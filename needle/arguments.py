@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
+
+from needle.files import FileError, named
+
+
+def path(text: str) -> Path:
+    """The type of names of files and folders (needle.files.named)."""
+    try:
+        return named(text)
+    except FileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:

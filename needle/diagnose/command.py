@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from needle import _C
+from needle.arguments import path
 from needle.diagnose import facts as known
 from needle.diagnose import ranks, recovery
 from needle.diagnose.examination import Examination, Examinations
@@ -70,8 +71,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--full", action="store_true", help="all checks, within 2 minutes")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--device", type=int, metavar="N", help="examine cuda(N) alone")
-    made.add_argument("--log", metavar="FILE", help="write every detail there")
-    made.add_argument("--run", metavar="FOLDER", help="examine a run's folder: runs/NAME")
+    made.add_argument("--log", type=path, metavar="FILE", help="write every detail there")
+    made.add_argument(
+        "--run", type=path, metavar="FOLDER", help="examine a run's folder: runs/NAME"
+    )
     made.add_argument(
         "--server", metavar="URL", help="ask a kernel service: http://127.0.0.1:18188"
     )
@@ -198,8 +201,10 @@ def examine(
     wanted = place.local_rank if place and args.device is None else args.device
     machine = begin(times.driver, "machine", "machine")
     cpu = begin_cpu() if wanted is None else None
-    folder = begin(times.all, "run", "run", args.run) if args.run else None
-    server = begin(times.peers, "server", "server", args.server) if args.server else None
+    folder = begin(times.all, "run", "run", str(args.run)) if args.run else None
+    server = (
+        begin(times.peers, "server", "server", args.server) if args.server is not None else None
+    )
 
     examinations.wait(machine)
     start += machine.starved()

@@ -8,11 +8,9 @@ import logging
 import logging.handlers
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from needle.data.text import DataError
-from needle.files import named
+from needle.arguments import path
 from needle.kernels import access, landlock
 from needle.kernels.access import AccessError
 from needle.kernels.pool import Pool
@@ -43,13 +41,6 @@ def number(kind: type, low: float, high: float) -> Any:
         return value
 
     return parse
-
-
-def path(text: str) -> Path:
-    try:
-        return named(text)
-    except DataError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def devices(text: str) -> list[int]:

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from needle import models, supervise
+from needle.arguments import path
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
-from needle.data import DataError
-from needle.files import named
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.models.registry import imported
 from needle.training import length, recipes
@@ -82,11 +81,8 @@ def device_name(text: str) -> str:
 
 
 def path_name(text: str) -> str:
-    """Return a path that can be printed, and written into config.json."""
-    try:
-        named(text)
-    except DataError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    """Return a path that can be printed, and written into config.json, as it is written."""
+    path(text)
     return text
 
 

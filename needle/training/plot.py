@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from needle.arguments import path
 from needle.files import described, replacing
 from needle.processes import program
 from needle.training.log import read_lines
@@ -78,10 +79,10 @@ def parser() -> argparse.ArgumentParser:
         description="Draws the loss of one run or of several, running or stopped, in one figure. "
         "Dots are the held-out loss.",
     )
-    top.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    top.add_argument("runs", nargs="+", type=path, metavar="RUN", help="the folder of a run")
     top.add_argument(
         "--out",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="the .png, .svg or .pdf to write (default: loss.png, of one run in its folder, of "
         "several here)",

@@ -216,6 +216,16 @@ def test_smoothed_line_has_no_spike_at_its_ends():
     np.testing.assert_array_equal(plots.smoothed([4.0]), [4.0])
 
 
+def test_plot_takes_no_empty_name_for_the_current_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 9.0}\n')
+    for words in ([""], [".", "--out", ""]):
+        with pytest.raises(SystemExit) as caught:
+            plots.main(words)
+        assert caught.value.code == 2 and "an empty name ('')" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 @pytest.mark.parametrize("steps", [49, 50])
 def test_plot_has_short_ticks_and_a_smoothed_line_of_many_steps(tmp_path, monkeypatch, steps):
     pytest.importorskip("matplotlib")

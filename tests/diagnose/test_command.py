@@ -213,10 +213,17 @@ def test_devices_and_logs_that_cannot_be_are_refused(tmp_path, capsys):
     for words, said in (
         (["--device", "-1"], "0 or more"),
         (["--log", str(tmp_path / "none/log")], "none/log cannot be written: No such file"),
+        (["--log", ""], "argument --log: an empty name ('')"),
+        (["--run", ""], "argument --run: an empty name ('')"),
     ):
         with pytest.raises(SystemExit) as caught:
             command.main(words)
         assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_empty_address_of_a_service_is_a_failure(capsys):
+    assert command.main(["--server", ""]) == 1
+    assert "it must begin with http:// or https:// and a host" in capsys.readouterr().out
 
 
 def test_full_disk_ends_the_log_alone(capsys):
