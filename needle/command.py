@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from needle._C import build_info
-from needle.processes import EXIT_INTERRUPTED
+from needle.processes import program
 
 # word: the program, the words that it gets first, and what it does
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -30,10 +30,10 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 
 
-def find(program: str) -> Path:
+def find(name: str) -> Path:
     """Return the file of a program of apps/, in the installed package or in the checkout."""
     package = Path(__file__).resolve().parent
-    return next(p for p in (package / program, package.parent / program) if p.exists())
+    return next(p for p in (package / name, package.parent / name) if p.exists())
 
 
 def usage() -> str:
@@ -45,6 +45,11 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run `needle`. Return its exit code."""
+    return program(lambda: run(argv))
+
+
+def run(argv: list[str] | None) -> int:
     """Run the program of the first word with the words after it. Programs exit by themselves."""
     word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if word in ("-h", "--help", "help"):
@@ -58,14 +63,11 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; there is {' and '.join(near)}" if near else f"; there are {', '.join(COMMANDS)}"
         print(f"needle: no command {word!r}{hint} (needle --help)", file=sys.stderr)
         return 2
-    program, first, _ = COMMANDS[word]
+    name, first, _ = COMMANDS[word]
     sys.argv[1:] = [*first, *rest]
-    try:
-        if program.startswith("apps/"):
-            sys.argv[0] = str(find(program))
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt:  # while it imports
-        return EXIT_INTERRUPTED
+    if name.startswith("apps/"):
+        sys.argv[0] = str(find(name))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0

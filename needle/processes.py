@@ -283,7 +283,10 @@ def program(main: Callable[[], int | None]) -> int:
     """Run the `main` of a command-line program and return its exit code. Return EXIT_CLOSED_PIPE
     where the reader of its output has closed it, as `| head` does: a shell sees the same of any
     program that SIGPIPE ends. `main` must let that BrokenPipeError pass. Return EXIT_INTERRUPTED
-    after a Ctrl-C that `main` does not catch."""
+    after a Ctrl-C that `main` does not catch. Without stdout or stderr (`>&-`) print nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         try:
             code = main() or 0

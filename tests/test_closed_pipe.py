@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import ROOT, naming
 
 from needle.processes import EXIT_CLOSED_PIPE, program
 
@@ -44,6 +44,8 @@ def end_of(words, folder):
 @pytest.mark.parametrize(
     "words",
     [
+        ["-m", "needle", "--help"],
+        ["-m", "needle", "--version"],
         ["-m", "needle.diagnose"],
         ["-m", "needle.diagnose", "--json"],
         ["-m", "needle.data", "inspect", "t.npy"],
@@ -62,6 +64,17 @@ def test_program_whose_output_is_closed_ends_as_by_sigpipe(tmp_path, words):
     np.save(tmp_path / "t.npy", np.arange(4000, dtype=np.uint16) % 90)
     code, said = end_of(words, tmp_path)
     assert (code, said) == (EXIT_CLOSED_PIPE, "") == (141, "")
+
+
+def test_program_without_an_output_runs(tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(4000, dtype=np.uint16) % 90)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for words in "data inspect t.npy", "supervise -- true":
+        for closed in ">&-", "<&- >&- 2>&-":
+            command = f"{sys.executable} -m needle {words} {closed}"
+            with naming(command):
+                done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment)
+                assert done.returncode == 0
 
 
 def test_every_program_ends_by_one_rule():
