@@ -189,10 +189,10 @@ def test_rank_that_sends_wrong_bytes_is_blamed():
 
 def test_wrong_keys_are_seen_by_the_ranks_that_attend_to_them():
     """In the forward, and in the backward."""
-    for call in (1, 2, 3):
+    for call, spoiled in (1, "attended"), (2, "computed dq"), (3, "summed dk"):
         with naming(call):
-            [(stage, wrong)] = found("ring attention", 4, rank=2, call=call)
-            assert stage == "attended" and any(wrong)
+            stage, wrong = found("ring attention", 4, rank=2, call=call)[0]
+            assert stage == spoiled and any(wrong)
 
 
 def test_rank_that_adds_wrong_is_named(monkeypatch):
@@ -207,6 +207,19 @@ def test_rank_that_adds_wrong_is_named(monkeypatch):
     monkeypatch.setattr(ranks, "tree_sum", sums)
     stage, wrong = found("all_reduce", 3)[0]
     assert ranks.in_words(stage, wrong) == "rank 1 added wrong"
+
+
+def test_rank_that_attends_wrong_is_named_alone(monkeypatch):
+    """Its gradients of keys and values spoil those of the others."""
+    right = ranks.ops.ring_attention
+
+    def attends(q, k, v, group):
+        out = right(q, k, v, group)
+        return out * 1.01 if group.rank == 1 else out
+
+    monkeypatch.setattr(ranks.ops, "ring_attention", attends)
+    stage, wrong = found("ring attention", 3)[0]
+    assert ranks.in_words(stage, wrong) == "rank 1 attended wrong"
 
 
 def test_blame_falls_on_the_rank_of_most_pairs():
