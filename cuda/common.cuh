@@ -214,6 +214,7 @@ template <int operands> struct Walk {
   private:
     template <class I>
     __device__ __forceinline__ void split(I i, int64_t (&offset)[operands]) const {
+#pragma unroll 1 /* unrolled it is most of the code of elementwise.cu */
         for (int d = ndim - 1; d > 0; d--) {
             I next = i / (I)shape[d];
             I at = i - next * (I)shape[d];
