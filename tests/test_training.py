@@ -102,8 +102,17 @@ def test_fit_takes_a_loss_and_a_number_of_steps():
     again = Classifier()
     assert losses == ndl.fit(again, BATCHES, steps=2, progress=False)
     np.testing.assert_array_equal(weights(model), weights(again))
-    assert len(ndl.fit(again, BATCHES, steps=20, progress=False)) == len(BATCHES)
     assert ndl.fit(again, [], progress=False) == []
+
+
+def test_fit_says_that_the_batches_ended_early():
+    x = np.ones((2, 3), np.float32)
+    with pytest.warns(UserWarning, match="ended after 2 of 5 steps"):
+        losses = ndl.fit(
+            nn.Linear(3, 2), [(x, [0, 1])] * 3, steps=5, accumulate=2, loss=nn.SoftmaxLoss(),
+            progress=False,
+        )  # fmt: skip
+    assert len(losses) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

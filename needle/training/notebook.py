@@ -8,6 +8,7 @@ import importlib
 import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,7 +37,8 @@ def fit(
     """Train `model` on `batches`, pairs (ids, targets), and return the loss of each step. NumPy
     arrays of floats in the place of ids become Tensors on the model's device, in its dtype.
 
-    optimizer: by default AdamW with its defaults. steps: by default as many as the batches give.
+    optimizer: by default AdamW with its defaults. steps: by default as many as the batches give;
+    fewer batches end it with a warning.
     loss: a function of the model's output and the targets; by default the model's own:
     `model.loss(ids, targets)` of a language model, else `model(ids, targets=targets)`, which must
     give (anything, loss); a forward without `targets` is a TypeError. schedule: the learning rate
@@ -101,6 +103,8 @@ def fit(
                 bar.update()
             if on_step is not None:
                 on_step(step, losses[-1])
+    if steps is not None and len(losses) < steps:
+        warnings.warn(f"fit: the batches ended after {len(losses)} of {steps} steps", stacklevel=2)
     return losses
 
 
