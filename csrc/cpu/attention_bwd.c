@@ -254,41 +254,24 @@ static nd_status attention_backward(int device, const char *name, const backward
     return ND_OK;
 }
 
+/* The operands of either op. */
+#define OPERANDS(args)                                                                        \
+    {                                                                                         \
+        .dout = (args)->dout, .q = (args)->q, .k = (args)->k, .v = (args)->v, .o = (args)->o, \
+        .lse = (args)->lse, .scale = (float)(args)->scale, .causal = (args)->causal != 0,     \
+        .cos = (args)->cos, .sin = (args)->sin, .dq = (args)->dq, .dk = (args)->dk,           \
+        .dv = (args)->dv, .db = (args)->db                                                    \
+    }
+
 nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {
-    backward b = {.dout = args->dout,
-                  .q = args->q,
-                  .k = args->k,
-                  .v = args->v,
-                  .o = args->o,
-                  .lse = args->lse,
-                  .scale = (float)args->scale,
-                  .causal = args->causal != 0,
-                  .cos = args->cos,
-                  .sin = args->sin,
-                  .dq = args->dq,
-                  .dk = args->dk,
-                  .dv = args->dv,
-                  .db = args->db};
+    backward b = OPERANDS(args);
     ND_TRY(attention_pattern_make("attention_bwd", "", NULL, NULL, 0, args->q->shape[1],
                                   args->k->shape[1], args->q->shape[2], &b.pattern));
     return attention_backward(device, "attention_bwd", &b);
 }
 
 nd_status cpu_block_sparse_attention_bwd(int device, const block_sparse_attention_bwd_args *args) {
-    backward b = {.dout = args->dout,
-                  .q = args->q,
-                  .k = args->k,
-                  .v = args->v,
-                  .o = args->o,
-                  .lse = args->lse,
-                  .scale = (float)args->scale,
-                  .causal = args->causal != 0,
-                  .cos = args->cos,
-                  .sin = args->sin,
-                  .dq = args->dq,
-                  .dk = args->dk,
-                  .dv = args->dv,
-                  .db = args->db};
+    backward b = OPERANDS(args);
     attention_pattern transposed; /* for GPUs; checked here as well, so that both say the same */
     ND_TRY(attention_pattern_make("block_sparse_attention_bwd", "offsets_t", args->offsets_t,
                                   args->rows, args->block, args->k->shape[1], args->q->shape[1],

@@ -4,8 +4,8 @@
  */
 #include "cpu.h"
 
-#define LOAD(T, convert)                        \
-    {                                           \
+#define LOAD(code, T, convert)                  \
+    case code: {                                \
         const T *p = from;                      \
         if (stride == 1) {                      \
             for (int64_t i = 0; i < n; i++) {   \
@@ -19,8 +19,8 @@
         break;                                  \
     }
 
-#define STORE(T, convert)                         \
-    {                                             \
+#define STORE(code, T, convert)                   \
+    case code: {                                  \
         T *p = to;                                \
         if (stride == 1) {                        \
             for (int64_t i = 0; i < n; i++) {     \
@@ -56,23 +56,25 @@ ND_FN int64_t truncated(float x) {
 #define F16_I64(x) truncated(cpu_from_f16(x))
 #define TO_FLOAT(x) ((float)(x))
 
+/* A dtype, its type in C, and its conversions: to float32 and int64, and from them. */
+#define CONVERSIONS(X)                                                   \
+    X(ND_F32, float, AS_IS, truncated, AS_IS, TO_FLOAT)                  \
+    X(ND_BF16, uint16_t, cpu_from_bf16, BF16_I64, cpu_to_bf16, I64_BF16) \
+    X(ND_F16, uint16_t, cpu_from_f16, F16_I64, cpu_to_f16, I64_F16)      \
+    X(ND_I32, int32_t, TO_FLOAT, AS_IS, TO_I32, CUT_I32)                 \
+    X(ND_I64, int64_t, TO_FLOAT, AS_IS, truncated, AS_IS)                \
+    X(ND_U8, uint8_t, TO_FLOAT, AS_IS, TO_U8, CUT_U8)                    \
+    X(ND_BOOL, uint8_t, TO_FLOAT, AS_IS, NONZERO, NONZERO)               \
+    X(ND_U16, uint16_t, TO_FLOAT, AS_IS, TO_U16, CUT_U16)
+
+#define LOAD_F32(code, T, to_f32, to_i64, from_f32, from_i64) LOAD(code, T, to_f32)
+#define LOAD_I64(code, T, to_f32, to_i64, from_f32, from_i64) LOAD(code, T, to_i64)
+#define STORE_F32(code, T, to_f32, to_i64, from_f32, from_i64) STORE(code, T, from_f32)
+#define STORE_I64(code, T, to_f32, to_i64, from_f32, from_i64) STORE(code, T, from_i64)
+
 void cpu_load_f32(float *restrict to, const void *from, nd_dtype dtype, int64_t stride, int64_t n) {
     switch (dtype) {
-    case ND_F32:
-        LOAD(float, AS_IS)
-    case ND_BF16:
-        LOAD(uint16_t, cpu_from_bf16)
-    case ND_F16:
-        LOAD(uint16_t, cpu_from_f16)
-    case ND_I32:
-        LOAD(int32_t, TO_FLOAT)
-    case ND_I64:
-        LOAD(int64_t, TO_FLOAT)
-    case ND_U8:
-    case ND_BOOL:
-        LOAD(uint8_t, TO_FLOAT)
-    case ND_U16:
-        LOAD(uint16_t, TO_FLOAT)
+        CONVERSIONS(LOAD_F32)
     case ND_NUM_DTYPES:
         break;
     }
@@ -81,21 +83,7 @@ void cpu_load_f32(float *restrict to, const void *from, nd_dtype dtype, int64_t 
 void cpu_load_i64(int64_t *restrict to, const void *from, nd_dtype dtype, int64_t stride,
                   int64_t n) {
     switch (dtype) {
-    case ND_F32:
-        LOAD(float, truncated)
-    case ND_BF16:
-        LOAD(uint16_t, BF16_I64)
-    case ND_F16:
-        LOAD(uint16_t, F16_I64)
-    case ND_I32:
-        LOAD(int32_t, AS_IS)
-    case ND_I64:
-        LOAD(int64_t, AS_IS)
-    case ND_U8:
-    case ND_BOOL:
-        LOAD(uint8_t, AS_IS)
-    case ND_U16:
-        LOAD(uint16_t, AS_IS)
+        CONVERSIONS(LOAD_I64)
     case ND_NUM_DTYPES:
         break;
     }
@@ -104,22 +92,7 @@ void cpu_load_i64(int64_t *restrict to, const void *from, nd_dtype dtype, int64_
 void cpu_store_f32(void *to, nd_dtype dtype, int64_t stride, const float *restrict from,
                    int64_t n) {
     switch (dtype) {
-    case ND_F32:
-        STORE(float, AS_IS)
-    case ND_BF16:
-        STORE(uint16_t, cpu_to_bf16)
-    case ND_F16:
-        STORE(uint16_t, cpu_to_f16)
-    case ND_I32:
-        STORE(int32_t, TO_I32)
-    case ND_I64:
-        STORE(int64_t, truncated)
-    case ND_U8:
-        STORE(uint8_t, TO_U8)
-    case ND_BOOL:
-        STORE(uint8_t, NONZERO)
-    case ND_U16:
-        STORE(uint16_t, TO_U16)
+        CONVERSIONS(STORE_F32)
     case ND_NUM_DTYPES:
         break;
     }
@@ -128,22 +101,7 @@ void cpu_store_f32(void *to, nd_dtype dtype, int64_t stride, const float *restri
 void cpu_store_i64(void *to, nd_dtype dtype, int64_t stride, const int64_t *restrict from,
                    int64_t n) {
     switch (dtype) {
-    case ND_F32:
-        STORE(float, TO_FLOAT)
-    case ND_BF16:
-        STORE(uint16_t, I64_BF16)
-    case ND_F16:
-        STORE(uint16_t, I64_F16)
-    case ND_I32:
-        STORE(int32_t, CUT_I32)
-    case ND_I64:
-        STORE(int64_t, AS_IS)
-    case ND_U8:
-        STORE(uint8_t, CUT_U8)
-    case ND_BOOL:
-        STORE(uint8_t, NONZERO)
-    case ND_U16:
-        STORE(uint16_t, CUT_U16)
+        CONVERSIONS(STORE_I64)
     case ND_NUM_DTYPES:
         break;
     }
