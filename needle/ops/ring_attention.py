@@ -82,13 +82,6 @@ class SharedSequence:
         """(where a run of this rank's tokens lies in its arrays, which tokens it is)."""
         return _placed(self._chunks[self.group.rank])
 
-    def zeros(self, like: NDArray) -> NDArray:
-        """Of all tokens, in float32, for what `gradients` takes."""
-        b, _, h, d = like.shape
-        total = _C.empty((b, self.time, h, d), "float32", like.device)
-        total.fill(0)
-        return total
-
     def gathered(self, *parts: NDArray) -> list[NDArray]:
         """Of each array of this rank the one of all tokens, in their order."""
         group, shape = self.group, parts[0].shape
@@ -110,10 +103,22 @@ class SharedSequence:
             found.append(whole)
         return found
 
+    def backward_operands(self, dout: NDArray, node: Tensor) -> list[NDArray]:
+        """Return q, all keys, all values, dout and the result as the backward kernels take them, an
+        empty dq, and float32 zeros for the gradients of all keys and of all values."""
+        q, k, v = (x.cached_data for x in node.inputs)
+        # Gathered again: kept from the forward they would be N times the operands.
+        read = [exact(x) for x in (q, *self.gathered(k, v), dout, node.cached_data)]
+        sums = [_C.empty(x.shape, "float32", x.device) for x in read[1:3]]
+        for total in sums:
+            total.fill(0)
+        return [*read, _C.empty(q.shape, read[0].dtype, q.device), *sums]
+
     def gradients(
         self, qkv: Sequence[Tensor], dq: NDArray, sums: Sequence[NDArray]
     ) -> list[NDArray | None]:
-        """Of this rank's q, k and v, from dq and its part of the gradients of all k and v."""
+        """Return the gradients of this rank's q, k and v. sums: its part of the gradients of all
+        keys and of all values."""
         return [
             (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
             for x, dx in zip(qkv, (dq, *self._scattered(sums)))
@@ -172,12 +177,7 @@ class RingAttention(FusedOp):
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
     ) -> list[NDArray | None]:
-        q, k, v = (x.cached_data for x in node.inputs)
-        # Again, since kept they would be N times the operands.
-        keys, values = self.sequence.gathered(k, v)
-        q, keys, values, dout, result = map(exact, (q, keys, values, dout, node.cached_data))
-        dq = _C.empty(q.shape, q.dtype, q.device)
-        sums = [self.sequence.zeros(k) for _ in range(2)]
+        q, keys, values, dout, result, dq, *sums = self.sequence.backward_operands(dout, node)
         for kernel, (local, tokens) in zip(self.kernels, self.sequence.own()):
             end = tokens.stop if self.causal else self.sequence.time
             operands = q[:, local], keys[:, :end], values[:, :end]

@@ -21,7 +21,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.ops.dilated import View, checked, each, heads_of, numbers_of, tokens_before, views_of
-from needle.ops.ring_attention import Ranks, SharedSequence, exact
+from needle.ops.ring_attention import Ranks, SharedSequence
 
 Branch = tuple[int, int]  # segment, dilation
 Call = tuple[View, View]  # of a run its queries, of all tokens the keys
@@ -95,14 +95,8 @@ class RingDilatedAttention(FusedOp):
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
     ) -> list[NDArray | None]:
-        q, k, v = (x.cached_data for x in node.inputs)
-        # Again, since kept they would be N times the operands.
-        keys, values = self.sequence.gathered(k, v)
-        q, keys, values, dout, result = map(
-            exact, (q, keys, values, dout.compact(), node.cached_data)
-        )
-        dq = _C.empty(q.shape, q.dtype, q.device)
-        sums = [self.sequence.zeros(k) for _ in range(2)]
+        operands = self.sequence.backward_operands(dout.compact(), node)
+        q, keys, values, dout, result, dq, *sums = operands
         for (local, run), lse in zip(self.sequence.own(), self.lses):
             own, given, found = (x[:, local] for x in (q, dout, result))
             parts = _C.empty((len(self.branches), *own.shape), q.dtype, q.device)
