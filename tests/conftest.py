@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from lost_device import LostDevice
 
-import needle as ndl
+from needle.diagnose.facts import cuda_problem
 
 
 @pytest.fixture
@@ -58,24 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LostDevice(config))
 
 
-def cuda_missing() -> str | None:
-    """Why there is no GPU to test on, or None."""
-    if ndl.cuda().enabled():
-        return None
-    try:
-        ndl.cuda_init()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "needle.cuda().enabled() is False"
-
-
 def parity_missing() -> str | None:
     lacking = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     return f"{' and '.join(lacking)} not installed (pip install .[parity])" if lacking else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    no_cuda = os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1" and cuda_missing()
+    no_cuda = os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1" and cuda_problem()
     if no_cuda:
         raise pytest.UsageError(f"NEEDLE_REQUIRE_CUDA=1, but {no_cuda}")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -85,7 +74,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    no_cuda, no_parity = cuda_missing(), parity_missing()
+    no_cuda, no_parity = cuda_problem(), parity_missing()
     for item in items:
         if no_cuda and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {no_cuda}"))

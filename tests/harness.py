@@ -79,6 +79,14 @@ def assert_same_bits(one, other, what: str = "") -> None:
     np.testing.assert_array_equal(bits(one), bits(other), err_msg=what)
 
 
+def close(got, expected, tolerance: float = 3e-6) -> None:
+    """Compare within `tolerance` times the largest expected magnitude, at least 1."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    scale = max(1.0, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
+
+
 LIBC, M_PERTURB = ctypes.CDLL(None), -6  # of malloc.h
 
 

@@ -15,7 +15,6 @@ time, in the first attempt that reaches it.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -41,6 +40,7 @@ from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_
 
 import needle as ndl  # noqa: E402
 from needle import _C, files  # noqa: E402
+from needle.diagnose.recovery import Foreign  # noqa: E402
 from needle.models import pythia  # noqa: E402
 from needle.training import run as run_parts  # noqa: E402
 from needle.training.log import RunLog  # noqa: E402
@@ -51,23 +51,6 @@ FAULTS = ("fault", "kill", "segv", "exit", "hang", "stop")
 
 
 # ---- the child ----------------------------------------------------------------------------------
-
-
-class Foreign:
-    """Address of `array` by DLPack, without an owner."""
-
-    def __init__(self, array: ndl.NDArray) -> None:
-        self.array = array
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        capsule = self.array.__dlpack__()
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        ctypes.c_void_p.from_address(pointer(capsule, b"dltensor")).value = 0x10
-        return capsule
 
 
 def fault(device: str) -> None:

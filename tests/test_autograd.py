@@ -6,19 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gradients import GRADIENTS, inputs_of
-from harness import DEVICES, central_differences, device_of
+from harness import DEVICES, central_differences, close, device_of
 
 import needle as ndl
 from needle import _C, Tensor, autograd, nn, ops, optim
 
 both = pytest.mark.parametrize("device", DEVICES)
-
-
-def close(got, expected, tolerance=2e-5) -> None:
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    scale = max(1.0, np.abs(expected).max(initial=0))
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
 
 
 @both
@@ -36,7 +29,7 @@ def test_gradients(case, device):
         tensors, central_differences(lambda *a: (case.f(*a) * weights).sum(), arrays)
     ):
         assert tensor.grad.shape == tensor.shape and tensor.grad.device == device
-        close(tensor.grad.numpy(), numeric)
+        close(tensor.grad.numpy(), numeric, 2e-5)
 
 
 @both

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gradients import logsoftmax
-from harness import DEVICES, device_of
+from harness import DEVICES, close, device_of
 
 import needle as ndl
 from needle import Tensor, init, nn, ops, optim
@@ -17,13 +17,6 @@ from needle import backend_ndarray as nd
 from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
 both = pytest.mark.parametrize("device", DEVICES)
-
-
-def close(got, expected, tolerance=3e-6) -> None:
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    scale = max(1.0, np.abs(expected).max(initial=0))
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
 
 
 def draw(seed: int, *shape):
