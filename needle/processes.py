@@ -106,12 +106,11 @@ class MessageWriter:
         self._pipe = descriptor
 
     @classmethod
-    def to_parent(cls, dies_with_parent: bool = True) -> MessageWriter:
-        """Open the pipe to the process that started this one as `Child(..., messages=True)`. Die
-        with that process, unless a tool stands between (`dies_with_parent`)."""
+    def to_parent(cls) -> MessageWriter:
+        """Open the pipe to the process that started this one as `Child(..., messages=True)`, and
+        die with that process."""
         parent, descriptor = os.environ.pop(MESSAGES).split(":")
-        if dies_with_parent:
-            die_with(int(parent))
+        die_with(int(parent))
         return cls(int(descriptor))
 
     def write(self, **message: Any) -> None:

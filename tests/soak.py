@@ -60,17 +60,16 @@ class Failure(AssertionError):
     """Something that had been saved is gone, or a run went another way."""
 
 
-def child(argv: list[str], prepare: Callable[[], None] = lambda: None, quiet: bool = True) -> int:
+def child(argv: list[str], prepare: Callable[[], None] = lambda: None) -> int:
     """The pid of a forked training. `prepare` runs in it first."""
     pid = os.fork()
     if pid:
         return pid
     code = 99
     try:
-        if quiet:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
         prepare()
         code = train_pythia.main(argv)
     finally:

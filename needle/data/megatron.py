@@ -125,13 +125,12 @@ def data_files(prefix: Path) -> list[Path]:
 # ---- the order of GPT-NeoX ---------------------------------------------------------------------
 
 
-def split_documents(count: int, split: tuple[float, ...] = SPLIT) -> list[int]:
+def split_documents(count: int) -> list[int]:
     """[0, end of training, end of validation, count]: which documents are whose, as GPT-NeoX
     rounds it."""
-    whole = sum(split)
     borders = [0]
-    for weight in split:
-        borders.append(borders[-1] + int(round(weight / whole * float(count))))
+    for weight in SPLIT:
+        borders.append(borders[-1] + int(round(weight / sum(SPLIT) * float(count))))
     excess = borders[-1] - count
     return [0] + [border - excess for border in borders[1:]]
 

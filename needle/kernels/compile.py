@@ -290,7 +290,7 @@ def _compile(
         status = nvrtc.functions.nvrtcCompileProgram(program, len(flags), given)
         log = nvrtc.data("ProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
         if status in (COMPILATION, BAD_OPTION):
-            raise CompileError(_why(nvrtc, arch, include, log), log)
+            raise CompileError(_why(nvrtc, arch, include), log)
         nvrtc.check("nvrtcCompileProgram", status)
         symbols = {name: _lowered(nvrtc, program, name, log) for name in names}
         ptx = nvrtc.data("PTX", program).decode(errors="replace")
@@ -299,7 +299,7 @@ def _compile(
         nvrtc.call("nvrtcDestroyProgram", ctypes.byref(program))
 
 
-def _why(nvrtc: _Nvrtc, arch: str, include: tuple[Path, ...], log: str) -> str:
+def _why(nvrtc: _Nvrtc, arch: str, include: tuple[Path, ...]) -> str:
     known = nvrtc.archs()
     if int(arch.rstrip("af")) not in known:
         return (

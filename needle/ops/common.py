@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,14 +102,9 @@ def check_tensors(op: str, **operands: Any) -> None:
             raise not_a_tensor(op, name, x)
 
 
-def rows_of(x: NDArray, last: int = 1) -> NDArray:
-    """Return x as (N, last axis...) with the leading axes merged, a view where strides allow it."""
-    tail = x.shape[x.ndim - last :]
-    lead = x.shape[: x.ndim - last]
-    n = 1
-    for size in lead:
-        n *= size
-    return x.reshape((n,) + tuple(tail))
+def rows_of(x: NDArray) -> NDArray:
+    """Return x as (N, last axis) with the leading axes merged, a view where strides allow it."""
+    return x.reshape((math.prod(x.shape[:-1]), *x.shape[-1:]))
 
 
 def vector(x: NDArray) -> NDArray:

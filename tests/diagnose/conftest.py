@@ -93,9 +93,9 @@ def pynvml():
 class Heard(Reporter):
     """A Reporter whose findings and facts stay in this process."""
 
-    def __init__(self, subject: str = "cpu()", is_full: bool = False, seconds: float = 1e9) -> None:
-        self.subject, self.is_full, self.current_check, self.op = subject, is_full, "start", None
-        self.seconds = seconds
+    def __init__(self) -> None:
+        self.subject, self.is_full, self.current_check, self.op = "cpu()", False, "start", None
+        self.seconds = 1e9
         self.findings: list[Finding] = []
         self.facts: dict = {}
 
