@@ -195,7 +195,7 @@ def random_mask(T: int, block: int, density: float) -> BlockMask:
 
 
 def kept_pairs(mask: BlockMask) -> float:
-    """Of a mask for all heads: those that a causal query sees."""
+    """Count the pairs that causal queries see, for a mask of all heads."""
     return causal_pairs(mask.T) / mask.ideal_speedup
 
 

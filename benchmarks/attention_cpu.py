@@ -36,7 +36,7 @@ def timed(calls: dict[str, Call], turns: int = 11) -> dict[str, list[float]]:
 
 
 def ratio(times: list[float], others: list[float]) -> float:
-    """Of the turns' ratios the median."""
+    """Return the median of the ratios of the turns."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 

@@ -193,7 +193,7 @@ def measure(
 
 
 def slowest(found: list[dict[str, float]]) -> dict[str, float]:
-    """Of the ranks."""
+    """Return the largest value of each name among the ranks."""
     return {name: max(one[name] for one in found) for name in found[0]}
 
 

@@ -99,7 +99,7 @@ def torch_worker() -> None:
 
     @contextlib.contextmanager
     def shared(operands: list[torch.Tensor]) -> Iterator[None]:
-        """In the block they are this rank's tokens."""
+        """Cut the operands to the tokens of this rank for the block."""
         if mesh is None:
             yield
             return

@@ -108,7 +108,7 @@ class NeedleSide:
         return lambda: float(loss.wait())
 
     def _compute(self, ids, targets) -> NDArray:
-        """All activations are free when this returns."""
+        """Compute loss and gradients. All activations are free when this returns."""
         self.optimizer.reset_grad()
         loss = self.model.loss(ids, targets)
         loss.backward()
@@ -154,7 +154,7 @@ def block(side: Side, steps: int) -> tuple[float, float, float]:
 
 
 def steps_of_a_block(side: Side, asked: int | None, on_gpu: bool) -> int:
-    """On the CPU some two seconds of steps, after one that warms up."""
+    """Return the steps asked for, 20 on a GPU, and on the CPU those of some two seconds."""
     if asked is not None or on_gpu:
         return asked or 20
     block(side, 1)

@@ -106,7 +106,7 @@ def find_toolkit() -> Cuda | str:
 
 
 def missing_gpu() -> str | None:
-    """Why nothing can run on a GPU here, by the driver's own account; None where it can."""
+    """Return the reason that the driver gives why no GPU can be used here, or None."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

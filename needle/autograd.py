@@ -499,7 +499,7 @@ class Tensor(Value, Operators["Tensor"]):
         return self.cached_data.__dlpack_device__()
 
     def __repr__(self) -> str:
-        """As NumPy prints arrays, with the dtype, the device, and the op that computed it."""
+        """Print as NumPy does, with the dtype, the device, and the op that computed it."""
         kind = type(self).__name__
         text = repr(self.cached_data).removeprefix("NDArray(").removesuffix(")")
         text = text.replace("\n" + " " * len("NDArray("), "\n" + " " * len(f"{kind}("))

@@ -141,8 +141,8 @@ class BlockMask:
 
     @staticmethod
     def random(T: int, n_random: int, block: int, seed: int = 0) -> BlockMask:
-        """For each block of queries its own keys and `n_random` blocks of those before it (all,
-        where there are fewer), drawn from the seed (Zaheer et al. 2020)."""
+        """Keep, for each block of queries, its own keys and `n_random` earlier blocks (all, where
+        there are fewer), drawn from the seed (Zaheer et al. 2020)."""
         n_random = _positive("n_random", n_random)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
             raise ValueError(
@@ -241,7 +241,7 @@ class BlockMask:
         return BlockMask(self.blocks | other.blocks, self.block, self.T, self.S)
 
     def causal(self) -> BlockMask:
-        """Without the blocks in which no query i may see a key j <= i + S - T."""
+        """Drop the blocks in which no query i may see a key j <= i + S - T."""
         if self._causal is None:
             last_query = np.minimum((np.arange(self.blocks.shape[1]) + 1) * self.block, self.T) - 1
             first_key = np.arange(self.blocks.shape[2]) * self.block
@@ -266,8 +266,8 @@ class BlockMask:
 
     @property
     def ideal_speedup(self) -> float:
-        """Of causal attention by this mask over causal dense attention, where time goes by pairs of
-        query and key: inf when no pair is left."""
+        """Speed-up of causal attention by this mask over causal dense attention if time goes by
+        pairs of query and key; inf when no pair is left."""
         _, rows, columns = self.blocks.shape
         query = np.minimum(np.arange(rows + 1) * self.block, self.T)[:, None]
         key = np.minimum(np.arange(columns + 1) * self.block, self.S)[None, :]
@@ -387,7 +387,7 @@ def _listed(kept: NDArray, count: int) -> tuple[NDArray, NDArray, NDArray]:
 
 
 def as_block_mask(op: str, mask: Any) -> BlockMask:
-    """`mask`, if it is a BlockMask; TypeError of `op` if not."""
+    """Return `mask` if it is a BlockMask. TypeError of `op` if not."""
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"{op}: mask must be a BlockMask, not {type(mask).__name__}; "

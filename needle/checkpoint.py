@@ -156,7 +156,7 @@ def save(
 
 
 def _registered_config(module: nn.Module) -> models.Config | None:
-    """From which load makes a module of this class again; None for one that is not registered."""
+    """Return the config by which load makes such a module again; None if it is not registered."""
     config = getattr(module, "config", None)
     known = isinstance(config, models.Config) and isinstance(module, config.model_class)
     return config if known else None

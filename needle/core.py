@@ -60,8 +60,8 @@ def _has_core(folder: str) -> bool:
 
 
 def _use_installed() -> None:
-    """This is a checkout that is not built for this Python: its package becomes the installed one,
-    where that was made from the same sources."""
+    """Use the installed package in place of a checkout that is not built for this Python, if it was
+    made from the same sources."""
     package = sys.modules["needle"]
     own = os.path.abspath(package.__path__[0])
     others = (os.path.join(path, "needle") for path in map(os.path.abspath, sys.path))

@@ -80,7 +80,7 @@ class Scores:
 def score(
     model: LanguageModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int = 8
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """For each row (inputs, targets), where the last len(targets) inputs predict the targets:
+    """Yield, for each row (inputs, targets) whose last len(targets) inputs predict the targets:
     its index in `rows`, the log-probability of each target (float32, nats) and True where the
     target is the likeliest token (bool).
 

@@ -132,8 +132,7 @@ class OpenFile:
 
 
 def described(error: Exception) -> str:
-    """For a line that people read: an error of the system as its file and the reason, any other as
-    it says itself."""
+    """Return an error as a line to print: file and reason for one of the system, else its text."""
     if not isinstance(error, OSError) or error.filename is None:
         return str(error)
     more = "; see to its permissions" if isinstance(error, PermissionError) else ""

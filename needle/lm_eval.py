@@ -216,8 +216,8 @@ class NeedleLM(TemplateLM):
         return written
 
     def _continue(self, prompts: list[list[int]], options: _Options) -> list[str]:
-        """Each prompt's continuation, up to a stop string, the end of the text, or the limit.
-        Random numbers are NumPy's global stream, which the harness seeds."""
+        """Continue each prompt up to a stop string, the end of the text, or the limit. Random
+        numbers are NumPy's global stream, which the harness seeds."""
         rows: list[list[int]] = [[] for _ in prompts]
         open_rows = set(range(len(prompts)))
         for drawn in self.model.stream(

@@ -19,7 +19,7 @@ ops: Any = None
 
 
 def define_operators(module: Any) -> None:
-    """From now on +, @, .sum() and the like of Tensors call the functions of `module`."""
+    """Let +, @, .sum() and the like of Tensors call the functions of `module`."""
     global ops
     ops = module
 
@@ -185,11 +185,11 @@ class Operators(Generic[Result]):
     # -- elements
 
     def __getitem__(self, index: Any) -> Result:
-        """By NumPy's rules (ops.get_item): `x[0]` is a row, `x[:, [2, 0]]` two columns."""
+        """Read by NumPy's rules (ops.get_item): `x[0]` is a row, `x[:, [2, 0]]` two columns."""
         return ops.get_item(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """In place, by the same rules (ops.set_item): `x[1:3] = y`, `x[mask] = 0`."""
+        """Write in place, by the same rules (ops.set_item): `x[1:3] = y`, `x[mask] = 0`."""
         ops.set_item(self, index, value)
 
     def __len__(self) -> int:
@@ -240,7 +240,7 @@ class Operators(Generic[Result]):
 
     @property
     def T(self) -> Result:
-        """All axes in the opposite order."""
+        """The transpose: all axes in the opposite order."""
         return ops.permute(self, range(self.cached_data.ndim)[::-1])
 
     def contiguous(self) -> Result:

@@ -351,9 +351,9 @@ class AdamW(Optimizer):
         return [p.cached_data for p in self.params]
 
     def keep(self, part: slice, arrays: Mapping[str, NDArray] | None = None) -> None:
-        """From now on `step` updates flat.data[part] alone, and state is kept for that: `arrays`,
-        by slot, or a copy of that part of the state so far. With a flat object only; other
-        ranks keep the state of the other parts, and give it back before `state_dict`."""
+        """Shard the optimizer: `step` updates flat.data[part] alone from now on, with the state
+        `arrays`, by slot, or a copy of that part of the state so far. With a flat object only;
+        other ranks keep the other parts of the state, and return them before `state_dict`."""
         assert self.flat is not None and self._part is not None
         if arrays is None and not self._part.start <= part.start <= part.stop <= self._part.stop:
             raise ValueError(f"AdamW.keep: {part} is not within what is kept, {self._part}")
@@ -462,7 +462,7 @@ class AdamW(Optimizer):
         self.t = t
 
     def state_dict(self) -> dict[str, Any]:
-        """As for every optimizer; "groups" holds the settings of parameters that have their own."""
+        """Return the state; "groups" holds the settings of parameters that have their own."""
         return {**super().state_dict(), "groups": {n: dict(own) for n, own in self._own.items()}}
 
     def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:

@@ -139,8 +139,8 @@ def _read_header(
 
 
 def _header(described: Iterable[tuple[str, str, Iterable[int], int]], metadata: Mapping) -> bytes:
-    """With its length. `described`: (name, safetensors' dtype, shape, bytes) of each tensor, in the
-    order of their bytes."""
+    """Return the header, after its length. described: (name, safetensors' dtype, shape, bytes) of
+    each tensor, in the order of their bytes."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, dtype, shape, nbytes in described:

@@ -154,7 +154,7 @@ class Attempt:
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports it; a hang is never a success."""
+        """Exit code as a shell reports it; a hang is never a success."""
         code = self.child.poll()
         if code is None or (self.hung and code == 0):
             return os.EX_TEMPFAIL

@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Why tests were skipped: a line a reason, not a line a place."""
+    """Print a line for each reason why tests were skipped."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = collections.Counter(
         report.longrepr[2].removeprefix("Skipped: ")

@@ -38,7 +38,7 @@ def positive(*shape):
 
 
 def away_from_zero(*shape):
-    """No element near a kink, where central differences see both sides."""
+    """Move elements away from a kink, where central differences see both sides."""
     return lambda rng: rng.choice([-1.0, 1.0], shape) * (rng.random(shape) + 0.2)
 
 

@@ -50,7 +50,7 @@ def python(code: str, **environment: str | None) -> subprocess.CompletedProcess:
 
 
 def nvrtc_missing() -> str | None:
-    """Why no kernel can be compiled here, or None."""
+    """Return the reason why no kernel can be compiled here, or None."""
     from needle.kernels.compile import find_toolkit
 
     try:

@@ -51,7 +51,7 @@ class LostDevice:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid):
-        """All reports of the test are sent."""
+        """End the worker: all reports of the test are sent."""
         if self.in_worker and self.tests:
             os._exit(EXIT_GPU_LOST)
 

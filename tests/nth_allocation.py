@@ -178,7 +178,7 @@ class Operation:
         return self.bench.state()
 
     def check(self) -> None:
-        """After a failure."""
+        """Check the state after a failure."""
         if self.bench.state() not in self.states:
             raise Wrong("parameters or the optimizer's state were left half changed")
 
@@ -321,7 +321,7 @@ class LoadAnew(Load):
 
 
 class Generate(Operation):
-    """With a cache, on CUDA from a recorded step; drawn, and with hooks, without a cache."""
+    """Generation with a cache (recorded on CUDA), drawn, and with hooks and no cache."""
 
     def run(self) -> None:
         generate, prompts = self.bench.model.generate, [[1, 2, 3, 4], [5, 6]]
@@ -501,7 +501,7 @@ def undisturbed(operation: Operation, injector: Injector, kind: str) -> int:
 
 
 def sweeps(device: str, kind: str, names: list[str], first: int, every: int) -> int:
-    """All operations that are named; prints a line each. How often an allocation failed."""
+    """Sweep the named operations, print a line each. Return how often an allocation failed."""
     injector = Injector(cuda=device == "cuda")
     total = 0
     with tempfile.TemporaryDirectory() as text:

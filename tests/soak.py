@@ -190,7 +190,7 @@ def fights(field: Field, count: int) -> None:
 
 
 def full_disks(field: Field, count: int) -> None:
-    """No file may grow beyond a random size: every kind of file meets it, checkpoints first."""
+    """Limit files to a random size: every kind of file meets it, checkpoints first."""
     largest = checkpoint_of(field.folder, "whole", STEPS).stat().st_size
 
     def inject(argv: list[str]) -> None:
@@ -231,7 +231,7 @@ def io_errors(field: Field, count: int) -> None:
 
 
 def give_up_rights() -> None:
-    """As a user whom permissions bind: root gives up what makes it exempt (capset(2))."""
+    """Drop the capabilities of root (capset(2)), so that permissions bind."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # the version of the structures, this process
     if ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()) != 0:
         raise OSError("the system does not let a process give up its rights")
@@ -294,7 +294,7 @@ def allocations(field: Field, count: int) -> None:
 
 
 def every_allocation(field: Field, count: int) -> None:
-    """Each allocation of the first `count` operations of nth_allocation.py, one after the other."""
+    """Fail each allocation of the first `count` operations of nth_allocation.py."""
     ways = [("cpu", "needle"), ("cpu", "python")]
     if cuda().enabled():
         ways += [("cuda", kind) for kind in nth_allocation.KINDS]

@@ -170,7 +170,7 @@ def compare(folder: Path, struck: str, whole: str, steps: int) -> None:
 
 
 def random_plan(steps: int, count: int, seed: int) -> list[tuple[int, str, str]]:
-    """So many faults, each kind as often as the others, each at a step of its own."""
+    """Draw so many faults, each kind as often as the others, each at a step of its own."""
     rng = random.Random(seed)
     plan = []
     for number, step in enumerate(sorted(rng.sample(range(1, steps + 1), count))):

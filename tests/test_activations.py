@@ -259,7 +259,7 @@ def test_what_a_model_does_not_compute_says_why():
 @both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_patches_equal_one_run_after_another(device, parallel):
-    """Each element of each function, against a forward of its own with a NumPy hook."""
+    """Compares each element of each function with a forward with a NumPy hook."""
     model = small(device_of(device), use_parallel_residual=parallel)
     logits, clean = model.run_with_cache(CLEAN)
     # A metric subtracts logits: its error is that of the logits, however near 0 it is.
@@ -298,7 +298,7 @@ def test_patches_equal_one_run_after_another(device, parallel):
 
 @both
 def test_attribution_is_the_first_order_of_a_patch(device):
-    """Beside patches of a clean run that is the corrupted one with a small change."""
+    """The clean run is the corrupted one with a small change."""
     model = small(device_of(device))
     _, corrupted = model.run_with_cache(IDS)
     random = np.random.default_rng(3)

@@ -195,7 +195,7 @@ def test_flat_buffers():
 
 
 def test_the_bias_of_a_linear_does_not_decay():
-    """It is a row, (1, out), and was taken for a matrix."""
+    """The bias is a row (1, out), not a matrix."""
     flat = nn.flatten_parameters(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm1d(2)))
     assert flat.names[0] == "modules.0.weight" and flat.decay_size == flat.offsets[1]
     assert "modules.0.bias" in flat.names[1:]
@@ -300,7 +300,7 @@ def test_backward_adds_to_gradients():
 
 
 def test_backward_of_a_gradient_starts_anew():
-    """As the course's tests have it; parameters add, flattened or not."""
+    """The course's tests expect this; parameters add, flattened or not."""
     x, y, w = Tensor([6.0]), Tensor([0.0]), nn.Parameter([1.0])
     (x * x * w + x * y).backward()
     first = x.grad
@@ -410,7 +410,7 @@ def test_no_grad_concerns_the_calling_thread_alone():
 
 
 def test_no_grad_of_one_object_nests():
-    """As a decorated function that calls itself does."""
+    """A decorated function that calls itself does so."""
     x, quiet = Tensor([1.0]), ndl.no_grad()
 
     @quiet
@@ -565,7 +565,7 @@ def test_gradients_at_zero_are_numbers(f, at, slopes, device):
 @pytest.mark.parametrize("shape", [(3,), (2, 3)])
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])
 def test_a_gradient_has_the_dtype_of_its_operand(low, shape):
-    """Also where operands of two dtypes were promoted, and broadcast."""
+    """Includes operands of two dtypes that were promoted and broadcast."""
     a, b = Tensor(np.ones((2, 3)), dtype="float32"), Tensor(np.ones(shape), dtype=low)
     product = a * b
     product.sum().backward()

@@ -271,7 +271,7 @@ def test_kept_arrays_are_watched():
 
 
 class Product(autograd.TensorOp):
-    """Of a pair."""
+    """Product of the elements of a pair."""
 
     def compute(self, pair):
         return _C.multiply(*pair)
@@ -311,7 +311,7 @@ def test_a_write_to_one_element_of_a_tuple_is_counted(element):
 
 
 def test_writes_of_other_libraries_are_not_seen():
-    """As the docstrings of from_dlpack and backward say: the gradient is that of the new values."""
+    """The gradient is that of the new values, as from_dlpack and backward document."""
     shared = np.ones(3, np.float32)
     x = ndl.from_dlpack(shared)
     x.requires_grad = True

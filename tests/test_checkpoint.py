@@ -119,7 +119,7 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path, dtype, device_name):
 
 
 def forms(model):
-    """Each form that an optimizer can be made in, by name."""
+    """Return each form that an optimizer can be made in, by name."""
     named = model.named_parameters()
     biases = [p for name, p in named if name.endswith("bias")]
     rest = [p for name, p in named if not name.endswith("bias")]
@@ -168,7 +168,7 @@ def forms(model):
 @pytest.mark.parametrize("device_name", DEVICES)
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
 def test_optimizer_of_every_form_continues_bit_for_bit(tmp_path, kind, device_name):
-    """As the README and the course make it: save, load, go on, with the file's own form."""
+    """Saves, loads and continues with the form that the file has, as the README does."""
     device = device_of(device_name)
     options = {"momentum": 0.9} if kind is optim.SGD else {"beta1": 0.8}
     for dtype in DTYPES:
@@ -559,7 +559,7 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
 
 
 def test_a_checkpoint_changed_in_place_is_none_of_those_that_stay(tmp_path):
-    """This process has written it whole, and its name, inode and size are as they were."""
+    """Name, inode and size stay those of the file that this process wrote whole."""
     model, optimizer = made()
     paths = [checkpoint_path(tmp_path, number) for number in (1, 2, 3)]
     for number, path in enumerate(paths, 1):
@@ -593,7 +593,7 @@ def test_an_optimizer_of_a_part_of_the_model(tmp_path):
 
 
 def test_model_with_a_replaced_part_is_refused_when_saved(tmp_path):
-    """As loading would; needle.save keeps it for a module that is given."""
+    """Loading would refuse it; needle.save keeps it for a module that is given."""
 
     def other_mlp(model):
         model.layers[1].mlp = nn.Sequential(nn.Linear(16, 16))

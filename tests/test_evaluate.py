@@ -198,7 +198,7 @@ def run(tmp_path, monkeypatch):
 
 
 def command(capsys, *words) -> tuple[int, str, str]:
-    """Of words, each of which may be several: (exit code, stdout, stderr), on the CPU."""
+    """Run words, each of which may be several, on the CPU: (exit code, stdout, stderr)."""
     flat = [part for word in words for part in (word.split() if type(word) is str else [word])]
     code = evaluate.main([*map(str, flat), *([] if "--device" in flat else ["--device", "cpu"])])
     out, err = capsys.readouterr()

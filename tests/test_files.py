@@ -12,7 +12,7 @@ from needle.files import FileError, Lock, regular, remove_leftovers, replacing
 
 
 def test_two_writers_never_mix(tmp_path):
-    """Each of them writes a file of its own letter, again and again; a reader sees whole ones."""
+    """Two processes write files of one letter each, again and again; a reader sees whole ones."""
     path, torn, done = tmp_path / "a", [], threading.Event()
 
     def write(letter: bytes) -> None:

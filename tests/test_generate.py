@@ -101,7 +101,7 @@ def test_padded_prompts(side, device):
 
 @both
 def test_past_the_longest_context(device):
-    """Of a context beyond max_seq_len the last part is read, row by row."""
+    """The last part of a context beyond max_seq_len is read, row by row."""
     model = model_of(device, max_seq_len=16)
     rows = prompts(5, 12)
     for row, got in zip(rows, model.generate(rows, 20, **GREEDY), strict=True):

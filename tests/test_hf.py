@@ -178,7 +178,7 @@ def test_activations(tmp_path):
 
 @both
 def test_any_dtype_into_any(tmp_path, device):
-    """Each value read is the source's, rounded once."""
+    """Values read are the source's, rounded once."""
     names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     for source in names:
         model = model_of(dtype=source)

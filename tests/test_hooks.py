@@ -417,7 +417,7 @@ def test_gradients_reach_replacements_and_their_inputs(device):
 @both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_captured_tensors_keep_their_gradients(device, parallel):
-    """Of every name at once, against finite differences in float64 along a random direction."""
+    """Compares every name at once with finite differences in float64 along a random direction."""
     model = small(device_of(device), use_parallel_residual=parallel)
     random = np.random.default_rng(3)
     weight = random.standard_normal((2, 9, 29))

@@ -43,7 +43,7 @@ def little_memory():
 
 @pytest.fixture
 def folder(tmp_path):
-    """As transformers saves a model."""
+    """A folder as transformers saves a model."""
     Pythia(CONFIG).save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
 

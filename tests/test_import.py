@@ -43,7 +43,7 @@ def test_importing_opens_no_gpu_and_no_heavy_package():
 
 
 def test_ctrl_c_is_no_traceback():
-    """In a program, and while the program of a word imports its packages."""
+    """Ctrl-C comes in a program, and while the program of a word imports its packages."""
     for code in (
         "from needle.processes import program; raise SystemExit(program(stopped))",
         "from needle import command; command.runpy.run_module = stopped\n"

@@ -91,7 +91,7 @@ needs_xdist = pytest.mark.skipif(
 
 @needs_xdist
 def test_a_fault_fails_its_test_alone(tmp_path):
-    """On two workers, which must take the same order; and a crash is reported as one."""
+    """Runs on two workers, which must take the same order; a crash is reported as one."""
     code, out = python_m_pytest(tmp_path, "-n", "2", "--max-worker-restart=9", code=TESTS + CRASH)
     assert code == 1
     assert counts(out) == {"failed": 4, "passed": 9, "skipped": 1, "error": 1}, out
@@ -145,7 +145,7 @@ def test_that_meets_nothing():
 @needs_xdist
 @pytest.mark.cuda
 def test_a_real_fault_fails_its_test_alone(tmp_path):
-    """Also where the test has ended before its kernel did."""
+    """Includes a test that ended before its kernel did."""
     code, out = python_m_pytest(tmp_path, "-n", "1", "--max-worker-restart=9", code=FAULTS)
     assert code == 1
     assert counts(out) == {"failed": 1, "passed": 4, "error": 1}, out

@@ -147,7 +147,7 @@ def test_flat_equals_not_flat(dtype, device):
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_parameter_of_any_strides_takes_the_same_steps(kind, dtype, device):
-    """As one that is made from the transpose of another's weight."""
+    """The transpose of another's weight is one."""
     device = device_of(device)
     one, other = Two(device, dtype), Two(device, dtype)
     other.matrix.data = Tensor.from_ndarray(
@@ -258,7 +258,7 @@ def test_state_dict_continues_with_the_same_bits(kind, dtype, flat, device):
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_loaded_groups_take_the_place_of_ones_own(flat):
-    """Also where the state has none, or others: the next steps are those of the saved optimizer."""
+    """Includes a state without groups, or with others: next steps are the saved optimizer's."""
 
     def grouped(module):
         matrix, bias = module.named_parameters()
@@ -299,8 +299,8 @@ def test_state_dict_of_another_optimizer_is_refused():
 
 @both
 def test_the_norm_of_a_chunk_does_not_depend_on_its_neighbours(device):
-    """As ranks do, each its part: counts around those at which a GPU has splits of long rows to
-    spare, which are 352, 528 and 1056 on 132 multiprocessors."""
+    """Ranks sum parts: counts around those at which a GPU has splits of long rows to spare, which
+    are 352, 528 and 1056 on 132 multiprocessors."""
     device, most = device_of(device), 1060
     g = np.random.default_rng(3).standard_normal((most, optim.NORM_CHUNK), np.float32)
     whole = ndl._C.array(g.reshape(-1), "float32", device)

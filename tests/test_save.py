@@ -12,7 +12,7 @@ X = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
 
 
 def made(width=4, dtype="float32"):
-    """With a buffer, a shared parameter, a list and dtypes of two widths."""
+    """Make a module with a buffer, a shared parameter, a list and dtypes of two widths."""
     np.random.seed(3)
     model = nn.Sequential(
         nn.Linear(3, width, dtype=dtype), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2)

@@ -78,7 +78,7 @@ def wait_for(condition, seconds=30):
 
 
 def state_of(pid):
-    """Of a process, by /proc: R, S, T, Z; None where it is gone."""
+    """Return the state of a process by /proc: R, S, T, Z; None where it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
     return None
@@ -147,7 +147,7 @@ say(attempt)
 
 
 def test_the_process_group_is_killed(run):
-    """Of a command that ignores SIGABRT, and of one that has ended."""
+    """Covers a command that ignores SIGABRT, and one that has ended."""
     for end, name in [
         ("signal.signal(signal.SIGABRT, signal.SIG_IGN); beat(step=0); time.sleep(60)", "SIGKILL"),
         ("sys.exit(75)", None),
@@ -540,7 +540,7 @@ def without_sigterm():
 
 @pytest.mark.usefixtures("without_sigterm")
 def test_a_signal_between_two_attempts_ends_the_run(run, monkeypatch):
-    """In the pause before a restart, and in that before the next health check."""
+    """Signals come in the pause before a restart, and in that before the next health check."""
     for name, device in [("PAUSES", "cpu"), ("CHECK_PAUSES", "cuda:0")]:
         with monkeypatch.context() as patch, naming(name):
             kill = supervise.Child.kill

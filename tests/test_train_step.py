@@ -184,7 +184,7 @@ def test_discarded_rounds():
     "tokens, graph, wanted", [(8192, None, True), (32768, None, False), (32768, True, True)]
 )
 def test_baseline_has_cuda_graphs_where_needle_has(tokens, graph, wanted, monkeypatch):
-    """Also where only --no-graph keeps needle from them."""
+    """Includes --no-graph, which keeps needle alone from them."""
     torch_training = SimpleNamespace(
         modes=lambda dtype, graphs: [bool(graphs)], fastest=lambda names, make, step_ms: names
     )

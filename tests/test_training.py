@@ -117,7 +117,7 @@ def test_fit_says_that_the_batches_ended_early():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fit_makes_tensors_of_numpy_arrays(dtype):
-    """In the model's dtype, whatever theirs; ids stay what they are."""
+    """Tensors get the model's dtype; ids stay as they are."""
 
     def losses(inputs):
         np.random.seed(0)

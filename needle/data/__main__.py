@@ -158,7 +158,7 @@ def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int, int]:
 
 
 def steps_of(run: str, settings: dict) -> int:
-    """Of a run: as many as it was to have, or more where it went on for longer."""
+    """Return the steps that a run was to have, or those that it has if these are more."""
     metrics = Path(run) / "metrics.jsonl"
     if not metrics.exists():
         return settings["steps"]

@@ -87,7 +87,7 @@ class Packed(Windows):
         self._epoch = None  # of the arrays of `order`
 
     def order(self, epoch: int) -> np.ndarray:
-        """Also makes the arrays that `stretches` looks into."""
+        """Return the order of an epoch, and make the arrays that `stretches` reads."""
         if self._epoch != epoch:
             sizes, seed = self.tokens.sizes, self.seed + epoch
             self.doc_idx, self.sample_idx, self.shuffle_idx = megatron.sample_order(
@@ -197,7 +197,7 @@ class Batches:
 
     @property
     def position(self) -> dict[str, int]:
-        """Of the next batch; what a checkpoint keeps."""
+        """Position of the next batch, as a checkpoint keeps it."""
         position = {"epoch": self.epoch, "batch": self.batch}
         if isinstance(self._samples, Packed):
             position["passes"] = self._samples.passes
@@ -287,7 +287,7 @@ class Batches:
             yield self.next()
 
     def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """At most `limit` batches, evenly spread and always the same: for evaluation."""
+        """Yield at most `limit` batches for evaluation, evenly spread and always the same."""
         for first in np.linspace(0, len(self) - 1, min(limit, len(self))).astype(int):
             yield self.parts(self._rows(np.arange(self.batch_size) + first * self.batch_size))
 

@@ -24,7 +24,7 @@ DataError = FileError  # data that cannot be used; the message names it and says
 
 
 def absent(path: str | os.PathLike, what: str = "file") -> str:
-    """Why there is nothing to read at `path`: no such file, or what lies there instead."""
+    """Return why `path` cannot be read: no such file, or something else than a file."""
     return not_regular(path) or f"no such {what}"
 
 

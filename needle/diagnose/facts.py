@@ -41,7 +41,7 @@ def driver_version() -> str | None:
 
 
 def cuda_problem() -> str | None:
-    """Why CUDA cannot be used, in the backend's own words; None when it can."""
+    """Return the backend's reason why CUDA cannot be used, or None."""
     if _C.cuda().enabled():
         return None
     try:
@@ -90,7 +90,7 @@ def nvrtc() -> dict[str, str]:
 
 
 def here() -> dict[str, Any]:
-    """All facts but those of CUDA: of this process, the build and the CPU."""
+    """Return the facts of this process, the build and the CPU: all but those of CUDA."""
     build = dict(_C.build_info())
     if os.environ.get("OMP_NUM_THREADS"):
         threads = os.environ["OMP_NUM_THREADS"] + " (OMP_NUM_THREADS)"

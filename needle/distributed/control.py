@@ -266,7 +266,7 @@ class Control:
             self._peers[rank].send(*message)
 
     def _collect(self, rank: int, at: _At, value: Any) -> None:
-        """At rank 0: take a value, and answer all after the last one."""
+        """Take a value (rank 0), and answer all ranks after the last one."""
         with self._changed:
             there = self._gathering.setdefault(at.number, {})
             there[rank] = at.name, value
@@ -455,7 +455,7 @@ class Control:
             )
 
     def _absent(self, noticed: int, at: _At) -> str:
-        """At rank 0: describe the ranks that have not come to where one waits."""
+        """Describe the ranks that have not come to where one waits (rank 0)."""
         words = {}
         for rank, member in sorted(self._members.items()):
             position, which = member.host, "it"
@@ -513,7 +513,7 @@ class _Watched:
         return self
 
     def goes_on(self, work: Work) -> None:
-        """In the block: watch the collective after it until the device has done it."""
+        """Watch the collective of a block after its end, until the device has done it."""
         control = self._control
         at = control._at._replace(inside="device")
         control._enqueued.append(_Enqueued(at, control._before, work))

@@ -159,7 +159,7 @@ class DataParallel:
 
     @contextlib.contextmanager
     def whole_optimizer(self) -> Iterator[None]:
-        """In the block rank 0's optimizer holds the state of all ranks, in host memory, for a
+        """Give rank 0's optimizer the state of all ranks for the block, in host memory, for a
         checkpoint. The others only send theirs."""
         group, optimizer = self.group, self.optimizer
         if group.size == 1:

@@ -62,7 +62,7 @@ class Ranks(abc.ABC):
 
 
 class Group(Ranks):
-    """All the ranks of a run."""
+    """The ranks of a run."""
 
     def __init__(self, place: Place | None = None, control: Control | None = None) -> None:
         self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)

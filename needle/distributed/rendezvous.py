@@ -183,7 +183,7 @@ class _Reception:
         return {it.rank: one for one, it in self.arrivals.items()}
 
     def _receive(self, listener: socket.socket) -> None:
-        """Until all have arrived, or the deadline."""
+        """Accept connections until all ranks have arrived, or the deadline."""
         end = time.monotonic() + self.seconds
         while sum(it.rank is not None for it in self.arrivals.values()) < self.place.size - 1:
             left = end - time.monotonic()
@@ -300,7 +300,7 @@ def _quoted(value: str | None) -> str:
 
 
 def _listen(place: Place, has_file: bool) -> socket.socket:
-    """At the port of the environment or one of the next; at any if a file can say which."""
+    """Listen at the port of the environment or one of the next; at any if a file can name it."""
     first = [] if place.port is None else ports(place.port)
     for port in first + [0] * (has_file or not first):
         with contextlib.suppress(OSError):

@@ -84,7 +84,7 @@ class Kernel(_C.Kernel):
 
     @property
     def registers(self) -> int:
-        """Number of a thread."""
+        """Registers of a thread."""
         return self.entry.registers
 
     @property
@@ -94,7 +94,7 @@ class Kernel(_C.Kernel):
 
     @property
     def local_bytes(self) -> int:
-        """Of a thread: its stack and spilled registers."""
+        """Stack and spilled registers of a thread."""
         return self.entry.local_bytes
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ SCOPES = 0b11  # to reach abstract sockets and processes outside
 
 
 class LandlockError(RuntimeError):
-    """This system cannot confine a process; the text says why."""
+    """Raised where the system cannot confine a process; the text says why."""
 
 
 def _syscall(number: int, *arguments: object) -> int:

@@ -196,7 +196,7 @@ class Residual(Module):
 
 
 class Dropout(Module):
-    """In training zeroes each element with probability p and scales the others by 1 / (1 - p); in
+    """Zeroes each element with probability p in training and scales the others by 1 / (1 - p); in
     evaluation, and for p = 0, does nothing and draws nothing.
 
     >>> np.random.seed(0)

@@ -1,4 +1,4 @@
-"""All parameters of a module in one buffer, all their gradients in another (docs/design.md)."""
+"""Flat buffers: one for all parameters of a module, one for their gradients (docs/design.md)."""
 
 from __future__ import annotations
 

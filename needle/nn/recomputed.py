@@ -102,7 +102,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 class Recomputed(FusedOp):
-    """Of x and the parameters of the module, which are inputs so that their gradients flow."""
+    """Op whose inputs are x and the parameters of the module, so that their gradients flow."""
 
     reads_result = False
 
@@ -115,7 +115,7 @@ class Recomputed(FusedOp):
         return _settings_of(self.rest, "operands", found, seen)
 
     def _random_states(self) -> list[Any]:
-        """Of the global generators of NumPy and Python, and of the module's own."""
+        """Return the states of the generators of NumPy, of Python and of the module."""
         return [np.random.get_state(), random.getstate(), *map(_state_of, self.generators)]
 
     def _set_random_states(self, states: list[Any]) -> None:

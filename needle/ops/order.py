@@ -91,8 +91,8 @@ def sort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tensor:
 
 
 def argsort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tensor:
-    """Where along `axis` the elements of `sort` are, as int64. Stable: equal elements stay in their
-    order, also descending; -0 is before 0.
+    """Indices along `axis` of the elements of `sort`, as int64. Stable: equal elements stay in
+    their order, also descending; -0 is before 0.
 
     >>> print(ndl.argsort(ndl.Tensor([3, 1, 2])))
     [1 2 0]

@@ -219,12 +219,12 @@ def floor_divide(a: Tensor | float, b: Tensor | float) -> Tensor:
 
 
 def isnan(a: Tensor) -> Tensor:
-    """Where a is NaN, as bool."""
+    """True where a is NaN."""
     return const(_C.not_equal(a.cached_data, a.cached_data))
 
 
 def isfinite(a: Tensor) -> Tensor:
-    """Where a is neither infinite nor NaN, as bool."""
+    """True where a is neither infinite nor NaN."""
     if a.dtype not in FLOATS:
         return const(full(a.shape, True, "bool", a.device))
     return const(_C.less(_C.absolute(a.cached_data), math.inf))

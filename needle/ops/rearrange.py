@@ -64,7 +64,7 @@ def tile(a: Tensor, reps: int | Sequence[int]) -> Tensor:
 
 
 def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
-    """Each slice along `axis` (None: each element of flat `a`) repeated: NumPy's repeat, which is
+    """Repeat each slice along `axis` (None: each element of flat `a`): NumPy's repeat, which is
     PyTorch's repeat_interleave; PyTorch's repeat is `tile`. repeats: a number, or one a slice.
 
     >>> print(ndl.repeat(ndl.Tensor([1, 2]), 2), ndl.repeat(ndl.Tensor([1, 2]), [0, 3]))
@@ -82,7 +82,7 @@ def _span(a: Tensor, axis: int, begin: int, end: int) -> Tensor:
 
 
 def chunk(a: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
-    """At most `chunks` parts of `a` along `axis`, all of one size but the last.
+    """Cut `a` along `axis` into at most `chunks` parts, all of one size but the last.
 
     >>> print(*ndl.chunk(ndl.Tensor([1, 2, 3]), 2))
     [1. 2.] [3.]

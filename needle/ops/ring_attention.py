@@ -83,7 +83,7 @@ class SharedSequence:
         return _placed(self._chunks[self.group.rank])
 
     def gathered(self, *parts: NDArray) -> list[NDArray]:
-        """Of each array of this rank the one of all tokens, in their order."""
+        """Gather each array of this rank into the one of all tokens, in their order."""
         group, shape = self.group, parts[0].shape
         if group.size == 1:
             return list(parts)

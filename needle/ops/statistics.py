@@ -23,17 +23,17 @@ def _count(a: Tensor, compare: object, axes: Axes, keepdims: bool) -> NDArray:
 
 
 def any(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
-    """Whether an element over `axes` is not 0, as bool; of nothing False."""
+    """True if an element over `axes` is not 0; False over no element."""
     return const(_C.not_equal(_count(a, _C.not_equal, axes, keepdims), 0))
 
 
 def all(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
-    """Whether no element over `axes` is 0, as bool; of nothing True."""
+    """True if no element over `axes` is 0; True over no element."""
     return const(_C.equal(_count(a, _C.equal, axes, keepdims), 0))
 
 
 class Min(Max):
-    """As Max."""
+    """The minimum; its gradient is that of Max."""
 
     kernel = "min"
 
@@ -44,12 +44,12 @@ def min(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
 
 
 def argmax(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Where the first largest element is along `axis` (None: of the flat elements), as int64."""
+    """Index of the first largest element along `axis` (None: of the flat elements), as int64."""
     return const(a.cached_data.argmax(axis=axis, keepdims=keepdims))
 
 
 def argmin(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """Where the first smallest element is along `axis` (None: of the flat elements), as int64."""
+    """Index of the first smallest element along `axis` (None: of the flat elements), as int64."""
     return const(a.cached_data.argmin(axis=axis, keepdims=keepdims))
 
 

@@ -18,7 +18,7 @@ TOKENS = np.random.RandomState(3).randint(0, 60, 430).astype(np.uint16)
 
 
 def arguments(*parts) -> list[str]:
-    """As a shell cuts a line: text into words, and paths stay whole."""
+    """Cut text into words, as a shell does; paths stay whole."""
     return [word for part in parts for word in (part.split() if type(part) is str else [str(part)])]
 
 
@@ -37,7 +37,7 @@ def lines_of(tmp_path, name):
 
 
 def numbers_of(tmp_path, name):
-    """These must be equal, whenever and however often a run was interrupted."""
+    """Return the numbers of the log that are equal however often a run was interrupted."""
     timing = ("tokens_per_second", "data_wait_ms", "seconds")
     return [{k: v for k, v in line.items() if k not in timing} for line in lines_of(tmp_path, name)]
 
@@ -53,7 +53,7 @@ def tensors_of(path):
 
 
 class Killed(BaseException):
-    """Nothing catches it, as nothing catches kill -9."""
+    """Raised in place of SIGKILL: nothing catches it."""
 
 
 def run_until(monkeypatch, step, argv):

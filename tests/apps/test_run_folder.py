@@ -41,7 +41,7 @@ def contents(folder):
 def test_trainer_whose_folder_is_gone_stops_and_writes_nothing(
     tmp_path, run, monkeypatch, capsys, happens, anew
 ):
-    """Before the first save, between saves, in the last step, and before the log of a resume."""
+    """Happens before the first save, between saves, in the last step, before a resume's log."""
     queue, open_log, runs = RunLog.queue, sessions.open_log, tmp_path / "runs"
     for when in 1, 5, 6, "log":
         name, seen = f"a{when}", {}
@@ -118,7 +118,7 @@ def test_id_of_a_run_differs_with_settings_data_or_first_weights():
 
 
 def test_checkpoint_of_another_run_is_not_resumed(tmp_path, run, capsys):
-    """It has the same shapes, but another seed and other settings than config.json."""
+    """Shapes are the same; seed and settings differ from config.json."""
     assert run("a", "--seed", "1") == 0 and run("b", "--seed", "2", "--steps", "9") == 0
     own, foreign = checkpoint_of(tmp_path, "a", 6), checkpoint_of(tmp_path, "b", 9)
     ids = [
@@ -209,7 +209,7 @@ def test_resume_of_a_mistyped_name_starts_anew_and_names_the_runs_there_are(tmp_
 
 
 def test_words_that_resume_a_run_are_read_as_they_are_meant(monkeypatch, tmp_path):
-    """Also where a name looks like a flag, and of a folder that no --name can mean."""
+    """Includes a name that looks like a flag, and a folder that no --name can mean."""
     auto = ["--resume", "auto", "--name"]
     assert folders.again(Path("runs/a")) == [*auto, "a"]
     for folder in "elsewhere/a", "runs/-y", "runs/--name", "-out/a b", "-out/-y", "a/-b/c":

@@ -135,7 +135,7 @@ def test_batches_take_open_data_and_fit_takes_them(tokens):
 
 
 def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
-    """In processes of their own, where nothing has registered it before."""
+    """Commands run in their own processes, where nothing has registered the model."""
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "helper.py").write_text("WIDTH = 24\n")

@@ -96,7 +96,7 @@ def test_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
 
 
 def test_supervise_flag_restarts_a_killed_run_under_its_name(tmp_path):
-    """Without a --name the run goes on under the one that it has found, beside an older run."""
+    """The run had no --name, and chose one beside an older run."""
     np.save(tmp_path / "tokens.npy", TOKENS)
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     argv = flags(tmp_path, tmp_path / "tokens.npy", "x", "--supervise", steps=100_000)

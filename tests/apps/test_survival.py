@@ -1,4 +1,4 @@
-"""No run loses what it has saved, nor more than the steps since: damage, refusals of the system,
+"""Runs keep all that they saved, and lose only the steps since: damage, refusals of the system,
 signals, a closed pipe, data that break off."""
 
 import errno

@@ -101,7 +101,7 @@ def test_from_dlpack_of_impossible_strides():
 
 
 def test_whole_numbers_wrap_around():
-    """As in NumPy; C defines it by a flag of the compiler alone."""
+    """Equals NumPy; C defines it by a flag of the compiler alone."""
     low = np.array([np.iinfo(np.int64).min, 1])
     x = nd.array(low, dtype="int64")
     np.testing.assert_array_equal((-x).numpy(), -low)
@@ -140,7 +140,7 @@ BEYOND = [  # each with what an array of ones would have become
 @both
 @pytest.mark.parametrize("dtype", WHOLE)
 def test_numbers_out_of_bounds(dtype, device):
-    """They wrapped around without a word. What fits does as in NumPy."""
+    """Numbers outside of the dtype raise; those that fit do as in NumPy."""
     device, info = device_of(device), np.iinfo(dtype)
     x = nd.array([1, 2], dtype=dtype, device=device)
     for n in (info.max + 1, info.min - 1, 2**40 if info.bits < 64 else 2**64, -(2**63) - 1, 2**70):

@@ -1,4 +1,4 @@
-"""Only a GPU can show these: sizes past 2^31, streams, resets, faults, precision."""
+"""Tests that need a GPU: sizes past 2^31, streams, resets, faults, precision."""
 
 import gc
 import re

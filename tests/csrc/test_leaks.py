@@ -102,7 +102,7 @@ def test_every_op(device):
 
 @both
 def test_every_op_after_an_exception(device):
-    """Each op refuses a wrong last operand after it has looked at, and copied, the others."""
+    """Ops refuse a wrong last operand after they have inspected and copied the others."""
     device = device_of(device)
     gc.collect()
     for op, case in FIRST.items():

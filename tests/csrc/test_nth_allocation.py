@@ -1,8 +1,8 @@
-"""Every allocation in turn fails: tests/nth_allocation.py, in a process of its own.
+"""Failing allocations, one after the other: tests/nth_allocation.py, in a process of its own.
 
-Of the short operations each allocation of needle's C code and of the CUDA driver; of the long ones,
-and of Python's objects, every so many from one that changes from run to run: the soak test takes
-each (tests/soak.py, every_allocation).
+Short operations fail at each allocation of needle's C code and of the CUDA driver; long ones, and
+Python's objects, at every so many from one that changes from run to run: the soak test takes each
+(tests/soak.py, every_allocation).
 """
 
 import os

@@ -127,7 +127,7 @@ def test_norms_of_a_pair_have_the_bits_of_each_alone(device):
     "shape", [(1, 1, 8, 1, 3, 2, 1), (2, 31, 65, 3, 3, 16, 5), (3, 70, 96, 2, 3, 64, 8)]
 )
 def test_a_product_that_turns_has_the_bits_of_product_and_rotary(shape, bias, dtype):
-    """On the CPU, where hooks of q and k may not change a bit. (A GPU may add in another order.)"""
+    """Runs on the CPU, where hooks of q and k may not change a bit; a GPU may sum otherwise."""
     b, t, k, h, p, d, half = shape
     rng = rng_of("linear_rotary_fwd", shape)
     sizes = (b, t, k), (k, h, p, d), (h, p, d)
@@ -142,7 +142,7 @@ def test_a_product_that_turns_has_the_bits_of_product_and_rotary(shape, bias, dt
 
 @pytest.mark.parametrize("tanh", [0, 1])
 def test_gelu_after_a_product_has_the_bits_of_gelu(tanh):
-    """On the CPU, and of every bfloat16: infinities, NaN, and where gelu' is 0 or 1 among them."""
+    """Runs on the CPU, over every bfloat16, infinities and NaN among them."""
     bits = np.arange(2**16, dtype=np.uint32) << 16
     one, w = _C.array([[1.0]], "float32"), _C.array(bits.view(np.float32)[None], "float32")
     y, nothing = _C.empty(w.shape, "float32", _C.cpu()), _C.array(np.zeros(2**16), "float32")
@@ -553,7 +553,7 @@ def test_a_broken_gradient_changes_nothing(broken, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_gradient_counts_once_in_the_norm(device):
-    """For sizes around each chunk of a sum of squares."""
+    """Tries places around each border of chunks of a sum of squares."""
     size = 3 * 65536 + 5
     for at in (0, 1023, 1024, 16383, 16384, 65535, 65536, 131071, 131072, 3 * 65536, size - 1):
         g = np.zeros(size, np.float32)
@@ -635,7 +635,7 @@ def test_the_number_of_threads_changes_no_bit():
 
 
 def test_a_target_below_32_bits_is_ignored_too():
-    """It became a class when it was cut to 32 bits."""
+    """A target cut to 32 bits would be a class."""
     logits = Tensor(np.arange(6).reshape(2, 3))
     alone = cross_entropy(Tensor(np.arange(3).reshape(1, 3)), [1])
     for target in (-1, -(2**32) + 1, np.iinfo(np.int64).min):

@@ -85,8 +85,8 @@ def special() -> np.ndarray:
 
 
 def main(folder: str) -> None:
-    """In a process of its own: checks every product and writes its bits, a file for each number of
-    threads. From few to many, so that none finds more scratch memory than it asks for."""
+    """Check every product and write its bits, a file for each number of threads, in a process of
+    its own. From few to many, so that none finds more scratch memory than it asks for."""
     for threads in THREADS:
         ctypes.CDLL(_C.__file__).omp_set_num_threads(threads)
         found = {"special": special(), "detail": ndl.cpu().properties()["detail"]}
@@ -101,7 +101,7 @@ def main(folder: str) -> None:
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """By path and number of threads, what main() found."""
+    """Results of main() by path and number of threads."""
     needle = Path(_C.__file__).parent.parent  # the one that is tested here
     python_path = os.pathsep.join([str(needle), str(ROOT / "tests")])
 
@@ -148,7 +148,7 @@ def test_threads_change_no_bit(results, path):
 
 @pytest.mark.slow
 def test_other_bits_have_another_name(results):
-    """By which a resumed run, and a rank beside another, sees that it multiplies otherwise."""
+    """Resumed runs and ranks compare this name, to see that products differ."""
     of_path(results, "avx512")  # else there is but one way
     found = {}
     for path in (*PATHS, "no word of these"):
@@ -172,7 +172,7 @@ def test_layouts_change_no_bit(results, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_subnormal_and_special_values(results, path):
-    """In bfloat16. Only AVX512-BF16 takes denormals for zeros."""
+    """Operands are bfloat16; only AVX512-BF16 takes denormals for zeros."""
     tiny = [0, 0] if path == "avx512_bf16" else [2.0**-10, 2.0**-140]
     expected = np.float32([np.inf, np.nan, np.nan, np.nan, *tiny])
     np.testing.assert_array_equal(of_path(results, path)["special"], expected)

@@ -49,7 +49,7 @@ def settle():
 
 
 def overwrite(path, offset, content):
-    """In place; the time of modification is set back."""
+    """Write in place, and set the time of modification back."""
     status = path.stat()
     with open(path, "r+b") as file:
         file.seek(offset)
@@ -222,7 +222,7 @@ def test_full_disk_keeps_no_hash(tmp_path, read):
 
 
 def test_processes_that_want_one_hash_read_the_data_once(tmp_path, monkeypatch, read):
-    """As the ranks of a machine: the second waits for the first, and takes what it kept."""
+    """Ranks of a machine do so: the second waits for the first, and takes its result."""
     path, _ = write_kind(tmp_path, "npy")
     settle()
     real, inside, found = identity._hash_block, threading.Event(), []

@@ -56,8 +56,7 @@ def test_prefetch_draws_the_same_batches_and_knows_its_position(device):
 
 
 class Gated(Batches):
-    """Each batch is read when the test lets it; the clock stands still but for reading, which takes
-    a second."""
+    """Batches that are read when the test lets them. The clock advances by a second a batch."""
 
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)

@@ -159,8 +159,7 @@ def test_window_of_a_zst_that_is_too_large_is_named(tmp_path):
 
 
 def test_longest_line_of_json_wherever_a_unit_begins(tmp_path, monkeypatch):
-    """Also in the part of a unit that belongs to the line before it, and where a unit ends at the
-    last line."""
+    """Includes a line that began in the unit before, and a unit that ends at the last line."""
     path = tmp_path / "a.jsonl"
     for longest in (24, 40, 1 << 21):
         lines = [b'{"text": "' + b"x" * length + b'"}\n' for length in (1, longest - 13, 3, 7)]
@@ -293,7 +292,7 @@ def test_files_without_text_are_refused(tmp_path, tokenizer, capsys):
 
 
 def test_empty_name_is_not_the_current_folder(tmp_path, tokenizer, monkeypatch, capsys):
-    """As of an unset variable of a shell: --data "$DATA"."""
+    """An unset variable of a shell gives it: --data "$DATA"."""
     path = tmp_path / "t"
     path.mkdir()
     (path / "0.txt").write_text("one two three\n" * 50)

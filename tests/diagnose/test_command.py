@@ -104,7 +104,7 @@ def test_device_that_breaks_is_one_failure(examined):
 
 
 def test_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypatch):
-    """As libcublasLt may be: _cuda.so is there, and what it needs is not."""
+    """libcublasLt may be missing where _cuda.so is there."""
     package = tmp_path / "needle"
     package.mkdir()
     for path in (machine.folder / "needle").iterdir():
@@ -129,7 +129,7 @@ def test_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypat
 
 
 def test_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):
-    """As far as CUDA was built: where it was not, there is nothing to use a GPU by."""
+    """Matters only for a build with CUDA."""
     child = examined("machine", injected="nvml_hangs=1", seconds=1.5)
     monkeypatch.setattr(command.known, "is_built", lambda: True)
     chosen, (failure,) = command.choose(None, command.silent(child))

@@ -198,7 +198,7 @@ def test_checkpoint_that_may_not_be_read_is_in_the_way(look, heard, monkeypatch)
 
 
 def test_run_without_a_checkpoint_begins_anew_unless_it_had_one(run, look):
-    """As --resume auto does (needle/training/folder.py)."""
+    """--resume auto does the same (needle/training/folder.py)."""
     shutil.rmtree(run / "checkpoints")
     gone = "no checkpoint is left of this run, which came to step 6"
     for config, is_held, has_failed, said, goes_on in (

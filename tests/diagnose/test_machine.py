@@ -51,7 +51,7 @@ def test_healthy_gpus_are_described_and_nothing_is_wrong(pynvml, examined):
 
 
 def test_broken_gpu_is_named_with_each_defect(seen):
-    """Of two GPUs the second; of its 141 GiB one is left."""
+    """The second of two GPUs is broken; 1 of its 141 GiB is left."""
     parent = os.getppid()
     injected = "count=2,at=1,ecc=3,pending=1,reasons=0x6c,links=4,links_up=3"
     found = seen(f"{injected},used={140 << 30},holder={parent}")

@@ -188,7 +188,7 @@ def test_rank_that_sends_wrong_bytes_is_blamed():
 
 
 def test_wrong_keys_are_seen_by_the_ranks_that_attend_to_them():
-    """In the forward, and in the backward."""
+    """Covers forward and backward."""
     for call, spoiled in (1, "attended"), (2, "computed dq"), (3, "summed dk"):
         with naming(call):
             stage, wrong = found("ring attention", 4, rank=2, call=call)[0]

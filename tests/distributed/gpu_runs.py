@@ -174,7 +174,7 @@ def under_a_supervisor(runs: Runs, alone: tuple) -> None:
 
 
 def goes_on_with_fewer(runs: Runs, alone: tuple, gpus: int, broken: list[str], kept: int) -> None:
-    """After a rank was killed the `broken` GPUs fail their health check."""
+    """Kill a rank, after which the `broken` GPUs fail their health check."""
     plan = {"rank": gpus - 1, "step": 8, "what": "kill", "once": True}
     said = runs.run("fewer", gpus, "--supervise", plan=plan, broken=broken)
     assert f"continuing with {kept} of {gpus} GPUs, the same bits (--gpus {kept} " in said, said

@@ -43,7 +43,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Why no Slurm can start here."""
+    """Return the reason why no Slurm can start here, or None."""
     path = os.environ["PATH"] + ":/usr/sbin"
     lacking = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if lacking:

@@ -85,7 +85,7 @@ except RuntimeError as error:
 
 
 def test_ranks_in_different_collectives(start, within):
-    """They would wait for each other until the deadline."""
+    """Without the check they would wait for each other until the deadline."""
     begin = "control = join()\ncontrol.step = 7\ncontrol.gather('losses', 1)\n"
     for body, there in [
         ("control.gather('stop' if rank == 2 else 'losses', 1)", "in 'stop' at step 7"),
@@ -140,7 +140,7 @@ if rank == {victim}:
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("code", [1, 75, None])
 def test_a_rank_that_ends_is_named_with_its_reason(start, within, where, leaver, code):
-    """None: it closes in order, and too early."""
+    """Code None closes in order, and too early."""
     end = "control.close()" if code is None else f"control.leave('the disk is full', {code})"
     body = f"""
 control = join()
@@ -169,7 +169,7 @@ def test_all_come_and_the_transfer_hangs(start):
 
 
 def test_a_rank_outside_of_collectives_is_not_interrupted(start):
-    """It finishes what it does, and raises at the next one."""
+    """The rank finishes its work, and raises at the next collective."""
     body = """
 control = join()
 control.gather("begin", None)
@@ -290,7 +290,7 @@ control.broadcast("the data", rank, patient=True)
     ],
 )
 def test_a_rank_that_leaves_for_rank_0_s_reason_is_told_so(start, reason, told):
-    """Also where it comes later, and only the quoted reason is left to hear."""
+    """Includes a rank that comes later, and hears only the quoted reason."""
     body = f"""
 control = join()
 control.gather("begin", None)
@@ -303,7 +303,7 @@ say(control.leave({reason}))
 
 
 def test_ranks_that_follow_one_that_left_are_told_that_rank_0_says_so(start):
-    """Each adds where it was. (The one that left may be gone before rank 0 says it.)"""
+    """Ranks add where they were. (The one that left may be gone before rank 0 says it.)"""
     for late in (0.0, 0.6):
         body = f"""
 control = join()
@@ -320,8 +320,8 @@ else:
 
 
 def test_a_rank_that_leaves_waits_a_second_for_rank_0_s_reason(start, within):
-    """Also where rank 0 has seen that it is gone, long before it leaves itself; if rank 0 neither
-    leaves nor closes, it is told that rank 0 does not say it."""
+    """Includes a rank 0 that leaves long after it saw this rank go. If rank 0 neither leaves nor
+    closes, the rank is told that rank 0 does not say it."""
     body = f"""
 {PATIENT}
 control = join()
@@ -373,7 +373,7 @@ def ended(start, body, size=3, **more):
 
 
 def test_work_of_a_device_is_not_waited_for(start):
-    """It may take its time to come to a collective: the deadline is two seconds."""
+    """The work takes longer than the deadline of two seconds."""
     body = """
 began = time.monotonic()
 for number in range(3):
@@ -392,7 +392,7 @@ control.close()
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_device_that_does_not_come_is_named(start, within, late):
-    """All main threads wait in C for a result of it."""
+    """Main threads wait in C for a result of the device."""
     body = f"""
 enqueue("the sum", Work(NEVER if rank == {late} else 0, NEVER))
 {HANG}
@@ -452,7 +452,7 @@ enqueue("the sum", Broken(0, NEVER) if rank == {victim} else Work(0, NEVER))
 
 
 def test_a_rank_can_end_by_itself_while_its_device_hangs(start):
-    """It waits for rank 0's words for less than its grace; a gather raises meanwhile."""
+    """The rank waits for rank 0 less than its grace; a gather raises meanwhile."""
     body = f"""
 if rank == 0: time.sleep(60)
 {PATIENT}

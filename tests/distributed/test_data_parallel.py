@@ -119,7 +119,7 @@ def test_a_part_of_the_state_is_not_saved_as_all_of_it():
 
 
 def test_state_that_was_loaded_whole_is_cut():
-    """As a resumed run does: AdamW with the state of all, then its own part of it."""
+    """Resuming does so: AdamW loads the state of all, then keeps its own part."""
 
     def work(group):
         flat = nn.flatten_parameters(Model("float32"))

@@ -104,7 +104,7 @@ def test_messages_above_the_limit_are_sent_in_parts(tmp_path, tokens, alone):
 
 @pytest.mark.slow
 def test_a_signal_to_mpirun(tmp_path, tokens, alone):
-    """It passes SIGUSR1 on; any other it follows by SIGKILL."""
+    """mpirun passes SIGUSR1 on; after any other signal it sends SIGKILL."""
     process = start(tmp_path, tokens, 2, plan=SLOW)
     until_it_trains(process, tmp_path)
     process.send_signal(signal.SIGUSR1)
@@ -156,7 +156,7 @@ def test_other_data_are_refused(tmp_path, tokens):
 
 @pytest.mark.slow
 def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
-    """Of rank 1's 5 million tokens one is another."""
+    """One of rank 1's 5 million tokens differs."""
     ids = np.random.RandomState(0).randint(0, 250, 5_000_000).astype("<u2")
     folders = [tmp_path / "a", tmp_path / "b"]
     for number, folder in enumerate(folders):

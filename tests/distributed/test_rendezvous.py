@@ -78,7 +78,7 @@ def test_all_come(start):
 
 
 def test_a_file_says_where_rank_0_is(start, tmp_path):
-    """Also beside one of an older start, and it is gone when all have come."""
+    """A file of an older start is replaced; the file is gone when all have come."""
     old = {"job": "older", "addresses": ["127.0.0.1"], "port": 1}
     (tmp_path / "rank0.test.json").write_text(json.dumps(old))
     for rank in start(MEET.replace("join()", "join(host=None)"), 3):
@@ -87,7 +87,7 @@ def test_a_file_says_where_rank_0_is(start, tmp_path):
 
 
 def test_the_port_is_taken(start, monkeypatch):
-    """By a program that accepts, and says nothing that a rank could mean."""
+    """Another program accepts there, and sends nothing that a rank would."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         for rank in start(MEET, 2, port=other.getsockname()[1]):
             assert rank.end() == met(2)
@@ -156,7 +156,7 @@ def test_a_rank_of_another_job_looks_elsewhere(start):
 
 
 def test_strangers_neither_end_nor_delay_the_start(start, connect, within):
-    """With other bytes than a rank's, half of them, or none; nor a rank that dies meanwhile."""
+    """Strangers send other bytes than a rank's, half of them, or none; a rank dies meanwhile."""
     port = free_port()
     [first] = start(MEET, 3, ranks=(0,), port=port)
     for data in (
@@ -234,7 +234,7 @@ def test_a_stranger_without_the_key_claims_no_rank(start, connect, monkeypatch, 
 
 
 def test_a_rank_gives_no_other_program_its_proof(start):
-    """It looks for rank 0 at the next port."""
+    """The rank looks for rank 0 at the next port."""
     for answer in (b"HTTP/1.1 400\r\n\r\n" * 9, bytes(64)):
         with socket.create_server(("127.0.0.1", 0)) as forger:
             port = forger.getsockname()[1]
@@ -249,7 +249,7 @@ def test_a_rank_gives_no_other_program_its_proof(start):
 
 
 def test_several_machines_without_a_key_are_warned_once(start):
-    """By rank 0, and the start goes on."""
+    """Rank 0 warns, and the start goes on."""
     body = MEET.replace("join()", "join(local=False, key='')")
     first, second = (rank.end() for rank in start(body))
     assert first[:2] == second[:2] == (0, ["[0, 1]"]) and second[2] == ""

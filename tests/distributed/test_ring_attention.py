@@ -128,7 +128,7 @@ def test_two_runs_give_the_same_bits():
 
 
 def test_views_as_operands():
-    """As a packed projection has them."""
+    """Views are those of a packed projection."""
     packed = np.random.RandomState(0).standard_normal((B, 24, H, 3, D)).astype(np.float32)
     x = ndl.Tensor(packed)
     views = [ndl.Tensor.from_ndarray(part) for part in qkv_parts(x.cached_data)]

@@ -161,7 +161,7 @@ def main():
 
 
 def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
-    """By SIGTERM, and if they ignore it by SIGKILL."""
+    """SIGTERM comes first, then SIGKILL to those that ignore it."""
     code = """
 if rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -74,7 +74,7 @@ def message(ranks, micro_batches, fault, every=1, steps=8):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_device_that_is_wrong_once_is_named(ranks, wrong):
-    """As it computes its own micro-batch: a second time it does not."""
+    """The device errs in its own micro-batch, and not the second time."""
 
     def fault(rank, step, micro_batch, call):
         return rank == wrong and step == 4 + wrong and call == 1
@@ -104,7 +104,7 @@ def test_of_two_that_differ_for_ever_both_are_named():
 
 
 def test_a_device_that_contradicts_itself_is_named():
-    """Of two as well: results that change from call to call have no vote."""
+    """Two devices suffice: results that change from call to call have no vote."""
     said = message(2, 2, lambda rank, step, micro_batch, call: rank == 1 and call % 2 == 1)
     assert ": rank 1 (" in said and " or " not in said, said
 

@@ -136,7 +136,7 @@ class Problem:
         return lists_of(mask, transposed, change)
 
     def stats(self) -> tuple[np.ndarray, int]:
-        """As attention_stats_kernel writes them; NaN beyond the end of a row of odd length."""
+        """Return them as attention_stats_kernel writes them; NaN beyond the end of an odd row."""
         stride = -(-self.sizes[1] // 2) * 2
         stats = np.full((*self.lse.shape[:2], stride, 2), np.nan, np.float32)
         stats[:, :, : self.sizes[1], 0] = np.where(
@@ -293,7 +293,7 @@ SUMMED = [
 
 @pytest.mark.parametrize("given", SUMMED)
 def test_sums_of_rows(compiled, given):
-    """Of 64 rows of each head, before these are rounded: beside the rounded ones added up."""
+    """Sums over 64 rows of a head are taken before rounding: compared with sums of rounded rows."""
     p = Problem(**given)
     b, t, h, d = p.q.shape
     tiles = -(-t // 64)

@@ -36,7 +36,7 @@ def test_it_is_short():
 
 @both
 def test_it_trains_saves_and_goes_on(device, tmp_path):
-    """As a person runs it, in three processes; a GPU run also in bfloat16."""
+    """Three processes, as the example says; a GPU run also in bfloat16."""
     np.save(tmp_path / "tokens.npy", np.random.RandomState(3).randint(0, 60, 430).astype(np.uint16))
 
     def run(name: str, *flags: str) -> str:

@@ -152,7 +152,7 @@ def running(pool, **more):
 
 @contextmanager
 def waiting(client, count=1):
-    """So many jobs that wait for `go`, each on a thread; within, as many as can be have begun."""
+    """Send so many jobs that wait for `go`, each on a thread; as many as can be have begun."""
     answers, pool = [], client.service.pool
     threads = [
         threading.Thread(

@@ -128,7 +128,7 @@ def test_checked_pointer_computes_the_same_and_finds_accesses_outside(tmp_path):
 
 
 def test_texts_of_a_kernel_stay_as_they_are():
-    """Also what follows them is still changed."""
+    """Parameters that follow them are still changed."""
     for text in (
         '"(float *)x {float *p = %d\\n"',
         '"a \\"(float *)x; float *q = \\\\"',

@@ -162,7 +162,7 @@ def test_missing_nvrtc_names_its_packages(monkeypatch):
 
 
 def test_the_toolkit_is_found_in_nvidias_pip_packages(monkeypatch, tmp_path):
-    """Each part in a folder of its own, as for CUDA 12, and all in one, as for CUDA 13."""
+    """CUDA 12 has a folder for each part, CUDA 13 one for all."""
     for part in ("cuda_nvrtc/lib", "cuda_runtime/include", "cu13/lib", "cu13/include/cccl"):
         (tmp_path / "nvidia" / part).mkdir(parents=True)
     for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_nvrtc/lib/libnvrtc.alt.so.12",
@@ -259,7 +259,7 @@ class Large(ctypes.Structure):
 
 @needs_nvrtc
 def test_the_layout_of_parameters_is_that_of_c():
-    """That of a C struct with the same fields, on each architecture."""
+    """Compared with a C struct of the same fields, on each architecture."""
     types = {
         "bool": ctypes.c_bool, "float *": ctypes.c_void_p, "char": ctypes.c_char,
         "short": ctypes.c_short, "Affine": Affine, "int": ctypes.c_int, "Three": Three,

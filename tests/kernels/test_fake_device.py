@@ -195,7 +195,7 @@ assert x.numpy().tolist() == [2.5] * 4
 
 
 def test_a_way_to_launch_is_checked_once(fake):
-    """Of the last eight; a refused one is asked again."""
+    """The last eight are remembered; a refused one is checked again."""
     fake("""
 def asked(n):
     fill(n, 32, x, 1, 4)
@@ -369,7 +369,7 @@ assert log()[-3:] == ["graph freed", "synchronize", "unload 1"]
 
 
 def test_other_threads_run_while_a_module_waits_for_its_kernels(fake):
-    """Also where one of them is the cuda_reset() that unloads it."""
+    """One of them may be the cuda_reset() that unloads it."""
     fake("""
 import threading, time
 

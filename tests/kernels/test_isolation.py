@@ -170,7 +170,7 @@ __global__ void k(const float* x, float* y, int n) {
 
 
 def test_a_kernel_that_works_once_is_found(pool):
-    """It keeps in its module that it was called, and leaves the output of the first call."""
+    """The kernel remembers in its module that it ran, and leaves the output of the first call."""
     case = Case(1, 256, [Random(256), Out(256), 256])
     result = pool.evaluate(LEANS, "k", [case], lambda x, n: 2 * x)
     assert result.status == "wrong_result" and "timed" in result.message

@@ -245,7 +245,7 @@ def test_a_compiler_that_cannot_be_confined_does_not_start(tmp_path):
 
 
 def test_a_compiler_ends_when_its_processor_time_is_used(tmp_path):
-    """After an answer, or during a source that compiles for ever."""
+    """Time may run out after an answer, or during a source that compiles for ever."""
     script = tmp_path / "worker.py"
     script.write_text(
         "import sys, time\n"

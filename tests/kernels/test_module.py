@@ -168,7 +168,7 @@ def test_names_of_c_are_held_to_sizes_or_to_a_declaration(device):
 
 
 def test_launches_stand_in_needles_stream(own):
-    """After the work queued before, before the work queued later; nothing is waited for."""
+    """Launches run after earlier work and before later work; nothing is waited for."""
     x = array(np.ones(1 << 20))
     for i in range(20):
         own["double_it"](4096, 256, x, 1 << 20)
@@ -246,7 +246,7 @@ def test_wrong_arguments_launch_nothing(own):
 
 
 def test_limits_before_the_launch(own, device):
-    """With both numbers; afterwards the next launch is right."""
+    """Messages have both numbers; the next launch is right."""
     kernel, x = own["add_one<float>"], array(np.ones(8))
     y, facts = array(np.zeros(8)), device.limits()
     most_shared = facts["block_shared"]
@@ -479,7 +479,7 @@ def test_a_graph_keeps_the_modules_it_launches_from(device):
 
 
 def test_a_graph_whose_step_forgets_its_kernel(device):
-    """Only the graph knows the module then, and no kernel of it is left."""
+    """The graph alone holds the module then; no kernel of it is left."""
     x = array(np.zeros(4))
     built = kernels.build("__global__ void bump(float *x) { x[threadIdx.x] += 1; }")
     kept = [kernels.load(built, device)]

@@ -142,7 +142,7 @@ def test_cleanup(service):
 
 @pytest.mark.skipif(landlock_missing() is not None, reason=str(landlock_missing()))
 def test_the_program(tmp_path):
-    """As a user starts it: its first kernel, a file that no source reads, and its end in work."""
+    """Starts the service as a user does: first kernel, confinement, end while it works."""
     program = subprocess.Popen(
         [sys.executable, "-m", "needle.kernels", "serve", "--port", "0", "--devices", "0"]
         + ["--token-file", str(tmp_path / "token"), "--timeout", "60", "--drain-seconds", "0.5"],

@@ -31,7 +31,7 @@ ANYTHING = settings(
 
 
 def test_bodies_that_are_too_large_are_refused(client):
-    """By their length at once, and by their bytes if no length is given."""
+    """A length is refused at once; without one the bytes are counted."""
     arrays, parts = multipart(job=b"{}", arrays=b"x" * (LIMITS.body_bytes + 1))
     source, part = multipart(job=b"x" * (LIMITS.json_bytes + 1))
     for body, kind, most in (
@@ -211,7 +211,7 @@ def test_a_chunk_that_is_none(client, monkeypatch):
     )
 )
 def test_jobs_with_anything_in_them(fake, job):
-    """Through the whole service and the pool: an answer or a 4xx."""
+    """Jobs pass the whole service and the pool: an answer or a 4xx."""
     status, answer = fake.evaluate(job, safetensors.numpy.save({"x": X}))
     assert status == 200 and answer["status"] or 400 <= status < 500, (status, answer)
 

@@ -19,7 +19,7 @@ HOST = ndl.cpu()
 
 
 def declared(text: str, sizes: list[int] | None = None) -> Signature:
-    """Each parameter at the next offset that is a multiple of its size."""
+    """Lay each parameter out at the next offset that is a multiple of its size."""
     sizes = [8] * len(text.split(",")) if sizes is None else sizes
     layout, end = [], 0
     for size in sizes:
@@ -37,7 +37,7 @@ def pack(text: str, sizes: list[int], *arguments) -> bytes:
 
 
 def test_a_symbol_has_the_types_of_its_parameters():
-    """As g++ mangles them (Itanium C++ ABI)."""
+    """Symbols are mangled as by g++ (Itanium C++ ABI)."""
     symbol = "_Z5scaleI13__nv_bfloat16EvPKT_PS1_fx1P"
     assert demangle(symbol) == (
         "void scale<__nv_bfloat16>(__nv_bfloat16 const*, __nv_bfloat16*, float, long long, P)"
@@ -58,7 +58,7 @@ def test_a_symbol_has_the_types_of_its_parameters():
 
 
 def test_types_that_are_not_read_are_checked_by_size():
-    """And spoils neither its kernel nor its module."""
+    """Kernel and module stay usable."""
     for symbol, sizes, kinds, shown in (
         ("_Z2k1PfPA4_Ki", (8, 8), "array array", "k1(float*, int const*)"),
         (
@@ -236,7 +236,7 @@ def test_floats():
 
 
 def values_of_16_bits() -> list[float]:
-    """All halves, all bfloat16s, what lies between two of each, and the edges."""
+    """Return all halves and bfloat16s, values between two of each, and the edges."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(float)
     brains = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32).astype(float)
     some = [*halves[::7], *brains[::11], *halves[:40], *brains[:40], *halves[-4:], *brains[-4:]]

@@ -412,7 +412,7 @@ def test_a_busy_worker_under_a_tool_ends_with_its_socket():
 
 
 def test_a_process_has_not_ended_while_a_child_holds_its_socket():
-    """As under compute-sanitizer, which may end before the process that it watches."""
+    """compute-sanitizer may end before the process that it watches."""
     code = """
 import subprocess, sys
 child = subprocess.Popen(["sleep", "1000"], pass_fds=[int(sys.argv[1])], start_new_session=True)

@@ -59,7 +59,7 @@ def test_a_backend_of_another_table_is_refused_by_name(tmp_path, change, said):
 
 
 def test_a_function_that_the_cpu_lacks_fails_the_build_by_name(tmp_path):
-    """In a copy of the tree with its objects, so that one file is compiled."""
+    """Builds a copy of the tree with its objects, so that one file is compiled."""
     tree = tmp_path / "tree"
     tree.mkdir()
     for part in ("csrc", "needle", "build", "building"):

@@ -406,7 +406,7 @@ def test_only_changed_files_are_compiled(tree):
 
 
 def test_debug_build_shares_no_object_with_a_normal_one(tree):
-    """In one tree, one after the other: each compiles all, with the flag or without it."""
+    """Both are built in one tree, one after the other, and compile all files."""
     tree.write("csrc/needle.h", DEBUG_ANSWER)
     sources = tree.compiled()
     assert tree.answer() == 42

@@ -129,7 +129,7 @@ def test_a_checkout_that_is_not_built_uses_the_installed_needle(tree, tmp_path):
 
 
 def test_the_checkout_comes_before_every_other_needle(tmp_path, monkeypatch):
-    """Before one that PYTHONPATH names, too, and once."""
+    """The path is listed once, before one that PYTHONPATH names."""
     spec = importlib.util.spec_from_file_location("checkout", ROOT / "checkout.py")
     checkout = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checkout)
@@ -146,7 +146,7 @@ def test_the_checkout_comes_before_every_other_needle(tmp_path, monkeypatch):
     reason="an unbuilt checkout uses the needle that is installed in this Python",
 )
 def test_an_unbuilt_needle_names_the_command(tmp_path):
-    """Without a script: python -m needle.x and pytest in the root of the checkout."""
+    """Covers starts without a script: python -m needle.x and pytest in the checkout's root."""
     unbuilt = tmp_path / "unbuilt"
     for folder in ("needle", "tests"):
         shutil.copytree(ROOT / folder, unbuilt / folder, ignore=shutil.ignore_patterns("*.so"))

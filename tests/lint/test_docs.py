@@ -50,7 +50,7 @@ def module_of(path: Path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_examples(path, tmp_path):
-    """They see ndl, nd, nn, optim, np, and an empty `folder`."""
+    """Examples see ndl, nd, nn, optim, np, and an empty `folder`."""
     names = {"ndl": ndl, "nd": backend_ndarray, "nn": nn, "optim": optim, "np": np}
     module = module_of(path)
     before = np.random.get_state()

@@ -60,7 +60,7 @@ def test_each_op_of_the_table_is_timed():
 
 
 def defined() -> dict[str, str]:
-    """Each differentiable op that a file of needle/ops defines, class or function, and the file."""
+    """Return {op: file} of the differentiable ops, classes or functions, in needle/ops."""
     found = {}
     for module in pkgutil.iter_modules(ops.__path__, "needle.ops."):
         for op, value in vars(importlib.import_module(module.name)).items():

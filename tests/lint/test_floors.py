@@ -98,7 +98,7 @@ def symbols(path: Path) -> tuple[set[str], set[str]]:
 
 
 def open_and_defined() -> dict[str, tuple[set[str], set[str]]]:
-    """Of each C file, from the object that the build left: `make lib` keeps those up to date."""
+    """Symbols that each C file needs and defines, from the object that `make lib` left."""
     built = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     found = {}
     for source in sorted(ROOT.glob("csrc/**/*.c")):
@@ -204,7 +204,7 @@ def test_the_tree_places_every_file(arrows):
 
 
 def test_no_arrow_goes_up(arrows):
-    """And the order, printed. It is that of docs/walk.md, and within a line the floors'."""
+    """The order, printed, is that of docs/walk.md, and within a line the floors'."""
     tree = read_tree(WALK.read_text())
     up = [
         (a, b) for a in arrows for b in arrows[a] if b != FACE and place(b, tree) > place(a, tree)
@@ -250,7 +250,7 @@ def test_only_the_extension_knows_python():
 
 
 def test_a_planted_arrow_is_found(tmp_path):
-    """Each way to import, and each way to hide it."""
+    """Tries each way to import, and each way to hide one."""
     files = {
         "needle/__init__.py": "from needle.high import f",
         "needle/low.py": "def f():\n    from needle import high",

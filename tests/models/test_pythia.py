@@ -78,7 +78,7 @@ def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
 @both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_norms_of_unlike_eps_are_each_computed_with_their_own(parallel, device):
-    """As in the plain steps that a hook asks for, forward and backward."""
+    """Forward and backward equal the plain steps that a hook asks for."""
     model = small(device_of(device), use_parallel_residual=parallel)
     norms = [m for _, m in model.named_modules() if isinstance(m, nn.LayerNorm1d)]
     for i, norm in enumerate(norms):
@@ -102,9 +102,8 @@ def test_norms_of_unlike_eps_are_each_computed_with_their_own(parallel, device):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("act", ["gelu", "gelu_new"])
 def test_the_fused_mlp_has_the_bits_of_its_steps(act, dtype, flat):
-    """Of which it takes the place where no hook looks inside: logits and all gradients, added to
-    those of a batch before. In bfloat16 it rounds GELU's derivative and so has other bits of
-    gradients, which are as near to those of float32."""
+    """Compares logits and all gradients, added to those of a batch before. In bfloat16 it rounds
+    GELU's derivative, and other bits of gradients are as near to those of float32."""
     ids, targets = tokens(1, 3, 33), tokens(2, 3, 33)
     weights = {
         name: p.numpy()
@@ -325,7 +324,7 @@ def test_training_trace(flat, device):
 
 @both
 def test_bfloat16_is_near(device):
-    """In bfloat16, with float32 sums, the model stays within a few per cent."""
+    """The model stays within a few per cent of float32."""
     for variant in VARIANTS:
         model = golden_model(variant, device_of(device), dtype="bfloat16")
         logits, loss = model(golden()["ids"], golden()["targets"])
@@ -541,7 +540,7 @@ def test_presets(name):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_without_numbers_of_its_own_takes_those_of_another(tied):
-    """Each element has memory of its own."""
+    """Elements have their own memory."""
     model = small(tie_word_embeddings=tied)
     before = np.random.get_state()[1].tolist()
     empty = Pythia(model.config, initialise=False)

@@ -507,7 +507,7 @@ def test_flatten_parameters_chained_neighbours_keep_every_parameter():
 
 
 def test_flattening_with_another_choice_of_decay_is_obeyed():
-    """Also where it leaves the order of the parameters as it was."""
+    """Includes a choice that leaves the order of the parameters as it was."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
     flat = nn.flatten_parameters(model)
     assert flat.decay_size == flat.size and nn.flatten_parameters(model) is flat

@@ -61,7 +61,7 @@ def test_the_same_bits(flat, changes, dtype, device):
 
 @both
 def test_layers_keep_only_their_inputs(device):
-    """Between forward and backward; a layer's activations are many times its input."""
+    """Measured between forward and backward; activations are many times a layer's input."""
     held = []
     for on in (False, True):
         model = small(device, on, num_layers=8, vocab_size=8)
@@ -78,7 +78,7 @@ def test_layers_keep_only_their_inputs(device):
 
 
 def test_parameters_keep_their_names():
-    """Under which optimizers that are made later keep their state."""
+    """Optimizers that are made later keep their state by these names."""
     model = small("cpu", True)
     names = [name for name, _ in model.named_parameters()]
     parameters = model.parameters()

@@ -321,7 +321,7 @@ def test_any_order_of_work_gives_the_same_bits(dtype, d, block, device):
 @pytest.mark.parametrize("named", [[1], [0, 2], [99, 1], [-1, 0], [2**31 - 1, -(2**31)]])
 @pytest.mark.parametrize("dtype, d, block", ORDERED)
 def test_an_order_that_cuda_cannot_look_at(dtype, d, block, named):
-    """Of a wrong order the blocks that it names are right, however often it names them; what is no
+    """Blocks that a wrong order names are right, however often it names them; a number that is no
     block stands for the last; the others are not touched."""
     of = Ordered(device_of("cuda"), dtype, d, block)
     o, lse = of.forward(lambda order: order)
@@ -354,7 +354,7 @@ def test_errors(wrong, message):
 
 
 def calls_of_attention(q, qkv, angles, **options) -> dict:
-    """By the op that their errors name, each with a mask of its own or none."""
+    """Return calls by the op that their errors name, each with a mask of its own or none."""
     return {
         "attention": lambda: ops.attention(q, q, q, **options),
         "block_sparse_attention": lambda: ops.block_sparse_attention(
@@ -402,7 +402,7 @@ def test_options_of_numpy_are_taken():
 
 
 def test_a_scale_of_zero_weighs_all_keys_alike():
-    """It is no missing scale."""
+    """Zero is not taken for a missing scale."""
     q, qkv = Tensor(draw(0, 1, 32, 2, 8)), Tensor(draw(1, 1, 32, 2, 3, 8))
     made = [
         calls_of_attention(q, qkv, np.ones((32, 2), np.float32), scale=scale)
@@ -415,7 +415,7 @@ def test_a_scale_of_zero_weighs_all_keys_alike():
 
 
 def test_the_module_refuses_the_same_masks(monkeypatch):
-    """Also where a hook asks for the pattern, which is computed without the kernels."""
+    """Includes a hook of the pattern, which is computed without the kernels."""
     layer, x = nn.Attention(32, 2), Tensor(draw(0, 1, 16, 32))
     rotary = tuple(_C.array(table) for table in nn.rotary_tables(16, 4))
     for hooks in (None, {"hook_q": ()}, {"hook_pattern": ()}):
@@ -492,8 +492,8 @@ def test_more_keys_than_memory_could_hold(keys, dtype):
 @pytest.mark.parametrize("block", [None, 64])
 @pytest.mark.parametrize("half", [3, 8, 16])
 def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
-    """In a packed array, as the model's: what attention without angles and then rotary give there,
-    but rounded once."""
+    """Gradients in a packed array, as the model's, equal those of attention without angles and then
+    rotary, rounded once."""
     device = device_of(device)
     b, t, h, d = 2, 131, 3, 64
     angle = draw(1, t, half)

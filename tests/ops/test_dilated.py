@@ -112,7 +112,7 @@ def test_gradients_of_slices(device):
 
 @both
 def test_index_select_and_dense_attention_say_the_same(device):
-    """On slices of heads and time too, whose strides are not those of an array of their shape."""
+    """Includes slices of heads and time, whose strides are not those of their shape."""
     device, segments, dilations = device_of(device), (16, 32), (1, 2)
     whole = [Tensor(draw(i, 2, 70, 6, 16), device=device) for i in range(3)]
     q, k, v = (x[:, 3:67, 1:5, :] for x in whole)

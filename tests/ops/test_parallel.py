@@ -147,7 +147,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("wanted", [["x1"], ["w_qkv"], ["b_qkv"], ["w1"], list(SHAPES)])
 def test_a_gradient_does_not_depend_on_the_others(wanted, dtype, close, device):
-    """And that of linear, qkv_attention and gelu_mlp one after the other."""
+    """Compared with linear, qkv_attention and gelu_mlp one after the other."""
     device, rng = device_of(device), np.random.default_rng(7)
     values = {name: rng.standard_normal(shape) * 0.5 for name, shape in SHAPES.items()}
     tables = nn.rotary_tables(5, 2)
