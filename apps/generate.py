@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             seed=args.seed,
             repetition_penalty=args.repetition_penalty,
         )
-        first = next(chunks)  # what is wrong with the prompt shows here
+        first = next(chunks)  # an error of the prompt shows here
         print(prompt + first, end="", flush=True)
         for chunk in chunks:
             print(chunk, end="", flush=True)

@@ -3,7 +3,7 @@ beside what its kept pairs would take at the dense rate.
 
     python benchmarks/attention_cpu.py [--threads N] [--seq-len T] [--heads H] [--head-dim D]
 
-What is compared takes turns, needle and PyTorch, dense and block-sparse; shown are the medians of
+needle and PyTorch, dense and block-sparse, take turns; shown are the medians of
 all turns and the middle half, and of the ratios of each turn the median. needle reads q, k, v as
 (B, T, H, D), PyTorch contiguous (B, H, T, D). Without torch needle is timed alone.
 """

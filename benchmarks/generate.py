@@ -25,7 +25,7 @@ import numpy as np
 import needle as ndl
 from needle.models.pythia import Pythia, PythiaConfig
 
-Side = Callable[[np.ndarray], np.ndarray]  # prompts (B, T) -> prompts and what follows them
+Side = Callable[[np.ndarray], np.ndarray]  # prompts (B, T) -> prompts and new tokens
 
 
 def needle_side(model: Pythia, new_tokens: int) -> Side:

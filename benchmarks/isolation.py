@@ -49,7 +49,7 @@ def after(pool: Pool, source: str, runs: int, spare: bool) -> list[float]:
     for _ in range(runs):
         while spare and len(pool.state()[0]["ready"]) < 2:
             time.sleep(0.01)
-        time.sleep(1.0)  # what the last fault left is gone
+        time.sleep(1.0)  # remains of the last fault are gone
         result = pool.run(source, "k", 1, 1, [Out(1)])
         if result.status == "ok":
             sys.exit(f"no fault: {source}")

@@ -2,7 +2,7 @@
 
 While a Recorder records, every op of csrc/ops.def that Python calls stands between two events of
 the device's stream. Bytes are those of the operands and results by the table: IN once, IO twice,
-OUT once. What lies between the operations is a row of its own: transfers of tokens and loss, the
+OUT once. The time between operations is a row of its own: transfers of tokens and loss, the
 events, and the device's waiting for the host.
 """
 

@@ -115,7 +115,7 @@ class TorchSide:
 
     def reset_peak(self) -> None:
         if self.on_gpu:
-            torch.cuda.empty_cache()  # of what was tried before
+            torch.cuda.empty_cache()  # of modes tried before
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> tuple[int, int] | None:

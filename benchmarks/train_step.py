@@ -23,9 +23,9 @@ most (PyTorch) or what (needle) the allocator held of the device. Host is the ti
 queues a step.
 
 --profile times each operation of needle's step between two events of the device, and counts the
-bytes of its operands and results and the FLOP of its products; the floor is the larger of bytes at
-4.2 TB/s and FLOP at 688 TFLOP/s, what a copy and a bfloat16 product of 8192^3 reach on an H200. The
-step without events, in turns with the profiled one, must take what the rows add up to, within 3 %.
+bytes of its operands and results and the FLOP of its products. The floor is the larger of bytes at
+4.2 TB/s and FLOP at 688 TFLOP/s, the rates of a copy and a bfloat16 product of 8192^3 on an H200.
+The step without events, in turns with the profiled one, takes the sum of the rows, within 3 %.
 """
 
 from __future__ import annotations

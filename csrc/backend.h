@@ -81,13 +81,13 @@ typedef struct {
     int processors;      /* cores, or multiprocessors */
     int arch;            /* CUDA: 90 for sm_90; CPU: 0 */
     char detail[256];    /* CPU: OpenBLAS core and threads; CUDA: driver and runtime versions */
-    char products[256];  /* what multiplies matrices, and so decides their bits */
+    char products[256];  /* the library of matrix products, which decides their bits */
     char uuid[64];       /* CUDA: of this GPU alone in the world; CPU: "" */
     char warning[384];   /* for the user to read when the device opens, or "" */
 } nd_properties;
 
 typedef struct {
-    int64_t live_bytes;     /* in arrays right now (what a leak test looks at) */
+    int64_t live_bytes;     /* in arrays right now */
     int64_t peak_bytes;     /* the most that live_bytes has been since reset_peak */
     int64_t reserved_bytes; /* held by the pool, live or cached */
 } nd_memory_stats;
@@ -158,8 +158,8 @@ typedef struct nd_backend {
     nd_status (*event_free)(int device, nd_event *event);
 
     /* Work recorded once and enqueued again by one call, on the same memory. From begin to capture
-     * ops run as ever, and the graph sees what they allocate; the same ops from capture to end are
-     * recorded and do not run. In between no other caller may use the device, and nothing may be
+     * ops run, and the graph notes their allocations; the same ops from capture to end are recorded
+     * and do not run. In between no other caller may use the device, and nothing may be
      * uploaded, downloaded or waited for. free gives up a recording that has not come to its end.
      * All NULL in a backend that records none (the CPU). */
     nd_status (*graph_begin)(int device, nd_graph **out); /* new */
@@ -169,8 +169,8 @@ typedef struct nd_backend {
     nd_status (*graph_free)(int device, nd_graph *graph);
 
     /* Kernels that needle does not have, from machine code. The caller has checked the launch
-     * against the limits and the kernel; what a launch is given lives until it has run. unload
-     * waits for what is enqueued; graphs that launch from the module have gone before.
+     * against the limits and the kernel; the arguments of a launch stay until it has run. unload
+     * waits for enqueued work; graphs that launch from the module have gone before.
      * All NULL in a backend that runs none (the CPU). */
     nd_status (*launch_limits)(int device, nd_launch_limits *out);
     nd_status (*module_load)(int device, const void *code, nd_module **out); /* copies; new */

@@ -6,9 +6,9 @@
  * shorter; a thread block owns one tile and walks the tiles of the blocks that its list names
  * (dense: of the only block). Own rows are the tile's queries, other rows its keys; in the kernel
  * for dk and dv, own rows are keys and other rows queries. A tile never crosses a block's edge,
- * rows past its end are zeros in shared memory, so blocks of any size work and what is not listed
- * is never read. Causal tiles beyond the diagonal are left out; single elements are masked only in
- * tiles that the diagonal or a ragged edge cuts.
+ * rows past its end are zeros in shared memory, so blocks of any size work and blocks that are not
+ * listed are never read. Causal tiles beyond the diagonal are left out; single elements are masked
+ * only in tiles that the diagonal or a ragged edge cuts.
  *
  * Two kinds of tiles:
  *   16-bit: rows of DP = 32, 64, 96, 128, 192 or 256 columns (head dim D, then zeros), 16-byte

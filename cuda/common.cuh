@@ -100,7 +100,7 @@ nd_status cuda_rotate(const char *op, int device, const nd_array *x, int64_t par
 nd_status cuda_check_rotation(const char *op, const nd_array *x, int64_t parts,
                               const nd_array *cos);
 
-/* Memory of the device's pool that lives on (freed by cudaFreeAsync); not counted as an array's. */
+/* Memory of the device's pool that stays (freed by cudaFreeAsync); not counted as an array's. */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out);
 
 /* matmul.cu: drop plans, handle and workspace of the device (reset). */
@@ -276,7 +276,7 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 
 /* ---- any dtype, known at run time ---------------------------------------------------------------
  * V is float for float dtypes and int64_t for integers and bool. The branch is the same for the
- * whole grid. Floats truncate to integers; what is not zero is true. */
+ * whole grid. Floats truncate to integers; all but zero is true. */
 template <class V>
 __device__ __forceinline__ V load_as(const void *p, int64_t i, nd_dtype dtype ND_HERE);
 template <>

@@ -3,8 +3,8 @@
  * The formulas are those of ops.def and formula.h, in float32 for float dtypes (rounded once, at
  * the store) and in int64 for integers and bool.
  *
- * Three kernels an op. flat_kernel: whole float tensors, nothing broadcast: what a training step is
- * made of. vector_kernel: float operands whose innermost axis is contiguous (or repeats one
+ * Three kernels an op. flat_kernel: whole float tensors, nothing broadcast, as in most calls of a
+ * training step. vector_kernel: float operands whose innermost axis is contiguous (or repeats one
  * element) and 16-byte aligned: rows broadcast along an axis, a Python scalar on either side. Both
  * move 16 bytes a load, all loads of a thread before its first store. any_kernel: everything else
  * (any strides, integers), an element at a time, the dtype looked up at run time, which keeps the

@@ -115,7 +115,7 @@ nd_status cuda_graph_begin(int device, nd_graph **out) {
 nd_status cuda_graph_capture(int device, nd_graph *graph) {
     Exclusive call;
     ND_TRY(call.begin(device));
-    /* Relaxed: what other threads do with other streams is their own. */
+    /* Relaxed: other threads may use other streams. */
     CUDA_TRY("graph", cudaStreamBeginCapture(cuda_stream(device), cudaStreamCaptureModeRelaxed));
     graph->capturing = true;
     return ND_OK;

@@ -197,7 +197,7 @@ template <int LEFT> __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-/* After products_wait: the compiler must not move what reads or overwrites these above it. */
+/* After products_wait: the compiler must not move reads or writes of these above it. */
 template <int N> __device__ __forceinline__ void hold(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -211,7 +211,7 @@ template <int M, int N> __device__ __forceinline__ void hold(uint32_t (&a)[M][N]
     }
 }
 
-/* Keeps what is computed above it there: ptxas moves arithmetic below products_wait, where it no
+/* Keeps computations above it there: ptxas moves arithmetic below products_wait, where it no
  * longer overlaps with products, but not below a loop. `some` must be 0 or more, which the compiler
  * cannot know. */
 __device__ __forceinline__ void stay_above(int some) {

@@ -3,7 +3,7 @@
  * Memory comes from a stream-ordered pool of our own on each device (threshold at its maximum, so
  * that freed memory stays for the next call); reset() can thus give everything back without
  * cudaDeviceReset(), which would also end the context for other libraries in the process. While a
- * graph is recorded, it owns what is allocated.
+ * graph is recorded, it owns new allocations.
  */
 #include "device.cuh"
 #include "graph.cuh"

@@ -61,7 +61,7 @@ from needle.ops import *
 
 tensor = Tensor  # PyTorch's name of the same
 
-if _TYPE_CHECKING:  # what __getattr__ finds
+if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle import activations as activations
     from needle import checkpoint as checkpoint
     from needle import data as data

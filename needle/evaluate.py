@@ -47,7 +47,7 @@ class Scores:
 
     tokens: int  # how many were scored
     nats: float  # the sum of their scores
-    text_bytes: int | None  # what they stand for, where a tokenizer is known
+    text_bytes: int | None  # of the tokens' text, where a tokenizer is known
     per_token: np.ndarray | None  # float32 (N,), where asked for; NaN where none was scored
 
     @property
@@ -309,7 +309,7 @@ def evaluate(args: argparse.Namespace) -> Scores:
     if tokenizer is None and tokenizer_path is not None:
         tokenizer = data.load_tokenizer(tokenizer_path)
     print(f"{model}\n{opened.source}", file=sys.stderr)
-    # Two texts: what is held out does not follow what is trained on.
+    # Two texts: the held-out tokens do not continue those of training.
     train, held_out = opened.train, opened.held_out
     texts = {"all": [train, held_out], "train": [train], "held-out": [held_out]}[args.split]
     left = sum(map(len, texts)) if args.limit is None else args.limit

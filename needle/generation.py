@@ -340,7 +340,7 @@ class _Text:
 
 
 class _Chooser:
-    """The settings of sampling, and what each row has seen."""
+    """The settings of sampling, and the tokens that each row has seen."""
 
     def __init__(
         self,
@@ -374,7 +374,7 @@ class _Chooser:
 def _tokens(
     model, contexts: list[list[int]], count: int, chooser: _Chooser
 ) -> Iterator[np.ndarray]:
-    """The next `count` tokens of each row. The caller appends what was yielded to `contexts`."""
+    """Yields the next `count` tokens of each row. The caller appends them to `contexts`."""
     longest = max(map(len, contexts))
     cached = 0
     if model.block_mask(longest) is None and not model.is_hooked:
@@ -415,7 +415,7 @@ class Cache:
 
     def __init__(self, model: Any, batch: int, capacity: int, positions: NDArray) -> None:
         self.positions, self.filled = positions, False  # positions: int32 (B,), of the tokens fed
-        # Zeros: what lies after a row's position is never read, but copied with the prompts.
+        # Zeros: positions after a row's are never read, but copied with the prompts.
         shapes = [
             (batch, attention.heads, capacity, attention.head_dim)
             for _, attention in model.named_modules()

@@ -28,7 +28,7 @@ class Budget:
     anything."""
 
     tensors: float = math.inf
-    nbytes: float = math.inf  # of what is made besides, such as tables of positions
+    nbytes: float = math.inf  # of other arrays, such as tables of positions
 
     def take(self, tensors: int = 0, nbytes: int = 0) -> None:
         self.tensors -= tensors

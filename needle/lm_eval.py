@@ -8,8 +8,8 @@ lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works af
 
 Scores are those of the harness' own `hf` model on the same weights: context and continuation are
 encoded together and cut at the context's length, an empty context is the tokenizer's BOS token (or
-EOS where it has none), what is too long loses its left end, and long texts are read in the
-harness' rolling windows.
+EOS where it has none), a context that is too long loses its left end, and long texts are read in
+the harness' rolling windows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NeedleLM(TemplateLM):
     on a machine without a GPU, as it is to `hf`. dtype: float32, bfloat16 or float16, by default
     that of the checkpoint. max_length: tokens of context, at most (and by default) max_seq_len.
     batch_size: a number, or auto. add_bos_token: False keeps the tokenizer from adding special
-    tokens. prefix_token_id: what stands for an empty context.
+    tokens. prefix_token_id: the token for an empty context.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class NeedleLM(TemplateLM):
         if prefix_token_id is not None:
             self._prefix = int(prefix_token_id)
 
-    # ---- what the harness asks for ------------------------------------------------------------
+    # ---- methods that the harness calls -----------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:

@@ -69,7 +69,7 @@ class Optimizer:
     def __init__(self, params: Params) -> None:
         self.flat: FlatParameters | None = None
         self.t = 0  # steps done
-        self._own: dict[str, dict[str, Any]] = {}  # name: what its group sets itself
+        self._own: dict[str, dict[str, Any]] = {}  # name: settings of its group
         if isinstance(params, FlatParameters):
             self.flat = params
             named = list(zip(params.names, params.parameters))

@@ -129,7 +129,7 @@ class Child:
 
     command: words. env: its environment; None: that of this process. deadline: by
     time.monotonic(), for `is_late`. messages: it is a program of needle's that calls
-    `MessageWriter.to_parent()`, which also ties its life to this process; other programs are tied
+    `MessageWriter.to_parent()`, which also lets it end with this process; others are tied to it
     before they are executed, which forks this process (slow where it has much memory, and unsafe
     beside threads that hold locks). capture: keep stdout and stderr for `printed`. options: as of
     subprocess.Popen, such as stdout, cwd, pass_fds. OSError where it cannot be started.

@@ -195,7 +195,7 @@ class Supervisor:
         self.attempts = self.failures = 0
         self.seconds_lost = 0.0
         self._gpus: list[str] = []  # of the ranks of the first attempt, in their order
-        self._flags: dict[int, list[str]] = {}  # number of ranks: what starts that many
+        self._flags: dict[int, list[str]] = {}  # number of ranks: flags that start so many
         self._left_out: dict[str, str] = {}  # GPU: why
         self._fewer: tuple[list[str], list[str]] = [], []  # GPUs to use, and flags
         self._reached = self._saved = -1  # most steps done, and saved, by any attempt

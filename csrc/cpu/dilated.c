@@ -4,7 +4,7 @@
  *   sum     out = sum of parts_n
  *
  * over the branches n that hold token t for head h: t mod segment mod dilation = h mod dilation. In
- * float32, rounded once; what a branch does not hold is never read. Threads take tokens.
+ * float32, rounded once; tokens outside of a branch are never read. Threads take tokens.
  */
 #include "cpu.h"
 

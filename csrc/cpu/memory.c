@@ -28,7 +28,7 @@
 enum { ALIGNMENT = 64, SMALLEST_CACHED = 1 << 16, HUGE_PAGE = 1 << 21, SIZE_CLASSES = 256 };
 
 typedef struct block {
-    size_t asked;       /* what live_bytes counts */
+    size_t asked;       /* counted in live_bytes */
     size_t capacity;    /* header included */
     int size_class;     /* -1: not cached */
     struct block *next; /* in its free list */

@@ -1,4 +1,4 @@
-/* sgemm.c - the float32 product of a BLAS, for what panels.c does not take.
+/* sgemm.c - the float32 product of a BLAS, for products that panels.c does not take.
  *
  * NEEDLE_BLAS_SCIPY: OpenBLAS from the scipy-openblas32 package (symbols start with scipy_).
  * NEEDLE_BLAS_SYSTEM: any CBLAS. Neither: the blocked kernel at the end of this file.

@@ -13,7 +13,7 @@ PyObject *nd_raise(const char *op, nd_device *device, nd_status status);
 int nd_check(const char *op, nd_device *device, nd_status status);
 /* None, or NULL with that exception. */
 PyObject *nd_none_or_raise(const char *op, nd_device *device, nd_status status);
-/* 0, or -1 with CudaFatalError after a fatal fault; the host lives on. */
+/* 0, or -1 with CudaFatalError after a fatal fault; host arrays stay usable. */
 int nd_check_alive(const nd_device *device);
 #pragma GCC visibility pop
 #endif

@@ -7,7 +7,7 @@
 typedef struct {
     PyObject_HEAD
     nd_array a;
-    bool made; /* what an array is, shape and memory, stays: an op reads it while others run */
+    bool made; /* shape and memory stay: an op reads them while others run */
     PyObject *weak_references;
 } NDArrayObject;
 

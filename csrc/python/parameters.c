@@ -387,7 +387,7 @@ int nd_pack(nd_parameters *self, nd_device *device, PyObject *const *arguments, 
     packed->bytes = memory;
     packed->pointers = (void **)(memory + bytes);
     packed->held = (PyObject **)(memory + bytes + each);
-    memset(memory, 0, bytes); /* what lies between two arguments, too */
+    memset(memory, 0, bytes); /* padding between arguments, too */
     memset(packed->held, 0, each);
     for (Py_ssize_t i = 0; i < count; i++) {
         const place where = {device, self, i, &self->list[i]};

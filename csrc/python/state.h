@@ -47,7 +47,7 @@ typedef struct {
     PyTypeObject *ndarray_type, *device_type, *handle_type, *module_type, *parameters_type;
     PyObject *cuda_error, *cuda_fatal_error;
     PyObject *devices[NUM_BACKENDS * ND_MAX_DEVICES]; /* Device objects, once asked for */
-    /* A set of each device that is recording a Graph, which owns it: what it launches from. */
+    /* Of each device that is recording a Graph, the modules that the graph launches from. */
     PyObject *recorded[NUM_BACKENDS * ND_MAX_DEVICES];
     PyObject *field_names[NUM_OPS][ND_MAX_FIELDS]; /* interned */
     nd_storage *nothing;                           /* of arrays that are not made yet */

@@ -55,7 +55,7 @@ class Prefetch:
             )
         self.batches, self.position = batches, batches.position
         self.waited = 0.0  # seconds, in all
-        self._next: tuple | None = None  # what the thread has read and next() could not return
+        self._next: tuple | None = None  # read by the thread, not yet returned by next()
         self._slots = [
             _Slot((batches.batch_size, batches.width), device) if on_gpu else None
             for _ in range(depth + 1 if on_gpu else depth)

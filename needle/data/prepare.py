@@ -136,7 +136,7 @@ def prepare(
         try:
             check_unchanged(read)
         except DataError:
-            shutil.rmtree(parts)  # some may be of what the inputs were
+            shutil.rmtree(parts)  # some may be of older inputs
             raise
         return _merge(parts, len(units), dtype, prefix)
     finally:
@@ -187,7 +187,7 @@ def _encode_all(
             ]
         for future in as_completed(futures):
             yield future.result()
-    except KeyboardInterrupt:  # what they have begun is done again the next time
+    except KeyboardInterrupt:  # unfinished units are done again the next time
         for worker in multiprocessing.active_children():
             worker.terminate()
         raise

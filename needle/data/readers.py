@@ -74,7 +74,7 @@ class TokenData:
     held_out: FlatTokens
     source: str  # one line for people: where from, and which kind it was taken for
     tokenizer: object | None = None  # tokenizers.Tokenizer, where there is one
-    trusted: bool = False  # the fingerprint leaves out what the tokens are
+    trusted: bool = False  # the fingerprint leaves out the hash of the tokens
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""The data of a training run: what the trainer reads and `view` shows.
+"""The data of a training run, for the trainer and for `needle data view`.
 
 A run describes its data by a dictionary of JSON values, which its config.json holds under `data`:
 

@@ -309,7 +309,7 @@ def _groups(parts: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     group, held = [], 0
     for chunk in parts:
         group.append(chunk)
-        held += len(chunk[0]) + 64  # what an empty one costs
+        held += len(chunk[0]) + 64  # bytes of an empty one
         if held >= GROUP:
             yield group
             group, held = [], 0

@@ -184,7 +184,7 @@ def judge(gpu: dict[str, Any]) -> Iterable[Finding]:
         text = f"ECC: {ecc['uncorrected']} uncorrected memory errors since the driver was loaded"
         yield failed("ECC", f"{text}: results on it may be wrong", RESET)
     elif ecc.get("uncorrected_ever"):
-        yield note("ECC", f"ECC: {ecc['uncorrected_ever']} uncorrected memory errors in its life")
+        yield note("ECC", f"ECC: {ecc['uncorrected_ever']} uncorrected memory errors so far")
     if ecc and not ecc["on"]:
         yield note("ECC", "ECC is off: a flipped bit is not seen")
     if rows.get("failed"):

@@ -37,7 +37,7 @@ REMEDY = (
     "run `needle diagnose` on its machine alone; see to its GPU, its links and its "
     "network (docs/many_gpus.md, `When a rank is missing`), or leave it out"
 )
-# Of each rank the ranks that it finds wrong, by stage: what goes wrong in a stage spoils the next.
+# For each rank the ranks that it finds wrong, by stage: an error in a stage spoils the next.
 Stages = list[list[int]]
 
 

@@ -255,8 +255,8 @@ def save(
 ) -> list[Path]:
     """Writes `model` to `folder` in its own dtype; returns the files. `tokenizer`: a
     tokenizer.json, a folder that holds one, a `tokenizers.Tokenizer` or a tokenizer of
-    transformers; None: what the model came with. A file of weights holds `shard_size` bytes at
-    most, unless a single tensor is larger.
+    transformers; None: the model's. A file of weights holds at most `shard_size` bytes, unless a
+    single tensor is larger.
 
     ValueError for a model that transformers cannot compute, before anything is written;
     FileError where a file cannot be, and for the folder of a run.

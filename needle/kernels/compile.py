@@ -158,7 +158,7 @@ class Compiled:
 
     @staticmethod
     def unpack(data: bytes) -> Compiled:
-        """Read what pack() returned."""
+        """Read the bytes of pack()."""
         head, _, cubin = data.partition(b"\n")
         facts = json.loads(head)
         entries = {name: _entry_from(entry) for name, entry in facts.pop("entries").items()}
@@ -274,7 +274,7 @@ def _compile(
     flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", "--ptxas-options=-v"]
     flags += [f"-I{folder}" for folder in include]
     flags += [] if any("-std" in option for option in options) else ["-std=c++17"]
-    # Since 12.9 NVRTC keeps what it compiled on the disk, and opens the driver for that: threads,
+    # Since 12.9 NVRTC caches its results on the disk, and opens the driver for that: threads,
     # memory and device files in a process that is to have no GPU.
     flags += ["--no-cache"] if nvrtc.version() >= (12, 9) else []
     flags += options
@@ -336,7 +336,7 @@ def _own_names(found: Iterable[str]) -> dict[str, str]:
     return whole
 
 
-# ---- what a kernel needs -------------------------------------------------------------------------
+# ---- resources of a kernel -----------------------------------------------------------------------
 
 PTXAS_INFO = re.compile(r"^ptxas (info |        \.).*\n?", re.MULTILINE)
 # A kernel in PTX: name, parameters, and directives such as `.maxntid 256, 1, 1`.

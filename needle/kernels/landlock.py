@@ -115,7 +115,7 @@ def enter(folder: str | os.PathLike) -> bool:
 def _allow(rules: int, path: Path) -> None:
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        # A rule for a file that is no folder may not speak of what only folders have.
+        # A rule for a file may not name a right of folders.
         folder = stat.S_ISDIR(os.fstat(place).st_mode)
         rule = path_beneath(READ_FILE | (READ_DIR if folder else 0), place)
         _syscall(ADD_RULE, ctypes.c_int(rules), PATH_BENEATH, rule, ctypes.c_uint32(0))

@@ -422,7 +422,7 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
             return
         else:
             answer = Run(needle, message, block, files).answer(device, apart)
-            ctypes.CDLL(None).fflush(None)  # what kernels printed
+            ctypes.CDLL(None).fflush(None)  # output of kernels
             if not answer.get("faulted"):
                 give_memory_back(device, KEPT_BYTES)
             channel.send(answer)
@@ -434,7 +434,7 @@ def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     role, sock = argv[0], socket.socket(fileno=int(argv[1]))
     sock.set_inheritable(False)  # the pool takes another holder for this process
     if role != "traced":  # its parent is compute-sanitizer
-        MessageWriter.to_parent()  # which ties its life to the pool's process
+        MessageWriter.to_parent()  # so that it ends with the pool's process
     needle, channel = needle or Needle(), Channel(sock)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

@@ -1,6 +1,6 @@
 """Worker processes, seen from the pool: `Worker` is one of them, `WorkerPool` keeps some ready.
 
-A WorkerPool has a thread that starts its workers and lives as long as they may: the system ends a
+A WorkerPool has a thread that starts its workers and stays as long as they may: the system ends a
 process with the thread that started it. A worker that does not answer before its deadline is killed
 and followed to its end. One that outlives SIGKILL holds its device, which is then set aside.
 """
@@ -60,7 +60,7 @@ class Worker:
                 self.child = Child(
                     [*command, str(theirs.fileno())],
                     environment,
-                    messages=True,  # it ties its life to this process itself, without a fork
+                    messages=True,  # it ends with this process by itself, without a fork
                     stdout=self.output,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),

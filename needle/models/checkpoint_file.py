@@ -180,7 +180,7 @@ class Checkpoint:
             )
 
     def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Any:
-        """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
+        """The model alone, in `dtype` where one is given. The optimizer's state, some twice the
         model's size or more, is not brought into memory."""
         device = given_device(device)
         config = self.configuration(dtype)

@@ -19,7 +19,7 @@ class Texts:
     """The methods of a language model that take or give text. They have TransformerLens' names."""
 
     tokenizer: Any = None
-    _opened: tuple[Any, Any] = (None, None)  # what `tokenizer` was, and the Tokenizer
+    _opened: tuple[Any, Any] = (None, None)  # the value of `tokenizer`, and the Tokenizer
 
     def _tokenizer(self) -> Any:
         given = self.tokenizer

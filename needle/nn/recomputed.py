@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward instead of keeping what they computed (Chen et al.
+"""Layers that are computed again in the backward instead of keeping their activations (Chen et al.
 2016, "Training Deep Nets with Sublinear Memory Cost").
 
     x = nn.recompute(layer, x, rotary, mask)      # as layer(x, rotary, mask)
@@ -76,7 +76,7 @@ def _settings_of(value: Any, place: str, found: Settings, seen: set[int]) -> Set
 
 
 def _changed(before: Settings, now: Settings) -> list[str]:
-    """The places of what became another, or went."""
+    """Return the places whose value was replaced or removed."""
     return [
         place
         for place, a in before.items()

@@ -82,7 +82,7 @@ def scale_and_causal(op: str, scale: Any, causal: Any, size: int) -> tuple[float
 
 
 class Kernel:
-    """One call of `op`: forward keeps what backward needs."""
+    """One call of `op`. Forward keeps the arrays that backward reads."""
 
     def __init__(self, op: str, scale: float | None, causal: bool, mask: BlockMask | None) -> None:
         self.op = op

@@ -104,7 +104,7 @@ class Session:
             yield
 
     def end_step(self, step: int, losses: list[NDArray], norm: NDArray) -> Due:
-        """Count and log a step, and agree on what follows it.
+        """Count and log a step, and agree on the actions after it.
 
         A signal that arrives during the agreement counts for the next step.
         """
