@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 from needle.files import FileError, named
+
+MOST = 2**63 - 1
 
 
 def path(text: str) -> Path:
@@ -17,13 +20,34 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
-    """The type of whole numbers from `low` to `high`."""
+def whole(low: int, high: int = MOST) -> Callable[[str], int]:
+    """The type of whole numbers from `low`, 0 or more, to `high`."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            limit = f"of {low} or more" if high == 2**63 - 1 else f"from {low} to {high}"
+        digits = text.replace("_", "")
+        value = int(digits) if digits.isdecimal() else -1
+        if not low <= value <= high:
+            limit = f"of {low} or more" if high == MOST > value else f"from {low} to {high}"
             raise argparse.ArgumentTypeError(f"must be a whole number {limit}, not {text!r}")
-        return int(text)
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    """The type of finite numbers from `low`, or `above` it, to `high`."""
+    if above:
+        limit = f"above {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    else:
+        limit = f"from {low:g} to {high:g}" if high < math.inf else f"of {low:g} or more"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or value == math.inf or (above and value == low):
+            raise argparse.ArgumentTypeError(f"must be a number {limit}, not {text!r}")
+        return value
 
     return parse

@@ -276,6 +276,12 @@ class Lock:
 # ---- secrets -------------------------------------------------------------------------------------
 
 
+def settings_file(name: str) -> Path:
+    """Return the path of a file in the user's folder of settings, $XDG_CONFIG_HOME or ~/.config."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "needle" / name
+
+
 def read_secret(path: Path, noun: str) -> str:
     """The secret of this user in a file; the first time, a random one is written there. FileError
     where others can read it, where another user wrote it, and where the file holds none. `noun` is

@@ -60,6 +60,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from needle.arguments import number
 from needle.files import regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
 from needle.processes import Child, MessageReader, collecting, program, signal_name
@@ -497,16 +498,6 @@ def _words(given: list[Any]) -> list[str]:
     return words
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="needle supervise",
@@ -516,7 +507,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--hang-seconds",
-        type=_seconds,
+        type=number(0, above=True),
         default=HANG_SECONDS,
         metavar="S",
         help="restart COMMAND if it finishes no step for so long (default: %(default)g)",

@@ -41,7 +41,7 @@ from pathlib import Path
 
 from needle.distributed.environment import Place
 from needle.distributed.messages import Connection
-from needle.files import read_secret, replacing
+from needle.files import read_secret, replacing, settings_file
 
 PORTS = 8  # tried from that of the environment on, which another program may use
 PATIENCE = 2.0  # seconds for a connection and for the proof of rank 0
@@ -108,8 +108,7 @@ def key_of(place: Place) -> str:
     in a file; on several none, since no launcher distributes one."""
     if place.key or not place.is_local:
         return place.key
-    base = os.environ.get("XDG_CONFIG_HOME")
-    path = (Path(base) if base else Path.home() / ".config") / "needle" / "ranks.key"
+    path = settings_file("ranks.key")
     return read_secret(path, "key of the ranks (NEEDLE_RANKS_KEY takes its place)")
 
 

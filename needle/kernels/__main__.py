@@ -8,9 +8,9 @@ import logging
 import logging.handlers
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from needle.arguments import path
+from needle.arguments import number, path, whole
+from needle.files import read_secret, settings_file
 from needle.kernels import access, landlock
 from needle.kernels.access import AccessError
 from needle.kernels.pool import Pool
@@ -25,34 +25,16 @@ LOG_BYTES, LOGS_KEPT = 16 << 20, 4
 FIRST_KERNEL = "__global__ void one(float *x) { *x = 1.0f; }"
 
 
-def number(kind: type, low: float, high: float) -> Any:
-    """Return a parser for the type= of a flag."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"must be {'a whole number' if kind is int else 'a number'} from {low} to {high}, "
-                f"not {text!r}"
-            )
-        return value
-
-    return parse
-
-
 def devices(text: str) -> list[int]:
-    return [number(int, 0, 1023)(part) for part in text.split(",")]
+    return [whole(0, 1023)(part) for part in text.split(",")]
 
 
 # Flags with a value: name, type, default, metavar, help.
-SIZE = number(int, 1, 1 << 40)
+SIZE = whole(1, 1 << 40)
 FLAGS = (
     ("host", str, "127.0.0.1", "NAME", "address, of loopback"),
-    ("port", number(int, 0, 65535), 18188, "N", "0: any"),
-    ("token-file", path, access.token_path(), "FILE", "of mode 0600; made if it is not there"),
+    ("port", whole(0, 65535), 18188, "N", "0: any"),
+    ("token-file", path, settings_file("token"), "FILE", "of mode 0600; made if it is not there"),
     (
         "log",
         path,
@@ -61,26 +43,20 @@ FLAGS = (
         f"besides standard error; {LOG_BYTES >> 20} MiB, and {LOGS_KEPT} older files",
     ),
     ("devices", devices, None, "N,N", "GPUs; without it all"),
-    ("timeout", number(float, 0.01, 3600), 10.0, "SECONDS", "that a launch may take"),
+    ("timeout", number(0.01, 3600), 10.0, "SECONDS", "that a launch may take"),
     (
         "job-seconds",
-        number(float, 0.01, 86400),
+        number(0.01, 86400),
         300.0,
         "SECONDS",
         "after which no further launch of a job starts",
     ),
     ("memory", SIZE, None, "BYTES", "of device memory that a job may take"),
-    ("queue", number(int, 0, 10000), 16, "N", "jobs that may wait"),
+    ("queue", whole(0, 10000), 16, "N", "jobs that may wait"),
     ("max-body-bytes", SIZE, 64 << 20, "N", "of a request, and of arrays that are sent back"),
     ("max-source-bytes", SIZE, 256 << 10, "N", "of a source"),
     ("max-array-bytes", SIZE, 256 << 20, "N", "of all arrays of a job"),
-    (
-        "drain-seconds",
-        number(float, 0, 3600),
-        15.0,
-        "SECONDS",
-        "that running jobs have after SIGTERM",
-    ),
+    ("drain-seconds", number(0, 3600), 15.0, "SECONDS", "that running jobs have after SIGTERM"),
 )
 
 
@@ -120,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return start(args)
-    except (RuntimeError, ValueError) as error:  # AccessError too
+    except (RuntimeError, ValueError) as error:  # AccessError and FileError too
         print(f"needle: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before it is ready
@@ -143,7 +119,7 @@ def start(args: argparse.Namespace) -> int:
             except OSError as error:
                 raise AccessError(f"--log {args.log}: {error.strerror}") from None
             lines.append(Lines(file))
-        token = access.read_token(args.token_file)
+        token = read_secret(args.token_file, "token")
         log.setLevel(logging.INFO)
         for logger in (log, logging.getLogger("asyncio")):
             logger.handlers += lines

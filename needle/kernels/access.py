@@ -15,9 +15,6 @@ import resource
 import secrets
 import socket
 from collections.abc import Iterable
-from pathlib import Path
-
-from needle.files import FileError, read_secret
 
 BACKLOG = 1024  # connections that wait to be accepted
 MOST_FILES = 1 << 16  # hard limits of 2^30 are seen, and programs that try every file up to them
@@ -34,21 +31,6 @@ class AccessError(ValueError):
 
 
 # ---- the token -----------------------------------------------------------------------------------
-
-
-def token_path() -> Path:
-    """Return the default file: needle/token in the user's folder of settings."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "needle" / "token"
-
-
-def read_token(path: Path) -> str:
-    """Read the token from a file, or write a new one there. AccessError if others can read it, or
-    if it is no token."""
-    try:
-        return read_secret(path, "token")
-    except FileError as error:
-        raise AccessError(str(error)) from None
 
 
 def right_token(headers: Iterable[str], token: str) -> bool:

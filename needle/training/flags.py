@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from needle import models, supervise
-from needle.arguments import path
+from needle.arguments import number, path, whole
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models.pythia import SPARSE_PATTERNS
@@ -41,36 +40,10 @@ LONGEST_NAME = 255  # bytes of a file's name
 # ---- values ------------------------------------------------------------------------------------
 
 
-def _number(
-    kind: type, low: float, low_allowed: bool, words: str, most: float = math.inf
-) -> Callable[[str], float]:
-    def parse(text: str):
-        try:
-            value = kind(text.replace("_", "")) if kind is int else kind(text)
-        except ValueError:
-            value = math.nan
-        if not (value > low or (low_allowed and value == low)) or value == math.inf:
-            raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most}, not {text!r}")
-        return value
-
-    return parse
-
-
-count = _number(int, 1, True, "a whole number of 1 or more", 2**63 - 1)
-count_or_zero = _number(int, 0, True, "a whole number of 0 or more", 2**63 - 1)
-seed = _number(int, 0, True, "a whole number of 0 or more", 2**32 - 1)  # as NumPy takes them
-positive = _number(float, 0, False, "a number above 0")
-not_negative = _number(float, 0, True, "a number of 0 or more")
-
-
-def share(text: str) -> float:
-    words = "a number above 0 and at most 1"
-    value = _number(float, 0, False, words)(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
-    return value
+count, count_or_zero = whole(1), whole(0)
+seed = whole(0, 2**32 - 1)  # as NumPy takes them
+positive, not_negative = number(0, above=True), number(0)
+share = number(0, 1, above=True)
 
 
 def device_name(text: str) -> str:

@@ -10,8 +10,9 @@ import sys
 import pytest
 from harness import ROOT, naming
 
+from needle.files import FileError, read_secret
 from needle.kernels import access
-from needle.kernels.access import AccessError, listen, names_of, read_token, right_host, right_token
+from needle.kernels.access import AccessError, listen, names_of, right_host, right_token
 
 TOKEN = "t" * 43
 
@@ -20,47 +21,47 @@ def test_a_token_is_made_once(tmp_path):
     path = tmp_path / "folder" / "token"
     old = os.umask(0)
     try:
-        token = read_token(path)
+        token = read_secret(path, "token")
     finally:
         os.umask(old)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(token) >= 40
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert read_token(path) == token and os.listdir(path.parent) == ["token"]
-    assert read_token(tmp_path / "other") != token
+    assert read_secret(path, "token") == token and os.listdir(path.parent) == ["token"]
+    assert read_secret(tmp_path / "other", "token") != token
 
 
 def test_a_token_that_others_can_read_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "token"
-    read_token(path)
+    read_secret(path, "token")
     for mode in (0o640, 0o604, 0o620, 0o602, 0o610, 0o777):
         path.chmod(mode)
-        with pytest.raises(AccessError, match=f"mode is {mode:04o}.*chmod 600"):
-            read_token(path)
+        with pytest.raises(FileError, match=f"mode is {mode:04o}.*chmod 600"):
+            read_secret(path, "token")
     path.chmod(0o400)
-    read_token(path)
+    read_secret(path, "token")
     monkeypatch.setattr(access.os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(AccessError, match="belongs to user"):
-        read_token(path)
+    with pytest.raises(FileError, match="belongs to user"):
+        read_secret(path, "token")
 
 
 def test_files_that_hold_no_token_are_refused(tmp_path):
-    read_token(tmp_path / "token")
+    read_secret(tmp_path / "token", "token")
     for text in ("", "x" * 19, "x" * 513, "with a blank in the middle", "ü" * 30, "a" * 8000):
         path = tmp_path / "other"
         path.write_text(text)
         path.chmod(0o600)
-        with pytest.raises(AccessError, match="holds no token"):
-            read_token(path)
+        with pytest.raises(FileError, match="holds no token"):
+            read_secret(path, "token")
     (tmp_path / "link").symlink_to(tmp_path / "token")
     (tmp_path / "nowhere").symlink_to(tmp_path / "not there")
     (tmp_path / "folder").mkdir(mode=0o700)
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name in ("link", "nowhere", "folder", "pipe"):
-        with pytest.raises(AccessError, match=name):
-            read_token(tmp_path / name)
+        with pytest.raises(FileError, match=name):
+            read_secret(tmp_path / name, "token")
     assert not (tmp_path / "not there").exists()
-    with pytest.raises(AccessError, match="cannot be read"):
-        read_token(tmp_path / "token" / "token")
+    with pytest.raises(FileError, match="cannot be read"):
+        read_secret(tmp_path / "token" / "token", "token")
 
 
 def test_the_token_of_a_request():
