@@ -3,9 +3,9 @@ beside what its kept pairs would take at the dense rate.
 
     python benchmarks/attention_cpu.py [--threads N] [--seq-len T] [--heads H] [--head-dim D]
 
-needle and PyTorch, dense and block-sparse, take turns; shown are the medians of
-all turns and the middle half, and of the ratios of each turn the median. needle reads q, k, v as
-(B, T, H, D), PyTorch contiguous (B, H, T, D). Without torch needle is timed alone.
+needle and PyTorch, dense and block-sparse, take turns. Printed are the medians and quartiles of all
+turns, and the median of the ratios of each turn. needle reads q, k, v as (B, T, H, D), PyTorch
+contiguous (B, H, T, D). Without torch needle is timed alone.
 """
 
 from __future__ import annotations

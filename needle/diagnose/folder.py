@@ -93,8 +93,7 @@ def lock(reporter: Reporter, folder: Path) -> bool:
     if process_of(holder):
         reporter.ok("lock", f"no process works in it; {holder} did last")
     else:
-        text = f"no process works in it: its lock is a stale name, of {holder}, and in no way"
-        reporter.ok("lock", text)
+        reporter.ok("lock", f"no process works in it; {holder}, named in its lock, has ended")
     return False
 
 

@@ -1,5 +1,5 @@
 """Elementwise functions by NumPy's and PyTorch's names: of one operand from a table of kernels and
-slopes; maximum, minimum, clip, floor_divide, remainder; bits and truth values."""
+derivatives; maximum, minimum, clip, floor_divide, remainder; bits and truth values."""
 
 from __future__ import annotations
 

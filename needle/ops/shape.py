@@ -1,6 +1,5 @@
 """Ops that move elements without computing: transpose, permute, flip, stack, concatenate, split,
-tuples. Where
-the strides allow it the result is a view of the input's memory."""
+tuples. Where the strides allow it the result is a view of the input's memory."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_stopped_run_is_described_and_goes_on(run, look, heard):
     (run / "lock").write_text(f"process {GONE} on {HOST}\n")
     found = look()
     assert [f for f in heard.findings if f.level != "ok"] == []
-    assert "stale" in found["lock"].text and f"process {GONE} on {HOST}" in found["lock"].text
+    assert "has ended" in found["lock"].text and f"process {GONE} on {HOST}" in found["lock"].text
     assert "step_6.safetensors, step 6, loss 2.5" in found["checkpoint"].text
     assert "step 6, loss 3.5, tokens_per_second 10.0" in found["metrics"].text
     assert "GiB are free" in found["space"].text

@@ -95,7 +95,7 @@ def test_links_lead_to_files_and_headings():
 
 
 def test_commands_have_the_flags_they_are_shown_with():
-    """`--flag` of a command in a document is in that program's help."""
+    """`--flag` of a command in a document is in that program's help, and none is missing."""
     programs: dict[str, str] = {}
     for page in PAGES:
         if page.name.startswith("measurements"):  # of the commits that it names
@@ -115,6 +115,12 @@ def test_commands_have_the_flags_they_are_shown_with():
                 programs[name] = shown.stdout
             for flag in (word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)):
                 assert flag in programs[name], f"{page.name}: {name} has no {flag}"
+            if len(words) > len(parts) - 2 * (words[0] in COMMANDS):  # it is shown with arguments
+                needed = re.split(r"\n\n|;", programs[name])[0]
+                for _ in range(2):  # brackets within brackets
+                    needed = re.sub(r"\[[^][]*\]", "", needed)
+                for flag in re.findall(r"--[a-z-]+", needed):
+                    assert flag in words, f"{page.name}: {name} needs {flag}"
 
 
 def test_the_command_lists_and_runs_its_programs(tmp_path):
