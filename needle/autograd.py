@@ -562,11 +562,11 @@ def _moved(data: NDArray, device: Device | None, dtype: str | None) -> NDArray:
 def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = False) -> None:
     """Walk the graph of `output` in reverse and leave the gradients in the leaves.
 
-    Where every leaf is an nn.Parameter the gradients in between are freed as soon as they are used,
-    and no graph of them is built (it would hold the activations until the next backward, in cycles
-    that only the garbage collector frees). Otherwise each node keeps its `.grad`, and the gradients
-    of elementary ops can be differentiated again. inner: a part of another backward, to which the
-    gradients are handed on: as if all were Parameters, and memory may be shared.
+    If every leaf is an nn.Parameter, inner gradients are freed as soon as they are used and have no
+    graph, which would hold the activations until the garbage collector frees its cycles. Otherwise
+    each node keeps its `.grad`, and the gradients of elementary ops can be differentiated again.
+    inner: a part of another backward, which takes the gradients: treat all leaves as Parameters;
+    gradients may share memory.
     """
     order = [node for node in find_topo_sort([output]) if node.requires_grad]
     for node in order:  # before the first gradient is added anywhere

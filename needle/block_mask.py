@@ -194,8 +194,8 @@ class BlockMask:
     def from_function(
         keep: Callable[[np.ndarray, np.ndarray], Any], T: int, block: int, S: int | None = None
     ) -> BlockMask:
-        """The blocks for which `keep(query block, key block)` is true. It is called once, with
-        whole numbers (query blocks, 1) and (1, key blocks), and gives bool that broadcasts to
+        """Keep the blocks for which `keep(query block, key block)` is true. It is called once, with
+        block numbers of shape (query blocks, 1) and (1, key blocks). Its bool result broadcasts to
         (query blocks, key blocks), or to (H, query blocks, key blocks) for a mask a head.
 
         >>> ndl.BlockMask.from_function(lambda i, j: (i - j) % 3 == 0, T=64, block=16)

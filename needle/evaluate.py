@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with naming(args.per_token), open(args.per_token, "wb") as file:
                 np.save(file, scores.per_token)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle.evaluate: {described(error)}", file=sys.stderr)
+        print(f"needle evaluate: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

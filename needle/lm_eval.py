@@ -6,10 +6,10 @@ takes every word of the command line of `lm_eval`, which knows the models of its
 offers no way to add one from outside. In Python, `import needle.lm_eval` registers the model:
 lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works after it.
 
-Scores are those of the harness' own `hf` model on the same weights: context and continuation are
-encoded together and cut at the context's length, an empty context is the tokenizer's BOS token (or
-EOS where it has none), a context that is too long loses its left end, and long texts are read in
-the harness' rolling windows.
+Scores are those of the harness' own `hf` model on the same weights. Context and continuation are
+encoded together and cut at the context's length. An empty context is the tokenizer's BOS token (or
+EOS where it has none). A context that is too long loses its left end. Long texts are read in the
+harness' rolling windows.
 """
 
 from __future__ import annotations

@@ -494,11 +494,11 @@ def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDA
 
 
 def chunk_norms(grad: NDArray, norms: NDArray) -> None:
-    """The norms of each NORM_CHUNK elements of a flat gradient, and of what is left at its end,
-    into `norms`: the norm of all is made of these, on any number of ranks.
+    """Write the norms of each NORM_CHUNK elements of a flat gradient, and of the rest at its end,
+    into `norms`. The norm of all is made of these, on any number of ranks.
 
-    In two steps, because a GPU adds up longer rows in an order that depends on how many there are,
-    so that the bits of a norm would depend on the rank of its neighbours."""
+    Sums take two steps: a GPU adds longer rows in an order that depends on their number, and then
+    bits would depend on the number of ranks."""
     rows = grad.size // NORM_CHUNK
     end = rows * NORM_CHUNK
     if rows:

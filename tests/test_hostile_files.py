@@ -207,7 +207,7 @@ def test_config_of_a_run_with_any_value_replaced_is_viewed_or_named(tmp_path, ca
             except Exception as error:
                 raise AssertionError(f"{place} = {value!r:.40}") from error
             said = capsys.readouterr().err
-            assert code == 0 or said.startswith("needle.data: ") and said.count("\n") == 1
+            assert code == 0 or said.startswith("needle data: ") and said.count("\n") == 1
 
 
 def test_configuration_with_any_value_is_made_or_names_the_field():

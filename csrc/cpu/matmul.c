@@ -8,11 +8,10 @@
  * The result is cut into tiles over M and N (never over K); OpenMP hands the tiles to threads, each
  * tile is one single-threaded product. K is cut into panels of K_PANEL, added in their order.
  *
- * By panels.c where the processor can: bits depend on K alone. Else by sgemm, where tiles have
- * sizes that depend on the shape alone, so that the bits do not depend on the number of threads
- * either: transposed operands are read through sgemm's transpose flags, a bfloat16 or float16 tile
- * converts the panels of its operands into scratch, accumulates in float32 and rounds once; so does
- * an operand whose strides no BLAS can take.
+ * With AVX-512 panels.c multiplies, and bits depend on K alone. Else sgemm does, in tiles whose
+ * sizes depend on the shape alone, so that bits do not depend on the number of threads either. It
+ * reads transposed operands through its flags. Operands of 16 bits, or of strides that no BLAS
+ * takes, are converted panel by panel into scratch; sums are float32 and rounded once.
  */
 #include <limits.h>
 #include <omp.h>

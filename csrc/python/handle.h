@@ -1,5 +1,5 @@
-/* handle.h - objects that stand for a thing that a backend made on a device: events, asynchronous
- * copies, recorded graphs, machine code.
+/* handle.h - Python objects that own an object of a backend: an event, an asynchronous copy, a
+ * pinned buffer, a recorded graph, machine code.
  */
 #ifndef NEEDLE_HANDLE_H
 #define NEEDLE_HANDLE_H

@@ -2,10 +2,9 @@
  *
  *     Parameters(name, [(type, kind, size, offset, dtype, written, alignment), ...])
  *
- * A parameter takes what its kind says (needle/kernels/signature.py, whose Parameter has these
- * fields). Whatever is wrong is a TypeError, ValueError or OverflowError that names the kernel, the
- * parameter's place and its type. Arguments lie in memory as the machine code wants them: each at
- * its offset.
+ * needle/kernels/signature.py lists the arguments that each kind of parameter takes; its Parameter
+ * has these fields. A wrong argument is a TypeError, ValueError or OverflowError that names the
+ * kernel, the parameter's position and its type. Arguments are packed at their offsets.
  */
 #include "kernels.h"
 

@@ -205,10 +205,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
-        print(f"needle.data: {described(error)}", file=sys.stderr)
+        print(f"needle data: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("needle.data: interrupted; the same command goes on", file=sys.stderr)
+        print("needle data: interrupted; the same command goes on", file=sys.stderr)
         return 130
 
 

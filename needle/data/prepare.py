@@ -4,9 +4,9 @@
            --> OUT.parts/N.bin, N.sizes   each written under another name, synced, and renamed
            --> OUT.bin, OUT.idx           the parts in order, then the parts are removed
 
-The cut into units depends on the inputs alone, so the result is the same for any number of
-processes, and a run that was killed goes on with the units that are missing. OUT.idx appears last:
-where it is, all is whole. Processes are spawned: OpenMP's threads do not survive a fork.
+The cut into units depends on the inputs alone. So the result is the same for any number of
+processes, and a killed run continues with the missing units. OUT.idx appears last: where it exists,
+all is whole. Processes are spawned: OpenMP's threads do not survive a fork.
 """
 
 from __future__ import annotations

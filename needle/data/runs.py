@@ -31,10 +31,9 @@ from needle.files import FileError, reading
 def run_data(
     described: dict, folder: Path | None = None, fingerprint: str | None = None, trust: bool = False
 ) -> TokenData:
-    """The tokens of a run. With the fingerprint of what it read before: where the text gives
-    another tokenizer than the one in the run's folder, or the one described is gone, the text is
-    read with that of the folder, and other tokens are a DataError. trust: only their type and
-    numbers are compared."""
+    """Open the tokens of a run. fingerprint: that of the tokens the run read before; other tokens
+    are a DataError. The text is read with the tokenizer in the run's folder if the one described is
+    gone or the text gives another one. trust: compare only type and numbers of the tokens."""
     tokenizer = described["tokenizer"]
     if folder is not None and tokenizer is not None and not Path(tokenizer).exists():
         tokenizer = folder / "tokenizer.json"

@@ -153,7 +153,7 @@ def json_text(line: bytes, where: str, field: str) -> str:
 
 
 def warn(text: str) -> None:
-    print(f"needle.data: {text}", file=sys.stderr, flush=True)
+    print(f"needle: {text}", file=sys.stderr, flush=True)
 
 
 def json_lines(

@@ -50,15 +50,15 @@ def shards(size: int, ranks: int) -> list[slice]:
 class DataParallel:
     """Share the micro-batches of a step and the optimizer's state among ranks.
 
-    micro_batches: of a step. context: so many consecutive ranks share each micro-batch, as tokens
-    of its sequences; each has the gradient of 1 / context of the mean over its tokens. Each context
+    micro_batches: of a step. context: number of consecutive ranks that share the sequences of each
+    micro-batch; a rank has the gradient of 1 / context of the mean over its tokens. Each context
     position sums along its own tree; the `context` sums are then added in one more tree. So the
     bits depend on `context` and not on the number of ranks. ValueError if the ranks cannot share so
     many micro-batches.
 
-    Bytes per rank beside its model, of N parameters and R ranks: the gradient 4 N, a copy of it for
-    each doubling of its micro-batches, received shards 4 N (R - 1) / R, and of the optimizer 8 N /
-    R, with master weights 12 N / R."""
+    Bytes per rank beside its model, for N parameters and R ranks: 4 N for the gradient and for each
+    doubling of its micro-batches, 4 N (R - 1) / R for received shards, 8 N / R for the optimizer
+    (12 N / R with master weights)."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from needle.models.registry import class_of_transformers
 
 def pretrained(path: str | os.PathLike, revision: str | None = None) -> Any:
     """Return the Checkpoint of a file or of a run's folder (its newest whole one), or the folder
-    (a Path) of a transformers model on the disk, else of the name OWNER/MODEL on the Hugging Face
-    hub. MissingFileError, which is a FileNotFoundError, where there is none."""
+    (a Path) of a transformers model: one on the disk, else a download of the name OWNER/MODEL from
+    the Hugging Face hub. MissingFileError (a FileNotFoundError) if there is none."""
     place = named(path)
     if _is_missing(place) or revision is not None:
         return snapshot(os.fspath(path), revision)

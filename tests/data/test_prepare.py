@@ -179,7 +179,7 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
         assert len(open_documents(tmp_path / "x").sizes) == 151
     else:
         assert process.returncode == 130
-        assert err == "needle.data: interrupted; the same command goes on\n"
+        assert err == "needle data: interrupted; the same command goes on\n"
 
 
 @pytest.mark.slow

@@ -310,7 +310,7 @@ def test_empty_name_is_not_the_current_folder(tmp_path, tokenizer, monkeypatch, 
         ["prepare", "0.txt", "--tokenizer", str(tokenizer), "--out", ""],
     ):
         assert __main__.main(argv) == 1
-        assert "needle.data: an empty name ('')" in capsys.readouterr().err, argv
+        assert "needle data: an empty name ('')" in capsys.readouterr().err, argv
     assert not list(tmp_path.glob("**/*.bin"))
 
 
