@@ -72,39 +72,30 @@ ND_FN int64_t truncated(float x) {
 #define STORE_F32(code, T, to_f32, to_i64, from_f32, from_i64) STORE(code, T, from_f32)
 #define STORE_I64(code, T, to_f32, to_i64, from_f32, from_i64) STORE(code, T, from_i64)
 
-void cpu_load_f32(float *restrict to, const void *from, nd_dtype dtype, int64_t stride, int64_t n) {
-    switch (dtype) {
-        CONVERSIONS(LOAD_F32)
-    case ND_NUM_DTYPES:
-        break;
+#define CONVERT(CASE)     \
+    switch (dtype) {      \
+        CONVERSIONS(CASE) \
+    case ND_NUM_DTYPES:   \
+        break;            \
     }
+
+void cpu_load_f32(float *restrict to, const void *from, nd_dtype dtype, int64_t stride, int64_t n) {
+    CONVERT(LOAD_F32)
 }
 
 void cpu_load_i64(int64_t *restrict to, const void *from, nd_dtype dtype, int64_t stride,
                   int64_t n) {
-    switch (dtype) {
-        CONVERSIONS(LOAD_I64)
-    case ND_NUM_DTYPES:
-        break;
-    }
+    CONVERT(LOAD_I64)
 }
 
 void cpu_store_f32(void *to, nd_dtype dtype, int64_t stride, const float *restrict from,
                    int64_t n) {
-    switch (dtype) {
-        CONVERSIONS(STORE_F32)
-    case ND_NUM_DTYPES:
-        break;
-    }
+    CONVERT(STORE_F32)
 }
 
 void cpu_store_i64(void *to, nd_dtype dtype, int64_t stride, const int64_t *restrict from,
                    int64_t n) {
-    switch (dtype) {
-        CONVERSIONS(STORE_I64)
-    case ND_NUM_DTYPES:
-        break;
-    }
+    CONVERT(STORE_I64)
 }
 
 void cpu_loop_make(int n, const nd_array *const *operands, nd_loop *loop) {

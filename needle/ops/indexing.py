@@ -327,7 +327,7 @@ def flat_nonzero(a: NDArray) -> NDArray:
 
 
 def nonzero_places(a: NDArray) -> list[NDArray]:
-    """For each axis of a the places, int64, of the elements that are not 0, in row-major order."""
+    """Return the indices along each axis, int64, of the elements of a that are not 0, row-major."""
     numbers, places = flat_nonzero(a), []
     for n in reversed(a.shape[1:]):
         places.append(_C.remainder(numbers, n))
