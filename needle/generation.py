@@ -11,9 +11,9 @@ the device, and the step advances them itself. The likeliest token (temperature 
 chosen there too, so that the host reads tokens a step late and the device never waits. Otherwise
 the logits come to the host, and `sampling` draws.
 
-Where there is no cache the context is computed again for each token: block-sparse models, whose
-pattern belongs to whole blocks of queries, models with hooks in force, which see whole forwards,
-and contexts beyond max_seq_len, of which the last part is read.
+Without a cache the context is computed again for each token. That is so for block-sparse models
+(a pattern belongs to whole blocks of queries), for models with hooks in force (a hook gets whole
+forwards), and for contexts beyond max_seq_len (their last part is read).
 
 A model is what models/language.py describes: `config` with vocab_size, max_seq_len and dtype,
 `device`, `hidden(ids, cache)`, `embed_out`, `block_mask(T)`, `is_hooked`, and nn.Attention inside.

@@ -7,11 +7,10 @@
     states = model.hidden_states(ids)
 
 A hook is a function f(x) or f(x, hook) of the Tensor at its name; `hook.name` and `hook.layer()`
-tell where it is. Its result replaces the Tensor, None keeps it.
-Gradients flow through both; a captured Tensor keeps its own `.grad` where the graph has a leaf that
-is no Parameter: `model.hooks({"hook_embed": lambda x: x + zeros})`, with `zeros` a Tensor of x's
-shape, around the forward. Of Pythia names, shapes and order are those of TransformerLens (Nanda and
-Bloom 2022), since its version 3:
+name the place. Its result replaces the Tensor, None keeps it. Gradients flow through both. A
+captured Tensor keeps its own `.grad` if a leaf of the graph is no Parameter, such as `zeros`, a
+Tensor of x's shape, in `model.hooks({"hook_embed": lambda x: x + zeros})` around the forward. For
+Pythia, names, shapes and order are those of TransformerLens (Nanda and Bloom 2022), version 3 on:
 
     hook_embed                          (B, T, C)     rows of the embedding
     blocks.I.hook_resid_pre             (B, T, C)     input of layer I

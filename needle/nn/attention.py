@@ -23,8 +23,8 @@ PROJECTIONS = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k")
 PATTERNS = ("hook_attn_scores", "hook_pattern")
 RESULT = "hook_result"
 
-# The packed projection (B, T, H, 3, D) and the whole tables -> what each head has gathered,
-# (B, T, H, D). A cache of keys and values attends so: needle/generation.py.
+# (packed projection (B, T, H, 3, D), whole rotary tables) -> output of each head (B, T, H, D):
+# attention over a cache of keys and values (needle/generation.py).
 Cached = Callable[[Tensor, tuple[NDArray, NDArray]], Tensor]
 
 
