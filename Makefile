@@ -87,8 +87,8 @@ version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); 
     { echo "needle: error: this machine lacks packages: apt install$$missing (Fedora: dnf install gcc python3-devel)" >&2; exit 1; }
 endef
 
-# $(call want,modules) and $(call like,modules): pip installs those that cannot be found, and runs only
-# when there are any. What cannot be had ends the build of who wants it, and is a line to who likes it.
+# $(call want,modules) and $(call like,modules) install missing modules by pip. If that fails, `want`
+# ends the build and `like` prints a line.
 define lacking
 lacking=$$("$(PY)" -c 'import sys; from importlib.util import find_spec; \
 print(*(package or module.replace("_", "-") for module, _, package in (n.partition(":") for n in sys.argv[1:]) \

@@ -73,7 +73,7 @@ def serve(subject: str, until: str, is_full: str, role: str, arguments: str) -> 
     except _C.CudaFatalError as error:
         reporter.failed(reporter.current_check, f"{error}".split("\n")[0], FATAL, reporter.op)
     except (MemoryError, _C.CudaError) as error:
-        remedy = "free memory of the device: the lines of its GPU name who holds it"
+        remedy = "free memory of the device: the lines of its GPU name the processes that hold it"
         reporter.failed(reporter.current_check, f"{error}", remedy, reporter.op)
     except Exception as error:
         reporter.detail(traceback.format_exc())
