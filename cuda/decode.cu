@@ -22,25 +22,12 @@ namespace {
 constexpr int threads = 256, max_dims = 256;
 constexpr int keys_a_split = 512; /* shorter splits cost more in the second kernel than they save */
 
-/* N consecutive dims of a row; zeros from `dims` on. */
+/* N consecutive elements. */
+template <class T, int N> struct alignas(sizeof(T) * N) Dims { T v[N]; };
+
 template <class T, int N>
-__device__ __forceinline__ void load_dims(const T *row, int at, int dims, float (&out)[N]) {
-    if (at >= dims) {
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            out[k] = 0.0f;
-        }
-        return;
-    }
-    if constexpr (N == 1) {
-        out[0] = to_float(checked(row + at));
-    } else {
-        Vec<T> v = load16(row + at);
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            out[k] = to_float(v.v[k]);
-        }
-    }
+__device__ __forceinline__ void load_dims(const T *row, int at, int dims, Dims<T, N> &out) {
+    out = at < dims ? checked((const Dims<T, N> *)(row + at)) : Dims<T, N>();
 }
 
 struct Decode {
@@ -54,13 +41,14 @@ __device__ __forceinline__ float *share_of(float *scratch, int64_t block, int di
     return scratch + block * (dims + 2);
 }
 
-template <class T, int N, int G, int P>
+/* unroll: keys that a group has in flight. */
+template <class T, int N, int G, int P, int unroll>
 __global__ void __launch_bounds__(threads)
     decode_attention_kernel(const T *qkv, const float *cosines, const float *sines,
                             const int32_t *positions, T *keys, T *values, T *o, float *scratch,
                             Decode s) {
     await_previous();
-    constexpr int groups = threads / G, unroll = 4;
+    constexpr int groups = threads / G;
     __shared__ float new_q[max_dims], new_k[max_dims];
     __shared__ float tops[groups], totals[groups];
     __shared__ float sums[groups * G * N * P];
@@ -115,7 +103,8 @@ __global__ void __launch_bounds__(threads)
     const int64_t chunk = ceil_div<int64_t>(position, s.splits);
     const int64_t start = chunk * split, end = min(start + chunk, position);
     for (int64_t base = start; base < end; base += groups * unroll) {
-        float k[unroll][P][N], v[unroll][P][N], score[unroll];
+        Dims<T, N> k[unroll][P], v[unroll][P];
+        float score[unroll];
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
             const int64_t key = base + u * groups + group;
@@ -135,7 +124,7 @@ __global__ void __launch_bounds__(threads)
             for (int p = 0; p < P; p++) {
 #pragma unroll
                 for (int n = 0; n < N; n++) {
-                    sum += q[p][n] * k[u][p][n];
+                    sum += q[p][n] * to_float(k[u][p].v[n]);
                 }
             }
             sum = warp_sum<G>(sum);
@@ -163,7 +152,7 @@ __global__ void __launch_bounds__(threads)
             for (int p = 0; p < P; p++) {
 #pragma unroll
                 for (int n = 0; n < N; n++) {
-                    acc[p][n] += weight * v[u][p][n];
+                    acc[p][n] += weight * to_float(v[u][p].v[n]);
                 }
             }
         }
@@ -245,9 +234,13 @@ nd_status decode(int device, const decode_attention_args *a, const Decode &s, in
         ND_TRY(cuda_scratch(device, (size_t)(heads * s.splits * (s.dims + 2)) * sizeof(float),
                             &scratch));
     }
-    ND_TRY(cuda_launch("decode_attention", device, decode_attention_kernel<T, N, G, P>,
-                       (unsigned)(heads * s.splits), threads, 0, data_of<T>(a->qkv),
-                       data_of<float>(a->cos), data_of<float>(a->sin),
+    /* Where blocks are few, waiting for keys is most of the time. */
+    constexpr int most = P == 1 ? 8 : 4;
+    const bool few = heads * s.splits <= cuda_device_limits(device)->processors;
+    auto kernel =
+        few ? decode_attention_kernel<T, N, G, P, most> : decode_attention_kernel<T, N, G, P, 4>;
+    ND_TRY(cuda_launch("decode_attention", device, kernel, (unsigned)(heads * s.splits), threads, 0,
+                       data_of<T>(a->qkv), data_of<float>(a->cos), data_of<float>(a->sin),
                        data_of<int32_t>(a->positions), data_of<T>(a->keys), data_of<T>(a->values),
                        data_of<T>(a->o), (float *)scratch, s));
     if (s.splits > 1) {
@@ -294,13 +287,14 @@ __global__ void __launch_bounds__(greedy_threads)
     Best best = {-INFINITY, 0x7fffffff};
     bool finite = true;
     for (int64_t i = (int64_t)threadIdx.x * N; i < vocabulary; i += greedy_threads * N) {
-        float x[N];
+        Dims<T, N> x;
         load_dims<T, N>(row + i, 0, 1, x);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            finite = finite && x[k] - x[k] == 0.0f;
-            if (x[k] > best.value) {
-                best = {x[k], (int32_t)(i + k)};
+            const float value = to_float(x.v[k]);
+            finite = finite && value - value == 0.0f;
+            if (value > best.value) {
+                best = {value, (int32_t)(i + k)};
             }
         }
     }

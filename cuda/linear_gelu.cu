@@ -3,10 +3,11 @@
  *   linear_gelu_fwd   y = gelu(pre), dgelu = gelu'(pre), pre = x w + b
  *   linear_gelu_bwd   dpre = (dy w^T) dgelu, db += its column sums
  *
- * Precision: float32 sums. Parallel: on Hopper, in 16 bits, one kernel (linear_hopper.cuh);
- * elsewhere a product and a pass over its result, with the bits of linear_fwd and gelu, matmul and
+ * Precision: float32 sums. Parallel: few rows, and on Hopper all in 16 bits, are one kernel
+ * (linear_few.cu, linear_hopper.cuh); elsewhere a product and a pass over its result, with the bits of linear_fwd and gelu, matmul and
  * multiply. Bytes of the pass forward: pre is read once, dgelu and y are written once.
  */
+#include "linear_few.cuh"
 #include "linear_hopper.cuh"
 
 namespace {
@@ -61,6 +62,9 @@ __global__ void __launch_bounds__(256)
 } // namespace
 
 nd_status cuda_linear_gelu_fwd(int device, const linear_gelu_fwd_args *a) {
+    if (linear_few_serves(a->x, a->w, few_gelu_rows)) {
+        return linear_gelu_fwd_few(device, a);
+    }
     if (linear_hopper_serves(device, {a->x, a->w, a->b, a->dgelu, a->y})) {
         return linear_gelu_fwd_hopper(device, a);
     }

@@ -27,6 +27,7 @@
 
 #include "algorithms.cuh"
 #include "common.cuh"
+#include "linear_few.cuh"
 
 namespace {
 
@@ -516,6 +517,9 @@ nd_status cuda_linear_fwd(int device, const linear_fwd_args *a) {
     p.add = a->r != nullptr;
     if (p.m == 0 || p.n == 0) {
         return ND_OK;
+    }
+    if (linear_few_serves(a->x, a->w, few_linear_rows)) {
+        return linear_fwd_few(device, a);
     }
     if (p.k > 0) {
         ND_TRY(matrix_of(op, "x", a->x, &p.a));

@@ -226,6 +226,8 @@ MLPS = {
         (31, 257, 31, 1),
         (65, 64, 1, 0),
         (1, 8, 8, 1),
+        (2, 4104, 520, 0),
+        (7, 264, 2056, 1),
         (300, 72, 264, 0),
         (260, 520, 136, 1),
         (700, 1032, 264, 0),
@@ -236,6 +238,8 @@ MLPS = {
         (5, 8, 0, 1),
     ]
 }
+
+FEW = [(1, 8, 8), (2, 4104, 520), (3, 1032, 72), (7, 264, 2056)]  # rows of a step of generation
 
 TAKEN = {  # ids along the picked axis, and the five axes of x
     "1": (1, 1, 1, 1, 1, 1),
@@ -298,13 +302,13 @@ CASES = [
     *cases_of(
         linear_fwd,
         lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m), r=None),
-        [(1, 1, 1), (31, 257, 31), (65, 64, 1), (0, 3, 4), (5, 0, 4)],
+        [(1, 1, 1), (31, 257, 31), (65, 64, 1), (0, 3, 4), (5, 0, 4), *FEW],
         lambda n, k, m: k,
     ),
     *cases_of(
         linear_fwd,
         lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=None, r=None),
-        {"257x31x1100-no-bias": (257, 31, 1100)},
+        {"257x31x1100-no-bias": (257, 31, 1100), "2x512x50304-no-bias": (2, 512, 50304)},
         lambda n, k, m: k,
     ),
     *cases_of(
@@ -314,7 +318,7 @@ CASES = [
         ),
         {
             f"{n}x{k}x{m}-residual{'' if b else '-no-bias'}": (n, k, m, b)
-            for n, k, m in [(1, 1, 1), (31, 257, 31), (64, 64, 136), (5, 0, 4), (0, 3, 4)]
+            for n, k, m in [(1, 1, 1), (31, 257, 31), (64, 64, 136), (5, 0, 4), (0, 3, 4), *FEW]
             for b in (True, False)
         },
         lambda n, k, m, has_bias: k,

@@ -1,0 +1,212 @@
+/* linear_few.cu - products of few rows, as a step of generation has them.
+ *
+ *   linear_fwd        y = r + x w + b
+ *   linear_gelu_fwd   y = gelu(pre), dgelu = gelu'(pre), pre = x w + b
+ *   of few rows of x, whole 16 bytes in rows of x and of w
+ *
+ * Precision: float32 sums, in an order that the shape of w decides: a row has the same bits beside
+ * any others. Parallel: a block owns LANES vectors of columns, its threads share the depth:
+ * LANES neighbours read a row of w, and the groups meet through shuffles and shared memory.
+ * Bytes: w once; x once a block, into shared memory.
+ */
+#include "linear_few.cuh"
+
+namespace {
+
+constexpr int threads = 512, warps = threads / 32;
+
+/* What becomes of a sum. */
+struct Finish {
+    enum { LINEAR, GELU, GELU_TANH } kind;
+    const void *b, *r; /* or null */
+    void *y, *dgelu;
+    int64_t y_stride;
+};
+
+/* y, and dgelu, of a sum that has its bias and residual. */
+template <class T>
+__device__ __forceinline__ void put(const Finish &f, int64_t row, int64_t column, int64_t columns,
+                                    float sum) {
+    if (f.kind != Finish::LINEAR) {
+        const bool tanh = f.kind == Finish::GELU_TANH;
+        checked((T *)f.dgelu + row * columns + column) =
+            from_float<T>(tanh ? nd_gelu_tanh_grad(sum) : nd_gelu_grad(sum));
+        sum = tanh ? nd_gelu_tanh(sum) : nd_gelu(sum);
+    }
+    checked((T *)f.y + row * f.y_stride + column) = from_float<T>(sum);
+}
+
+/* The elements of 16 bytes. */
+template <class T> __device__ __forceinline__ void to_floats(uint4 bits, float (&x)[Vec<T>::size]) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (sizeof(T) == 4) {
+            x[i] = __uint_as_float(words[i]);
+        } else {
+            const float2 pair = unpack_pair<T>(words[i]);
+            x[2 * i] = pair.x;
+            x[2 * i + 1] = pair.y;
+        }
+    }
+}
+
+/* Sum v over the lanes that are multiples of OFFSET apart. Each keeps some of the sums, v[0], ...,
+ * which were v[first], ...; of lanes that have the same ones one `writes`. */
+template <int COUNT, int OFFSET, int SIZE>
+__device__ __forceinline__ void sum_and_scatter(float (&v)[SIZE], int &first, bool &writes) {
+    if constexpr (OFFSET < 32) {
+        const bool upper = (threadIdx.x & OFFSET) != 0;
+        constexpr int half = COUNT / 2;
+        if constexpr (half == 0) {
+            v[0] += __shfl_xor_sync(0xffffffffu, v[0], OFFSET);
+            writes = writes && !upper;
+            sum_and_scatter<1, OFFSET * 2>(v, first, writes);
+        } else {
+#pragma unroll
+            for (int i = 0; i < half; i++) {
+                const float other = upper ? v[i] : v[half + i];
+                v[i] = (upper ? v[half + i] : v[i]) + __shfl_xor_sync(0xffffffffu, other, OFFSET);
+            }
+            first += upper ? half : 0;
+            sum_and_scatter<half, OFFSET * 2>(v, first, writes);
+        }
+    }
+}
+
+template <class T, int ROWS, int LANES>
+__global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
+    few_kernel(const T *x, const T *w, Finish finish, int rows, int depth, int64_t columns) {
+    await_previous();
+    constexpr int N = Vec<T>::size, SIZE = ROWS * N, groups = threads / LANES;
+    constexpr int unroll = ROWS > 1 ? 4 : 8, kept = SIZE * LANES >= 32 ? SIZE * LANES / 32 : 1;
+    extern __shared__ float4 shared[];
+    float *sums = (float *)shared;              /* [warps][ROWS N][LANES] */
+    T *xs = (T *)(sums + warps * SIZE * LANES); /* [ROWS][depth] */
+    const int tid = (int)threadIdx.x, lane = tid % LANES;
+    const int64_t first = (int64_t)blockIdx.x * LANES * N, column = first + lane * N;
+    uint4 v[unroll];
+    auto load = [&](int base) {
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const int k = base + u * groups;
+            if (k < depth && column < columns) {
+                v[u] = checked((const uint4 *)(w + k * columns + column));
+            }
+        }
+    };
+    int base = tid / LANES;
+    load(base);
+    /* The thread's own result, if any, and what its sum starts from. */
+    const int row = tid / LANES / N;
+    const int64_t own = first + tid % LANES * N + tid / LANES % N;
+    const bool has_own = row < rows && own < columns;
+    float start = 0.0f;
+    if (has_own) {
+        start += finish.b ? to_float(checked((const T *)finish.b + own)) : 0.0f;
+        start += finish.r ? to_float(checked((const T *)finish.r + row * columns + own)) : 0.0f;
+    }
+    for (int i = tid * N; i < ROWS * depth; i += threads * N) {
+        Vec<T> part = {};
+        if (i < rows * depth) {
+            part = load16(x + i);
+        }
+        *(Vec<T> *)(xs + i) = part;
+    }
+    __syncthreads();
+
+    float acc[SIZE] = {};
+    while (base < depth && column < columns) {
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const int k = base + u * groups;
+            float factors[N];
+            to_floats<T>(v[u], factors);
+#pragma unroll
+            for (int r = 0; r < ROWS && k < depth; r++) {
+                const float x_k = to_float(xs[r * depth + k]);
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    acc[r * N + n] += x_k * factors[n];
+                }
+            }
+        }
+        base += groups * unroll;
+        load(base);
+    }
+    int at = 0;
+    bool writes = true;
+    sum_and_scatter<SIZE, LANES>(acc, at, writes);
+#pragma unroll
+    for (int i = 0; i < kept; i++) {
+        if (writes) {
+            sums[(tid / 32 * SIZE + at + i) * LANES + lane] = acc[i];
+        }
+    }
+    __syncthreads();
+    if (has_own) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int s = 0; s < warps; s++) {
+            sum += sums[s * SIZE * LANES + tid];
+        }
+        put<T>(finish, row, own, columns, sum + start);
+    }
+}
+
+template <class T, int ROWS>
+nd_status few(const char *op, int device, const nd_array *x, const nd_array *w, const Finish &f) {
+    const int64_t columns = w->shape[1];
+    const int depth = (int)x->shape[1];
+    auto launch = [&](auto lanes) -> nd_status {
+        constexpr int LANES = decltype(lanes)::get, N = Vec<T>::size;
+        static_assert(ROWS * N * LANES <= threads, "a thread has one result");
+        const size_t bytes = sizeof(float) * warps * ROWS * N * LANES + sizeof(T) * ROWS * depth;
+        return cuda_launch(op, device, few_kernel<T, ROWS, LANES>,
+                           (unsigned)ceil_div<int64_t>(columns, LANES * N), threads, bytes,
+                           data_of<T>(x), data_of<T>(w), f, (int)x->shape[0], depth, columns);
+    };
+    /* Whole lines of w where that leaves enough blocks, else sectors. */
+    const int64_t lines = columns * (int64_t)sizeof(T) / 128;
+    return lines >= 2 * cuda_device_limits(device)->processors ? launch(Constant<8>())
+                                                               : launch(Constant<2>());
+}
+
+nd_status few_rows(const char *op, int device, const nd_array *x, const nd_array *w,
+                   const Finish &f) {
+    return with_float(op, x->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        switch (few_rows_of(x->shape[0])) {
+        case 1:
+            return few<T, 1>(op, device, x, w, f);
+        case 2:
+            return few<T, 2>(op, device, x, w, f);
+        case 4:
+            return few<T, 4>(op, device, x, w, f);
+        default:
+            return few<T, 8>(op, device, x, w, f);
+        }
+    });
+}
+
+} // namespace
+
+nd_status linear_fwd_few(int device, const linear_fwd_args *a) {
+    const Finish f = {Finish::LINEAR,
+                      a->b ? a->b->data : nullptr,
+                      a->r ? a->r->data : nullptr,
+                      a->y->data,
+                      nullptr,
+                      a->y->shape[1]};
+    return few_rows("linear_fwd", device, a->x, a->w, f);
+}
+
+nd_status linear_gelu_fwd_few(int device, const linear_gelu_fwd_args *a) {
+    const Finish f = {a->tanh ? Finish::GELU_TANH : Finish::GELU,
+                      a->b->data,
+                      nullptr,
+                      a->y->data,
+                      a->dgelu->data,
+                      a->y->strides[0]};
+    return few_rows("linear_gelu_fwd", device, a->x, a->w, f);
+}
