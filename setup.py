@@ -9,7 +9,8 @@ Environment
                          fail; 0: never look
   NEEDLE_CUDA_ARCHS      e.g. "80 90a" or "all"; default: the GPUs present, else all
   NEEDLE_BLAS=auto|scipy|system|builtin   where the CPU's matrix products come from
-  NEEDLE_MARCH=native    what -march= gets; "none" leaves it out
+  NEEDLE_MARCH=native    what -march= gets; "none" leaves it out; "portable", for wheels: the
+                         CPU's kernels once for each of LEVELS, chosen when needle is imported
   NEEDLE_JOBS            compilers at a time; default: the cores this process may use
   NEEDLE_WERROR=1        warnings are errors
   NEEDLE_DEBUG=1         check indices in CUDA kernels, wait after each operation; the core -O1 -g
@@ -32,6 +33,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+LEVELS = ("x86-64-v4", "x86-64-v3")  # the best first, by __builtin_cpu_supports' names
 sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on the path
 from building import cuda, steps  # noqa: E402
 from building.steps import fail, flags_from, note, say, say_notes, setting  # noqa: E402
@@ -50,6 +52,8 @@ def macros(*command: str) -> str:
 def march_flags() -> tuple[list[str], str]:
     """-march for NEEDLE_MARCH, and how to call it in build_info()."""
     wanted = os.environ.get("NEEDLE_MARCH", "").strip() or "native"
+    if wanted == "portable":
+        return [], wanted
     if wanted == "none":
         return [], "baseline"
     if macros(*c_compiler(), f"-march={wanted}"):
@@ -60,16 +64,18 @@ def march_flags() -> tuple[list[str], str]:
     return [], "baseline"
 
 
-def find_blas() -> tuple[str, list[str], list[str]]:
-    """Source of matrix products: a name, flags to compile with, flags to link with."""
+def find_blas(stays: bool = True) -> tuple[str, list[str], list[str]]:
+    """Source of matrix products: a name, flags to compile with, flags to link with.
+    `stays`: needle runs on this machine, and may look for the BLAS where that lies now."""
     wanted = setting("NEEDLE_BLAS", "auto", "scipy", "system", "builtin")
     spec = importlib.util.find_spec("scipy_openblas32")
     if wanted in ("auto", "scipy") and spec and spec.origin:
         # An isolated build finds it in a folder that will be gone when needle runs: it is looked
-        # for beside the installed needle and in this environment's own folder as well.
+        # for beside the installed needle first, and in this environment's own folder as well.
         folder = Path(spec.origin).parent
         own = Path(sysconfig.get_path("platlib"), "scipy_openblas32")
-        rpaths = ["$ORIGIN/../scipy_openblas32", *dict.fromkeys([str(folder), str(own)])]
+        rpaths = ["$ORIGIN/../scipy_openblas32"]
+        rpaths += dict.fromkeys([str(folder), str(own)]) if stays else []
         link = [f"-L{folder / 'lib'}", "-lscipy_openblas"]
         link += [f"-Wl,-rpath,{path}/lib" for path in rpaths]
         return "scipy-openblas32", ["-DNEEDLE_BLAS_SCIPY=1", f"-I{folder / 'include'}"], link
@@ -109,10 +115,27 @@ def python_includes() -> list[str]:
     return [f"-I{folder}", f"-I{numpy.get_include()}"]
 
 
-def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None) -> None:
+def build_level(level: str, table: str, command: list[str], objects: Path) -> Path:
+    """Compile csrc/cpu for one of LEVELS into an object that shows nothing but its table."""
+    command = [*command, f"-march={level}", f"-Dcpu_backend={table}", f'-DNEEDLE_LEVEL="{level}, "']
+    sources, out = sorted(ROOT.glob("csrc/cpu/*.c")), objects / level / "cpu.o"
+    identity = macros(*c_compiler())
+    compiles = [steps.compile_step(source, out.parent, command, identity) for source in sources]
+    inputs = [step.output for step in compiles]
+    objcopy = steps.output_of(*c_compiler(), "-print-prog-name=objcopy")
+    edit = [objcopy, f"--keep-global-symbol={table}"]
+    command = [*c_compiler(), "-r", "-nostdlib", *map(str, inputs)]
+    stamp = out.with_suffix(".link")
+    steps.build(compiles, steps.Step("link", command, inputs, out, stamp, edit=edit))
+    return out
+
+
+def build_core(
+    objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None, stays: bool
+) -> None:
     """Compile and link needle._C."""
     compiler, (march, march_name) = c_compiler(), march_flags()
-    blas, blas_compile, blas_link = find_blas()
+    blas, blas_compile, blas_link = find_blas(stays)
     advice = (
         ""
         if "scipy" in blas
@@ -145,16 +168,24 @@ def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None
         "CUDA_ARCHS": " ".join(toolkit.archs) if toolkit else "",
     }
     python, identity, compiles = python_includes(), macros(*compiler, *march), []
+    levels = LEVELS if march_name == "portable" and "__x86_64__ 1" in identity else ()
+    tables = {level: "cpu_backend_" + level.replace("-", "_") for level in levels}
     for source in sorted(ROOT.glob("csrc/**/*.c")):
+        if levels and source.parent.name == "cpu":
+            continue
         extra = []
         if source.parent.name == "python":
             extra += python
         if source.name == "module.c":  # alone, so that a new commit recompiles one file
             extra += [f"-DNEEDLE_BUILD_{name}={json.dumps(text)}" for name, text in built.items()]
+        if levels and source.name == "backends.c":  # it chooses among the tables
+            each = "".join(f'X("{level}", {table})' for level, table in tables.items())
+            extra += [f"-DNEEDLE_LEVELS(X)={each}", f"-Dcpu_backend={tables[levels[-1]]}"]
         compiles.append(steps.compile_step(source, objects, [*command, *extra], identity))
     # Python's own symbols stay open until import, so -z,defs cannot be asked for here; the
     # prototypes that ops.def expands to have hidden visibility instead, which is as strict.
     inputs = [step.output for step in compiles]
+    inputs += [build_level(level, table, command, objects) for level, table in tables.items()]
     command = [*compiler, "-shared", "-fopenmp", *map(str, inputs), *blas_link, "-lm"]
     command += flags_from("LDFLAGS")
     steps.build(compiles, steps.Step("link", command, inputs, out, objects / "_C.link"))
@@ -174,9 +205,10 @@ class BuildExt(build_ext):
         with open(objects / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one tree take turns
             toolkit = cuda.choose_cuda()
-            build_core(objects, core, self.distribution.get_version(), toolkit)
+            stays = in_place or march_flags()[1] != "portable"
+            build_core(objects, core, self.distribution.get_version(), toolkit, stays)
             if toolkit:
-                cuda.build_cuda(objects, backend, toolkit)
+                cuda.build_cuda(objects, backend, toolkit, stays)
             elif backend.exists():
                 backend.unlink()
                 say_notes()

@@ -159,9 +159,10 @@ def choose_cuda() -> Cuda | None:
     return toolkit
 
 
-def build_cuda(objects: Path, out: Path, cuda: Cuda) -> None:
+def build_cuda(objects: Path, out: Path, cuda: Cuda, stays: bool) -> None:
     """Compile and link _cuda.so. status.c and array.c, which _C
-    has compiled already, are in both shared objects: each has its own, nothing is exported."""
+    has compiled already, are in both shared objects: each has its own, nothing is exported.
+    `stays`: it runs on this machine, and may look for cuBLASLt where that lies now."""
     cxx = steps.find_compiler("CXX", "c++ g++ clang++", "g++")
     host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *steps.strict()]
     command = [str(cuda.nvcc), "-std=c++17", "-O3", "-lineinfo", "-Icsrc", "-Icuda"]
@@ -181,8 +182,8 @@ def build_cuda(objects: Path, out: Path, cuda: Cuda) -> None:
     # The places where cuBLASLt may lie at run time: where it was found now, then NVIDIA's pip
     # packages beside needle, wherever the wheel got installed.
     pip = [f"nvidia/{name}/lib" for name in (f"cu{cuda.version.split('.')[0]}", "cublas")]
-    rpaths = [str(cuda.cublaslt.parent)]
-    bases = (toolkit.site_folders()[0], "$ORIGIN/..")
+    rpaths = [str(cuda.cublaslt.parent)] if stays else []
+    bases = [toolkit.site_folders()[0]] * stays + ["$ORIGIN/.."]
     rpaths += [f"{base}/{path}" for base in bases for path in pip]
     command = [*cxx, "-shared", *map(str, inputs), "-Wl,-z,defs"]
     command += [f"-Wl,--version-script={exports}"]

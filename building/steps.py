@@ -114,9 +114,11 @@ class Step:
     output: Path
     stamp: Path  # the digest of what made the output; the depfile of a compilation lies beside it
     identity: str = ""
+    edit: list[str] = dataclasses.field(default_factory=list)  # changes the output in place
 
     def digest(self) -> str:
-        return hashlib.sha256(repr((self.command, self.output, self.identity)).encode()).hexdigest()
+        made_by = repr((self.command, self.output, self.identity, *self.edit))
+        return hashlib.sha256(made_by.encode()).hexdigest()
 
     def is_current(self) -> bool:
         try:
@@ -138,6 +140,8 @@ class Step:
         partial = self.output.with_name(f".{self.output.name}.partial.o")
         started = time.time_ns()
         succeeded, text = run([*self.command, "-o", partial])
+        if succeeded and self.edit:
+            succeeded, text = run([*self.edit, partial])
         # A C75xx remark of ptxas means serialised wgmma or an ignored setmaxnreg: right results,
         # slowly, and easy to overlook.
         if not succeeded or (strict() and re.search(r"\(C75\d\d\)", text)):

@@ -36,7 +36,8 @@ def load() -> None:
             raise
         raise ImportError(
             f"needle's C core cannot be loaded: {error}. Build it again: `make clean lib`, or "
-            "`pip install .`"
+            "`pip install .`; in place of a wheel: `pip install --force-reinstall --no-binary "
+            "needle-lm needle-lm`"
         ) from error
     finally:
         for name, value in before.items():

@@ -52,14 +52,18 @@ static void processor_name(char *name, size_t size) {
     fclose(file);
 }
 
+#ifndef NEEDLE_LEVEL /* what this file was compiled for in a portable build, and decides bits */
+#define NEEDLE_LEVEL ""
+#endif
+
 static nd_status backend_properties(int device, nd_properties *out) {
     *out = (nd_properties){.name = "CPU", .processors = omp_get_num_procs()};
     processor_name(out->name, sizeof out->name);
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     out->total_bytes = pages > 0 && page > 0 ? (int64_t)pages * page : 0;
     const char *own = cpu_panels_instructions();
-    snprintf(out->products, sizeof out->products, "%.120s%s%.120s", own != NULL ? own : "",
-             own != NULL ? " and " : "", cpu_sgemm_library());
+    snprintf(out->products, sizeof out->products, NEEDLE_LEVEL "%.100s%s%.120s",
+             own != NULL ? own : "", own != NULL ? " and " : "", cpu_sgemm_library());
     snprintf(out->detail, sizeof out->detail, "%.200s, %d threads", out->products, cpu_threads());
     return ND_OK;
 }

@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -211,7 +212,41 @@ int nd_backend_reset(nd_backend_id id) {
 }
 
 /* ---- import ---------------------------------------------------------------------------------- */
+#ifdef NEEDLE_LEVELS
+/* A portable build has a CPU backend for each level of the processor, the best first. */
+#define X(level, table) extern const nd_backend table;
+NEEDLE_LEVELS(X)
+#undef X
+
+/* Take the best level of this processor, or the one that NEEDLE_CPU_LEVEL names. */
+static int choose_level(void) {
+    const char *named = getenv("NEEDLE_CPU_LEVEL");
+    const nd_backend *chosen = NULL;
+    __builtin_cpu_init();
+#define X(level, table)                                    \
+    if (chosen == NULL && __builtin_cpu_supports(level) && \
+        (named == NULL || strcmp(named, level) == 0)) {    \
+        chosen = &table;                                   \
+    }
+    NEEDLE_LEVELS(X)
+#undef X
+#define X(level, table) " " level
+    if (chosen == NULL) {
+        FAIL(PyExc_ImportError, "this processor lacks %s; needle is built for" NEEDLE_LEVELS(X),
+             named != NULL ? named : "AVX2");
+    }
+#undef X
+    backends[BACKEND_cpu].table = chosen;
+    return 0;
+}
+#endif
+
 int nd_backends_init(void) {
+#ifdef NEEDLE_LEVELS
+    if (choose_level() < 0) {
+        return -1;
+    }
+#endif
     for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
         devices[i] = (nd_device){.index = i % ND_MAX_DEVICES, .generation = 1};
     }

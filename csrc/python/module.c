@@ -95,8 +95,8 @@ static int check_processor(void) {
         FAIL(PyExc_ImportError,
              "needle was built for a processor with %s (NEEDLE_MARCH=%s), which this one "
              "lacks; build it again here, or for every machine you use: "
-             "NEEDLE_MARCH=x86-64-v2 pip install -e .  (or: make clean lib "
-             "NEEDLE_MARCH=x86-64-v2)",
+             "NEEDLE_MARCH=portable pip install -e .  (or: make clean lib "
+             "NEEDLE_MARCH=portable)",
              missing, NEEDLE_BUILD_MARCH);
     }
 #endif

@@ -6,6 +6,7 @@ script in for nvcc, so that they run anywhere and take seconds.
 
 import importlib.util
 import os
+import platform
 import pty
 import re
 import shutil
@@ -357,11 +358,11 @@ class Tree:
     def write(self, path: str, text: str) -> None:
         (self.root / path).write_text(text)
 
-    def build(self, **env: str) -> tuple[int, str]:
+    def build(self, place: str = "--inplace", **env: str) -> tuple[int, str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("NEEDLE_", "CUDA_"))}
         clean |= {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none", **env}
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "setup.py", "-q", "build_ext", "--inplace"],
+            [sys.executable, "-W", "ignore", "setup.py", "-q", "build_ext", place],
             cwd=self.root,
             env=clean,
             stdout=subprocess.PIPE,
@@ -390,6 +391,12 @@ class Tree:
 @pytest.fixture
 def tree(tmp_path):
     return Tree(tmp_path / "tree")
+
+
+def search_path(library: Path) -> list[str]:
+    """Where the loader looks for the libraries of another."""
+    done = subprocess.run(["readelf", "-d", library], check=True, stdout=subprocess.PIPE, text=True)
+    return re.search(r"R(?:UN)?PATH.*\[(.*)\]", done.stdout)[1].split(":")
 
 
 def test_only_changed_files_are_compiled(tree):
@@ -492,6 +499,11 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
         ["nm", "-D", "--defined-only", str(library)], check=True, stdout=subprocess.PIPE, text=True
     )
     assert [line.split()[-1] for line in symbols.stdout.splitlines()] == ["needle_backend"]
+    # What is for other machines looks for cuBLASLt beside itself alone.
+    status, text = tree.build("--build-lib=out", **env, NEEDLE_MARCH="portable")
+    assert status == 0, text
+    paths = search_path(tree.root / "out/needle/_cuda.so")
+    assert all(path.startswith("$ORIGIN/") for path in paths)
     # A build without CUDA does not keep an older backend, which may not fit it.
     tree.compiled()
     assert not library.exists()
@@ -509,6 +521,57 @@ def test_missing_python_headers_are_named(build, monkeypatch):
     with pytest.raises(SystemExit) as error:
         build.python_includes()
     assert "-dev" in one_line(error) and "Python.h" in one_line(error)
+
+
+# ---- a build for other machines ------------------------------------------------------------------
+
+CHECKED = """
+import needle as ndl
+from needle.testing import CASES, call, check, prepare
+for case in CASES * %d:
+    values = prepare(case, "float32")
+    check(case, values, call(case, values, "float32", ndl.cpu()), "float32")
+print(ndl.cpu().properties()["products"])
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one level on this processor")
+def test_portable_build_chooses_kernels_by_the_processor(tmp_path):
+    """Each level against the references, then on processors without AVX-512 and without AVX2."""
+    words = ["-q", "build", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "objects"]
+    made = os.environ | {"NEEDLE_CUDA": "0", "NEEDLE_MARCH": "portable"}
+    command = [sys.executable, "-W", "ignore", "setup.py", *words]
+    subprocess.run(command, cwd=ROOT, env=made, check=True, capture_output=True)
+    blas = importlib.util.find_spec("scipy_openblas32")
+    if blas:  # beside needle, as pip installs it
+        (tmp_path / "lib/scipy_openblas32").symlink_to(Path(blas.origin).parent)
+        (core,) = (tmp_path / "lib/needle").glob("_C.*.so")
+        assert search_path(core) == ["$ORIGIN/../scipy_openblas32/lib"]
+    for level, vector in (("x86-64-v3", "%ymm"), ("x86-64-v4", "%zmm")):
+        code = tmp_path / "objects" / level / "csrc/cpu/attention_fwd.o"
+        code = subprocess.run(["objdump", "-d", code], check=True, capture_output=True).stdout
+        assert vector.encode() in code and (b"%zmm" in code) == (vector == "%zmm")
+
+    def run(times: int, *emulator: str, **environment: str) -> str:
+        done = subprocess.run(
+            [*emulator, sys.executable, "-c", CHECKED % times],
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "lib")} | environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        return (done.stdout or done.stderr).splitlines()[-1]
+
+    flags = re.search(r"(?m)^flags\s*:(.*)", Path("/proc/cpuinfo").read_text())[1].split()
+    best = 4 if {"avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= set(flags) else 3
+    assert run(1).startswith(f"x86-64-v{best}, ")
+    assert run(1, NEEDLE_CPU_LEVEL="x86-64-v3").startswith("x86-64-v3, ")
+    said = "ImportError: .*this processor lacks x87; needle is built for x86-64-v4 x86-64-v3"
+    assert re.match(said, run(0, NEEDLE_CPU_LEVEL="x87"))
+    if shutil.which("qemu-x86_64"):
+        for model, said in (("Haswell", "x86-64-v3, "), ("Nehalem", "ImportError: .* lacks AVX2")):
+            emulator = ("qemu-x86_64", "-cpu", model)
+            assert re.match(said, run(0, *emulator, NEEDLE_OPENBLAS_CORETYPE=model)), model
 
 
 # ---- the installed package -----------------------------------------------------------------------
