@@ -11,7 +11,9 @@ bool, uint16. Shapes are tuples of int; strides count elements.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from needle import _C, array_methods  # noqa: F401  which adds methods to NDArray
@@ -20,6 +22,7 @@ from needle._C import Device, NDArray, all_devices, array, cpu, cuda
 Axes = int | Sequence[int] | None
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOAT_DTYPES, "int32", "int64", "uint8", "bool", "uint16")
+DRIVER = Path("/dev/nvidiactl")  # NVIDIA's driver is here
 
 __all__ = [
     "BackendDevice",
@@ -87,7 +90,11 @@ def choose_device(name: str) -> Device:
     except ValueError as error:
         raise ValueError(f"device {error}") from error
     if name == "auto":
-        return cuda() if cuda().enabled() else cpu()
+        if cuda().enabled():
+            return cuda()
+        if DRIVER.exists() and "cannot load" in cuda().reason():  # a library is missing
+            print(f"needle: warning: {cuda().reason()}", file=sys.stderr)
+        return cpu()
     kind, _, index = name.partition(":")
     device = cpu() if kind == "cpu" else cuda(int(index or 0))
     if not device.enabled():

@@ -91,8 +91,8 @@ static const nd_backend *open_file(backend_entry *b) {
     if (library == NULL) {
         const char *error = dlerror();
         error = error != NULL ? error : "unknown error";
-        const char *mend = strstr(error, "libcublas") != NULL
-                               ? "; it comes with the CUDA toolkit, or: pip install nvidia-cublas"
+        const char *mend = strstr(error, "libcublasLt.so.13") != NULL
+                               ? "; it comes with: pip install 'needle-lm[cuda13]'"
                                : "";
         snprintf(b->reason, sizeof b->reason, "cannot load the %s backend: %.700s%s", b->title,
                  error, mend);

@@ -53,6 +53,9 @@ class _Nvrtc:
     """The library's functions. RuntimeError for its errors."""
 
     def __init__(self, toolkit: Toolkit) -> None:
+        if toolkit.nvrtc.is_absolute():  # that of NVIDIA's package does not look beside itself
+            for builtins in toolkit.nvrtc.parent.glob("libnvrtc-builtins.so*"):
+                ctypes.CDLL(str(builtins))
         self.functions = ctypes.CDLL(str(toolkit.nvrtc))
         self.functions.nvrtcGetErrorString.restype = ctypes.c_char_p
 

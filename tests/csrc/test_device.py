@@ -3,6 +3,7 @@
 import pickle
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,16 @@ def test_the_device_that_a_command_line_names(monkeypatch, name, index):
     asked = []
     monkeypatch.setattr(nd, "cuda", lambda index=0: asked.append(index) or nd.cpu())
     assert nd.choose_device(name) == nd.cpu() and asked == [index]
+
+
+def test_a_gpu_without_its_libraries_is_named(monkeypatch, tmp_path, capsys):
+    """Only where NVIDIA's driver is: the CPU is taken, and a line says what to install."""
+    gpu = SimpleNamespace(enabled=lambda: False, reason=lambda: "cannot load: needle-lm[cuda13]")
+    monkeypatch.setattr(nd, "cuda", lambda: gpu)
+    for driver, lines in ((tmp_path, 1), (tmp_path / "none", 0)):
+        monkeypatch.setattr(nd, "DRIVER", driver)
+        assert nd.choose_device("auto") == nd.cpu()
+        assert capsys.readouterr().err.count("needle-lm[cuda13]") == lines
 
 
 def test_memory_stats_count_arrays():

@@ -114,7 +114,7 @@ def test_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypat
             (package / path.name).symlink_to(path)
     (tmp_path / "stub.c").write_text(STUB)
     (tmp_path / "backend.c").write_text(BACKEND)
-    lacking = tmp_path / "libcublasLt.so.99"
+    lacking = tmp_path / "libcublasLt.so.13.99"
     for words in (
         [tmp_path / "stub.c", f"-Wl,-soname,{lacking.name}", "-o", lacking],
         [tmp_path / "backend.c", lacking, "-o", package / "_cuda.so"],
@@ -125,7 +125,8 @@ def test_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypat
     child = examined("machine")
     chosen, (failure,) = command.choose(None, child.facts["cuda"])
     assert chosen == [] and failure.has_failed and failure.where == "cuda()"
-    assert "libcublasLt.so.99" in failure.text and "LD_LIBRARY_PATH" in failure.remedy
+    assert "libcublasLt.so.13.99" in failure.text and "LD_LIBRARY_PATH" in failure.remedy
+    assert "pip install 'needle-lm[cuda13]'" in failure.text
 
 
 def test_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):

@@ -161,6 +161,26 @@ def test_missing_nvrtc_names_its_packages(monkeypatch):
         toolkit.find_toolkit.__wrapped__()
 
 
+STUB = """#include <dlfcn.h>
+int nvrtcVersion(int *major, int *minor) {
+    *major = *minor = 99;
+    return dlopen("libnvrtc-builtins.so.99.0", RTLD_NOW) == 0;
+}
+const char *nvrtcGetErrorString(int status) { return "no builtins"; }
+"""
+
+
+def test_nvrtc_of_a_package_has_its_builtins(tmp_path):
+    """It opens them by name, and no path leads there."""
+    (tmp_path / "stub.c").write_text(STUB)
+    (tmp_path / "empty.c").write_text("")
+    for source, name in (("stub", "libnvrtc.so.99"), ("empty", "libnvrtc-builtins.so.99.0")):
+        words = ["-shared", "-fPIC", tmp_path / f"{source}.c", f"-Wl,-soname,{name}"]
+        subprocess.run(["cc", *words, "-o", tmp_path / name], check=True)
+    found = toolkit.Toolkit(tmp_path / "libnvrtc.so.99", ())
+    assert compile_module._Nvrtc(found).version() == (99, 99)
+
+
 def test_the_toolkit_is_found_in_nvidias_pip_packages(monkeypatch, tmp_path):
     """CUDA 12 has a folder for each part, CUDA 13 one for all."""
     for part in ("cuda_nvrtc/lib", "cuda_runtime/include", "cu13/lib", "cu13/include/cccl"):
