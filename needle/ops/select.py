@@ -13,7 +13,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import full
-from needle.graph import memory_of
+from needle.graph import find_topo_sort, memory_of
 from needle.ops.broadcast import reduced_to, reshape
 from needle.ops.common import const, normal_axes
 from needle.ops.elementwise import add, where
@@ -205,7 +205,7 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
 
     RuntimeError for a leaf that requires gradients (write under `no_grad()`), and for a view of
     another Tensor of the graph. A backward through a result that was computed from `a` before the
-    assignment is refused.
+    assignment is refused, unless `value` was computed from it and its ops do not read `a` again.
 
     >>> x, y = ndl.zeros(3), ndl.Tensor([2])
     >>> x[1:2] = y * y
@@ -241,9 +241,12 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
         )
     old = Tensor.make_const(a.cached_data, requires_grad=a.requires_grad)
     graph = ("op", "inputs", "operands", "kept", "writes")
-    for name in graph:
+    for name in (*graph, "assigned"):
         setattr(old, name, getattr(a, name))
-    new = op(old, value)
+    new = op(old, old if value is a else value)
+    for node in find_topo_sort([value]):  # x[0] += y: the value was computed from `a` before
+        if any(x is a for x in node.inputs):
+            node.inputs = tuple(old if x is a else x for x in node.inputs)
     for name in (*graph, "requires_grad"):
         setattr(a, name, getattr(new, name))
     a.grad, a.assigned = None, a.cached_data.written

@@ -180,6 +180,17 @@ def test_assignment_in_the_graph():
         z.sum().backward()
     with pytest.raises(IndexError, match="out of "):
         y[[3]] = 0
+    z = leaf * leaf
+    z[0] += leaf[0] * 5  # reads the elements that it replaces
+    z[[1, 2]] *= 3
+    z[1:2] = z[2:] + z[:1]
+    leaf.grad = None
+    z.sum().backward()  # 2 (a^2 + 5 a) + 6 c^2, with the a and c of leaf
+    np.testing.assert_array_equal(leaf.grad.numpy(), [2 * (2 * 5 + 5), 0, 12 * 3])
+    w = leaf * leaf
+    w[0] = w[1] * w[1]
+    with pytest.raises(RuntimeError, match="was written to"):
+        w.sum().backward()
 
 
 def test_grad_leaves_grad_alone():
