@@ -43,6 +43,7 @@ from needle.init import (
     eye,
     from_dlpack,
     full,
+    full_like,
     linspace,
     manual_seed,
     multinomial,
@@ -50,16 +51,25 @@ from needle.init import (
     ones,
     ones_like,
     rand,
+    rand_like,
     randb,
     randint,
     randn,
+    randn_like,
     randperm,
+    tensor,
     zeros,
     zeros_like,
 )
 from needle.ops import *
 
-tensor = Tensor  # PyTorch's name of the same
+# PyTorch's and NumPy's names: dtypes, which are strings here, constants, constructors.
+float32, float16, bfloat16, uint8, uint16, int32, int64 = (
+    "float32", "float16", "bfloat16", "uint8", "uint16", "int32", "int64"
+)  # fmt: skip
+inf, nan, pi, newaxis = _np.inf, _np.nan, _np.pi, None
+array = tensor
+empty, from_numpy = zeros, from_dlpack
 
 if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle import activations as activations
@@ -88,48 +98,14 @@ if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle.training import open_run as open_run
 
 __all__ = [
-    "CudaError",
-    "CudaFatalError",
-    "Device",
-    "Event",
-    "NDArray",
-    "Tensor",
-    "TensorTuple",
-    "all_devices",
-    "arange",
-    "autograd",
-    "backend_ndarray",
-    "block_mask",
-    "build_info",
-    "constant",
-    "cpu",
-    "cuda",
-    "cuda_init",
-    "cuda_reset",
-    "default_device",
-    "eye",
-    "from_dlpack",
-    "full",
-    "init",
-    "linspace",
-    "manual_seed",
-    "multinomial",
-    "nn",
-    "no_grad",
-    "one_hot",
-    "ones",
-    "ones_like",
-    "ops",
-    "optim",
-    "rand",
-    "randb",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "zeros",
-    "zeros_like",
-]
+    "CudaError", "CudaFatalError", "Device", "Event", "NDArray", "Tensor", "TensorTuple",
+    "all_devices", "arange", "array", "autograd", "backend_ndarray", "bfloat16", "block_mask",
+    "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset", "default_device", "empty",
+    "eye", "float16", "float32", "from_dlpack", "from_numpy", "full", "full_like", "inf", "init",
+    "int32", "int64", "linspace", "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad",
+    "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint",
+    "randn", "randn_like", "randperm", "tensor", "uint16", "uint8", "zeros", "zeros_like",
+]  # fmt: skip
 __all__ += ops.__all__
 
 __version__: str = build_info()["version"]

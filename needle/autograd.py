@@ -429,10 +429,6 @@ class Tensor(Value, Operators["Tensor"]):
         return self.cached_data.ndim
 
     @property
-    def size(self) -> int:
-        return self.cached_data.size
-
-    @property
     def data(self) -> Tensor:
         """A detached Tensor over the same memory. Assigning a Tensor replaces the data; a
         flattened parameter copies the values into its place in the flat buffer."""

@@ -234,6 +234,36 @@ def ones_like(
     return ones(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
 
 
+def full_like(array: Tensor | NDArray, fill_value: float) -> Tensor:
+    """`fill_value` in the shape, dtype and device of `array`."""
+    return full(array.shape, fill_value, device=array.device, dtype=array.dtype)
+
+
+def rand_like(array: Tensor | NDArray) -> Tensor:
+    """`rand` of the shape, dtype and device of `array`."""
+    return rand(*array.shape, device=array.device, dtype=array.dtype)
+
+
+def randn_like(array: Tensor | NDArray) -> Tensor:
+    """`randn` of the shape, dtype and device of `array`."""
+    return randn(*array.shape, device=array.device, dtype=array.dtype)
+
+
+def tensor(
+    data: Any, dtype: str | None = None, device: Device | None = None, requires_grad: bool = False
+) -> Tensor:
+    """PyTorch's constructor: integers become int64, truth values bool, others float32, unless
+    `dtype` says otherwise, without gradient. `Tensor`, the course's, makes float32 with one.
+
+    >>> print(ndl.tensor([2, 0]), ndl.tensor([True]), ndl.tensor([1, 0.5]))
+    [2 0] [ True] [1.  0.5]
+    """
+    if not isinstance(data, (Tensor, NDArray)):
+        data = np.asarray(data)
+        dtype = dtype or {"i": "int64", "b": "bool"}.get(data.dtype.kind)
+    return Tensor(data, device, dtype, requires_grad)
+
+
 def arange(
     start: float,
     stop: float | None = None,
@@ -284,27 +314,32 @@ def linspace(
     stop: float,
     num: int = 50,
     *,
+    steps: int | None = None,
     device: Device | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
-    """`num` numbers at equal distances from start to stop, both included.
+    """`num`, PyTorch's `steps`, numbers at equal distances from start to stop, both included.
 
     >>> print(ndl.linspace(0, 1, 5))
     [0.   0.25 0.5  0.75 1.  ]
     """
-    return _tensor(np.linspace(start, stop, num), device, dtype, requires_grad)
+    values = np.linspace(start, stop, num if steps is None else steps)
+    return _tensor(values, device, dtype, requires_grad)
 
 
 def randint(
     low: int,
-    high: int | None = None,
+    high: Any = None,
     size: int | Sequence[int] = (),
     *,
     device: Device | None = None,
     dtype: str = "int64",
 ) -> Tensor:
-    """Whole numbers in [low, high), or [0, low): `np.random.randint(low, high, size)`."""
+    """Whole numbers in [low, high), or [0, low): `np.random.randint(low, high, size)`, or, as
+    PyTorch has it, `randint(high, size)` with a tuple as size."""
+    if isinstance(high, (tuple, list)):
+        high, size = None, high
     return _tensor(np.asarray(np.random.randint(low, high, size)), device, dtype, False)
 
 

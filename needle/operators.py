@@ -4,7 +4,7 @@ needle.ops, which documents the maths and the arguments. needle.ops imports this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -22,6 +22,20 @@ def define_operators(module: Any) -> None:
     """Let +, @, .sum() and the like of Tensors call the functions of `module`."""
     global ops
     ops = module
+
+
+class Size(int):
+    """The number of elements; called, as PyTorch has it, the shape or the size of an axis.
+
+    >>> x = ndl.zeros(2, 3)
+    >>> x.size, x.size(), x.size(-1)
+    (6, (2, 3), 3)
+    """
+
+    shape: tuple[int, ...]
+
+    def __call__(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
 
 class Operators(Generic[Result]):
@@ -42,7 +56,7 @@ class Operators(Generic[Result]):
     cached_data: Any
     shape: Any
     ndim: Any
-    size: Any
+    clone: Callable[[Any], Result]
     _operand: Callable[[Any], Result]
     from_ndarray: Callable[..., Result]
 
@@ -149,6 +163,10 @@ class Operators(Generic[Result]):
         softmax = softplus = sqrt = square = squeeze = std = sum = take_along_axis = tanh = abs
         tile = tril = triu = unsqueeze = var = bfloat16 = bool = float = half = int = long = abs
         cpu = cuda = abs
+        add = allclose = amax = amin = bmm = div = divide = eq = ge = gt = isclose = isinf = abs
+        le = log10 = log2 = logical_and = logical_not = logical_or = lt = mm = mul = multiply = abs
+        mv = ne = neg = negative = pow = power = ravel = reciprocal = sub = subtract = abs
+        swapaxes = true_divide = unbind = add_ = clamp_ = div_ = masked_fill_ = mul_ = sub_ = abs
 
     def _compared(self, compare: Callable[[Any, Any], NDArray], other: Any) -> Any:
         if isinstance(other, (Number, np.bool_)):
@@ -214,9 +232,34 @@ class Operators(Generic[Result]):
         own = (1,) * (len(sizes) - self.ndim) + self.shape
         return ops.broadcast_to(self, [m if n == -1 else n for n, m in zip(sizes, own)])
 
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Result, ...]:
+        """PyTorch's split, ops.split_sizes: parts of so many elements, or of given sizes."""
+        return ops.split_sizes(self, sizes, dim)
+
+    def fill_(self, value: Any) -> Result:
+        """Set all elements, in place, as `x[...] = value`."""
+        self[...] = value
+        return self  # type: ignore[return-value]
+
+    copy_ = fill_
+
+    def zero_(self) -> Result:
+        """Set all elements to 0, in place."""
+        return self.fill_(0)
+
     def masked_fill(self, mask: Any, value: Any) -> Result:
         """`value` where the mask is true, which broadcasts, and this Tensor elsewhere."""
         return ops.where(mask, value, self)
+
+    @property
+    def size(self) -> Size:
+        size = Size(self.cached_data.size)
+        size.shape = self.shape
+        return size
+
+    def copy(self) -> Result:
+        """NumPy's name of clone."""
+        return self.clone()
 
     def dim(self) -> int:
         """The number of axes, as `ndim`."""
@@ -255,9 +298,12 @@ class Operators(Generic[Result]):
         """The values in another dtype; gradients come back in this one."""
         return ops.astype(self, dtype)
 
-    def to(self, device: Device | str) -> Result:
+    def to(self, device: Device | str | None = None, dtype: str | None = None) -> Result:
         """The values on another device, `ndl.cuda()` or "cuda:0", or by the name of a dtype in that
         one; gradients come back to where these are."""
+        if dtype is not None:
+            moved: Any = self if device is None else self.to(device)
+            return ops.astype(moved, dtype)
         if not isinstance(device, str):
             return ops.to_device(self, device)
         if device in DTYPES:
@@ -274,11 +320,14 @@ class Operators(Generic[Result]):
 
 # Functions of needle.ops whose first argument is the Tensor: methods by the same name.
 METHODS = """
-    abs absolute all any argmax argmin argsort broadcast_to ceil chunk clamp clip cos cumsum dot erf
-    exp expm1 flatten flip floor gather index_add index_select isfinite isnan log log1p log_softmax
-    logsumexp matmul max maximum mean min minimum nonzero norm outer pad prod relu remainder repeat
-    repeat_interleave roll round rsqrt scatter_add sigmoid sign silu sin softmax softplus sort sqrt
-    square squeeze std sum take_along_axis tanh tile topk tril triu unique unsqueeze var
+    abs absolute add all allclose amax amin any argmax argmin argsort bmm broadcast_to ceil
+    chunk clamp clip cos cumsum div divide dot eq erf exp expm1 flatten flip floor gather ge gt
+    index_add index_select isclose isfinite isinf isnan le log log10 log1p log2 log_softmax
+    logical_and logical_not logical_or logsumexp lt matmul max maximum mean min minimum mm mul
+    multiply mv ne neg negative nonzero norm outer pad pow power prod ravel reciprocal relu
+    remainder repeat repeat_interleave roll round rsqrt scatter_add sigmoid sign silu sin
+    softmax softplus sort sqrt square squeeze std sub subtract sum swapaxes take_along_axis tanh
+    tile topk tril triu true_divide unbind unique unsqueeze var
 """.split()
 CASTS = {
     "bfloat16": "bfloat16",
@@ -299,12 +348,18 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _in_place(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **words: self.fill_(getattr(self, name)(*args, **words))
+
+
 def _cast(dtype: str) -> Callable[[Any], Any]:
     return lambda self: ops.astype(self, dtype)
 
 
 for _name in METHODS:
     setattr(Operators, _name, _method(_name))
+for _name in ("add", "clamp", "div", "masked_fill", "mul", "sub"):
+    setattr(Operators, f"{_name}_", _in_place(_name))
 for _name, _dtype in CASTS.items():
     setattr(Operators, _name, _cast(_dtype))
 for _name in ("cpu", "cuda"):

@@ -1,5 +1,6 @@
 """Modules, parameters and layers."""
 
+from needle.nn import functional
 from needle.nn.attention import Attention, rotary_tables
 from needle.nn.basic import (
     GELU,
@@ -31,40 +32,14 @@ from needle.nn.module import Module, Parameter
 from needle.nn.recomputed import recompute
 from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
 
+# PyTorch's names of the same. A Module finds those in its lists.
+LayerNorm, CrossEntropyLoss, ModuleList = LayerNorm1d, SoftmaxLoss, list
+
 __all__ = [
-    "BCELoss",
-    "BCEWithLogitsLoss",
-    "GELU",
-    "KLDivLoss",
-    "L1Loss",
-    "MSELoss",
-    "RMSNorm",
-    "SiLU",
-    "Sigmoid",
-    "SwiGLU",
-    "Tanh",
-    "Attention",
-    "AttentionLayer",
-    "BatchNorm1d",
-    "Dropout",
-    "Embedding",
-    "FlatParameters",
-    "Flatten",
-    "Identity",
-    "LayerNorm1d",
-    "Linear",
-    "Module",
-    "MultiHeadAttention",
-    "Parameter",
-    "ReLU",
-    "Residual",
-    "Sequential",
-    "SoftmaxLoss",
-    "TiedHead",
-    "Transformer",
-    "TransformerLayer",
-    "flatten_parameters",
-    "is_decayed",
-    "recompute",
-    "rotary_tables",
-]
+    "Attention", "AttentionLayer", "BCELoss", "BCEWithLogitsLoss", "BatchNorm1d",
+    "CrossEntropyLoss", "Dropout", "Embedding", "FlatParameters", "Flatten", "GELU", "Identity",
+    "KLDivLoss", "L1Loss", "LayerNorm", "LayerNorm1d", "Linear", "MSELoss", "Module", "ModuleList",
+    "MultiHeadAttention", "Parameter", "RMSNorm", "ReLU", "Residual", "Sequential", "SiLU",
+    "Sigmoid", "SoftmaxLoss", "SwiGLU", "Tanh", "TiedHead", "Transformer", "TransformerLayer",
+    "flatten_parameters", "functional", "is_decayed", "recompute", "rotary_tables",
+]  # fmt: skip

@@ -39,7 +39,10 @@ def fixed_axes(axes: Axes) -> Axes:
 
 
 WORDS = {"axis": ("axes", "dim", "dims"), "axes": ("axis", "dim", "dims")}
-WORDS |= {"keepdims": ("keepdim",), "correction": ("ddof",)}
+WORDS |= {"keepdims": ("keepdim",), "correction": ("ddof", "unbiased"), "ord": ("p",)}
+WORDS |= {"start": ("start_dim",), "end": ("end_dim",), "k": ("diagonal",)}
+WORDS |= {"min": ("a_min",), "max": ("a_max",), "widths": ("pad_width",)}
+WORDS |= {"value": ("constant_values",)}
 
 
 def with_other_words(function: Any, name: str) -> Any:

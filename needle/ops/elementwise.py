@@ -4,7 +4,10 @@ except for gelu's, which is a kernel of its own."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
@@ -17,7 +20,23 @@ from needle.backend_ndarray import full
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
 
+NUMBERS = (int, float, np.generic)
+
 # ---- two operands --------------------------------------------------------------------------------
+
+
+def _with_numbers(combine: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """Let a function of two Tensors also take a number, which `combine` takes."""
+
+    def decorate(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+        @functools.wraps(function)
+        def called(a: Any, b: Any) -> Tensor:
+            is_number = isinstance(a, NUMBERS) or isinstance(b, NUMBERS)
+            return combine(a, b) if is_number else function(a, b)
+
+        return called
+
+    return decorate
 
 
 class EWiseAdd(TensorOp):
@@ -31,6 +50,7 @@ class EWiseAdd(TensorOp):
         return reduced_to(out_grad, a), reduced_to(out_grad, b)
 
 
+@_with_numbers(operator.add)
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b.
 
@@ -52,6 +72,7 @@ class EWiseSub(TensorOp):
         return reduced_to(out_grad, a), reduced_to(negate(out_grad), b)
 
 
+@_with_numbers(operator.sub)
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b."""
     return EWiseSub()(a, b)
@@ -71,6 +92,7 @@ class EWiseMul(TensorOp):
         )
 
 
+@_with_numbers(operator.mul)
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a * b."""
     return EWiseMul()(a, b)
@@ -93,6 +115,7 @@ class EWiseDiv(TensorOp):
         )
 
 
+@_with_numbers(operator.truediv)
 def divide(a: Tensor, b: Tensor) -> Tensor:
     """a / b.
 
@@ -126,6 +149,7 @@ class EWisePow(TensorOp):
         return da, db
 
 
+@_with_numbers(operator.pow)
 def power(a: Tensor, b: Tensor) -> Tensor:
     """a ** b. The gradient for b is NaN where a is negative, as the logarithm of a is.
 
@@ -162,8 +186,9 @@ class Where(TensorOp):
 
 
 def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a where the condition is not 0, else b; all broadcast. One of a and b may be a number, which
-    takes the other's dtype. Elements that are not chosen have no effect, not even inf or NaN.
+    """a where the condition is not 0, else b; all broadcast. A number takes the dtype of the other;
+    two numbers give float32, int64 or bool. Elements that are not chosen have no effect, not even
+    inf or NaN.
 
     >>> x = ndl.Tensor([4, 0])
     >>> y = ndl.where(x > 0, ndl.log(x), 7)
@@ -172,7 +197,9 @@ def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
     """
     beside = a if isinstance(a, Tensor) else b
     if not isinstance(beside, Tensor):
-        raise TypeError("where: a or b must be a Tensor, but both are numbers")
+        device = condition.device if isinstance(condition, (Tensor, NDArray)) else _C.cpu()
+        kind = {"f": "float32", "b": "bool"}.get(np.result_type(a, b).kind, "int64")
+        beside = const(full((), 0, kind, device))
     a, b = (
         const(full((), x, beside.dtype, beside.device)) if isinstance(x, Number) else x
         for x in (a, b)

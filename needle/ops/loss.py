@@ -11,7 +11,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
-from needle.ops.broadcast import summation
+from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
 from needle.ops.elementwise import (
     add,
@@ -22,10 +22,12 @@ from needle.ops.elementwise import (
     multiply,
     negate,
     subtract,
+    where,
 )
 from needle.ops.matmul import weight_grad
 from needle.ops.pointwise import abs, clip, log1p, softplus
-from needle.ops.reduce import mean
+from needle.ops.reduce import logsoftmax, mean
+from needle.ops.select import gather
 
 
 def _reduced(op: str, loss: Tensor, reduction: str) -> Tensor:
@@ -135,12 +137,15 @@ def _target_ids(op: str, targets: Any, rows: int, vocabulary: int, device: _C.De
     return ids
 
 
-def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
-    """The mean of -log softmax(logits)[target] over the rows, a float32 scalar.
+def cross_entropy(
+    logits: Tensor, targets: Any, reduction: str = "mean", ignore_index: int = -100
+) -> Tensor:
+    """The mean of -log softmax(logits)[target] over the rows, a float32 scalar; with reduction
+    "sum" their sum, with "none" one a row, 0 for a row that is ignored.
 
     logits: (N, V), any float dtype; targets: N whole numbers below V, in any shape. A row whose
-    target is negative is ignored; with no row left the loss is 0. A target of V or more raises
-    ValueError while the targets are on the host (on CUDA the loss becomes NaN).
+    target is negative or `ignore_index` is ignored; with no row left the loss is 0. A target of V
+    or more raises ValueError while the targets are on the host (on CUDA the loss becomes NaN).
 
     >>> logits = ndl.Tensor(np.log([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
     >>> round(ndl.ops.cross_entropy(logits, [0, -1]).item(), 4)  # -log 0.5; the second is ignored
@@ -149,7 +154,16 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
     check_tensors("cross_entropy", logits=logits)
     if len(logits.shape) != 2:
         raise ValueError(f"cross_entropy: logits must be (N, V), but the shape is {logits.shape}")
-    return CrossEntropy(_target_ids("cross_entropy", targets, *logits.shape, logits.device))(logits)
+    if ignore_index >= 0:
+        targets = np.asarray(targets)
+        targets = np.where(targets == ignore_index, -1, targets)
+    ids = _target_ids("cross_entropy", targets, *logits.shape, logits.device)
+    if reduction == "mean":
+        return CrossEntropy(ids)(logits)
+    column = _C.maximum(ids, 0).reshape((ids.size, 1))
+    found = reshape(gather(logsoftmax(astype(logits, "float32")), 1, column), (ids.size,))
+    loss = negate(where(_C.greater_equal(ids, 0), found, 0.0))
+    return _reduced("cross_entropy", loss, reduction)
 
 
 class LinearCrossEntropy(FusedOp):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,7 +100,12 @@ def argsort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tenso
     return _sorted("argsort", a, axis, descending, None)[1]
 
 
-def topk(a: Tensor, k: int, axis: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
+class TopK(NamedTuple):
+    values: Tensor
+    indices: Tensor
+
+
+def topk(a: Tensor, k: int, axis: int = -1, largest: bool = True) -> TopK:
     """The `k` largest elements along `axis`, the largest first, and where they are, as int64; the
     smallest with largest=False. Of equal ones the first; NaN counts as the largest. Gradients flow
     to those elements. ValueError for more elements than the axis has.
@@ -109,7 +114,7 @@ def topk(a: Tensor, k: int, axis: int = -1, largest: bool = True) -> tuple[Tenso
     >>> print(values, places)
     [3. 2.] [0 2]
     """
-    return _sorted("topk", a, axis, largest, k)
+    return TopK(*_sorted("topk", a, axis, largest, k))
 
 
 def unique(a: Tensor, return_inverse: bool = False, return_counts: bool = False) -> Any:

@@ -4,6 +4,7 @@ derivatives; maximum, minimum, clip, floor_divide, remainder; bits and truth val
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from numbers import Number
 from typing import Any
@@ -18,12 +19,15 @@ from needle.ops.common import const
 from needle.ops.elementwise import (
     add_scalar,
     divide,
+    divide_scalar,
     exp,
+    log,
     multiply,
     multiply_scalar,
     negate,
     scalar_divide,
     sigmoid,
+    subtract,
 )
 
 # ---- one operand ---------------------------------------------------------------------------------
@@ -75,7 +79,7 @@ abs = _function("absolute", "|a|; the gradient at 0 is 0.", lambda x: sign(x), "
 sign = _function("sign", "-1, 0 or 1; NaN for NaN. The gradient is 0.", None)
 floor = _function("floor", "The largest whole number up to a. The gradient is 0.", None)
 ceil = _function("ceil", "The smallest whole number from a on. The gradient is 0.", None)
-round = _function("round", "The nearest whole number, halves to even. The gradient is 0.", None)
+_round = _function("round", "", None)
 sin = _function("sin", "The sine of radians.", lambda x: cos(x))
 cos = _function("cos", "The cosine of radians.", lambda x: negate(sin(x)))
 erf = _function(
@@ -90,6 +94,28 @@ expm1 = _function("expm1", "e^a - 1, exact for small a.", lambda x: exp(x))
 rsqrt = _function("rsqrt", "1 / sqrt(a).", lambda x: multiply_scalar(divide(rsqrt(x), x), -0.5))
 silu = _function("silu", "a sigmoid(a) (Elfwing et al. 2017), also called swish.", _silu_slope)
 softplus = _function("softplus", "log(1 + e^a), without overflow.", lambda x: sigmoid(x))
+
+
+def round(a: Tensor, decimals: int = 0) -> Tensor:
+    """The nearest whole number, or that of so many decimals, halves to even. The gradient is 0."""
+    if decimals == 0 or a.dtype not in FLOATS:
+        return _round(a)
+    return divide_scalar(_round(multiply_scalar(a, 10.0**decimals)), 10.0**decimals)
+
+
+def reciprocal(a: Tensor) -> Tensor:
+    """1 / a."""
+    return scalar_divide(1.0, a)
+
+
+def log2(a: Tensor) -> Tensor:
+    """The logarithm to base 2."""
+    return multiply_scalar(log(a), 1 / math.log(2))
+
+
+def log10(a: Tensor) -> Tensor:
+    """The logarithm to base 10."""
+    return multiply_scalar(log(a), 1 / math.log(10))
 
 
 def square(a: Tensor) -> Tensor:
@@ -228,6 +254,42 @@ def isfinite(a: Tensor) -> Tensor:
     if a.dtype not in FLOATS:
         return const(full(a.shape, True, "bool", a.device))
     return const(_C.less(_C.absolute(a.cached_data), math.inf))
+
+
+def isinf(a: Tensor) -> Tensor:
+    """Where a is inf or -inf, as bool."""
+    return logical_not(bitwise_or(isfinite(a), isnan(a)))
+
+
+def isclose(a: Tensor, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> Tensor:
+    """Where |a - b| <= atol + rtol |b|, or a and b are equal, as bool."""
+    near = abs(subtract(a, b)) <= abs(multiply(b, rtol)) + atol
+    return (a == b) | (near & isfinite(b))
+
+
+def allclose(a: Tensor, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+    """True where isclose is for each element; waits for the device."""
+    return bool(isclose(a, b, rtol, atol).all())
+
+
+eq, ne, lt, le, gt, ge = (
+    operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge
+)  # fmt: skip
+
+
+def logical_and(a: Tensor, b: Any) -> Tensor:
+    """Where neither a nor b is 0, as bool."""
+    return (a != 0) & (b != 0)
+
+
+def logical_or(a: Tensor, b: Any) -> Tensor:
+    """Where a or b is not 0, as bool."""
+    return (a != 0) | (b != 0)
+
+
+def logical_not(a: Tensor) -> Tensor:
+    """Where a is 0, as bool."""
+    return a == 0
 
 
 def _data(a: Tensor, x: Any) -> Any:

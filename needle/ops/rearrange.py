@@ -72,6 +72,7 @@ def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
     """
     if axis is None:
         a, axis = reshape(a, (-1,) if a.size else (0,)), 0
+    (axis,) = normal_axes("repeat", axis, a.ndim)
     if isinstance(repeats, (Tensor, NDArray)):
         repeats = repeats.numpy()
     return index_select(a, axis, np.repeat(np.arange(a.shape[axis]), repeats))

@@ -14,7 +14,7 @@ from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import full
 from needle.graph import find_topo_sort, memory_of
-from needle.ops.broadcast import reduced_to, reshape
+from needle.ops.broadcast import astype, reduced_to, reshape
 from needle.ops.common import const, normal_axes
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import (
@@ -107,7 +107,7 @@ def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:
     part = get_item(src, tuple(slice(n) for n in ids.shape))
     shape = tuple(a.shape[i] if i == axis else n for i, n in enumerate(ids.shape))
     sums = IndexAdd((axis,), axis, ids, shape)(part)
-    return add(a, sums if shape == a.shape else PlaceItem(_beside(shape, axis), a.shape)(sums))
+    return _added(a, sums if shape == a.shape else PlaceItem(_beside(shape, axis), a.shape)(sums))
 
 
 def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
@@ -124,7 +124,11 @@ def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
             f"index_add: source must be {shape} for {ids.size} indices of one axis, "
             f"but is {source.shape}"
         )
-    return add(a, IndexAdd((axis,), axis, along(ids, axis, a.ndim), a.shape)(source))
+    return _added(a, IndexAdd((axis,), axis, along(ids, axis, a.ndim), a.shape)(source))
+
+
+def _added(a: Tensor, sums: Tensor) -> Tensor:
+    return astype(add(a, sums), "bool") if a.dtype == sums.dtype == "bool" else add(a, sums)
 
 
 def nonzero(a: Tensor, as_tuple: bool = True) -> Any:

@@ -3,7 +3,9 @@ tuples. Where the strides allow it the result is a view of the input's memory.""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from needle import _C
 from needle._C import NDArray
@@ -36,14 +38,19 @@ class Transpose(TensorOp):
         return transpose(out_grad, self.axes)
 
 
-def transpose(a: Tensor, axes: Sequence[int] | None = None) -> Tensor:
-    """`a` with two axes swapped, the last two by default.
+def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
+    """`a` with two axes swapped, the last two by default, given as a pair or one by one; or with
+    all of its three axes or more in another order, as NumPy has it.
 
     >>> ndl.transpose(ndl.ones(2, 3, 4)).shape
     (2, 4, 3)
     >>> ndl.transpose(ndl.ones(2, 3, 4), (0, 1)).shape
     (3, 2, 4)
     """
+    if other is not None:
+        axes = (axes, other)
+    if isinstance(axes, (tuple, list)) and len(axes) == a.ndim > 2:
+        return permute(a, axes)
     return Transpose(axes)(a)
 
 
@@ -262,11 +269,32 @@ class Split(TensorTupleOp):
         return stack(out_grad, self.axis)
 
 
-def split(a: Tensor, axis: int) -> TensorTuple:
-    """The slices of `a` along `axis`, without that axis: the inverse of stack.
+def split(a: Tensor, axis: int = 0) -> TensorTuple:
+    """The slices of `a` along `axis`, without that axis: the inverse of stack, which PyTorch
+    calls unbind.
 
     >>> left, right = ndl.split(ndl.Tensor([[1, 2], [3, 4]]), axis=1)
     >>> print(left, right)
     [1. 3.] [2. 4.]
     """
     return Split(axis)(a)
+
+
+def split_sizes(a: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
+    """Parts of `a` along `axis`, of so many elements, the last of the rest, or of given sizes:
+    `x.split(2, dim=-1)`, as PyTorch has it.
+
+    >>> print(*ndl.Tensor([1, 2, 3]).split(2))
+    [1. 2.] [3.]
+    """
+    axis = normal_axes("split", axis, a.ndim)[0]
+    n = a.shape[axis]
+    if isinstance(sizes, int):
+        if sizes < 1:
+            raise ValueError(f"split: the size must be 1 or more, but is {sizes}")
+        sizes = [min(sizes, n - at) for at in range(0, max(n, 1), sizes)]
+    elif sum(sizes) != n:
+        raise ValueError(f"split: sizes {sizes} do not sum to {n}, the size of axis {axis}")
+    ends = list(itertools.accumulate(sizes))
+    lead = (slice(None),) * axis
+    return tuple(get_item(a, (*lead, slice(end - n, end))) for n, end in zip(sizes, ends))

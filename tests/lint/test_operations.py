@@ -14,6 +14,12 @@ Functions of `needle.ops`, and of `needle`, that take Tensors. Each runs on the 
 `dim`, `keepdims` or `keepdim`. A dash: no function by itself, or none in that library.
 Convolutions, recurrent nets and linear algebra are not here.
 
+Where the two libraries differ the meaning is NumPy's: `max`, `min` and `sort` return values alone
+(`argmax`, `argsort` and `topk` have the places), `var` and `std` divide by n (`correction=1`:
+by n - 1), `nonzero` gives an array for each axis (`as_tuple=False`: one), `repeat` repeats
+elements (`tile`: blocks). `needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`,
+`layer_norm`, `scaled_dot_product_attention`, `normalize`, `cosine_similarity` and `nll_loss`.
+
 | needle | PyTorch | NumPy | gradient | devices |
 |---|---|---|---|---|
 """
@@ -22,13 +28,14 @@ SAME = """
     ceil clip cos divide dot einsum exp expm1 flip floor floor_divide isfinite isnan log log1p
     matmul maximum mean minimum multiply negative nonzero outer permute prod remainder reshape
     round sign sin sqrt square squeeze stack std subtract sum tanh tile tril triu true_divide var
-    where add max min roll argsort cumsum sort unique
+    where add max min roll argsort cumsum sort unique reciprocal log2 log10 isinf isclose allclose
+    logical_and logical_or logical_not swapaxes amax amin ravel
 """.split()
 TORCH_ONLY = """
     cat chunk clamp cross_entropy div dropout erf flatten gather index_add index_select kl_div
     binary_cross_entropy binary_cross_entropy_with_logits l1_loss log_softmax logsumexp mse_loss mul
     neg norm pow relu repeat_interleave rsqrt scatter_add sigmoid silu softmax softplus sub
-    unsqueeze gelu embedding topk
+    unsqueeze gelu embedding topk bmm mm mv concat eq ne lt le gt ge unbind
 """.split()
 TORCH = {
     "negate": "neg", "power": "pow", "power_scalar": "pow", "summation": "sum", "pad": "pad",
@@ -37,7 +44,7 @@ TORCH = {
     "astype": "Tensor.to", "to_device": "Tensor.to", "contiguous": "Tensor.contiguous",
     "linear": "linear", "layer_norm": "layer_norm", "get_item": "x[i]", "set_item": "x[i] = y",
     "split": "unbind", "attention": "scaled_dot_product_attention", "permute": "permute",
-    "negative": "negative",
+    "negative": "negative", "split_sizes": "split",
 }  # fmt: skip
 NUMPY = {
     "negate": "negative", "power": "power", "power_scalar": "power", "summation": "sum",
@@ -47,6 +54,9 @@ NUMPY = {
     "concatenate", "clamp": "clip", "index_select": "take", "norm": "linalg.norm", "pow": "power",
     "mul": "multiply", "sub": "subtract", "div": "divide", "neg": "negative", "astype":
     "ndarray.astype", "contiguous": "ascontiguousarray", "repeat_interleave": "repeat",
+    "concat": "concatenate", "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal", "bmm": "matmul", "mm": "matmul", "mv": "matmul",
 }  # fmt: skip
 HOST = "repeat repeat_interleave set_item unique".split()
 NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
@@ -55,7 +65,7 @@ NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
 def page() -> str:
     lines = []
     for name in ops.__all__:
-        if not inspect.isfunction(getattr(ops, name)) or name in NOT_OPS:
+        if not inspect.isroutine(getattr(ops, name)) or name in NOT_OPS:
             continue
         torch = TORCH.get(name, name if name in SAME + TORCH_ONLY else "-")
         numpy = NUMPY.get(name, name if name in SAME else "-")

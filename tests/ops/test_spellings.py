@@ -1,6 +1,7 @@
 """Ordinary spellings of PyTorch, NumPy and the course, as they are typed on the first day."""
 
 import numpy as np
+import pytest
 from harness import naming
 
 import needle as ndl
@@ -45,8 +46,94 @@ a & 1 ; ~a ; a % 2 ; a // 2 ; a.index_select(0, [0]) ; a.contiguous() ; a.is_con
 ndl.zeros((2, 3)) ; ndl.ones([2, 3]) ; ndl.randn((2, 3)) ; ndl.tensor([1, 2]) ; x.numel() ; x.dim()
 x.t() ; v.expand(2, -1) ; x.masked_fill(x > 0, 0) ; ndl.manual_seed(0)
 c @ c[0].flat ; ndl.cumsum(x, 0) ; ndl.sort(x) ; x.argsort() ; ndl.topk(x, 2) ; ndl.unique(i)
+(x * 1).sub_(1) ; x.detach().clone().clamp_(min=0).zero_() ; ndl.nn.functional.relu(x)
+ndl.empty(2)
+nn.LayerNorm(4)(x) ; nn.CrossEntropyLoss()(x, [0, 1, 3]) ; nn.ModuleList([nn.ReLU()])[0](x)
+ndl.randn_like(x) ; ndl.rand_like(x) ; ndl.inf > ndl.pi ; x.to(dtype=ndl.float16, device="cpu")
 x.sort(dim=0) ; ndl.argsort(x, axis=0, descending=True) ; x.topk(2, dim=0) ; x.cumsum(dim=1)
 """
+
+# as typed = the same in NumPy, of the same dtype and type
+VALUES = """
+x.pow(2) = x**2 ; ndl.pow(2, x) = 2**x ; ndl.add(x, 1) = x + 1 ; ndl.subtract(1, x) = 1 - x
+x.mul(y).div(2) = x * y / 2 ; x.neg() = -x ; x.reciprocal() = 1 / x ; ndl.log2(p) = np.log2(p)
+ndl.log10(p) = np.log10(p) ; ndl.round(x, 1) = np.round(x, 1) ; i.round(2) = i
+ndl.isinf(x / 0) = np.ones((3, 4), bool) ; ndl.isinf(i) = i < 0 ; x.eq(y) = x == y
+ndl.lt(x, 0) = x < 0 ; x.ge(y) = x >= y ; ndl.logical_and(x > 0, i) = np.logical_and(x > 0, i)
+ndl.logical_or(b, x) = b | (x != 0) ; ndl.logical_not(x) = x == 0 ; x.allclose(x + 1e-7) = True
+ndl.allclose(x, y) = False ; ndl.isclose(n, n) = np.isclose(n, n) ; x.amax(dim=1) = x.max(1)
+ndl.amin(x, 0, keepdim=True) = x.min(0, keepdims=True)
+x.var(dim=1, unbiased=True) = x.var(1, ddof=1)
+x.norm(p=1, dim=1) = np.abs(x).sum(1) ; x.mm(y.t()) = x @ y.T ; ndl.mv(x, x[0]) = x @ x[0]
+ndl.bmm(t, t.transpose(1, 2)) = t @ t.swapaxes(1, 2) ; ndl.transpose(t, 0, 2) = t.swapaxes(0, 2)
+t.transpose(2, 0, 1) = t.transpose(2, 0, 1) ; ndl.swapaxes(t, 0, 1) = t.swapaxes(0, 1)
+t.flatten(start_dim=1) = t.reshape(2, -1) ; x.ravel() = x.ravel()
+ndl.concat([x, y], dim=1) = np.hstack([x, y])
+x.split(3, dim=-1)[1] = x[:, 3:] ; x.split([1, 3], 1)[1] = x[:, 1:] ; x.unbind(1)[2] = x[:, 2]
+ndl.triu(x, diagonal=1) = np.triu(x, 1) ; ndl.where(x > 0, 1.0, 0) = (x > 0).astype("f4")
+ndl.where(b, 1, 0) = np.where(b, 1, 0)
+ndl.linspace(0, 1, steps=3) = np.linspace(0, 1, 3).astype("f4")
+ndl.full_like(i, 7) = np.full_like(i, 7) ; ndl.tensor([[1, 2]]) = np.array([[1, 2]])
+ndl.tensor([True]) = np.array([True]) ; ndl.tensor(0.5) = np.float32(0.5)
+x[ndl.tensor([2, 0])] = x[[2, 0]]
+ndl.from_numpy(np.arange(3)) = np.arange(3) ; ndl.topk(x, 1, dim=0).values = x.max(0, keepdims=True)
+ndl.topk(x, 1).indices[:, 0] = x.argmax(1) ; x.size = 12 ; x.size() = (3, 4) ; x.size(-1) = 4
+x.numel() = 12 ; x.dtype == ndl.float32 = True ; ndl.zeros(2, dtype=ndl.int64) = np.zeros(2, "i8")
+x[:, ndl.newaxis] = x[:, None] ; x.copy() = x ; x.clone().add_(y).mul_(2) = (x + y) * 2
+x.clone().masked_fill_(x < 0, 0) = np.maximum(x, 0) ; x.clone().fill_(3) = np.full_like(x, 3)
+b.scatter_add(1, i[:, :1], ~b) = b | (np.eye(4)[i[:, 0]] > 0) & ~b[:, :1]
+F.cross_entropy(x, r, reduction="none") = nll ; F.cross_entropy(x, r, reduction="sum") = nll.sum()
+F.cross_entropy(x, [0, 9, 1], ignore_index=9) = nll[[0, 2]].mean()
+F.one_hot(i) = np.eye(4, dtype="i8")[i]
+F.cross_entropy(x, [0, -100, 1], "none") = nll * [1, 0, 1]
+F.nll_loss(F.log_softmax(x), r) = nll.mean()
+F.pad(x, (1, 0, 0, 2), value=5) = np.pad(x, ((0, 2), (1, 0)), constant_values=5)
+F.linear(x, y, p[0, :3]) = x @ y.T + p[0, :3]
+F.normalize(x) = x / np.linalg.norm(x, axis=1)[:, None]
+F.cosine_similarity(x, y) = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
+F.layer_norm(x, (4,), eps=0) = (x - x.mean(1)[:, None]) / x.std(1)[:, None]
+F.scaled_dot_product_attention(q, q, q) = attended
+"""
+
+
+def test_spellings_have_numpys_values():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    x, q = draw(3, 4), draw(1, 2, 3, 4)
+    arrays = {"x": x, "y": draw(3, 4), "p": np.abs(draw(3, 4)) + 0.1, "t": draw(2, 3, 4), "q": q}
+    arrays |= {"i": rng.integers(0, 4, (3, 4)), "b": x > 0, "r": np.array([0, 3, 1])}
+    arrays["n"] = np.array([np.nan, np.inf, 1], np.float32)
+    weights = np.exp(q @ q.swapaxes(2, 3) / 2)
+    wanted = {
+        "np": np,
+        "nll": np.log(np.exp(x).sum(1)) - x[[0, 1, 2], [0, 3, 1]],
+        "attended": weights / weights.sum(-1, keepdims=True) @ q,
+    }
+    tensors = {k: ndl.Tensor(a, dtype=a.dtype, requires_grad=False) for k, a in arrays.items()}
+    names = {"ndl": ndl, "np": np, "F": nn.functional, **tensors}
+    for line in VALUES.strip().split("\n"):
+        for text in line.split(" ; "):
+            left, right = text.rsplit(" = ", 1)
+            with naming(text), np.errstate(divide="ignore"):
+                got, value = eval(left, dict(names)), eval(right, wanted | arrays)
+                if not isinstance(got, ndl.Tensor):
+                    assert got == value
+                    continue
+                np.testing.assert_allclose(got.numpy(), value, 1e-5, 1e-6)
+                assert got.dtype == {"float64": "float32"}.get(str(value.dtype), str(value.dtype))
+
+
+def test_other_words_errors_say_what_is_wrong():
+    x = ndl.ones(3, 4)
+    for text, message in (
+        ("x.split(0)", "size must be 1 or more"), ("x.split([1, 1], 1)", "do not sum to 4"),
+        ("x.repeat(2, 2)", "repeat: axis 2 does not exist"), ("F.pad(x, (1,))", "needs pairs"),
+        ("F.pad(x, (1, 1), 'reflect')", "the mode 'constant'"),
+        ("F.layer_norm(x, (3,))", "not .3,"),
+        ("F.cross_entropy(x, [0, 1, 2], reduction='x')", "reduction must be"),
+    ):  # fmt: skip
+        with naming(text), pytest.raises(ValueError, match=message):
+            eval(text, {"x": x, "F": nn.functional})
 
 
 def test_spellings_of_the_first_day():

@@ -1,0 +1,74 @@
+"""PyTorch's torch.nn.functional: needle.ops, with PyTorch's arguments where the others differ.
+
+import needle.nn.functional as F
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from needle import init, ops
+from needle.autograd import Tensor
+from needle.ops import *  # noqa: F403
+
+
+def pad(a: Tensor, widths: Sequence[int], mode: str = "constant", value: float = 0) -> Tensor:
+    """`a` with elements `value` around it: (before, after) of the last axis, then of the one before
+    it, and so on.
+
+    >>> print(nn.functional.pad(ndl.ones(1, 1), (1, 0, 0, 1)))
+    [[0. 1.]
+     [0. 0.]]
+    """
+    if mode != "constant" or len(widths) % 2 or len(widths) > 2 * a.ndim:
+        raise ValueError(f"pad: needs pairs for the last of {a.ndim} axes, and the mode 'constant'")
+    pairs = [(0, 0)] * (a.ndim - len(widths) // 2)
+    pairs += [(widths[i], widths[i + 1]) for i in range(len(widths) - 2, -1, -2)]
+    return ops.pad(a, pairs, value)
+
+
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """int64 rows of the identity at whole numbers; by default up to the largest."""
+    classes = num_classes if num_classes >= 0 else int(tensor.max().item()) + 1
+    return init.one_hot(classes, tensor, dtype="int64")
+
+
+def layer_norm(
+    x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Tensor:
+    """ops.layer_norm over the last axis, of size `shape`, by default without weight and bias."""
+    if tuple(shape) != x.shape[-1:]:
+        raise ValueError(f"layer_norm: normalises the last axis, {x.shape[-1:]}, not {shape}")
+    like = {"device": x.device, "dtype": x.dtype}
+    weight = init.ones(*shape, **like) if weight is None else weight
+    return ops.layer_norm(x, weight, init.zeros(*shape, **like) if bias is None else bias, eps)
+
+
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """ops.attention of q, k and v (B, H, T, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ops.attention(q, k, v, is_causal, scale).transpose(1, 2)
+
+
+def normalize(a: Tensor, p: float = 2, dim: int = 1, eps: float = 1e-12) -> Tensor:
+    """`a` divided by its norm along `dim`, or by eps where that is larger."""
+    return a / a.norm(p, dim, True).maximum(eps)
+
+
+def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """The dot product of the directions of a and b along `dim`."""
+    return (a * b).sum(dim) / (a.norm(2, dim) * b.norm(2, dim)).maximum(eps)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias for a weight (out, in); those of nn.Linear are (in, out)."""
+    out = ops.linear_transposed(x, weight)
+    return out if bias is None else out + bias
+
+
+def nll_loss(input: Tensor, target: Any) -> Tensor:
+    """The mean of -input[target] over the rows of log-probabilities (N, V)."""
+    return -input.gather(1, target.reshape(-1, 1)).mean()
