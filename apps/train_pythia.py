@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import checkout
 
     checkout.choose()
+
+import numpy as np
 
 from needle import models, nn, optim, supervise
 from needle.autograd import Tensor

@@ -14,11 +14,11 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-import numpy as _np  # noqa: F401  before the core, which uses its C API
-
 from needle import core as _core
 
-_core.load()
+_core.load()  # first: it says that a checkout is not built, also where NumPy is missing
+
+import numpy as _np
 
 from needle import autograd, backend_ndarray, block_mask, init, nn, ops, optim
 from needle._C import (

@@ -29,10 +29,11 @@ def load() -> None:
     try:
         if not _has_core(os.path.dirname(os.path.abspath(__file__))):
             _use_installed()
+        importlib.import_module("numpy")  # the core uses its C API
         module = importlib.import_module("needle._C")
         atexit.register(_end_after_fatal_fault, module)  # the first to register is the last to run
     except ImportError as error:
-        if getattr(error, "name", None) == "needle":
+        if error.name in ("needle", "numpy"):
             raise
         raise ImportError(
             f"needle's C core cannot be loaded: {error}. Build it again: `make clean lib`, or "

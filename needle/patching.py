@@ -195,7 +195,7 @@ def _patch_every(*functions: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return patch_every
 
 
-# (3, L, T) and (5, L, H)
+# (3, L, T), (5, L, H) and (5, L, T, H)
 get_act_patch_block_every = _patch_every(
     get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out
 )
@@ -205,4 +205,11 @@ get_act_patch_attn_head_all_pos_every = _patch_every(
     get_act_patch_attn_head_k_all_pos,
     get_act_patch_attn_head_v_all_pos,
     get_act_patch_attn_head_pattern_all_pos,
+)
+get_act_patch_attn_head_by_pos_every = _patch_every(
+    get_act_patch_attn_head_out_by_pos,
+    get_act_patch_attn_head_q_by_pos,
+    get_act_patch_attn_head_k_by_pos,
+    get_act_patch_attn_head_v_by_pos,
+    lambda *given, **options: get_act_patch_attn_head_pattern_by_pos(*given, **options).transpose(),
 )

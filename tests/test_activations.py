@@ -387,7 +387,7 @@ def test_analyses_are_those_of_transformer_lens(parallel, tmp_path):
         def torch_metric(logits):
             return logits[0, -1, 5] - logits[0, -1, 6] + logits[1, 3, 2]
 
-        every = "block_every", "attn_head_all_pos_every"
+        every = "block_every", "attn_head_all_pos_every", "attn_head_by_pos_every"
         for name in ("attn_head_out_by_pos", "resid_pre", "attn_head_pattern_all_pos", *every):
             full = f"get_act_patch_{name}"
             stack = getattr(their_patching, full)(theirs, ids, wanted, torch_metric)

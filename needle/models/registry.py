@@ -56,9 +56,12 @@ class Config:
 
     @classmethod
     def _check_fields(cls, fields: Mapping[str, Any]) -> None:
-        unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
+        own = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted({*fields} - {*own})
         if unknown:
-            raise ValueError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
+            raise ValueError(
+                f"{cls.__name__}: unknown fields {', '.join(unknown)}; there are {', '.join(own)}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -60,7 +60,10 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
     listed = tmp_path / "listed.json"
     listed.write_text('{"model": {"hidden_size": 8}, "settings": {"model": "3"}}')
     for more, text in (
-        (f"--config {toml}", f"{toml}: PythiaConfig: unknown fields num_layer"),
+        (
+            f"--config {toml}",
+            f"{toml}: PythiaConfig: unknown fields num_layer; there are vocab_size, ",
+        ),
         ("--hidden 33", "hidden_size 33 is not a multiple of num_heads 2"),
         (f"--init {folder} --layers 2", "--layers: its shape is what its weights have"),
         (f"--config {ours} --seq-len 17", "max_seq_len of --config is 16"),

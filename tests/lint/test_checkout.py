@@ -151,7 +151,12 @@ def test_an_unbuilt_needle_names_the_command(tmp_path):
     for folder in ("needle", "tests"):
         shutil.copytree(ROOT / folder, unbuilt / folder, ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(ROOT / "pyproject.toml", unbuilt)
-    for words in (["-m", "needle.diagnose"], ["-m", "pytest", "-q", "tests/test_optim.py"]):
+    bare = "import sys; sys.modules['numpy'] = None; import needle"
+    for words in (
+        ["-m", "needle.diagnose"],
+        ["-m", "pytest", "-q", "tests/test_optim.py"],
+        ["-c", bare],
+    ):
         done = run(Path(sys.executable), *words, cwd=unbuilt)
         text = " ".join((done.stdout + done.stderr).split())
         assert done.returncode != 0 and f"the needle in {unbuilt} is not built" in text
