@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from needle.processes import program
 from needle.training import flags, folder, length, ranks, state, trackers, weights
 from needle.training.evaluation import evaluate
 from needle.training.exits import Ending
+from needle.training.log import COLUMNS
 from needle.training.run import (
     Run,
     finish,
@@ -260,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
         ending.ranks = group = ranks.join(args, words, place, Path(__file__))
         ending.run = run = make_run(args, group)
         ranks.tell_gpus(group, run.settings, args.verify > 0)
-        print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
+        print(textwrap.fill(str(run.model), COLUMNS, subsequent_indent="  "))
+        print(f"{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)
         else:

@@ -30,7 +30,7 @@ try:
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 except ImportError as error:
     lacking = (
-        f"needle.lm_eval needs the LM evaluation harness ({error}): "
+        f"needle lm_eval needs the LM evaluation harness ({error}): "
         f"{sys.executable} -m pip install lm_eval"
     )
     if __name__ == "__main__":

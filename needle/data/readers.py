@@ -308,7 +308,7 @@ def _open_text(
     folder = cache_dir() / f"text-{digest.hexdigest()[:32]}"
 
     def make() -> dict:
-        print(f"tokenising {source}: once, then kept in {folder}", flush=True)
+        print(f"tokenising {source}: once, then kept in\n  {folder}", flush=True)
         try:
             for old in folder.glob("*.bin"):  # a process may read them
                 old.unlink()

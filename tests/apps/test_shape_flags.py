@@ -50,7 +50,8 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
         made = tmp_path / "runs" / name / "config.json"
         wanted = {"model": "pythia", **json.loads(made.read_text())["model"]}
         assert read_config(str(made)) == wanted
-    capsys.readouterr()
+    shown = [line for line in capsys.readouterr().out.split("\n") if "Pythia(" in line]
+    assert shown and max(map(len, shown)) <= 80
     folder = str(tmp_path / "runs" / "preset")
     for more in ("--layers 2", "--hidden 16", "--no-mlp", f"--config {toml}", "--init-seed 3"):
         with naming(more):

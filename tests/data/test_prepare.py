@@ -1,4 +1,4 @@
-"""python -m needle.data: prepare, inspect, view, as the shell meets them."""
+"""python -m needle data: prepare, inspect, view, as the shell meets them."""
 
 import gzip
 import json
