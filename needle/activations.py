@@ -33,6 +33,16 @@ OTHER_NAMES = {
     "mlp_post": "post",
 }
 PARTS = {"a": "attn", "attention": "attn", "m": "mlp"}
+# Inputs and outputs of modules, by which TransformerLens' bridge names the same values again.
+OF_MODULES = {"embed.hook_out": "hook_embed", "unembed.hook_in": "ln_final.hook_out"}
+OF_MODULES |= {"hook_in": "hook_resid_pre", "ln1.hook_in": "hook_resid_pre"}
+OF_MODULES |= {f"attn.{x}hook_in": "ln1.hook_out" for x in ("", "q.", "k.", "v.")}
+OF_MODULES |= {f"attn.{x}.hook_out": f"attn.hook_{x}" for x in "qkv"}
+OF_MODULES |= {"attn.o.hook_in": "attn.hook_z", "attn.hook_out": "hook_attn_out"}
+OF_MODULES |= {"mlp.hook_in": "ln2.hook_out", "mlp.in.hook_in": "ln2.hook_out"}
+OF_MODULES |= {"mlp.in.hook_out": "mlp.hook_pre", "mlp.out.hook_in": "mlp.hook_post"}
+OF_MODULES |= {"mlp.out.hook_out": "hook_mlp_out", "mlp.hook_out": "hook_mlp_out"}
+OF_MODULES["hook_out"] = "hook_resid_post"
 
 Positions = int | slice | Sequence[int] | None
 
@@ -119,6 +129,14 @@ class ActivationCache(dict[str, Tensor]):
         if rest and isinstance(rest[0], int) and rest[0] < 0:
             rest[0] += self.layers
         full = get_act_name(str(name), *rest)
+        block, inner = re.fullmatch(r"(blocks\.\d+\.)?(.*)", full, re.S).groups("")
+        if full == "ln_final.hook_in":
+            full = f"blocks.{self.layers - 1}.hook_resid_post"
+        elif inner == "ln2.hook_in":
+            mid, pre = (f"{block}hook_resid_{at}" for at in ("mid", "pre"))
+            full = mid if mid in self else pre
+        else:
+            full = block + OF_MODULES.get(inner, inner)
         if full != key and full in self:
             return self[full]
         why = absence(self.model, full) or (

@@ -1,6 +1,7 @@
 """The activation cache, weights by head, text, and patching: by identities that hold for any model
 (sums of components, one patch after another), and beside TransformerLens."""
 
+import re
 from functools import partial
 
 import numpy as np
@@ -153,6 +154,10 @@ def test_names_of_transformer_lens_mean_the_same():
     plain = model(IDS[:1])[0].numpy()
     _, cache = model.run_with_cache(IDS[:1])
     whole = {name: x.numpy() for name, x in cache.items()}
+    for name, same in (("blocks.0.hook_out", "resid_post0"), ("ln_final.hook_in", "resid_post1")):
+        assert cache[name] is cache[same]
+    with pytest.raises(KeyError, match="blocks.9.hook_resid_post is not in this cache"):
+        cache["blocks.9.hook_out"]
     for _ in range(2):
         assert cache.remove_batch_dim() is cache
         assert all((x.numpy() == whole[name][0]).all() for name, x in cache.items())
@@ -371,6 +376,10 @@ def test_analyses_are_those_of_transformer_lens(parallel, tmp_path):
                 stack, their_labels = getattr(wanted, name)(return_labels=True, **options)
                 assert labels == their_labels and ours.shape == tuple(stack.shape)
                 close(ours, stack.numpy(), 1e-4)
+        for name in wanted:
+            if not re.search("rotary|hook_(cos|sin|unembed|hidden)|^embed.hook_in|^unembed.hook_out", name):
+                with naming(name):
+                    close(cache[name], wanted[name].numpy(), 1e-4)
         for name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_Q", "b_O"):
             close(getattr(model, name), getattr(theirs, name).numpy())
         ids = torch.from_numpy(IDS)
