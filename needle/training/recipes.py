@@ -85,7 +85,7 @@ def keeps(text: str) -> Callable[[int], bool]:
             last = int(words[at + 1]) if at + 1 < len(words) else math.inf
             patterns.append((*_pattern(before), last))
             before = []
-        elif not word.isdecimal() or (before and int(word) <= before[-1]):
+        elif not word.isdecimal() or int(word) <= max(numbers, default=-1):
             raise ValueError(f"{word!r} is no whole number larger than the one before")
         else:
             numbers.add(int(word))

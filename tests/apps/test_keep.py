@@ -26,7 +26,19 @@ def test_steps_follow_the_pattern_before_the_dots():
         with naming(text):
             assert [step for step in range(5001) if keeps(text)(step)] == list(wanted)
             assert keeps(text)(10**15) == text.endswith(("1000,...", "0,500,...", "2000,..."))
-    for text in ("", "a", "1,2,", "2,1", "...", "0,...", "1,2,4,9,...", "-1", "1,...,...", "1.5"):
+    for text in (
+        "",
+        "a",
+        "1,2,",
+        "2,1",
+        "...",
+        "0,...",
+        "1,2,4,9,...",
+        "-1",
+        "1,...,...",
+        "1.5",
+        "1,2,4,...,3",
+    ):
         with naming(repr(text)), pytest.raises(ValueError):
             keeps(text)
 
