@@ -35,6 +35,7 @@ from needle._C import (
     cuda_reset,
 )
 from needle.autograd import Tensor, TensorTuple, no_grad
+from needle.backend_ndarray import choose_device as device
 from needle.backend_ndarray import default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
 from needle.init import (
@@ -68,7 +69,7 @@ float32, float16, bfloat16, uint8, uint16, int32, int64 = (
     "float32", "float16", "bfloat16", "uint8", "uint16", "int32", "int64"
 )  # fmt: skip
 inf, nan, pi, newaxis = _np.inf, _np.nan, _np.pi, None
-array = tensor
+array = asarray = tensor
 empty, from_numpy = zeros, from_dlpack
 
 if _TYPE_CHECKING:  # names that __getattr__ finds
@@ -99,12 +100,13 @@ if _TYPE_CHECKING:  # names that __getattr__ finds
 
 __all__ = [
     "CudaError", "CudaFatalError", "Device", "Event", "NDArray", "Tensor", "TensorTuple",
-    "all_devices", "arange", "array", "autograd", "backend_ndarray", "bfloat16", "block_mask",
-    "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset", "default_device", "empty",
-    "eye", "float16", "float32", "from_dlpack", "from_numpy", "full", "full_like", "inf", "init",
-    "int32", "int64", "linspace", "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad",
-    "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint",
-    "randn", "randn_like", "randperm", "tensor", "uint16", "uint8", "zeros", "zeros_like",
+    "all_devices", "arange", "array", "asarray", "autograd", "backend_ndarray", "bfloat16",
+    "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
+    "default_device", "device", "empty", "eye", "float16", "float32", "from_dlpack", "from_numpy",
+    "full", "full_like", "inf", "init", "int32", "int64", "linspace", "manual_seed", "multinomial",
+    "nan", "newaxis", "nn", "no_grad", "one_hot", "ones", "ones_like", "ops", "optim", "pi",
+    "rand", "rand_like", "randb", "randint", "randn", "randn_like", "randperm", "tensor", "uint16",
+    "uint8", "zeros", "zeros_like",
 ]  # fmt: skip
 __all__ += ops.__all__
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from needle import _C, operators
 from needle._C import Device, NDArray
-from needle.backend_ndarray import ones, zeros
+from needle.backend_ndarray import given_device, ones, zeros
 from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
 from needle.graph import arrays_of, check_unchanged, collect, find_topo_sort, memory_of
 from needle.operators import Operators
@@ -401,7 +401,7 @@ class Tensor(Value, Operators["Tensor"]):
             if data is array:
                 data = array.copy()
         else:
-            data = _C.array(array, dtype or "float32", _C.cpu() if device is None else device)
+            data = _C.array(array, dtype or "float32", given_device(device))
         self.cached_data = data
         self.requires_grad = requires_grad
 
@@ -547,8 +547,8 @@ class Tensor(Value, Operators["Tensor"]):
 def _moved(data: NDArray, device: Device | None, dtype: str | None) -> NDArray:
     if dtype is not None and dtype != data.dtype:
         data = data.astype(dtype)
-    if device is not None and device != data.device:
-        data = data.to(device)
+    if device is not None and given_device(device) != data.device:
+        data = data.to(given_device(device))
     return data
 
 

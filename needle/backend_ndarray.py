@@ -63,8 +63,11 @@ def default_device() -> Device:
     return cpu()
 
 
-def given_device(device: Device | None) -> Device:
-    """`device`, by default default_device(); TypeError for what is none."""
+def given_device(device: Device | str | None) -> Device:
+    """`device`, also by its name, by default default_device(). TypeError for what is none, and
+    ValueError for a name of none and for a device that cannot be used."""
+    if isinstance(device, str):
+        return choose_device(device)
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device: must be a Device such as needle.cpu(), not {device!r:.40}")
     return default_device() if device is None else device

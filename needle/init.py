@@ -1,7 +1,8 @@
 """Creating Tensors. Random numbers come from NumPy's global generator in float64 and are then cast,
 so that `np.random.seed` gives the same model on every device and in every dtype.
 
-Each function takes `device` (cpu() by default), `dtype` ("float32") and `requires_grad` (False).
+Each function takes `device` (cpu() by default; also a name, as "cuda:1"), `dtype` ("float32") and
+`requires_grad` (False).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import full as full_array
+from needle.backend_ndarray import given_device
 
 
 @dataclasses.dataclass
@@ -85,7 +87,7 @@ def _sizes(shape: tuple) -> tuple[int, ...]:
 
 
 def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
-    data = _C.array(values, dtype, _C.cpu() if device is None else device)
+    data = _C.array(values, dtype, given_device(device))
     return Tensor.from_ndarray(data, requires_grad)
 
 

@@ -57,6 +57,7 @@ class Operators(Generic[Result]):
     shape: Any
     ndim: Any
     clone: Callable[[Any], Result]
+    requires_grad: bool
     _operand: Callable[[Any], Result]
     from_ndarray: Callable[..., Result]
 
@@ -166,7 +167,9 @@ class Operators(Generic[Result]):
         add = allclose = amax = amin = bmm = div = divide = eq = ge = gt = isclose = isinf = abs
         le = log10 = log2 = logical_and = logical_not = logical_or = lt = mm = mul = multiply = abs
         mv = ne = neg = negative = pow = power = ravel = reciprocal = sub = subtract = abs
-        swapaxes = true_divide = unbind = add_ = clamp_ = div_ = masked_fill_ = mul_ = sub_ = abs
+        moveaxis = movedim = swapaxes = true_divide = unbind = add_ = clamp_ = div_ = (
+            masked_fill_
+        ) = mul_ = sub_ = abs
 
     def _compared(self, compare: Callable[[Any, Any], NDArray], other: Any) -> Any:
         if isinstance(other, (Number, np.bool_)):
@@ -235,6 +238,31 @@ class Operators(Generic[Result]):
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Result, ...]:
         """PyTorch's split, ops.split_sizes: parts of so many elements, or of given sizes."""
         return ops.split_sizes(self, sizes, dim)
+
+    def where(self, condition: Any, other: Any) -> Result:
+        """This Tensor where the condition is true, which broadcasts, and `other` elsewhere."""
+        return ops.where(condition, self, other)
+
+    def masked_select(self, mask: Any) -> Result:
+        """The elements where the mask is true, as one axis: `x[mask]`."""
+        return self[mask]
+
+    def view_as(self, other: Any) -> Result:
+        """The same elements in the shape of another Tensor."""
+        return self.reshape(other.shape)
+
+    def expand_as(self, other: Any) -> Result:
+        """Broadcast to the shape of another Tensor."""
+        return ops.broadcast_to(self, other.shape)
+
+    def type_as(self, other: Any) -> Result:
+        """The values in the dtype of another Tensor."""
+        return ops.astype(self, other.dtype)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set whether gradients flow to this leaf, and return it."""
+        self.requires_grad = requires_grad
+        return self
 
     def fill_(self, value: Any) -> Result:
         """Set all elements, in place, as `x[...] = value`."""
@@ -323,11 +351,11 @@ METHODS = """
     abs absolute add all allclose amax amin any argmax argmin argsort bmm broadcast_to ceil
     chunk clamp clip cos cumsum div divide dot eq erf exp expm1 flatten flip floor gather ge gt
     index_add index_select isclose isfinite isinf isnan le log log10 log1p log2 log_softmax
-    logical_and logical_not logical_or logsumexp lt matmul max maximum mean min minimum mm mul
-    multiply mv ne neg negative nonzero norm outer pad pow power prod ravel reciprocal relu
-    remainder repeat repeat_interleave roll round rsqrt scatter_add sigmoid sign silu sin
-    softmax softplus sort sqrt square squeeze std sub subtract sum swapaxes take_along_axis tanh
-    tile topk tril triu true_divide unbind unique unsqueeze var
+    logical_and logical_not logical_or logsumexp lt matmul max maximum mean min minimum mm
+    moveaxis movedim mul multiply mv ne neg negative nonzero norm outer pad pow power prod ravel
+    reciprocal relu remainder repeat repeat_interleave roll round rsqrt scatter_add sigmoid sign
+    silu sin softmax softplus sort sqrt square squeeze std sub subtract sum swapaxes
+    take_along_axis tanh tile topk tril triu true_divide unbind unique unsqueeze var
 """.split()
 CASTS = {
     "bfloat16": "bfloat16",

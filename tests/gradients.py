@@ -196,6 +196,16 @@ GRADIENTS = [
     by_name("log1p", np.log1p, positive(3, 4)),
     by_name("expm1", np.expm1, MATRIX),
     by_name("rsqrt", lambda a: a**-0.5, positive(3, 4)),
+    by_name("moveaxis", lambda a: np.moveaxis(a, 0, -1), MATRIX, source=0, destination=-1),
+    *(
+        Gradient(
+            name,
+            lambda ops, a, b, name=name: getattr(ops, name)([a, b]),
+            lambda a, b, name=name: getattr(np, name)([a, b]),
+            (MATRIX, MATRIX),
+        )
+        for name in ("hstack", "vstack")
+    ),
     by_name("reciprocal", lambda a: 1 / a, positive(3, 4)),
     by_name("log2", np.log2, positive(3, 4)),
     by_name("log10", np.log10, positive(3, 4)),

@@ -273,7 +273,7 @@ def test_state_and_random_numbers_come_back(tmp_path):
     np.testing.assert_array_equal(np.random.standard_normal(5), expected)
 
 
-def test_missing_file_and_a_string_for_a_device_are_named(saved, tmp_path):
+def test_missing_file_is_named_and_devices_have_names(saved, tmp_path):
     for read in load_checkpoint, ndl.load, Checkpoint, lambda path: ndl.load(path, made()[0]):
         with pytest.raises(FileNotFoundError, match="none.safetensors: cannot be read: No such"):
             read(tmp_path / "none.safetensors")
@@ -281,22 +281,31 @@ def test_missing_file_and_a_string_for_a_device_are_named(saved, tmp_path):
             read(tmp_path / "none.safetensors")
     folder = tmp_path / "hf"
     Pythia(CONFIG).save_pretrained(folder)
-    wanted = "must be a Device such as needle.cpu.., not 'cpu'"
     for make in (
-        lambda: load_checkpoint(saved, "cpu"),
-        lambda: load_checkpoint(saved, device="cpu"),
-        lambda: ndl.load(saved, device="cpu"),
-        lambda: Checkpoint(saved).restore_model("cpu"),
-        lambda: Pythia.from_pretrained(folder, device="cpu"),
-        lambda: evaluate.load_model(folder, device="cpu"),
-        lambda: evaluate.load_model(saved, device="cpu"),
-        lambda: Pythia(CONFIG, device="cpu"),
-        lambda: ndl.create_pythia_70m(device="cpu"),
-        lambda: ndl.backend_ndarray.empty((2,), device="cpu"),
-        lambda: ndl.kernels.compile("", device="cpu"),
+        lambda device: load_checkpoint(saved, device)[0],
+        lambda device: ndl.load(saved, device=device),
+        lambda device: Checkpoint(saved).restore_model(device),
+        lambda device: Pythia.from_pretrained(folder, device=device),
+        lambda device: evaluate.load_model(folder, device=device)[0],
+        lambda device: evaluate.load_model(saved, device=device)[0],
+        lambda device: Pythia(CONFIG, device=device),
+        lambda device: ndl.backend_ndarray.empty((2,), device=device),
+        lambda device: ndl.ones(2, device=device),
+        lambda device: ndl.randint(3, (2,), device=device),
+        lambda device: ndl.Tensor([1], device=device),
+        lambda device: ndl.Tensor(ndl.Tensor([1]), device=device),
+        lambda device: nn.Linear(2, 2, device=device),
+        lambda device: nn.Transformer(8, 8, 1, num_head=1, dim_head=8, device=device),
+        lambda device: nn.Embedding(3, 2, device=device),
     ):
-        with pytest.raises(TypeError, match=wanted):
-            make()
+        for device in "cpu", ndl.cpu():
+            make(device)
+        with pytest.raises(
+            ValueError, match="device must be auto, cpu, cuda or cuda:INDEX, not 'gp"
+        ):
+            make("gpu")
+        with pytest.raises(TypeError, match="device: must be a Device"):
+            make(3)
 
 
 def test_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, capsys):

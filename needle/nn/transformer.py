@@ -13,6 +13,7 @@ import numpy as np
 from needle import _C, init, ops
 from needle._C import Device
 from needle.autograd import Tensor
+from needle.backend_ndarray import given_device
 from needle.nn.basic import (
     Dropout,
     Embedding,
@@ -55,7 +56,7 @@ class MultiHeadAttention(Module):
         """(1, 1, i, j) of the lowest float32 where a query may not look, and 0 elsewhere."""
         hidden = np.triu(np.ones((1, 1, i, j), dtype=np.float32), j - i + 1)
         lowest = -np.finfo(np.float32).max
-        return _C.array(hidden * lowest, "float32", _C.cpu() if device is None else device)
+        return _C.array(hidden * lowest, "float32", given_device(device))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         for name, x in (("q", q), ("k", k), ("v", v)):

@@ -201,13 +201,16 @@ from needle.ops.shape import (
     Transpose,
     concatenate,
     flip,
+    hstack,
     make_tuple,
+    moveaxis,
     permute,
     split,
     split_sizes,
     stack,
     transpose,
     tuple_get_item,
+    vstack,
 )
 from needle.ops.statistics import Min, all, any, argmax, argmin, min, norm, prod, std, var
 
@@ -221,6 +224,7 @@ clamp = clip
 div = divide
 expand_dims = unsqueeze
 log_softmax = logsoftmax
+movedim = moveaxis
 mul = multiply
 neg = negative = negate
 pow = power
@@ -258,21 +262,21 @@ __all__ = [
     "concat", "concatenate", "contiguous", "convert_to_block_mask", "cos", "cross_entropy",
     "cumsum", "dilated_attention", "div", "divide", "divide_scalar", "dot", "dropout", "einsum",
     "embedding", "eq", "erf", "exp", "expand_dims", "expm1", "flatten", "flip", "floor",
-    "floor_divide", "gather", "ge", "gelu", "gelu_mlp", "get_item", "gt", "index_add",
+    "floor_divide", "gather", "ge", "gelu", "gelu_mlp", "get_item", "gt", "hstack", "index_add",
     "index_select", "isclose", "isfinite", "isinf", "isnan", "kl_div", "l1_loss", "layer_norm",
     "layer_norm_pair", "layer_norm_residual", "le", "linear", "linear_cross_entropy",
     "linear_transposed", "log", "log10", "log1p", "log2", "log_softmax", "logical_and",
     "logical_not", "logical_or", "logsoftmax", "logsumexp", "lt", "make_tuple", "matmul", "max",
-    "maximum", "mean", "min", "minimum", "mm", "mse_loss", "mul", "multiply", "multiply_scalar",
-    "mv", "ne", "neg", "negate", "negative", "nonzero", "norm", "outer", "pad", "permute", "pow",
-    "power", "power_scalar", "prod", "qkv_attention", "ravel", "reciprocal", "relu", "remainder",
-    "repeat", "repeat_interleave", "reshape", "ring_attention", "ring_chunks",
-    "ring_dilated_attention", "roll", "rotary", "round", "rsqrt", "scalar_divide", "scalar_power",
-    "scatter_add", "set_item", "sigmoid", "sign", "silu", "sin", "softmax", "softplus", "sort",
-    "split", "split_sizes", "sqrt", "square", "squeeze", "stack", "std", "sub", "subtract",
-    "subtract_scalar", "sum", "summation", "swapaxes", "take_along_axis", "tanh", "tile",
-    "to_device", "topk", "transpose", "tril", "triu", "true_divide", "tuple_get_item", "unbind",
-    "unique", "unsqueeze", "var", "where",
+    "maximum", "mean", "min", "minimum", "mm", "moveaxis", "movedim", "mse_loss", "mul",
+    "multiply", "multiply_scalar", "mv", "ne", "neg", "negate", "negative", "nonzero", "norm",
+    "outer", "pad", "permute", "pow", "power", "power_scalar", "prod", "qkv_attention", "ravel",
+    "reciprocal", "relu", "remainder", "repeat", "repeat_interleave", "reshape", "ring_attention",
+    "ring_chunks", "ring_dilated_attention", "roll", "rotary", "round", "rsqrt", "scalar_divide",
+    "scalar_power", "scatter_add", "set_item", "sigmoid", "sign", "silu", "sin", "softmax",
+    "softplus", "sort", "split", "split_sizes", "sqrt", "square", "squeeze", "stack", "std", "sub",
+    "subtract", "subtract_scalar", "sum", "summation", "swapaxes", "take_along_axis", "tanh",
+    "tile", "to_device", "topk", "transpose", "tril", "triu", "true_divide", "tuple_get_item",
+    "unbind", "unique", "unsqueeze", "var", "vstack", "where",
 ]  # fmt: skip
 
 _define_operators(_sys.modules[__name__])

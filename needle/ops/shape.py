@@ -255,6 +255,23 @@ def concatenate(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
     return Concatenate(axis)(_as_tuple("concatenate", args))
 
 
+def hstack(args: Sequence[Tensor]) -> Tensor:
+    """Tensors joined along axis 1, those of one axis along that."""
+    return concatenate(args, 0 if args[0].ndim == 1 else 1)
+
+
+def vstack(args: Sequence[Tensor]) -> Tensor:
+    """Tensors joined along axis 0, those of one axis as rows."""
+    return stack(args) if args[0].ndim == 1 else concatenate(args)
+
+
+def moveaxis(a: Tensor, source: int, destination: int) -> Tensor:
+    """`a` with axis `source` moved to `destination`; the others stay in their order."""
+    order = list(range(a.ndim))
+    order.insert(destination % a.ndim, order.pop(source))
+    return permute(a, order)
+
+
 class Split(TensorTupleOp):
     reads_inputs = reads_result = False
 

@@ -29,7 +29,7 @@ SAME = """
     matmul maximum mean minimum multiply negative nonzero outer permute prod remainder reshape
     round sign sin sqrt square squeeze stack std subtract sum tanh tile tril triu true_divide var
     where add max min roll argsort cumsum sort unique reciprocal log2 log10 isinf isclose allclose
-    logical_and logical_or logical_not swapaxes amax amin ravel
+    logical_and logical_or logical_not swapaxes amax amin ravel hstack vstack moveaxis
 """.split()
 TORCH_ONLY = """
     cat chunk clamp cross_entropy div dropout erf flatten gather index_add index_select kl_div
@@ -45,6 +45,7 @@ TORCH = {
     "linear": "linear", "layer_norm": "layer_norm", "get_item": "x[i]", "set_item": "x[i] = y",
     "split": "unbind", "attention": "scaled_dot_product_attention", "permute": "permute",
     "negative": "negative", "split_sizes": "split",
+    "movedim": "movedim",
 }  # fmt: skip
 NUMPY = {
     "negate": "negative", "power": "power", "power_scalar": "power", "summation": "sum",
@@ -57,6 +58,7 @@ NUMPY = {
     "concat": "concatenate", "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal",
     "gt": "greater",
     "ge": "greater_equal", "bmm": "matmul", "mm": "matmul", "mv": "matmul",
+    "movedim": "moveaxis",
 }  # fmt: skip
 HOST = "repeat repeat_interleave set_item unique".split()
 NOT_OPS = {"convert_to_block_mask", "ring_chunks"}

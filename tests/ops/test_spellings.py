@@ -82,6 +82,12 @@ x.numel() = 12 ; x.dtype == ndl.float32 = True ; ndl.zeros(2, dtype=ndl.int64) =
 x[:, ndl.newaxis] = x[:, None] ; x.copy() = x ; x.clone().add_(y).mul_(2) = (x + y) * 2
 x.clone().masked_fill_(x < 0, 0) = np.maximum(x, 0) ; x.clone().fill_(3) = np.full_like(x, 3)
 b.scatter_add(1, i[:, :1], ~b) = b | (np.eye(4)[i[:, 0]] > 0) & ~b[:, :1]
+ndl.hstack([x[0], y[0]]) = np.hstack([x[0], y[0]]) ; ndl.vstack([x, y]) = np.vstack([x, y])
+ndl.vstack([x[0], y[0]]) = np.stack([x[0], y[0]]) ; t.movedim(0, -1) = np.moveaxis(t, 0, -1)
+ndl.moveaxis(t, -1, 0) = np.moveaxis(t, -1, 0) ; x.where(b, 0) = np.where(b, x, 0)
+x.view_as(x.T) = x.reshape(4, 3)
+x.masked_select(b) = x[b] ; x[0].expand_as(y) = x[[0, 0, 0]] ; x.type_as(i) = x.astype("i8")
+ndl.zeros(2, device=ndl.device("cpu")).requires_grad_().requires_grad = True
 F.cross_entropy(x, r, reduction="none") = nll ; F.cross_entropy(x, r, reduction="sum") = nll.sum()
 F.cross_entropy(x, [0, 9, 1], ignore_index=9) = nll[[0, 2]].mean()
 F.one_hot(i) = np.eye(4, dtype="i8")[i]
