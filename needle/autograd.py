@@ -387,7 +387,7 @@ class Tensor(Value, Operators["Tensor"]):
     def __init__(
         self,
         array: Any,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str | None = None,
         requires_grad: bool = True,
         **kwargs: Any,
@@ -544,7 +544,7 @@ class Tensor(Value, Operators["Tensor"]):
         raise TypeError(f"a Tensor cannot be combined with {type(other).__name__}")
 
 
-def _moved(data: NDArray, device: Device | None, dtype: str | None) -> NDArray:
+def _moved(data: NDArray, device: Device | str | None, dtype: str | None) -> NDArray:
     if dtype is not None and dtype != data.dtype:
         data = data.astype(dtype)
     if device is not None and given_device(device) != data.device:

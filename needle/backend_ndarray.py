@@ -64,13 +64,28 @@ def default_device() -> Device:
 
 
 def given_device(device: Device | str | None) -> Device:
-    """`device`, also by its name, by default default_device(). TypeError for what is none, and
-    ValueError for a name of none and for a device that cannot be used."""
-    if isinstance(device, str):
-        return choose_device(device)
-    if device is not None and not isinstance(device, Device):
+    """`device`, also by its name, by default default_device(). TypeError for what is none,
+    ValueError for another name and for a GPU that cannot be used."""
+    if device is None:
+        return default_device()
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, str):
         raise TypeError(f"device: must be a Device such as needle.cpu(), not {device!r:.40}")
-    return default_device() if device is None else device
+    try:
+        kind, _, index = check_device_name(device).partition(":")
+    except ValueError as error:
+        raise ValueError(f"device {error}") from error
+    if kind == "auto":
+        if cuda().enabled():
+            return cuda()
+        if DRIVER.exists() and "cannot load" in cuda().reason():  # a library is missing
+            print(f"needle: warning: {cuda().reason()}", file=sys.stderr)
+        return cpu()
+    found = cpu() if kind == "cpu" else cuda(int(index or 0))
+    if not found.enabled():
+        raise ValueError(f"device {device}: {found.reason()}")
+    return found
 
 
 def check_device_name(name: str) -> str:
@@ -88,21 +103,9 @@ def choose_device(name: str) -> Device:
     >>> nd.choose_device("cpu")
     cpu()
     """
-    try:
-        check_device_name(name)
-    except ValueError as error:
-        raise ValueError(f"device {error}") from error
-    if name == "auto":
-        if cuda().enabled():
-            return cuda()
-        if DRIVER.exists() and "cannot load" in cuda().reason():  # a library is missing
-            print(f"needle: warning: {cuda().reason()}", file=sys.stderr)
-        return cpu()
-    kind, _, index = name.partition(":")
-    device = cpu() if kind == "cpu" else cuda(int(index or 0))
-    if not device.enabled():
-        raise ValueError(f"device {name}: {device.reason()}")
-    device.synchronize()  # an enabled GPU can still refuse: out of memory, lost
+    device = given_device(name)
+    if name != "auto":
+        device.synchronize()  # an enabled GPU can still refuse: out of memory, lost
     return device
 
 

@@ -86,7 +86,9 @@ def _sizes(shape: tuple) -> tuple[int, ...]:
     return tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
 
 
-def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
+def _tensor(
+    values: np.ndarray, device: Device | str | None, dtype: str, requires_grad: bool
+) -> Tensor:
     data = _C.array(values, dtype, given_device(device))
     return Tensor.from_ndarray(data, requires_grad)
 
@@ -95,7 +97,7 @@ def _drawn(
     op: str,
     draw: Callable[[], Any],
     shape: tuple[int, ...],
-    device: Device | None,
+    device: Device | str | None,
     dtype: str,
     grad: bool,
 ) -> Tensor:
@@ -110,7 +112,7 @@ def rand(
     *shape: int | Sequence[int],
     low: float = 0.0,
     high: float = 1.0,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -132,7 +134,7 @@ def randn(
     *shape: int | Sequence[int],
     mean: float = 0.0,
     std: float = 1.0,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -156,7 +158,7 @@ def randn(
 def randb(
     *shape: int | Sequence[int],
     p: float = 0.5,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "bool",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -173,7 +175,7 @@ def randb(
 def constant(
     *shape: int | Sequence[int],
     c: float = 1.0,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -198,7 +200,7 @@ def manual_seed(seed: int) -> None:
 
 def ones(
     *shape: int | Sequence[int],
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -208,7 +210,7 @@ def ones(
 
 def zeros(
     *shape: int | Sequence[int],
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -217,7 +219,7 @@ def zeros(
 
 
 def zeros_like(
-    array: Tensor | NDArray, *, device: Device | None = None, requires_grad: bool = False
+    array: Tensor | NDArray, *, device: Device | str | None = None, requires_grad: bool = False
 ) -> Tensor:
     """Zeros of the shape, dtype and device of `array`.
 
@@ -229,7 +231,7 @@ def zeros_like(
 
 
 def ones_like(
-    array: Tensor | NDArray, *, device: Device | None = None, requires_grad: bool = False
+    array: Tensor | NDArray, *, device: Device | str | None = None, requires_grad: bool = False
 ) -> Tensor:
     """Ones of the shape, dtype and device of `array`."""
     device = array.device if device is None else device
@@ -252,7 +254,10 @@ def randn_like(array: Tensor | NDArray) -> Tensor:
 
 
 def tensor(
-    data: Any, dtype: str | None = None, device: Device | None = None, requires_grad: bool = False
+    data: Any,
+    dtype: str | None = None,
+    device: Device | str | None = None,
+    requires_grad: bool = False,
 ) -> Tensor:
     """PyTorch's constructor: integers become int64, truth values bool, others float32, unless
     `dtype` says otherwise, without gradient. `Tensor`, the course's, makes float32 with one.
@@ -271,7 +276,7 @@ def arange(
     stop: float | None = None,
     step: float = 1,
     *,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
@@ -290,7 +295,7 @@ def full(
     shape: int | Sequence[int],
     fill_value: float,
     *,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -303,7 +308,7 @@ def eye(
     n: int,
     m: int | None = None,
     *,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -317,7 +322,7 @@ def linspace(
     num: int = 50,
     *,
     steps: int | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -335,7 +340,7 @@ def randint(
     high: Any = None,
     size: int | Sequence[int] = (),
     *,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "int64",
 ) -> Tensor:
     """Whole numbers in [low, high), or [0, low): `np.random.randint(low, high, size)`, or, as
@@ -345,7 +350,7 @@ def randint(
     return _tensor(np.asarray(np.random.randint(low, high, size)), device, dtype, False)
 
 
-def randperm(n: int, *, device: Device | None = None, dtype: str = "int64") -> Tensor:
+def randperm(n: int, *, device: Device | str | None = None, dtype: str = "int64") -> Tensor:
     """The whole numbers below n in random order: `np.random.permutation(n)`."""
     return _tensor(np.random.permutation(n), device, dtype, False)
 
@@ -386,7 +391,7 @@ def from_dlpack(array: Any) -> Tensor:
 def one_hot(
     n: int,
     i: Any,
-    device: Device | None = None,
+    device: Device | str | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.backend_ndarray import DTYPES, check_device_name, choose_device
+from needle.backend_ndarray import DTYPES, check_device_name, given_device
 
 Result = TypeVar("Result")
 ops: Any = None
@@ -343,7 +343,7 @@ class Operators(Generic[Result]):
                 f"to: must name a device (cpu, cuda, cuda:INDEX) or a dtype ({', '.join(DTYPES)}), "
                 f"not {device!r}"
             ) from None
-        return ops.to_device(self, choose_device(device))
+        return ops.to_device(self, given_device(device))
 
 
 # Functions of needle.ops whose first argument is the Tensor: methods by the same name.

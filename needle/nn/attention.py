@@ -58,7 +58,7 @@ class Attention(Module):
         features: int,
         heads: int,
         bias: bool = True,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
         in_std: float | None = None,
         out_std: float | None = None,

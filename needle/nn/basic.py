@@ -45,7 +45,7 @@ class Linear(Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
         std: float | None = None,
     ) -> None:
@@ -146,7 +146,7 @@ class SwiGLU(Module):
     bias, gate and up (dim, hidden), drawn first, and down (hidden, dim)."""
 
     def __init__(
-        self, dim: int, hidden: int, device: Device | None = None, dtype: str = "float32"
+        self, dim: int, hidden: int, device: Device | str | None = None, dtype: str = "float32"
     ) -> None:
         super().__init__()
         self.gate = Linear(dim, hidden, bias=False, device=device, dtype=dtype)
@@ -228,7 +228,11 @@ class LayerNorm1d(Module):
     hook_points = {"hook_scale": None, "hook_normalized": None, "hook_out": None}
 
     def __init__(
-        self, dim: int, eps: float = 1e-5, device: Device | None = None, dtype: str = "float32"
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        device: Device | str | None = None,
+        dtype: str = "float32",
     ) -> None:
         super().__init__()
         self.dim = init.check_size(f"{type(self).__name__}: dim", dim)
@@ -258,7 +262,11 @@ class RMSNorm(Module):
     """
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, device: Device | None = None, dtype: str = "float32"
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        device: Device | str | None = None,
+        dtype: str = "float32",
     ) -> None:
         super().__init__()
         self.dim = init.check_size("RMSNorm: dim", dim)
@@ -290,7 +298,7 @@ class BatchNorm1d(Module):
         dim: int,
         eps: float = 1e-5,
         momentum: float = 0.1,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -330,7 +338,7 @@ class Embedding(Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
         std: float = 1.0,
     ) -> None:

@@ -43,7 +43,7 @@ class MultiHeadAttention(Module):
         *,
         dropout: float = 0.0,
         causal: bool = False,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class AttentionLayer(Module):
         out_features: int | None = None,
         dropout: float = 0.0,
         causal: bool = True,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class TransformerLayer(Module):
         *,
         dropout: float = 0.0,
         causal: bool = True,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Transformer(Module):
         dim_head: int = 32,
         dropout: float = 0.0,
         causal: bool = True,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str = "float32",
         batch_first: bool = False,
         sequence_len: int = 2048,
