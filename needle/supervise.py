@@ -4,41 +4,48 @@
     needle train --supervise ...                      the same for the trainer
 
 COMMAND is restarted when it
-    exits with os.EX_TEMPFAIL (75: the GPU is lost; after a fatal CUDA fault only a new process gets
-    the device),
+    exits with os.EX_TEMPFAIL (75: the GPU is lost; after a fatal CUDA fault
+    only a new process gets the device),
     is killed by a signal, or is an mpirun and one of its ranks is,
-    finishes no step for S seconds: it prints its stacks and is killed with its process group.
+    finishes no step for S seconds: it prints its stacks and is killed with its
+    process group.
 Any other exit code is passed on.
 
-Before each restart a fresh process health-checks the device. Up to the step that failed COMMAND
-runs with NEEDLE_SYNC=1, so that a fault that recurs names its op. Three failures at one step, or
-its neighbours, end the run (the host is a step ahead of a GPU or not), and so do eight in a row
-without a new checkpoint. The exit code is that of the last failure. The second and later ones of a
-row are followed by a pause of 0.5 s, which doubles up to 16 s.
+Before each restart a fresh process health-checks the device. Up to the step
+that failed COMMAND runs with NEEDLE_SYNC=1, so that a fault that recurs names
+its op. Three failures at one step, or its neighbours, end the run (the host is
+a step ahead of a GPU or not), and so do eight in a row without a new
+checkpoint. The exit code is that of the last failure. The second and later ones
+of a row are followed by a pause of 0.5 s, which doubles up to 16 s.
 
-If COMMAND has a rank on each of several GPUs, each GPU is health-checked. One that fails, or that
-computed wrong, is left out from then on: the run goes on with the largest number of ranks that can
-share its steps, on the first of the other GPUs (CUDA_VISIBLE_DEVICES), with the same bits.
+If COMMAND has a rank on each of several GPUs, each GPU is health-checked. One
+that fails, or that computed wrong, is left out from then on: the run goes on
+with the largest number of ranks that can share its steps, on the first of the
+other GPUs (CUDA_VISIBLE_DEVICES), with the same bits.
 
-SIGINT, SIGTERM and SIGHUP are passed on once: COMMAND saves and ends, and is not restarted. It has
-its own process group, reads nothing, writes where this process does, and ends with it. Processes
-that COMMAND starts in sessions of their own survive a SIGKILL of the supervisor.
+SIGINT, SIGTERM and SIGHUP are passed on once: COMMAND saves and ends, and is
+not restarted. It has its own process group, reads nothing, writes where this
+process does, and ends with it. Processes that COMMAND starts in sessions of
+their own survive a SIGKILL of the supervisor.
 
 Each failure is a line of faults.jsonl in the run's folder:
 
-    time, step      when, and the first unfinished step (of a GPU possibly one later); null before
-                    the first report
+    time, step      when, and the first unfinished step (of a GPU possibly one
+                    later); null before the first report
     exit, signal    one of them is null
     op, message     the op only where NEEDLE_SYNC was on
-    seconds_lost    from the last step that is not repeated to the end of the health check
+    seconds_lost    from the last step that is not repeated to the end of the
+                    health check
     action          restart, or why there is none
-    left_out        the GPUs left out until this supervisor ends, by UUID, and why; absent if none
+    left_out        the GPUs left out until this supervisor ends, by UUID, and
+                    why; absent if none
 
-If another run has taken the folder, or the folder is gone, nothing is written and COMMAND is not
-restarted: the exit code is that of the failure.
+If another run has taken the folder, or the folder is gone, nothing is written
+and COMMAND is not restarted: the exit code is that of the failure.
 
-COMMAND reports by needle/heartbeat.py, as needle's trainer does. If it reports nothing, its hangs
-are not seen and three failures end it; NEEDLE_RESTARTS in its environment counts its restarts.
+COMMAND reports by needle/heartbeat.py, as needle's trainer does. If it reports
+nothing, its hangs are not seen and three failures end it; NEEDLE_RESTARTS in
+its environment counts its restarts.
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
 """Diagnose this machine, this installation of needle, a run or a kernel service.
 
-It prints the facts (versions, build, devices). It examines each device in a process of its own with
-a deadline, so that a device that hangs does not hang the command: the state of each GPU by its
-driver (ECC, Xid errors, throttling, temperature, power, memory and its holders, MIG, MPS), rates,
-every op against a float64 reference, on contiguous operands and on views, a training step of a tiny
-Pythia, and copies between GPUs. It multiplies two matrices on each device and compares with NumPy.
-That takes less than 10 s if a processor is free. With --full it tries every op in each dtype, size
-and layout, each pair of GPUs, and recovery from an injected fault, in less than 2 minutes.
+It prints the facts (versions, build, devices). It examines each device in a
+process of its own with a deadline, so that a device that hangs does not hang
+the command: the state of each GPU by its driver (ECC, Xid errors, throttling,
+temperature, power, memory and its holders, MIG, MPS), rates, every op against a
+float64 reference, on contiguous operands and on views, a training step of a
+tiny Pythia, and copies between GPUs. It multiplies two matrices on each device
+and compares with NumPy. That takes less than 10 s if a processor is free. With
+--full it tries every op in each dtype, size and layout, each pair of GPUs, and
+recovery from an injected fault, in less than 2 minutes.
 
-Under torchrun, mpirun or srun each rank examines its own device. Then all ranks together make an
-all_gather, an all_reduce and a step of ring attention, which are compared with NumPy. Each rank
-prints a line; a rank that is wrong, late, stopped or gone is named with its device, within 30 s
-more.
+Under torchrun, mpirun or srun each rank examines its own device. Then all ranks
+together make an all_gather, an all_reduce and a step of ring attention, which
+are compared with NumPy. Each rank prints a line; a rank that is wrong, late,
+stopped or gone is named with its device, within 30 s more.
 
-The exit code is 0 if all is right, and 1 after a failure: a line with FAILED, the op if it is an
-op's, and the remedy. A machine without a GPU is right, except with --device or
-NEEDLE_REQUIRE_CUDA=1, or where the CUDA backend was built and there is an NVIDIA driver. The token
-of a kernel service is in NEEDLE_KERNELS_TOKEN, or in the file that NEEDLE_KERNELS_TOKEN_FILE names.
+The exit code is 0 if all is right, and 1 after a failure: a line with FAILED,
+the op if it is an op's, and the remedy. A machine without a GPU is right,
+except with --device or NEEDLE_REQUIRE_CUDA=1, or where the CUDA backend was
+built and there is an NVIDIA driver. The token of a kernel service is in
+NEEDLE_KERNELS_TOKEN, or in the file that NEEDLE_KERNELS_TOKEN_FILE names.
 """
 
 from __future__ import annotations

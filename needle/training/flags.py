@@ -326,7 +326,7 @@ def words_of_defaults() -> dict[str, object]:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="needle train",
-        usage="%(prog)s [FLAG ...]; --help lists the common flags, --help all every one",
+        usage="%(prog)s [FLAG ...]; --help: common flags, --help all: every flag",
         description=DESCRIPTION,
         epilog=EPILOG,
         add_help=False,

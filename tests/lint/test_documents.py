@@ -95,7 +95,8 @@ def test_links_lead_to_files_and_headings():
 
 
 def test_commands_have_the_flags_they_are_shown_with():
-    """`--flag` of a command in a document is in that program's help, and none is missing."""
+    """`--flag` of a command in a document is in that program's help, and none is missing. The help
+    of a word of `needle` fits 80 columns."""
     programs: dict[str, str] = {}
     for page in PAGES:
         if page.name.startswith("measurements"):  # of the commits that it names
@@ -109,10 +110,16 @@ def test_commands_have_the_flags_they_are_shown_with():
             if name not in programs:
                 asked = ["--help", "all"] if "train" in name else ["--help"]
                 shown = subprocess.run(
-                    [sys.executable, *parts, *asked], cwd=ROOT, capture_output=True, text=True
+                    [sys.executable, *parts, *asked],
+                    cwd=ROOT,
+                    env=os.environ | {"COLUMNS": "80"},
+                    capture_output=True,
+                    text=True,
                 )
                 assert shown.returncode == 0, f"{page.name}: {name}: {shown.stderr}"
                 programs[name] = shown.stdout
+                long = [line for line in shown.stdout.split("\n") if len(line) > 80]
+                assert words[0] not in COMMANDS or not long, long
             for flag in (word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)):
                 assert flag in programs[name], f"{page.name}: {name} has no {flag}"
             if len(words) > len(parts) - 2 * (words[0] in COMMANDS):  # it is shown with arguments
