@@ -4,6 +4,7 @@ needle.ops, which documents the maths and the arguments. needle.ops imports this
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -212,6 +213,10 @@ class Operators(Generic[Result]):
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write in place, by the same rules (ops.set_item): `x[1:3] = y`, `x[mask] = 0`."""
         ops.set_item(self, index, value)
+
+    def __index__(self) -> int:
+        """The one whole number, in ranges and slices: `data[i : i + 8]`. TypeError for a float."""
+        return operator.index(self.cached_data.item())
 
     def __len__(self) -> int:
         return len(self.cached_data)

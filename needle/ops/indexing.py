@@ -341,11 +341,11 @@ def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
     of bool."""
     items: list[Any] = []
     for item in index if isinstance(index, tuple) else (index,):
-        if isinstance(item, (Tensor, NDArray, np.ndarray, list)):
+        if isinstance(item, (Tensor, NDArray, np.ndarray, list, range)):
             array = item.cached_data if isinstance(item, Tensor) else item
             if not isinstance(array, NDArray) or array.device.is_host or array.ndim == 0:
                 array = array.numpy() if isinstance(array, NDArray) else np.asarray(array)
-            if array.size == 0 and isinstance(item, list):
+            if array.size == 0 and isinstance(item, (list, range)):
                 array = array.astype(np.int64)
             is_whole = (
                 array.dtype in INTEGERS

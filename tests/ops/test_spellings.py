@@ -87,6 +87,8 @@ ndl.vstack([x[0], y[0]]) = np.stack([x[0], y[0]]) ; t.movedim(0, -1) = np.moveax
 ndl.moveaxis(t, -1, 0) = np.moveaxis(t, -1, 0) ; x.where(b, 0) = np.where(b, x, 0)
 x.view_as(x.T) = x.reshape(4, 3)
 x.masked_select(b) = x[b] ; x[0].expand_as(y) = x[[0, 0, 0]] ; x.type_as(i) = x.astype("i8")
+x[ndl.tensor(0) : ndl.tensor(2)] = x[:2] ; x[range(2)] = x[:2] ; x[range(0)] = x[:0]
+len(range(ndl.tensor(3))) = 3
 ndl.zeros(2, device=ndl.device("cpu")).requires_grad_().requires_grad = True
 F.cross_entropy(x, r, reduction="none") = nll ; F.cross_entropy(x, r, reduction="sum") = nll.sum()
 F.cross_entropy(x, [0, 9, 1], ignore_index=9) = nll[[0, 2]].mean()
