@@ -14,6 +14,7 @@ import numpy as np
 from needle import _C
 from needle._C import Device, NDArray
 from needle.backend_ndarray import DTYPES, check_device_name, given_device
+from needle.grad_mode import mode
 
 Result = TypeVar("Result")
 ops: Any = None
@@ -59,6 +60,9 @@ class Operators(Generic[Result]):
     ndim: Any
     clone: Callable[[Any], Result]
     requires_grad: bool
+    op: Any
+    inputs: Any
+    assigned: int
     _operand: Callable[[Any], Result]
     from_ndarray: Callable[..., Result]
 
@@ -139,6 +143,24 @@ class Operators(Generic[Result]):
 
     def __invert__(self) -> Result:
         return ops.bitwise_not(self)
+
+    def _updated(self, new: Any) -> Any:
+        """Write `new` into a leaf that is trained under no_grad(): `w -= rate * w.grad`. Elsewhere
+        the name gets the new Tensor."""
+        is_trained = self.requires_grad and self.op is None and not mode.enabled
+        return self.fill_(new) if is_trained else new
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._updated(self + other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self._updated(self - other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._updated(self * other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._updated(self / other)
 
     def __matmul__(self, other: Any) -> Result:
         return ops.matmul(self, self._operand(other))
@@ -277,8 +299,12 @@ class Operators(Generic[Result]):
     copy_ = fill_
 
     def zero_(self) -> Result:
-        """Set all elements to 0, in place."""
-        return self.fill_(0)
+        """Set all elements to 0, in place: they depend on nothing then, as `w.grad.zero_()`."""
+        if self.op is not None:
+            self.op, self.inputs, self.requires_grad = None, (), False
+        self.fill_(0)
+        self.assigned = self.cached_data.written
+        return self  # type: ignore[return-value]
 
     def masked_fill(self, mask: Any, value: Any) -> Result:
         """`value` where the mask is true, which broadcasts, and this Tensor elsewhere."""

@@ -193,6 +193,31 @@ def test_assignment_in_the_graph():
         w.sum().backward()
 
 
+def test_updates_under_no_grad_are_in_place():
+    w = Tensor([1.0, 2.0])
+    same = w
+    for _ in range(2):
+        (w * w).sum().backward()
+        with ndl.no_grad():
+            w -= 0.25 * w.grad
+            w *= 2
+        w.grad.zero_()
+        assert w.grad.op is None
+    assert w is same and w.is_leaf() and w.requires_grad
+    np.testing.assert_array_equal(w.numpy(), [1, 2])
+    np.testing.assert_array_equal(w.grad.numpy(), [0, 0])
+    y = w
+    y += 1  # in the graph a new Tensor
+    assert y is not w and y.op is not None
+    z = w * 1
+    after = z + 1
+    z.zero_()
+    with pytest.raises(RuntimeError, match="was assigned to"):
+        after.sum().backward()
+    with pytest.raises(RuntimeError, match="leaf that requires gradients"):
+        w.zero_()
+
+
 def test_grad_leaves_grad_alone():
     x, w = Tensor([1.0, 2.0]), nn.Parameter(Tensor([3.0, 4.0]))
     h = x * w
