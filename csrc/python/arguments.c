@@ -10,9 +10,13 @@ bool nd_is_out_of_memory(void) { return PyErr_ExceptionMatches(PyExc_MemoryError
 
 int nd_dtype_from(PyObject *object, nd_dtype *out) {
     PyObject *name = NULL;
+    if (object == (PyObject *)&PyLong_Type || object == (PyObject *)&PyFloat_Type) {
+        *out = object == (PyObject *)&PyLong_Type ? ND_I64 : ND_F32; /* no float64 */
+        return 0;
+    }
     if (PyUnicode_Check(object)) {
         name = Py_NewRef(object);
-    } else { /* numpy.dtype has .name, numpy.float32 and float have .__name__ */
+    } else { /* numpy.dtype has .name, numpy.float32 and bool have .__name__ */
         name = PyObject_GetAttrString(object, PyType_Check(object) ? "__name__" : "name");
         if (name == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1; /* what the object raised */

@@ -22,6 +22,7 @@ from needle.nn.basic import (
     Sequential,
     Sigmoid,
     SiLU,
+    Softmax,
     SoftmaxLoss,
     SwiGLU,
     Tanh,
@@ -40,6 +41,7 @@ __all__ = [
     "CrossEntropyLoss", "Dropout", "Embedding", "FlatParameters", "Flatten", "GELU", "Identity",
     "KLDivLoss", "L1Loss", "LayerNorm", "LayerNorm1d", "Linear", "MSELoss", "Module", "ModuleList",
     "MultiHeadAttention", "Parameter", "RMSNorm", "ReLU", "Residual", "Sequential", "SiLU",
-    "Sigmoid", "SoftmaxLoss", "SwiGLU", "Tanh", "TiedHead", "Transformer", "TransformerLayer",
-    "flatten_parameters", "functional", "is_decayed", "recompute", "rotary_tables",
+    "Sigmoid", "Softmax", "SoftmaxLoss", "SwiGLU", "Tanh", "TiedHead", "Transformer",
+    "TransformerLayer", "flatten_parameters", "functional", "is_decayed", "recompute",
+    "rotary_tables",
 ]  # fmt: skip

@@ -134,6 +134,17 @@ class Tanh(Module):
         return ops.tanh(x)
 
 
+class Softmax(Module):
+    """ops.softmax over the axis `dim`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.softmax(x, self.dim)
+
+
 class Sigmoid(Module):
     """1 / (1 + e^-x)."""
 

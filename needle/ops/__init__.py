@@ -233,6 +233,7 @@ repeat_interleave = repeat
 sub = subtract
 sum = summation
 swapaxes = transpose
+take_along_dim = take_along_axis
 true_divide = divide
 unbind = split
 
@@ -274,9 +275,9 @@ __all__ = [
     "ring_chunks", "ring_dilated_attention", "roll", "rotary", "round", "rsqrt", "scalar_divide",
     "scalar_power", "scatter_add", "set_item", "sigmoid", "sign", "silu", "sin", "softmax",
     "softplus", "sort", "split", "split_sizes", "sqrt", "square", "squeeze", "stack", "std", "sub",
-    "subtract", "subtract_scalar", "sum", "summation", "swapaxes", "take_along_axis", "tanh",
-    "tile", "to_device", "topk", "transpose", "tril", "triu", "true_divide", "tuple_get_item",
-    "unbind", "unique", "unsqueeze", "var", "vstack", "where",
+    "subtract", "subtract_scalar", "sum", "summation", "swapaxes", "take_along_axis",
+    "take_along_dim", "tanh", "tile", "to_device", "topk", "transpose", "tril", "triu",
+    "true_divide", "tuple_get_item", "unbind", "unique", "unsqueeze", "var", "vstack", "where",
 ]  # fmt: skip
 
 _define_operators(_sys.modules[__name__])

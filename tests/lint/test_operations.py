@@ -40,7 +40,8 @@ TORCH_ONLY = """
 TORCH = {
     "negate": "neg", "power": "pow", "power_scalar": "pow", "summation": "sum", "pad": "pad",
     "concatenate": "cat", "logsoftmax": "log_softmax", "repeat": "repeat_interleave",
-    "take_along_axis": "take_along_dim", "expand_dims": "unsqueeze", "transpose": "transpose",
+    "take_along_axis": "take_along_dim", "take_along_dim": "take_along_dim",
+    "expand_dims": "unsqueeze", "transpose": "transpose",
     "astype": "Tensor.to", "to_device": "Tensor.to", "contiguous": "Tensor.contiguous",
     "linear": "linear", "layer_norm": "layer_norm", "get_item": "x[i]", "set_item": "x[i] = y",
     "split": "unbind", "attention": "scaled_dot_product_attention", "permute": "permute",
@@ -50,6 +51,7 @@ TORCH = {
 NUMPY = {
     "negate": "negative", "power": "power", "power_scalar": "power", "summation": "sum",
     "concatenate": "concatenate", "repeat": "repeat", "take_along_axis": "take_along_axis",
+    "take_along_dim": "take_along_axis",
     "expand_dims": "expand_dims", "unsqueeze": "expand_dims", "transpose": "swapaxes",
     "permute": "transpose", "get_item": "x[i]", "set_item": "x[i] = y", "pad": "pad", "cat":
     "concatenate", "clamp": "clip", "index_select": "take", "norm": "linalg.norm", "pow": "power",

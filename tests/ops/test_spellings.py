@@ -87,6 +87,9 @@ ndl.vstack([x[0], y[0]]) = np.stack([x[0], y[0]]) ; t.movedim(0, -1) = np.moveax
 ndl.moveaxis(t, -1, 0) = np.moveaxis(t, -1, 0) ; x.where(b, 0) = np.where(b, x, 0)
 x.view_as(x.T) = x.reshape(4, 3)
 x.masked_select(b) = x[b] ; x[0].expand_as(y) = x[[0, 0, 0]] ; x.type_as(i) = x.astype("i8")
+x.astype(int) = x.astype("i8") ; i.astype(float) = i.astype("f4") ; (x > 0).astype(bool) = x > 0
+ndl.nn.Softmax(dim=0)(x) = np.exp(x) / np.exp(x).sum(0)
+ndl.take_along_dim(x, i, 1) = np.take_along_axis(x, i, 1)
 x[ndl.tensor(0) : ndl.tensor(2)] = x[:2] ; x[range(2)] = x[:2] ; x[range(0)] = x[:0]
 len(range(ndl.tensor(3))) = 3
 ndl.zeros(2, device=ndl.device("cpu")).requires_grad_().requires_grad = True
