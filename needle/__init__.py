@@ -16,9 +16,11 @@ from typing import Any as _Any
 
 from needle import core as _core
 
-_core.load()  # first: it says that a checkout is not built, also where NumPy is missing
+_core.find()  # first: it says that a checkout is not built, also where NumPy is missing
 
-import numpy as _np
+import numpy as _np  # before the core, whose settings of OpenBLAS are not NumPy's
+
+_core.load()
 
 from needle import autograd, backend_ndarray, block_mask, init, nn, ops, optim
 from needle._C import (

@@ -18,6 +18,7 @@ def load() -> None:
     kernels for it, which it would not pick by itself: half the speed (docs/design.md). They are set
     for needle's own copy of OpenBLAS; the environment is left as it was. OpenMP's threads spin no
     longer than from one op to the next, unless the user said how they should wait."""
+    find()
     wanted = {"OPENBLAS_NUM_THREADS": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         wanted["GOMP_SPINCOUNT"] = "30000"
@@ -27,14 +28,9 @@ def load() -> None:
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        if not _has_core(os.path.dirname(os.path.abspath(__file__))):
-            _use_installed()
-        importlib.import_module("numpy")  # the core uses its C API
         module = importlib.import_module("needle._C")
         atexit.register(_end_after_fatal_fault, module)  # the first to register is the last to run
     except ImportError as error:
-        if error.name in ("needle", "numpy"):
-            raise
         raise ImportError(
             f"needle's C core cannot be loaded: {error}. Build it again: `make clean lib`, or "
             "`pip install .`; in place of a wheel: `pip install --force-reinstall --no-binary "
@@ -61,9 +57,11 @@ def _has_core(folder: str) -> bool:
     return any(os.path.exists(f"{folder}/_C{end}") for end in machinery.EXTENSION_SUFFIXES)
 
 
-def _use_installed() -> None:
+def find() -> None:
     """Use the installed package in place of a checkout that is not built for this Python, if it was
-    made from the same sources."""
+    made from the same sources; else ImportError says how to build."""
+    if _has_core(os.path.dirname(os.path.abspath(__file__))):
+        return
     package = sys.modules["needle"]
     own = os.path.abspath(package.__path__[0])
     others = (os.path.join(path, "needle") for path in map(os.path.abspath, sys.path))

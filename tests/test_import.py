@@ -42,6 +42,22 @@ def test_importing_opens_no_gpu_and_no_heavy_package():
     assert done.stdout == "" and done.stderr == ""
 
 
+def test_settings_of_openblas_are_not_numpys():
+    """They are in the environment only while the core's own copy is loaded."""
+    script = """
+import os, sys
+class Watch:
+    def find_spec(name, path, target=None):
+        if name == "numpy":
+            print(os.environ.get("OPENBLAS_NUM_THREADS"), os.environ.get("OPENBLAS_CORETYPE"))
+sys.meta_path.insert(0, Watch)
+import needle
+"""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
+    done = subprocess.run([sys.executable, "-c", script], env=clean, capture_output=True, text=True)
+    assert done.stdout.split() == ["None", "None"], done.stderr
+
+
 def test_ctrl_c_is_no_traceback():
     """Ctrl-C comes in a program, and while the program of a word imports its packages."""
     for code in (

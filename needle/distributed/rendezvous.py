@@ -272,9 +272,9 @@ class _Reception:
         kind = "differ" if problems else "missing" if missing else ""
         if missing and len(self.arrivals) + 1 < place.size:
             problems.append(
-                f"{name_ranks(missing)} of {place.size} did not come within {self.seconds:g} s: "
-                f"read what {place.launcher} says of them, and check that their machines can "
-                f"connect to rank 0 ({_process()})"
+                f"{name_ranks(missing)} of {place.size} did not come within "
+                f"{round(self.seconds, 1):g} s: read what {place.launcher} says of them, and check "
+                f"that their machines can connect to rank 0 ({_process()})"
             )
         return kind, "; ".join(problems)
 
