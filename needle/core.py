@@ -60,10 +60,10 @@ def _has_core(folder: str) -> bool:
 def find() -> None:
     """Use the installed package in place of a checkout that is not built for this Python, if it was
     made from the same sources; else ImportError says how to build."""
-    if _has_core(os.path.dirname(os.path.abspath(__file__))):
-        return
     package = sys.modules["needle"]
     own = os.path.abspath(package.__path__[0])
+    if _has_core(own):
+        return
     others = (os.path.join(path, "needle") for path in map(os.path.abspath, sys.path))
     other = next((path for path in others if path != own and _has_core(path)), None)
     where = os.path.dirname(own)

@@ -40,7 +40,7 @@ def tree(tmp_path):
         (made.root / "needle" / package).mkdir(exist_ok=True)
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
-    made.write("needle/__init__.py", "from needle import core\n\ncore.load()\n")
+    made.write("needle/__init__.py", "from needle import core\n\ncore.find()\ncore.load()\n")
     shutil.copy(ROOT / "needle/core.py", made.root / "needle/core.py")
     for file in ("Makefile", "checkout.py"):
         shutil.copy(ROOT / file, made.root)
