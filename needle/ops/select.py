@@ -74,7 +74,7 @@ def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
      [4.]]
     """
     if axis is None:
-        a, axis = reshape(a, (-1,)), 0
+        a = reshape(a, (-1,))
         index = places_on("take_along_axis", indices, a, 0)
         return gather(a, 0, index.reshape((index.size,)))
     axis = normal_axes("take_along_axis", axis, a.ndim)[0]
