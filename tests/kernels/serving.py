@@ -152,7 +152,7 @@ def running(pool, **more):
 
 @contextmanager
 def waiting(client, count=1):
-    """Send so many jobs that wait for `go`, each on a thread; as many as can be have begun."""
+    """Send so many jobs, each on a thread. One runs until `go`, the others are in the queue."""
     answers, pool = [], client.service.pool
     threads = [
         threading.Thread(
@@ -164,7 +164,7 @@ def waiting(client, count=1):
         thread.start()
     assert pool.begun.acquire(timeout=60)
     deadline = time.monotonic() + 60
-    while client.service.held < count and time.monotonic() < deadline:
+    while client.service.waiting < count - 1 and time.monotonic() < deadline:
         time.sleep(0.005)
     yield answers
     pool.go.set()
