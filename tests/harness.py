@@ -33,20 +33,21 @@ def naming(*case) -> Iterator[None]:
         raise AssertionError(f"{' '.join(map(str, case))}: {error}") from error
 
 
-def python(code: str, **environment: str | None) -> subprocess.CompletedProcess:
-    """Run `code` in a process of its own, with the needle that is tested here. None removes a
-    variable."""
-    package, tests = Path(_C.__file__).parent.parent, Path(__file__).parent
-    paths = os.pathsep.join(map(str, (package, tests)))
-    variables = os.environ | {"PYTHONPATH": paths} | environment
+def run(*command, cwd: Path = ROOT, **environment: str | None) -> subprocess.CompletedProcess:
+    """Run a command and keep its output as text. A variable that is None is removed."""
+    variables = os.environ | {name: str(value) for name, value in environment.items()}
+    for name in (name for name, value in environment.items() if value is None):
+        del variables[name]
     return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tests,
-        env={k: v for k, v in variables.items() if v is not None},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [*map(str, command)], cwd=cwd, env=variables, capture_output=True, text=True, timeout=300
     )
+
+
+def python(code: str, **environment: str | None) -> subprocess.CompletedProcess:
+    """Run `code` in a process of its own, with the needle that is tested here."""
+    package, tests = Path(_C.__file__).parent.parent, Path(__file__).parent
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (package, tests)))}
+    return run(sys.executable, "-c", code, cwd=tests, **paths | environment)
 
 
 def nvrtc_missing() -> str | None:

@@ -1,13 +1,11 @@
 """The table of algorithms (cuda/algorithms.def): which answer a product takes, the warning where it
 was made for another version of cuBLASLt, and how benchmarks/algorithms.py writes it."""
 
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 sys.path.append(str(ROOT / "benchmarks"))  # after apps/, which has a generate of its own
 
@@ -55,12 +53,13 @@ const nd_backend *needle_backend(void) {
 def compiled(tmp_path, source, name, *flags):
     (tmp_path / name).write_text(source)
     command = ["c++" if name.endswith("cpp") else "cc", *flags, f"-I{ROOT}/csrc", f"-I{ROOT}/cuda"]
-    subprocess.run([*command, name], cwd=tmp_path, check=True)
+    made = run(*command, name, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
 
 
 def test_lookup_takes_the_listed_answer_and_warns_of_another_version(tmp_path):
     compiled(tmp_path, LOOKUP, "lookup.cpp", "-std=c++17", "-Wall", "-Wextra", "-Werror")
-    out = subprocess.run([tmp_path / "a.out"], capture_output=True, text=True, check=True).stdout
+    out = run(tmp_path / "a.out").stdout
     made_for, no_row, other, other_gpu, unlisted = out.splitlines()
     answer = next(a for p, a in answers_of(TABLE, "NVIDIA H200", 130100).items() if p == LISTED)
     assert answer > 0 and made_for == f"{answer}|" and unlisted == "0"
@@ -74,13 +73,7 @@ def test_a_devices_warning_is_printed_once(tmp_path):
     library = str(tmp_path / "needle/_cuda.so")
     compiled(tmp_path, BACKEND, "stub.c", "-std=gnu17", "-shared", "-fPIC", "-o", library)
     code = "import needle\nfor i in (0, 1, 0): needle.cuda(i).properties()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=tmp_path)
     assert (done.returncode, done.stderr) == (0, "needle: warning: the table is old\n")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import ROOT, naming
+from harness import ROOT, naming, run
 
 from needle.processes import EXIT_CLOSED_PIPE, program
 
@@ -89,12 +89,7 @@ def test_every_program_ends_by_one_rule():
 def test_another_closed_pipe_is_an_error(tmp_path):
     code = "import os, sys\nfrom needle.processes import program\n"
     code += "def main():\n    r, w = os.pipe(); os.close(r); os.write(w, b'x')\n"
-    reader = subprocess.run(
-        [sys.executable, "-c", code + "sys.exit(program(main))"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    reader = run(sys.executable, "-c", code + "sys.exit(program(main))")
     assert reader.returncode == 1 and "BrokenPipeError" in reader.stderr
 
 

@@ -4,13 +4,11 @@ that walks the text token by token, and the command on files."""
 import importlib
 import json
 import math
-import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT, device_of, naming
+from harness import DEVICES, device_of, naming, python
 
 import needle as ndl
 from needle import evaluate
@@ -312,12 +310,7 @@ def test_import_needle_does_not_look_for_the_harness():
         "import sys, needle, needle.models; "
         "sys.exit(any(name.split('.')[-1] == 'lm_eval' for name in sys.modules))"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=str(ROOT))
-        ).returncode
-        == 0
-    )
+    assert python(script).returncode == 0
 
 
 def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(tmp_path):

@@ -3,15 +3,13 @@ it has used, and what must be refused, all of it in one error (test_parity.py ha
 
 import dataclasses
 import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT, device_of
+from harness import DEVICES, device_of, run
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -297,10 +295,7 @@ model.generate([1, 2, 3], 2)
 
 
 def test_a_tied_head_reads_the_matrix_where_it_lies():
-    env = dict(os.environ, NEEDLE_TRACE="1", PYTHONPATH=str(ROOT))
-    done = subprocess.run(
-        [sys.executable, "-c", TIED], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = run(sys.executable, "-c", TIED, NEEDLE_TRACE="1")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.split("begin\n")[1].splitlines()
     assert sum("matmul " in line and "b:float32(1,32,100)" in line for line in lines) == 3

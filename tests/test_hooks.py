@@ -3,14 +3,12 @@ captured, what a replacement changes, gradients through it by finite differences
 without hooks runs the operations it always ran."""
 
 import math
-import os
-import subprocess
 import sys
 from functools import partial
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT, device_of
+from harness import DEVICES, device_of, run
 
 import needle as ndl
 from needle import Tensor, hooks, nn
@@ -577,10 +575,7 @@ run("after")
 def test_unused_hooks_cost_nothing():
     """The rows of a step, by NEEDLE_TRACE: the same before any hook and after the last; and those
     of hooks that need nothing that the fused ops do not have are no more."""
-    env = dict(os.environ, NEEDLE_TRACE="1", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = run(sys.executable, "-c", SCRIPT, NEEDLE_TRACE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
 
     def rows(mark):

@@ -9,20 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from harness import ROOT
+from harness import run
 
 import needle as ndl
 
 
 def python(code: str, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", code],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run(sys.executable, "-X", "dev", "-W", "error", "-c", code, **environment)
 
 
 IMPORTS = """
@@ -79,17 +72,8 @@ def test_importing_is_fast(tmp_path):
     code = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
 
     def best(modules: str) -> float:
-        runs = [
-            subprocess.run(
-                [sys.executable, "-c", code.format(modules)],
-                cwd=ROOT,
-                env=os.environ | environment,
-                capture_output=True,
-                text=True,
-            )
-            for _ in range(5)
-        ]
-        return min(float(run.stdout) for run in runs)
+        command = sys.executable, "-c", code.format(modules)
+        return min(float(run(*command, **environment).stdout) for _ in range(5))
 
     assert best("numpy, needle") - best("numpy") < 0.1
 

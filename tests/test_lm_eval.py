@@ -2,14 +2,12 @@
 against the harness' own `hf` model on the exported checkpoint."""
 
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT
+from harness import DEVICES, run
 
 import needle as ndl
 from needle import data
@@ -232,36 +230,12 @@ TASKS = ("needle_choice", "needle_text", "needle_write")
 
 def command(folder, tmp_path, start: str, model: str, model_args: str) -> tuple[dict, dict]:
     """(metrics, what was answered) of the harness' command line."""
-    env = dict(
-        os.environ,
-        HF_HUB_OFFLINE="1",
-        HF_DATASETS_OFFLINE="1",
-        PYTHONPATH=str(ROOT),
-        HF_HOME=str(tmp_path / "cache"),
-        PYTHONWARNINGS="ignore",
-    )
+    settings = {"HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "HF_HOME": tmp_path / "cache"}
     out = tmp_path / model
-    words = [
-        sys.executable,
-        "-m",
-        start,
-        "--model",
-        model,
-        "--model_args",
-        model_args,
-        "--tasks",
-        ",".join(TASKS),
-        "--include_path",
-        str(folder),
-        "--device",
-        "cpu",
-        "--batch_size",
-        "3",
-        "--output_path",
-        str(out),
-        "--log_samples",
-    ]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    words = ["--model", model, "--model_args", model_args, "--tasks", ",".join(TASKS)]
+    words += ["--include_path", folder, "--device", "cpu", "--batch_size", 3]
+    words += ["--output_path", out, "--log_samples"]
+    done = run(sys.executable, "-m", start, *words, PYTHONWARNINGS="ignore", **settings)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
     answers = {}
@@ -297,10 +271,8 @@ assert "needle" in MODEL_REGISTRY and get_model("needle") is needle.lm_eval.Need
 assert get_model("dummy").__name__ == "DummyLM"
 """
     pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
-    env = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = run(sys.executable, "-c", code, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stderr
-    words = [sys.executable, "-m", "needle.lm_eval", "--help"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    done = run(sys.executable, "-m", "needle.lm_eval", "--help", PYTHONWARNINGS="ignore")
     assert "--model needle" in done.stdout and "pretrained: " in done.stdout, done.stderr
     assert "hellaswag" in done.stdout  # the harness' own help follows

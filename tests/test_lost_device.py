@@ -3,11 +3,10 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 # As in a process that is lost, all later calls fail with the same fault.
 TESTS = """
@@ -67,13 +66,8 @@ def python_m_pytest(folder, *words, code=TESTS, **environment):
         "[pytest]\naddopts = -rfE\nmarkers =\n    cuda\n    parity\n"
     )
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True,
-        text=True,
-    )
+    command = sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *words
+    done = run(*command, cwd=folder, PYTHONPATH=os.pathsep.join(paths), **environment)
     return done.returncode, done.stdout + done.stderr
 
 

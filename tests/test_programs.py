@@ -1,10 +1,9 @@
 """The programs of tests/ that pytest does not start: their help, and what they say without it."""
 
-import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 PROGRAMS = {
     "soak.py": "`make soak` runs it whole, tests/test_soak.py a short form.",
@@ -38,7 +37,7 @@ for name in names:
 
 
 def said(*command):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    return run(sys.executable, *command)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -56,7 +55,7 @@ def test_help_is_whole_sentences(name):
 
 
 def test_the_help_of_make_is_two_columns():
-    done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True)
+    done = run("make", "-s", "help")
     lines = [line for line in done.stdout.splitlines() if line.startswith("make ")]
     assert len(lines) > 10
     for line in lines:

@@ -1,10 +1,9 @@
 """A short form of the soak test (tests/soak.py), in a process of its own: it forks."""
 
-import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +23,7 @@ SHORT = {
 
 @pytest.mark.parametrize("part", SHORT)
 def test_each_part_has_no_failure(part):
-    command = [sys.executable, str(ROOT / "tests" / "soak.py"), part, "--count", str(SHORT[part])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run(sys.executable, ROOT / "tests" / "soak.py", part, "--count", SHORT[part])
     assert done.returncode == 0 and "failures: 0" in done.stdout, done.stdout + done.stderr
 
 
@@ -54,8 +52,7 @@ failure(field.check_end, "whole")
 
 
 def test_each_failure_is_reported(tmp_path):
-    command = [sys.executable, "-c", SEEN, str(ROOT / "tests"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run(sys.executable, "-c", SEEN, ROOT / "tests", tmp_path)
     assert done.stdout.splitlines() == [
         "whole: its last checkpoint differs",
         "whole: step 30 had been saved, and step 29 is the newest left",

@@ -1,11 +1,10 @@
 """needle.testing: right results pass, wrong ones are refused by op, array and element."""
 
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from harness import ROOT, naming
+from harness import naming, run
 
 from needle import _C, testing
 from needle.testing.bounds import HALF_ULP
@@ -66,4 +65,4 @@ def test_each_layout_holds_the_values_in_strides_of_its_own():
 def test_import_of_needle_leaves_testing_out():
     words = "import sys, needle\nassert 'needle.testing' not in sys.modules\n"
     words += "import needle.testing\nassert 'pytest' not in sys.modules"
-    subprocess.run([sys.executable, "-c", words], cwd=ROOT, check=True)
+    assert run(sys.executable, "-c", words).returncode == 0

@@ -2,14 +2,12 @@
 sees all of a step."""
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 from needle import _C
 
@@ -46,13 +44,7 @@ print(sum(row.calls for row in rows), products / wanted, *(row.name.split()[0] f
 
 
 def said(*command, **environment):
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
+    done = run(sys.executable, *command, **environment)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -1,11 +1,9 @@
 """Types of a Tensor and of a called module, by mypy."""
 
-import os
-import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 SCRIPT = """
 import numpy as np
@@ -50,13 +48,8 @@ SEEN = [
 def test_types_of_calls(tmp_path):
     pytest.importorskip("mypy", reason="mypy is not installed (pip install .[parity])")
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", tmp_path / "cache"]
-        + [tmp_path / "script.py"],
-        env=dict(os.environ, MYPYPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-    )
+    words = ["--follow-imports=silent", "--cache-dir", tmp_path / "cache", tmp_path / "script.py"]
+    done = run(sys.executable, "-m", "mypy", *words, MYPYPATH=ROOT)
     lines = done.stdout.splitlines()
     revealed = [line.split('"')[1] for line in lines if "Revealed type is" in line]
     names = [text.replace("needle.autograd.", "").replace("builtins.", "") for text in revealed]

@@ -1,14 +1,12 @@
 """examples/own_kernel.py on a GPU: its values and gradients against float64, views, emptiness, and
 as a person runs it."""
 
-import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from harness import ROOT, nvrtc_missing
+from harness import ROOT, nvrtc_missing, run
 
 import needle as ndl
 from needle.testing import assert_within, rounder
@@ -69,9 +67,6 @@ def test_the_one_of_the_docs():
 
 
 def test_as_a_person_runs_it():
-    script = str(ROOT / "examples" / "own_kernel.py")
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=dict(os.environ)
-    )
+    done = run(sys.executable, ROOT / "examples" / "own_kernel.py")
     assert done.returncode == 0, done.stderr
     assert "occupancy" in done.stdout and done.stdout.count("composed") == 3

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT, device_of
+from harness import DEVICES, ROOT, device_of, run
 
 import needle as ndl
 from needle import generation, hooks, models, nn, optim
@@ -151,7 +151,7 @@ def test_the_registry_refuses_taken_names():
 def test_a_checkpoint_of_an_unregistered_model(tmp_path):
     path = ndl.save_checkpoint(small("cpu"), None, 0, 1.0, tmp_path / "a.safetensors")
     code = f"import needle as ndl; ndl.load_checkpoint({str(path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    done = run(sys.executable, "-c", code)
     assert done.returncode == 1
     assert "no model 'own' is registered" in done.stderr and "Import the module" in done.stderr
     with pytest.raises(CheckpointError, match="cannot be used: no model 'unknown'"):

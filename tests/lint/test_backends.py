@@ -1,14 +1,12 @@
 """The core and its backends: one table of ops, no function of it missing, devices by question."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 from needle import _C
 
@@ -44,15 +42,10 @@ def test_a_backend_of_another_table_is_refused_by_name(tmp_path, change, said):
     (tmp_path / "ops.def").write_bytes(table.replace(*change) if change[0] else table)
     (tmp_path / "stub.c").write_text(STUB)
     library = tmp_path / "needle/_cuda.so"
-    compile_it = ["cc", "-std=gnu17", "-shared", "-fPIC", "stub.c", "-o", str(library)]
-    subprocess.run(compile_it, cwd=tmp_path, check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", "import needle; print(needle.cuda().reason())"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    made = run("cc", "-std=gnu17", "-shared", "-fPIC", "stub.c", "-o", library, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    code = "import needle; print(needle.cuda().reason())"
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=tmp_path)
     assert done.returncode == 0, done.stderr
     for part in said:
         assert part in done.stdout
@@ -70,16 +63,11 @@ def test_a_function_that_the_cpu_lacks_fails_the_build_by_name(tmp_path):
         shutil.copy2(ROOT / file, tree)
     source = tree / "csrc/cpu/copy.c"
     source.write_text(source.read_text().replace("nd_status cpu_fill(", "nd_status cpu_absent("))
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=tree,
-        env=os.environ | {"NEEDLE_CUDA": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode != 0 and "cpu_fill" in done.stdout, done.stdout
-    assert done.stdout.strip().splitlines()[-1].startswith("needle: error: _C")
+    build = "setup.py", "-q", "build_ext", "--inplace"
+    done = run(sys.executable, *build, cwd=tree, NEEDLE_CUDA="0")
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and "cpu_fill" in said, said
+    assert said.strip().splitlines()[-1].startswith("needle: error: _C")
     assert not list((tree / "needle").glob("_C*.so"))
 
 

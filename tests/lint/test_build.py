@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 pytestmark = pytest.mark.slow
 
@@ -95,13 +95,8 @@ def test_the_driver_is_asked_for_a_gpu(build, monkeypatch, codes, count, said):
 
 @pytest.mark.parametrize("target", ["test-cuda", "memcheck"])
 def test_targets_that_need_a_gpu_ask_before_building(target):
-    done = subprocess.run(
-        ["make", "-s", target, f"PYTHON={sys.executable}", "VENV="],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    words = "-s", target, f"PYTHON={sys.executable}", "VENV="
+    done = run("make", *words, CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.startswith("needle: error: these tests run on a GPU: ")
 
@@ -240,22 +235,13 @@ def toolkit(tmp_path):
         (root / "include").mkdir(exist_ok=True)
         (root / "include" / header).write_text("")
     (root / "lib").mkdir()
-    subprocess.run(["ar", "rc", str(root / "lib/libcudart_static.a")], check=True)
     (root / "lib/lt.c").write_text(
         "int cublasLtCreate(void); int cublasLtCreate(void) { return 0; }"
     )
-    subprocess.run(
-        [
-            "cc",
-            "-shared",
-            "-fPIC",
-            str(root / "lib/lt.c"),
-            "-Wl,-soname,libcublasLt.so.13",
-            "-o",
-            str(root / "lib/libcublasLt.so.13"),
-        ],
-        check=True,
-    )
+    shared = "-shared", "-fPIC", "lt.c", "-Wl,-soname,libcublasLt.so.13"
+    for command in (("ar", "rc", "libcudart_static.a"), ("cc", *shared, "-o", "libcublasLt.so.13")):
+        done = run(*command, cwd=root / "lib")
+        assert done.returncode == 0, done.stderr
     return root
 
 
@@ -359,17 +345,11 @@ class Tree:
         (self.root / path).write_text(text)
 
     def build(self, place: str = "--inplace", **env: str) -> tuple[int, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("NEEDLE_", "CUDA_"))}
+        clean = {name: None for name in os.environ if name.startswith(("NEEDLE_", "CUDA_"))}
         clean |= {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none", **env}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "setup.py", "-q", "build_ext", place],
-            cwd=self.root,
-            env=clean,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        return done.returncode, done.stdout
+        words = "-W", "ignore", "setup.py", "-q", "build_ext", place
+        done = run(sys.executable, *words, cwd=self.root, **clean)
+        return done.returncode, done.stdout + done.stderr
 
     def compiled(self, **env: str) -> list[str]:
         status, text = self.build(**env)
@@ -378,14 +358,7 @@ class Tree:
 
     def answer(self) -> int:
         script = "from needle import _C; print(_C.answer())"
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=self.root,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return int(done.stdout)
+        return int(run(sys.executable, "-c", script, cwd=self.root).stdout)
 
 
 @pytest.fixture
@@ -395,8 +368,8 @@ def tree(tmp_path):
 
 def search_path(library: Path) -> list[str]:
     """Where the loader looks for the libraries of another."""
-    done = subprocess.run(["readelf", "-d", library], check=True, stdout=subprocess.PIPE, text=True)
-    return re.search(r"R(?:UN)?PATH.*\[(.*)\]", done.stdout)[1].split(":")
+    dynamic = run("readelf", "-d", library).stdout
+    return re.search(r"R(?:UN)?PATH.*\[(.*)\]", dynamic)[1].split(":")
 
 
 def test_only_changed_files_are_compiled(tree):
@@ -490,15 +463,11 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
         "cuda/one.cu",
         "cuda/two.cu",
     ]  # module.c tells the archs
-    dynamic = subprocess.run(
-        ["readelf", "-d", str(library)], check=True, stdout=subprocess.PIPE, text=True
-    )
-    assert "libcublasLt.so.13" in dynamic.stdout and str(toolkit / "lib") in dynamic.stdout
-    assert "libcudart" not in dynamic.stdout
-    symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", str(library)], check=True, stdout=subprocess.PIPE, text=True
-    )
-    assert [line.split()[-1] for line in symbols.stdout.splitlines()] == ["needle_backend"]
+    dynamic = run("readelf", "-d", library).stdout
+    assert "libcublasLt.so.13" in dynamic and str(toolkit / "lib") in dynamic
+    assert "libcudart" not in dynamic
+    symbols = run("nm", "-D", "--defined-only", library).stdout
+    assert [line.split()[-1] for line in symbols.splitlines()] == ["needle_backend"]
     # What is for other machines looks for cuBLASLt beside itself alone.
     status, text = tree.build("--build-lib=out", **env, NEEDLE_MARCH="portable")
     assert status == 0, text
@@ -538,10 +507,10 @@ print(ndl.cpu().properties()["products"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one level on this processor")
 def test_portable_build_chooses_kernels_by_the_processor(tmp_path):
     """Each level against the references, then on processors without AVX-512 and without AVX2."""
-    words = ["-q", "build", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "objects"]
-    made = os.environ | {"NEEDLE_CUDA": "0", "NEEDLE_MARCH": "portable"}
-    command = [sys.executable, "-W", "ignore", "setup.py", *words]
-    subprocess.run(command, cwd=ROOT, env=made, check=True, capture_output=True)
+    words = ["-W", "ignore", "setup.py", "-q", "build"]
+    words += ["--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "objects"]
+    made = run(sys.executable, *words, NEEDLE_CUDA="0", NEEDLE_MARCH="portable")
+    assert made.returncode == 0, made.stderr
     blas = importlib.util.find_spec("scipy_openblas32")
     if blas:  # beside needle, as pip installs it
         (tmp_path / "lib/scipy_openblas32").symlink_to(Path(blas.origin).parent)
@@ -549,29 +518,25 @@ def test_portable_build_chooses_kernels_by_the_processor(tmp_path):
         assert search_path(core) == ["$ORIGIN/../scipy_openblas32/lib"]
     for level, vector in (("x86-64-v3", "%ymm"), ("x86-64-v4", "%zmm")):
         code = tmp_path / "objects" / level / "csrc/cpu/attention_fwd.o"
-        code = subprocess.run(["objdump", "-d", code], check=True, capture_output=True).stdout
-        assert vector.encode() in code and (b"%zmm" in code) == (vector == "%zmm")
+        code = run("objdump", "-d", code).stdout
+        assert vector in code and ("%zmm" in code) == (vector == "%zmm")
 
-    def run(times: int, *emulator: str, **environment: str) -> str:
-        done = subprocess.run(
-            [*emulator, sys.executable, "-c", CHECKED % times],
-            env=os.environ | {"PYTHONPATH": str(tmp_path / "lib")} | environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+    def said_by(times: int, *emulator: str, **environment: str) -> str:
+        command = *emulator, sys.executable, "-c", CHECKED % times
+        done = run(*command, cwd=tmp_path, PYTHONPATH=tmp_path / "lib", **environment)
         return (done.stdout or done.stderr).splitlines()[-1]
 
     flags = re.search(r"(?m)^flags\s*:(.*)", Path("/proc/cpuinfo").read_text())[1].split()
     best = 4 if {"avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= set(flags) else 3
-    assert run(1).startswith(f"x86-64-v{best}, ")
-    assert run(1, NEEDLE_CPU_LEVEL="x86-64-v3").startswith("x86-64-v3, ")
+    assert said_by(1).startswith(f"x86-64-v{best}, ")
+    assert said_by(1, NEEDLE_CPU_LEVEL="x86-64-v3").startswith("x86-64-v3, ")
     said = "ImportError: .*this processor lacks x87; needle is built for x86-64-v4 x86-64-v3"
-    assert re.match(said, run(0, NEEDLE_CPU_LEVEL="x87"))
+    assert re.match(said, said_by(0, NEEDLE_CPU_LEVEL="x87"))
     if shutil.which("qemu-x86_64"):
         for model, said in (("Haswell", "x86-64-v3, "), ("Nehalem", "ImportError: .* lacks AVX2")):
             emulator = ("qemu-x86_64", "-cpu", model)
-            assert re.match(said, run(0, *emulator, NEEDLE_OPENBLAS_CORETYPE=model)), model
+            shown = said_by(0, *emulator, NEEDLE_OPENBLAS_CORETYPE=model)
+            assert re.match(said, shown), model
 
 
 # ---- the installed package -----------------------------------------------------------------------
@@ -591,8 +556,6 @@ def test_core_leaves_none_of_its_own_symbols_open():
 
     if shutil.which("nm") is None:
         pytest.skip("no nm here")
-    done = subprocess.run(
-        ["nm", "-D", "--undefined-only", _C.__file__], check=True, stdout=subprocess.PIPE, text=True
-    )
-    names = [line.split()[-1] for line in done.stdout.splitlines()]
-    assert not [n for n in names if n.startswith(("nd_", "cpu_", "cuda", "cublas"))]
+    symbols = run("nm", "-D", "--undefined-only", _C.__file__).stdout
+    names = [line.split()[-1] for line in symbols.splitlines()]
+    assert names and not [n for n in names if n.startswith(("nd_", "cpu_", "cuda", "cublas"))]

@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 from test_build import Tree
 
 from needle import _C
@@ -44,20 +44,24 @@ def tree(tmp_path):
     shutil.copy(ROOT / "needle/core.py", made.root / "needle/core.py")
     for file in ("Makefile", "checkout.py"):
         shutil.copy(ROOT / file, made.root)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made.root / ".venv"], check=True)
+    run(sys.executable, "-m", "venv", "--without-pip", made.root / ".venv")
     return made
 
 
-def run(python: Path, *words: object, cwd: Path) -> subprocess.CompletedProcess:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    return subprocess.run(
-        [python, *words], cwd=cwd, env=clean, capture_output=True, text=True, timeout=120
-    )
+def run_clean(*command, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command without this process's settings of Python and needle."""
+    clean = {name: None for name in os.environ if name.startswith(("NEEDLE_", "PYTHON"))}
+    return run(*command, cwd=cwd, **clean | environment)
+
+
+def purelib(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(run_clean(python, "-c", code, cwd=ROOT).stdout.strip())
 
 
 def shown(root: Path, python: Path) -> Path:
     """The folder whose needle apps/show.py of `root` imports."""
-    done = run(python, root / "apps/show.py", cwd=root.parent)
+    done = run_clean(python, root / "apps/show.py", cwd=root.parent)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip()).parent.parent
 
@@ -66,7 +70,8 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
     quiet = {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none"}
     packages = {"PYTHONPATH": sysconfig.get_path("purelib")}  # setuptools and numpy
     command = ["make", "-s", "lib", "VENV=.venv"]  # whatever the make of these tests was told
-    subprocess.run(command, cwd=tree.root, env=os.environ | quiet | packages, check=True)
+    made = run(*command, cwd=tree.root, **quiet, **packages)
+    assert made.returncode == 0, made.stderr
     own = {p for p in (tree.root / ".venv").rglob("*") if "needle" in p.name}
     assert own == {tree.root / ".venv/.needle", tree.root / ".venv/bin/needle"}
     assert not [*tree.root.rglob("*.pth")]
@@ -75,26 +80,24 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
     for root in (tree.root, other):
         python = root / ".venv/bin/python"
         assert shown(root, python) == root
-        done = run(python, "-c", "from needle import _C; print(_C.__file__)", cwd=root)
+        done = run_clean(python, "-c", "from needle import _C; print(_C.__file__)", cwd=root)
         assert done.stdout.startswith(str(root)), done.stderr
-        assert "ModuleNotFoundError" in run(python, "-c", "import needle", cwd=tmp_path).stderr
+        done = run_clean(python, "-c", "import needle", cwd=tmp_path)
+        assert "ModuleNotFoundError" in done.stderr
 
 
 def test_an_offline_machine_builds_and_trains(tree):
     """An interpreter with NumPy and setuptools alone, and a pip that reaches no index."""
     python = tree.root / ".venv/bin/python"
-    site = run(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tree.root
-    )
+    site = purelib(python)
     for start in ("numpy", "setuptools", "pkg_resources", "_distutils_hack", "pip"):
         for found in Path(sysconfig.get_path("purelib")).glob(f"{start}*"):
-            Path(site.stdout.strip(), found.name).symlink_to(found)
+            (site / found.name).symlink_to(found)
     tree.write("apps/train_pythia.py", SCRIPT)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NEEDLE_", "PYTHON"))}
-    clean |= {"PIP_NO_INDEX": "1", "NEEDLE_CUDA": "0", "NEEDLE_MARCH": "none"}
+    settings = {"PIP_NO_INDEX": "1", "NEEDLE_CUDA": "0", "NEEDLE_MARCH": "none"}
     words = ["make", "-s", "train", f"PYTHON={python}", "VENV="]
     for first in (True, False):
-        done = subprocess.run(words, cwd=tree.root, env=clean, capture_output=True, text=True)
+        done = run_clean(*words, cwd=tree.root, **settings)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert lines[-1].startswith(str(tree.root / "needle/_C"))
@@ -109,19 +112,15 @@ def test_an_offline_machine_builds_and_trains(tree):
 
 def test_a_checkout_that_is_not_built_uses_the_installed_needle(tree, tmp_path):
     python = tree.root / ".venv/bin/python"
-    done = run(python, tree.root / "apps/show.py", cwd=tmp_path)
+    done = run_clean(python, tree.root / "apps/show.py", cwd=tmp_path)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "make lib" in done.stderr and "pip install ." in done.stderr
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
-    site = Path(site.stdout.strip())
+    site = purelib(python)
     source = tmp_path / "source"
     shutil.copytree(tree.root, source, ignore=shutil.ignore_patterns(".venv"))
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "setup.py", "-q", "build", "--build-lib", site],
-        cwd=source,
-        env=os.environ | {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin"},
-        check=True,
-    )
+    words = ["-W", "ignore", "setup.py", "-q", "build", "--build-lib", site]
+    done = run(sys.executable, *words, cwd=source, NEEDLE_CUDA="0", NEEDLE_BLAS="builtin")
+    assert done.returncode == 0, done.stderr
     assert not [path for path in site.iterdir() if path.name != "needle"]  # a wheel's files
     assert shown(tree.root, python) == site
     assert not tree.build()[0]
@@ -157,7 +156,7 @@ def test_an_unbuilt_needle_names_the_command(tmp_path):
         ["-m", "pytest", "-q", "tests/test_optim.py"],
         ["-c", bare],
     ):
-        done = run(Path(sys.executable), *words, cwd=unbuilt)
+        done = run_clean(sys.executable, *words, cwd=unbuilt)
         text = " ".join((done.stdout + done.stderr).split())
         assert done.returncode != 0 and f"the needle in {unbuilt} is not built" in text
         assert "make lib" in text and "pip install ." in text

@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 import needle
 from needle.command import COMMANDS
@@ -63,15 +62,9 @@ def test_tutorials_run(name, tmp_path):
     notebook = ROOT / f"docs/tutorials/{name}.ipynb"
     cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
     assert cells and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join("".join(cell["source"]) for cell in cells)],
-        cwd=tmp_path,
-        env=os.environ
-        | {"MPLBACKEND": "Agg", "NEEDLE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    settings = {"MPLBACKEND": "Agg", "NEEDLE_CACHE": tmp_path / "cache", "PYTHONPATH": PATHS}
+    done = run(sys.executable, "-c", code, cwd=tmp_path, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -109,13 +102,7 @@ def test_commands_have_the_flags_they_are_shown_with():
             name, parts = " ".join(parts), ["-m", "needle"] * (words[0] in COMMANDS) + parts
             if name not in programs:
                 asked = ["--help", "all"] if "train" in name else ["--help"]
-                shown = subprocess.run(
-                    [sys.executable, *parts, *asked],
-                    cwd=ROOT,
-                    env=os.environ | {"COLUMNS": "80"},
-                    capture_output=True,
-                    text=True,
-                )
+                shown = run(sys.executable, *parts, *asked, COLUMNS="80")
                 assert shown.returncode == 0, f"{page.name}: {name}: {shown.stderr}"
                 programs[name] = shown.stdout
                 long = [line for line in shown.stdout.split("\n") if len(line) > 80]
@@ -131,47 +118,30 @@ def test_commands_have_the_flags_they_are_shown_with():
 
 
 def test_the_command_lists_and_runs_its_programs(tmp_path):
-    def run(*words):
-        command = [sys.executable, "-m", "needle", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-    shown = run()
+    command = sys.executable, "-m", "needle"
+    shown = run(*command)
     assert shown.returncode == 0 and len(shown.stdout.splitlines()) < 24
     for word, (_, first, about) in COMMANDS.items():
         assert f"  {word} " in shown.stdout and about in shown.stdout
         if word != "lm_eval":
-            usage = run(word, "--help").stdout.split()
+            usage = run(*command, word, "--help").stdout.split()
             assert usage[:3] == ["usage:", "needle", word], usage[:4]
         assert not first or first == (word,)
-    wrong = run("trian", "--steps", "3")
+    wrong = run(*command, "trian", "--steps", "3")
     assert wrong.returncode == 2 and wrong.stderr == (
         "needle: no command 'trian'; there is train (needle --help)\n"
     )
-    missing = run("plot", str(tmp_path / "x"))
+    missing = run(*command, "plot", tmp_path / "x")
     assert missing.returncode == 1 and f"{tmp_path / 'x'}: no such folder" in missing.stderr
-    version = run("--version").stdout
+    version = run(*command, "--version").stdout
     assert version == f"needle {needle.__version__}\n"
 
 
 def test_walk_is_followed_by_a_step(tmp_path):
-    environment = os.environ | {"NEEDLE_TRACE": "1", "NEEDLE_CACHE": str(tmp_path / "cache")}
-    words = [
-        "--steps",
-        "1",
-        "--device",
-        "cpu",
-        "--data",
-        str(ROOT / "docs"),
-        "--out",
-        str(tmp_path),
-    ]
-    words += ["--model", "tiny", "--batch-size", "2", "--eval-every", "0"]
-    done = subprocess.run(
-        [sys.executable, "-c", TRACED, str(ROOT), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    words = ["--steps", 1, "--device", "cpu", "--data", ROOT / "docs", "--out", tmp_path]
+    words += ["--model", "tiny", "--batch-size", 2, "--eval-every", 0]
+    settings = {"NEEDLE_TRACE": 1, "NEEDLE_CACHE": tmp_path / "cache"}
+    done = run(sys.executable, "-c", TRACED, ROOT, *words, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
     called = set(done.stdout.splitlines())
     operations = set(re.findall(r"^needle: (\w+)", done.stderr, re.M))

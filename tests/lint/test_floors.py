@@ -13,7 +13,6 @@ nothing uses what stands on a later line. A line is paths, then a sentence that 
 
 import ast
 import re
-import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
@@ -21,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 FACE = "needle/__init__.py"  # it re-exports all names: its own imports are not counted
 CORE = "needle/_C"
@@ -91,8 +90,8 @@ def python_arrows(root: Path = ROOT) -> Arrows:
 
 def symbols(path: Path) -> tuple[set[str], set[str]]:
     """(defined, left open) of an object."""
-    done = subprocess.run(["nm", "-g", "-P", path], check=True, stdout=subprocess.PIPE, text=True)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in run("nm", "-g", "-P", path).stdout.splitlines()]
+    assert lines, f"{path} has no symbols"
     undefined = {name for name, kind, *_ in lines if kind in "Uvw"}
     return {name for name, *_ in lines} - undefined, undefined
 

@@ -2,11 +2,10 @@
 none of them wait for another. Needs nvcc, and no GPU."""
 
 import struct
-import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 
 sys.path.insert(0, str(ROOT))
 from building import cuda  # noqa: E402
@@ -48,7 +47,7 @@ def test_products_are_wgmma(source, kinds, tmp_path):
     command = [str(TOOLKIT.nvcc), "-std=c++17", "-O3", "-Icsrc", "-Icuda", "-DNEEDLE_HOPPER"]
     command += [f"-I{path}" for path in TOOLKIT.include]
     command += ["-cubin", "-arch=sm_90a", "-Xptxas", "-v", "-o", str(out), f"cuda/{source}.cu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run(*command)
     assert done.returncode == 0, done.stderr
     # C75xx: products that wait for each other, register counts that are ignored.
     assert "(C75" not in done.stderr, done.stderr

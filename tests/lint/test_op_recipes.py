@@ -3,10 +3,10 @@ the commands that they name then pass."""
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import mutants
 import pytest
 from harness import ROOT
@@ -71,11 +71,7 @@ def test_recipes_pass_their_tests(tmp_path):
         toolkit = cuda.find_toolkit()
         if isinstance(toolkit, str):  # without a compiler the CUDA block is only looked for
             return
-        compiled = subprocess.run(
-            [toolkit.nvcc, "-std=c++17", "-arch=sm_80", "-Werror", "all-warnings", "-Icsrc"]
-            + ["-Icuda", "-c", "cuda/scale_rows.cu", "-o", tmp_path / "scale_rows.o"],
-            cwd=tree,
-            capture_output=True,
-            text=True,
-        )
+        command = [toolkit.nvcc, "-std=c++17", "-arch=sm_80", "-Werror", "all-warnings", "-Icsrc"]
+        command += ["-Icuda", "-c", "cuda/scale_rows.cu", "-o", tmp_path / "scale_rows.o"]
+        compiled = harness.run(*command, cwd=tree)
         assert compiled.returncode == 0, compiled.stderr
