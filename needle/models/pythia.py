@@ -17,6 +17,7 @@ vocabulary, L layers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -133,10 +134,14 @@ class PythiaConfig(Config):
                 f"PythiaConfig: hidden_size {self.hidden_size} is not a multiple of "
                 f"num_heads {self.num_heads}"
             )
-        if not 0 <= self.rotary_pct <= 1 or self.rotary_dims % 2:
+        if self.rotary_pct > 1:
+            raise ValueError(f"PythiaConfig: rotary_pct must be at most 1, not {self.rotary_pct}")
+        if self.rotary_dims % 2:
+            fits = (n for n in itertools.count(self.head_dim) if int(n * self.rotary_pct) % 2 == 0)
             raise ValueError(
-                f"PythiaConfig: rotary_pct {self.rotary_pct} rotates {self.rotary_dims} "
-                f"of {self.head_dim} dimensions; it must be an even number of them"
+                f"PythiaConfig: rotary_pct {self.rotary_pct} rotates {self.rotary_dims} of "
+                f"{self.head_dim} dimensions (hidden_size / num_heads); it must be an even number: "
+                f"hidden_size {next(fits) * self.num_heads} fits"
             )
         for name, allowed in (
             ("hidden_act", tuple(ACTIVATIONS)),

@@ -637,6 +637,8 @@ def test_wrong_configurations(wrong):
         PythiaConfig(**wrong)
     with pytest.raises(ValueError, match="70m"):
         PythiaConfig.preset("71m")
+    with pytest.raises(ValueError, match="3 of 12 dimensions .* hidden_size 64 fits"):
+        PythiaConfig(hidden_size=48, num_heads=4)
 
 
 @pytest.mark.parametrize("share, turned", [(0, 0), (0.0, 0), (0.5, 4), (1, 8), (1.0, 8)])
