@@ -11,13 +11,12 @@ import functools
 import itertools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, bits
+from harness import ROOT, bits, run
 
 import needle as ndl
 from needle import _C
@@ -84,10 +83,10 @@ def special() -> np.ndarray:
     return total.numpy().ravel()
 
 
-def main(folder: str) -> None:
+def main(folder: str, *numbers: str) -> None:
     """Check every product and write its bits, a file for each number of threads, in a process of
     its own. From few to many, so that none finds more scratch memory than it asks for."""
-    for threads in THREADS:
+    for threads in map(int, numbers):
         ctypes.CDLL(_C.__file__).omp_set_num_threads(threads)
         found = {"special": special(), "detail": ndl.cpu().properties()["detail"]}
         for name, k, result, exact, magnitudes in products():
@@ -108,9 +107,9 @@ def results(tmp_path_factory):
     @functools.cache
     def files(path: str) -> Path:
         folder = tmp_path_factory.mktemp(path)
-        environment = os.environ | {"NEEDLE_CPU_PRODUCTS": path, "PYTHONPATH": python_path}
-        command = [sys.executable, __file__, str(folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        numbers = THREADS if path in PATHS else [1]
+        environment = {"NEEDLE_CPU_PRODUCTS": path, "PYTHONPATH": python_path}
+        done = run(sys.executable, __file__, folder, *numbers, **environment)
         assert done.returncode == 0, done.stderr
         return folder
 
@@ -179,4 +178,4 @@ def test_subnormal_and_special_values(results, path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
