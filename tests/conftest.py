@@ -12,9 +12,16 @@ import signal
 
 import numpy as np
 import pytest
+from harness import DEVICES, device_of
 from lost_device import LostDevice
 
 from needle.diagnose.facts import cuda_problem
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Each kind of device in turn. A test that names its devices itself gets those."""
+    return device_of(request.param)
 
 
 @pytest.fixture

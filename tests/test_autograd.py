@@ -6,18 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gradients import GRADIENTS, inputs_of
-from harness import DEVICES, central_differences, close, device_of
+from harness import central_differences, close
 
 import needle as ndl
 from needle import _C, Tensor, autograd, nn, ops, optim
 
-both = pytest.mark.parametrize("device", DEVICES)
 
-
-@both
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_gradients(case, device):
-    device = device_of(device)
     arrays = inputs_of(case)
     tensors = [Tensor(a, device=device) for a in arrays]
     result = case.op(ops, *tensors)
@@ -32,11 +28,9 @@ def test_gradients(case, device):
         close(tensor.grad.numpy(), numeric, 2e-5)
 
 
-@both
 @pytest.mark.parametrize("case", [case for case in GRADIENTS if case.twice], ids=str)
 def test_gradients_of_gradients(case, device):
     """d/dx of <direction, gradient of <weights, f(x)>>, against mixed second differences."""
-    device = device_of(device)
     arrays = inputs_of(case)
     rng = np.random.default_rng(1)
     weights = rng.standard_normal(np.shape(case.f(*arrays)))
@@ -76,11 +70,9 @@ def test_second_derivatives_of_fused_ops_are_refused(case):
             (grad * grad).sum().backward()
 
 
-@both
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_gradient_as_tuple(case, device):
     """op.gradient_as_tuple is pure: it returns what backward() leaves in .grad."""
-    device = device_of(device)
     tensors = [Tensor(a, device=device) for a in inputs_of(case)]
     result = case.op(ops, *tensors)
     out = Tensor(np.random.default_rng(0).standard_normal(result.shape), device=device)
@@ -115,12 +107,10 @@ class Fused(nn.Module):
         return x + y * z * self.factor
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sinks_accumulate(device, dtype):
     """Flattened parameters: backward adds into the gradient buffer what it puts into .grad of
     others, a second backward adds the same again, and reset_grad empties it."""
-    device = device_of(device)
     ids = np.array([[0, 3, 3], [6, 1, 0]], np.int32)
     plain, flattened = Fused(device, dtype), Fused(device, dtype)
     flat = nn.flatten_parameters(flattened)
@@ -138,11 +128,9 @@ def test_sinks_accumulate(device, dtype):
     assert np.abs(flat.grad.numpy()).sum() == 0
 
 
-@both
 def test_gradients_count_as_zeros_after_reset_grad(device):
     """The first product after reset_grad() writes, the second adds; a buffer that no
     gradient reaches reads as zero, also for the norm."""
-    device = device_of(device)
     module = Fused(device, "float32")
     flat = nn.flatten_parameters(module)
     ids = np.array([[0, 3, 3], [6, 1, 0]], np.int32)
@@ -201,9 +189,7 @@ def test_the_bias_of_a_linear_does_not_decay():
     assert "modules.0.bias" in flat.names[1:]
 
 
-@both
 def test_stable_far_out(device):
-    device = device_of(device)
     x = Tensor(
         np.array([[1e10, 1e9, -1e10], [1e10, 1e10, 0], [-1e10, -1e10, -1e10]]), device=device
     )
@@ -541,7 +527,6 @@ def test_ids_outside_are_named_in_whole_sentences(call, said):
 # ---- corners, dtypes, indices, failures ----------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize(
     "f, at, slopes",
     [
@@ -557,7 +542,7 @@ def test_ids_outside_are_named_in_whole_sentences(call, said):
     ],
 )
 def test_gradients_at_zero_are_numbers(f, at, slopes, device):
-    operands = [Tensor([value], device=device_of(device)) for value in at]
+    operands = [Tensor([value], device=device) for value in at]
     f(*operands).backward()
     assert [x.grad.item() for x in operands] == list(slopes)
 

@@ -4,13 +4,11 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from harness import DEVICES, assert_same_bits, device_of
+from harness import assert_same_bits
 
 import needle as ndl
 from needle import _C, Tensor, nn, ops
 from needle.autograd import FusedTupleOp
-
-both = pytest.mark.parametrize("device", DEVICES)
 
 
 class Halves(FusedTupleOp):
@@ -65,11 +63,9 @@ def norm_operands(device, dtype="float32", kind=Tensor):
     return [kind(rng.standard_normal(shape), device=device, dtype=dtype) for shape in shapes]
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_unused_norm_of_a_pair(device, dtype):
     """The gradients are those of the other alone, and of x alone what came."""
-    device = device_of(device)
     for used in (0, 1):
         operands = norm_operands(device, dtype)
         results = ops.layer_norm_pair(*operands)
@@ -88,10 +84,8 @@ def test_an_unused_norm_of_a_pair(device, dtype):
     assert (operands[0].grad.numpy() == 3).all() and operands[1].grad is None
 
 
-@both
 def test_a_residual_adds_its_gradient_in_the_norm(device):
     """One kernel a way, and nothing is added beside it."""
-    device = device_of(device)
     x, w, b, *_ = norm_operands(device)
     y, same = ops.layer_norm_residual(x, w, b)
     grads = y.inputs[0].op.backward([y.cached_data, same.cached_data], y.inputs[0], [None] * 3)
@@ -102,9 +96,7 @@ def test_a_residual_adds_its_gradient_in_the_norm(device):
         assert_same_bits(got, without)
 
 
-@both
 def test_a_norm_that_a_pair_has_twice(device):
-    device = device_of(device)
     x, w, b, *_ = norm_operands(device, kind=nn.Parameter)
     module = nn.Sequential()
     module.parts = [x, w, b]
@@ -128,10 +120,8 @@ class Beside(nn.Module):
         return x + y1 * y2
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_of_a_fused_op_are_computed_again(device, dtype):
-    device = device_of(device)
     found = []
     for run in (lambda module, x: module(x), nn.recompute):
         x, *operands = norm_operands(device, dtype, nn.Parameter)

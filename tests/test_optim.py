@@ -4,13 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-from harness import DEVICES, assert_same_bits, device_of
+from harness import assert_same_bits
 
 import needle as ndl
 from needle import Tensor, nn, optim
 from needle.testing import rounder
 
-both = pytest.mark.parametrize("device", DEVICES)
 SHAPES = {"matrix": (5, 7), "bias": (7,)}
 
 
@@ -83,22 +82,20 @@ def close(got: dict, expected: dict, tolerance=2e-6) -> None:
         np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=tolerance, err_msg=name)
 
 
-@both
 def test_sgd(device):
-    module = Two(device_of(device))
+    module = Two(device)
     expected = follow(sgd, values_of(module))
     close(
         run(module, optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)),
         expected,
     )
-    module = Two(device_of(device))
+    module = Two(device)
     expected = follow(sgd, values_of(module), momentum=0.0, weight_decay=0.0)
     close(run(module, optim.SGD(module.parameters(), lr=0.1)), expected)
 
 
-@both
 def test_adam(device):
-    module = Two(device_of(device))
+    module = Two(device)
     expected = follow(adam, values_of(module))
     made = optim.Adam(
         module.parameters(), lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.02
@@ -112,17 +109,15 @@ def adamw(parameters, **options):
     )
 
 
-@both
 def test_adamw(device):
-    module = Two(device_of(device))
+    module = Two(device)
     expected = follow(adam, values_of(module), decoupled=True)
     close(run(module, adamw(module.parameters())), expected)
 
 
-@both
 @pytest.mark.parametrize("own", [{"weight_decay": 0.0, "lr": 0.05}, {"lr": 0.0}])
 def test_adamw_groups(own, device):
-    module = Two(device_of(device))
+    module = Two(device)
     start = values_of(module)
     made = adamw([{"params": [module.matrix]}, {"params": [module.bias], **own}])
     got = run(module, made)
@@ -131,11 +126,9 @@ def test_adamw_groups(own, device):
     close({"bias": got["bias"]}, {"bias": expected["bias"]})
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_flat_equals_not_flat(dtype, device):
     """The same bits, with decay on matrices only."""
-    device = device_of(device)
     one, other = Two(device, dtype), Two(device, dtype)
     run(one, adamw([{"params": [one.matrix]}, {"params": [one.bias], "weight_decay": 0.0}]))
     run(other, adamw(nn.flatten_parameters(other)))
@@ -143,12 +136,10 @@ def test_flat_equals_not_flat(dtype, device):
         assert_same_bits(p.cached_data.compact(), q.cached_data.compact())
 
 
-@both
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_parameter_of_any_strides_takes_the_same_steps(kind, dtype, device):
     """The transpose of another's weight is one."""
-    device = device_of(device)
     one, other = Two(device, dtype), Two(device, dtype)
     other.matrix.data = Tensor.from_ndarray(
         other.matrix.cached_data.permute((1, 0)).copy().permute((1, 0))
@@ -162,11 +153,9 @@ def test_a_parameter_of_any_strides_takes_the_same_steps(kind, dtype, device):
         assert_same_bits(p, q)
 
 
-@both
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_master_weights(dtype, device):
     """Updates far below half an ulp of the parameter add up in the float32 master weights."""
-    device = device_of(device)
     module = Two(device, dtype)
     start = values_of(module)
     optimizer = optim.AdamW(
@@ -184,11 +173,10 @@ def test_master_weights(dtype, device):
     assert all(p.dtype == dtype for p in module.parameters())
 
 
-@both
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 def test_optimizers_never_write_grad(kind, flat, device):
-    module = Two(device_of(device))
+    module = Two(device)
     parameters = nn.flatten_parameters(module) if flat and kind == "AdamW" else module.parameters()
     optimizer = getattr(optim, kind)(parameters, lr=0.1, weight_decay=0.1)
     give(module, gradients(0))
@@ -228,15 +216,12 @@ def test_a_parameter_without_gradient_stays():
         assert (after[moved] != before[moved]).all()
 
 
-@both
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(
     "kind, dtype",
     [("SGD", "float32"), ("Adam", "float32"), ("AdamW", "float32"), ("AdamW", "bfloat16")],
 )
 def test_state_dict_continues_with_the_same_bits(kind, dtype, flat, device):
-    device = device_of(device)
-
     def made(module):
         parameters = (
             nn.flatten_parameters(module) if flat and kind == "AdamW" else module.parameters()
@@ -297,11 +282,10 @@ def test_state_dict_of_another_optimizer_is_refused():
     assert taken.t == 3
 
 
-@both
 def test_the_norm_of_a_chunk_does_not_depend_on_its_neighbours(device):
     """Ranks sum parts: counts around those at which a GPU has splits of long rows to spare, which
     are 352, 528 and 1056 on 132 multiprocessors."""
-    device, most = device_of(device), 1060
+    most = 1060
     g = np.random.default_rng(3).standard_normal((most, optim.NORM_CHUNK), np.float32)
     whole = ndl._C.array(g.reshape(-1), "float32", device)
     found = ndl._C.empty((most,), "float32", device)
@@ -316,10 +300,9 @@ def test_the_norm_of_a_chunk_does_not_depend_on_its_neighbours(device):
         assert_same_bits(norms, found[begin:end].compact(), f"{begin} to {end}")
 
 
-@both
 @pytest.mark.parametrize("flat", [False, True])
 def test_clip_grad_norm(flat, device):
-    module = Two(device_of(device))
+    module = Two(device)
     parameters = nn.flatten_parameters(module) if flat else module.parameters()
     made = gradients(0)
     norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in made.values()))
@@ -343,10 +326,8 @@ def test_clip_grad_norm_nan_in_one_gradient_is_in_all(flat):
     assert all(np.isnan(p.grad.numpy()).all() for p in module.parameters())
 
 
-@both
 def test_step_with_a_device_scale(device):
     """adamw.step(scale) of _C.grad_norm is clipping without a wait for the device."""
-    device = device_of(device)
     module = Two(device)
     start = values_of(module)
     flat = nn.flatten_parameters(module)

@@ -4,16 +4,12 @@ import gc
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, live_bytes
+from harness import live_bytes
 
 from needle import _C
 
-both = pytest.mark.parametrize("device", DEVICES)
 
-
-@both
 def test_copy_has_the_values_at_its_start(device):
-    device = device_of(device)
     host = (np.arange(35).reshape(5, 7) % 5).astype(np.float32)
     for dtype in ("float32", "bfloat16", "int64", "bool"):
         array = _C.array(host, dtype=dtype, device=device)
@@ -26,26 +22,21 @@ def test_copy_has_the_values_at_its_start(device):
         assert copied.wait() is arrived
 
 
-@both
 def test_every_size_and_views(device):
     for shape in ((), (0,), (1,), (3, 0, 2), (1 << 20,), (31, 17)):
-        array = _C.array(np.random.default_rng(0).standard_normal(shape), device=device_of(device))
+        array = _C.array(np.random.default_rng(0).standard_normal(shape), device=device)
         np.testing.assert_array_equal(_C.AsyncCopy(array).wait().numpy(), array.numpy())
     view, host = array[::-2, 3:].permute((1, 0)), array.numpy()
     np.testing.assert_array_equal(_C.AsyncCopy(view).wait().numpy(), host[::-2, 3:].T)
 
 
-@both
 def test_many_under_way_and_the_array_gone(device):
-    device = device_of(device)
     copies = [_C.AsyncCopy(_C.array([float(i)], device=device) + 1) for i in range(300)]
     values = [float(copied.wait()) for copied in reversed(copies)]
     assert values == [float(i + 1) for i in reversed(range(300))]
 
 
-@both
 def test_nothing_leaks(device):
-    device = device_of(device)
     array = _C.array(np.ones((64, 64)), device=device)
     gc.collect()
     before, on_host = live_bytes(device), live_bytes(_C.cpu())

@@ -3,16 +3,14 @@
 import itertools
 
 import pytest
-from harness import DEVICES, device_of, poison
+from harness import poison
 from large_cases import LARGE
 
 from needle.testing import call, check, prepare
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", dict.fromkeys(case.op for case in LARGE))
 def test_structured_past_each_block_size(op, device):
-    device = device_of(device)
     for case, dtype in itertools.product(LARGE, ("float32", "bfloat16")):
         if case.op == op:
             values = prepare(case, dtype)

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from gradients import GRADIENTS
-from harness import DEVICES, device_of, live_bytes
+from harness import live_bytes
 from test_ops import FIRST
 
 import needle as ndl
@@ -17,7 +17,6 @@ from needle.testing import OPS, call, dtype_of, prepare, to_ndarray
 
 pytestmark = pytest.mark.slow
 
-both = pytest.mark.parametrize("device", DEVICES)
 CONFIG = PythiaConfig(vocab_size=19, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=16)
 
 
@@ -50,11 +49,9 @@ def train(model, optimizer, steps: int) -> None:
     optimizer.reset_grad()
 
 
-@both
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hundred_training_steps(dtype, flat, device):
-    device = device_of(device)
     outside = live_bytes(device)
     np.random.seed(0)
     model = Pythia(CONFIG, device=device, dtype=dtype)
@@ -69,10 +66,8 @@ def test_a_hundred_training_steps(dtype, flat, device):
     assert live_bytes(device) == outside
 
 
-@both
 def test_a_training_step_needs_no_collector(device):
     """Flattened, a step's memory goes back by reference counting alone."""
-    device = device_of(device)
     model = Pythia(CONFIG, device=device)
     optimizer = optim.AdamW(nn.flatten_parameters(model), lr=1e-3)
     train(model, optimizer, 1)
@@ -85,9 +80,7 @@ def test_a_training_step_needs_no_collector(device):
         gc.enable()
 
 
-@both
 def test_every_op(device):
-    device = device_of(device)
     gc.collect()
     for op, case in FIRST.items():
         values = prepare(case, "float32")
@@ -100,10 +93,8 @@ def test_every_op(device):
         assert references == counts(values), op
 
 
-@both
 def test_every_op_after_an_exception(device):
     """Ops refuse a wrong last operand after they have inspected and copied the others."""
-    device = device_of(device)
     gc.collect()
     for op, case in FIRST.items():
         arrays = [o.name for o in OPS[op].inputs if o.is_array]
@@ -127,10 +118,7 @@ def test_every_op_after_an_exception(device):
         assert references == counts(made), op
 
 
-@both
 def test_every_differentiable_op(device):
-    device = device_of(device)
-
     def run(case):
         tensors = [Tensor(make(np.random.default_rng(0)), device=device) for make in case.inputs]
         case.op(ndl.ops, *tensors).backward()
@@ -166,9 +154,7 @@ def use_views(array, times: int) -> None:
         repr(array)
 
 
-@both
 def test_views_and_indexing(device):
-    device = device_of(device)
     use_views(_C.array(np.ones((6, 7)), device=device), 1)  # fills Python's own caches
     before, objects = live_bytes(device), kinds()
     array = _C.array(np.ones((6, 7)), device=device)
@@ -214,10 +200,8 @@ def test_an_object_lets_go_of_its_type():
         assert sys.getrefcount(kind) == references, kind
 
 
-@both
 def test_a_subclass_and_its_cycle(device):
     """An instance in a reference cycle is found by the collector."""
-    device = device_of(device)
 
     class Sub(ndl.NDArray):
         pass

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from harness import DEVICES, assert_same_bits, attended, device_of, naming, poison, python
+from harness import assert_same_bits, attended, naming, poison, python
 
 from needle import _C, Tensor
 from needle.ops import cross_entropy
@@ -49,10 +49,8 @@ def check_elementwise(op: str, got, values, dtype: str) -> None:
 # ---- against the reference -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", STRUCTURED)
 def test_structured(op, device):
-    device = device_of(device)
     for case, dtype in itertools.product(STRUCTURED[op], FLOATS):
         with naming(case, dtype):
             values = prepare(case, dtype)
@@ -60,7 +58,6 @@ def test_structured(op, device):
             check(case, values, call(case, values, dtype, device), dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", STRUCTURED)
 def test_structured_views(op, device):
     """Every operand as a view gives the bits that its contiguous copy gives, each operand in turn
@@ -69,7 +66,7 @@ def test_structured_views(op, device):
     for case, layout in itertools.product(STRUCTURED[op], LAYOUTS):
         if layout != "contiguous" and case.label not in ("1", "one", "1x1", "1x1x1x1"):
             with naming(case, layout):
-                check_views(case, layout, device_of(device))
+                check_views(case, layout, device)
 
 
 def check_views(case, layout: str, device) -> None:
@@ -93,11 +90,9 @@ def check_views(case, layout: str, device) -> None:
             assert_same_bits(array.compact(), plain[name].compact(), f"{case} {layouts} {name}")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [op for op in STRUCTURED if PLACED[op]])
 def test_places_whose_rows_run_backwards(op, device):
     """A result that lies where the caller says may lie there in any order of its rows."""
-    device = device_of(device)
     layouts = dict.fromkeys(PLACED[op], "backwards")
     for case, dtype in itertools.product(STRUCTURED[op], FLOATS):
         with naming(case, dtype):
@@ -105,9 +100,7 @@ def test_places_whose_rows_run_backwards(op, device):
             check(case, values, call(case, values, dtype, device, layouts), dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_norms_of_a_pair_have_the_bits_of_each_alone(device):
-    device = device_of(device)
     shapes = [(1, 1), (31, 257), (6, 512), (7, 1032), (3, 4100)]
     for shape, dtype in itertools.product(shapes, FLOATS):
         rng = rng_of("layernorm_pair_fwd", shape)
@@ -162,10 +155,8 @@ def test_gelu_after_a_product_has_the_bits_of_gelu(tanh):
     np.testing.assert_allclose(dgelu.numpy()[0][far], values[far] > 0, atol=1e-33)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", ELEMENTWISE)
 def test_elementwise(op, device):
-    device = device_of(device)
     for dtype, shape in itertools.product(FLOATS, SHAPES):
         with naming(dtype, shape):
             case = formula_case(op, shape)
@@ -174,10 +165,8 @@ def test_elementwise(op, device):
             check(case, values, call(case, values, dtype, device), dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", ELEMENTWISE)
 def test_elementwise_views(op, device):
-    device = device_of(device)
     operands = len(OPS[op].inputs)
     for shape in [(31, 33), (3, 5, 7), (2, 3, 4, 5)]:
         case = formula_case(op, shape)
@@ -188,12 +177,10 @@ def test_elementwise_views(op, device):
                 check(case, values, call(case, values, "float32", device, named), "float32")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ["negate", "gelu", "subtract", "maximum"])
 def test_large_views_in_every_dtype(op, dtype, device):
     """Sizes that a backend divides: longer than a run of one axis, more than one thread's share."""
-    device = device_of(device)
     for shape, i in itertools.product([(2, 170, 101), (3, 5, 1500)], range(len(LAYOUTS))):
         layouts = [LAYOUTS[i], LAYOUTS[i - 2]]
         values = elementwise_values(op, shape, dtype)
@@ -205,10 +192,8 @@ def test_large_views_in_every_dtype(op, dtype, device):
             check_elementwise(op, getattr(_C, op)(3, views[1]), [3.0, seen[1]], dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(OPS[op].inputs) == 2])
 def test_elementwise_broadcast_and_scalars(op, device):
-    device = device_of(device)
     for one, other in [
         ((31, 1), (1, 33)),
         ((5,), (3, 1, 5)),
@@ -232,10 +217,8 @@ def test_elementwise_broadcast_and_scalars(op, device):
         check_elementwise(op, getattr(_C, op)(*arrays), np.broadcast_arrays(*mixed), "float32")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op, operands, expected", SPECIAL, ids=[case[0] for case in SPECIAL])
 def test_special_values(op, operands, expected, device):
-    device = device_of(device)
     for repeat in (1, 40):  # the scalar tail and the vector body of a kernel
         arrays = [to_ndarray(np.repeat(x, repeat), "float32", device) for x in operands]
         got = getattr(_C, op)(*arrays).numpy()
@@ -249,10 +232,8 @@ def test_denormal_and_large_values():
     np.testing.assert_allclose(_C.tanh(_C.array(x)).numpy(), np.tanh(x), atol=1e-7)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [op for op, case in ELEMENTWISE.items() if case.integers])
 def test_elementwise_integers(op, device):
-    device = device_of(device)
     for dtype in ("int32", "int64", "uint8", "uint16"):
         if op in ("negate", "subtract") and dtype.startswith("u"):
             low, high = 0, 1  # nothing below zero to represent
@@ -277,12 +258,11 @@ def test_integers_are_exact_past_float_precision():
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", COMPARISONS)
 def test_comparisons(op, device):
     for dtype in FLOATS + INTEGERS:
         with naming(dtype):
-            check_comparisons(op, dtype, device_of(device))
+            check_comparisons(op, dtype, device)
 
 
 def check_comparisons(op: str, dtype: str, device) -> None:
@@ -305,12 +285,11 @@ def check_comparisons(op: str, dtype: str, device) -> None:
         np.testing.assert_array_equal(got.numpy(), COMPARISONS[op](x, y))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_reductions(op, device):
     for dtype in REDUCTIONS[op][1]:
         with naming(dtype):
-            check_reductions(op, dtype, device_of(device))
+            check_reductions(op, dtype, device)
 
 
 def check_reductions(op: str, dtype: str, device) -> None:
@@ -343,9 +322,7 @@ def check_reductions(op: str, dtype: str, device) -> None:
                 np.testing.assert_array_equal(got.numpy(), exact, err_msg=what)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_reductions_of_nan_and_infinity(device):
-    device = device_of(device)
     for at, size in ((0, 257), (5, 257), (63, 257), (256, 257), (150_000, 200_001)):
         values = np.random.default_rng(at).standard_normal(size)
         values[at] = np.nan
@@ -364,11 +341,10 @@ def test_reductions_of_nan_and_infinity(device):
     np.testing.assert_array_equal(_C.argmax(lowest, 1).numpy(), [0, 0, 0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_assign_converts(device):
     for to, source in itertools.product(FLOATS + INTEGERS, repeat=2):
         with naming(to, "from", source):
-            check_assign(to, source, device_of(device))
+            check_assign(to, source, device)
 
 
 def check_assign(to: str, source: str, device) -> None:
@@ -394,11 +370,9 @@ def check_assign(to: str, source: str, device) -> None:
         np.testing.assert_array_equal(array.numpy(), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
 def test_assign_turns_matrices_into_any_strides(dtype, device):
     """A source that is contiguous along another axis moves in squares, but for what is not."""
-    device = device_of(device)
     values = (np.arange(3 * 70 * 100) % 251).reshape(3, 70, 100)
     source = _C.array(values, dtype=dtype, device=device).permute((0, 2, 1))
     wanted = values.transpose(0, 2, 1)
@@ -412,9 +386,7 @@ def test_assign_turns_matrices_into_any_strides(dtype, device):
             np.testing.assert_array_equal(array.numpy().astype(np.int64), host)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_assign_copies_overlapping_operands(device):
-    device = device_of(device)
     for to, source in [
         (slice(1, None), slice(None, -1)),
         (slice(None, -1), slice(1, None)),
@@ -431,11 +403,9 @@ def test_assign_copies_overlapping_operands(device):
         np.testing.assert_array_equal(array.numpy(), values)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
 def test_views_that_begin_anywhere(dtype, device):
     """Wide loads fit some of them, whole rows long as they are."""
-    device = device_of(device)
     values = (np.arange(40 * 303) % 7).reshape(40, 303)
     array = _C.array(values, dtype=dtype, device=device)
     ids = _C.array([5, 0, 31], dtype="int32", device=device)
@@ -455,11 +425,10 @@ def test_views_that_begin_anywhere(dtype, device):
             np.testing.assert_array_equal(_C.embedding_fwd(ids, wide).numpy(), host[[5, 0, 31]])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_fill(device):
     for dtype in FLOATS + INTEGERS:
         with naming(dtype):
-            check_fill(dtype, device_of(device))
+            check_fill(dtype, device)
 
 
 def check_fill(dtype: str, device) -> None:
@@ -476,9 +445,7 @@ def check_fill(dtype: str, device) -> None:
     np.testing.assert_array_equal(around.numpy(), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_fill_of_bool_is_true_for_any_other_number_than_zero(device):
-    device = device_of(device)
     for value in (0.5, -0.25, -3, 256, 1e-30, np.inf, 0.0, -0.0):
         array = _C.array(np.full(5, value == 0), dtype="bool", device=device)
         _C.fill(array[1:4], value)
@@ -489,12 +456,11 @@ def test_fill_of_bool_is_true_for_any_other_number_than_zero(device):
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("m, k, n", [(40, 300, 1500), (1500, 300, 40), (600, 64, 700)])
 def test_each_tile_has_its_part_of_the_bias(m, k, n, dtype, device):
     """Products that are cut over M and over N."""
-    device, bias = device_of(device), np.arange(n) % 251
+    bias = np.arange(n) % 251
     x, w = (_C.array(np.zeros(shape), dtype=dtype, device=device) for shape in [(m, k), (k, n)])
     x[3, 5], w[5, 7] = 2, 4
     y = _C.linear_fwd(x, w, _C.array(bias, dtype=dtype, device=device), None).numpy()
@@ -503,12 +469,10 @@ def test_each_tile_has_its_part_of_the_bias(m, k, n, dtype, device):
     np.testing.assert_array_equal(y.astype(np.float64), wanted)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [16, 128])  # a CPU may take few rows another way
 def test_a_product_over_nothing_is_zero(rows, dtype, device):
     """Whatever was in the memory before."""
-    device = device_of(device)
     a, b = (_C.empty(shape, dtype, device) for shape in [(1, rows, 0), (1, 0, 2048)])
     held = _C.empty((1, rows, 2048), dtype, device)
     held.fill(float("nan"))
@@ -519,10 +483,8 @@ def test_a_product_over_nothing_is_zero(rows, dtype, device):
 # ---- attention edge ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_of_minus_infinity_hide_keys(dtype, device):
-    device = device_of(device)
     q, v = (_C.array(np.full((1, 5, 1, 8), x), dtype, device) for x in (1e30, 3))
     k = np.full((1, 5, 1, 8), -1e30)
     o, lse = attended(_C.attention_fwd, q, _C.array(k, dtype, device), v, 1.0, 0)
@@ -535,10 +497,8 @@ def test_scores_of_minus_infinity_hide_keys(dtype, device):
 # ---- optimizer edge ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 def test_a_broken_gradient_changes_nothing(broken, device):
-    device = device_of(device)
     values = {n: np.random.default_rng(3).random(31).astype(np.float32) for n in "pgmv"}
     values["g"][7] = broken
     arrays = {n: _C.array(a, device=device) for n, a in values.items()}
@@ -551,25 +511,23 @@ def test_a_broken_gradient_changes_nothing(broken, device):
     np.testing.assert_array_equal(low.numpy(), before)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_each_gradient_counts_once_in_the_norm(device):
     """Tries places around each border of chunks of a sum of squares."""
     size = 3 * 65536 + 5
     for at in (0, 1023, 1024, 16383, 16384, 65535, 65536, 131071, 131072, 3 * 65536, size - 1):
         g = np.zeros(size, np.float32)
         g[at] = 3
-        norm, scale = _C.grad_norm(_C.array(g, device=device_of(device)), 1.5)
+        norm, scale = _C.grad_norm(_C.array(g, device=device), 1.5)
         assert (norm.item(), scale.item()) == (3, np.float32(1.5) / np.float32(3 + 1e-6)), at
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [1, 31, 2500])
 def test_greedy_decoding_marks_logits_that_are_not_finite(size, dtype, device):
     logits = np.tile(np.arange(size) % 7 - 9.0, (4, 1))
     logits[1:, size // 2] = [np.inf, np.nan, -np.inf]
-    made = _C.array(logits, dtype=dtype, device=device_of(device))
-    tokens, positions = (_C.array(range(4), "int32", device_of(device)) for _ in range(2))
+    made = _C.array(logits, dtype=dtype, device=device)
+    tokens, positions = (_C.array(range(4), "int32", device) for _ in range(2))
     _C.decode_greedy(made, tokens, positions)
     np.testing.assert_array_equal(tokens.numpy(), [min(size - 1, 6), -1, -1, -1])
     np.testing.assert_array_equal(positions.numpy(), [1, 2, 3, 4])
@@ -578,10 +536,8 @@ def test_greedy_decoding_marks_logits_that_are_not_finite(size, dtype, device):
 # ---- same bits -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", STRUCTURED)
 def test_two_runs_give_the_same_bits(op, device):
-    device = device_of(device)
     for case in STRUCTURED[op]:
         values = prepare(case, "float32")
         one = call(case, values, "float32", device)

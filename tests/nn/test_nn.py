@@ -9,14 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gradients import logsoftmax
-from harness import DEVICES, close, device_of
+from harness import close
 
 import needle as ndl
 from needle import Tensor, init, nn, ops, optim
 from needle import backend_ndarray as nd
 from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
-
-both = pytest.mark.parametrize("device", DEVICES)
 
 
 def draw(seed: int, *shape):
@@ -26,9 +24,7 @@ def draw(seed: int, *shape):
 # ---- init ----------------------------------------------------------------------------------------
 
 
-@both
 def test_init_draws_numpys_numbers(device):
-    device = device_of(device)
     np.random.seed(5)
     made = [
         init.rand(3, 4, low=-1, high=2, device=device),
@@ -114,9 +110,7 @@ def test_state_dict_round_trip():
     np.testing.assert_array_equal(one(x).numpy(), other(x).numpy())  # nothing was loaded
 
 
-@both
 def test_linear(device):
-    device = device_of(device)
     np.random.seed(3)
     layer = nn.Linear(5, 7, device=device)
     np.random.seed(3)
@@ -152,9 +146,7 @@ def test_flattened_parameter_that_is_frozen_later_gets_no_gradient():
     close(layer.bias.grad.numpy(), 2 + layer.weight.numpy().sum(0, keepdims=True))
 
 
-@both
 def test_small_layers(device):
-    device = device_of(device)
     x = draw(1, 4, 6)
     t = Tensor(x, device=device)
     close(nn.ReLU()(t).numpy(), np.maximum(x, 0))
@@ -171,9 +163,7 @@ def test_small_layers(device):
     close(both_layers(t).numpy(), np.maximum(both_layers.modules[0](t).numpy(), 0))
 
 
-@both
 def test_dropout(device):
-    device = device_of(device)
     layer = nn.Dropout(0.25)
     x = Tensor(np.ones((40, 50)), device=device)
     np.random.seed(9)
@@ -191,9 +181,7 @@ def test_dropout(device):
             nn.Dropout(wrong)
 
 
-@both
 def test_norms(device):
-    device = device_of(device)
     x = draw(4, 9, 6) * 3 + 2
     t = Tensor(x, device=device)
     layer = nn.LayerNorm1d(6, device=device)
@@ -212,9 +200,7 @@ def test_norms(device):
     assert len(batch.parameters()) == 2
 
 
-@both
 def test_softmax_loss(device):
-    device = device_of(device)
     x, y = draw(8, 5, 7), np.array([0, 6, 3, 3, 1])
     t = Tensor(x, device=device)
     loss = nn.SoftmaxLoss()(t, Tensor(y, device=device))
@@ -223,9 +209,7 @@ def test_softmax_loss(device):
     close(t.grad.numpy(), (np.exp(logsoftmax(x)) - np.eye(7)[y]) / 5)
 
 
-@both
 def test_embedding(device):
-    device = device_of(device)
     np.random.seed(1)
     layer = nn.Embedding(10, 4, device=device)
     np.random.seed(1)
@@ -254,11 +238,9 @@ def plain_attention(q, k, v, causal):
     return p @ v, p
 
 
-@both
 @pytest.mark.parametrize("keys", [5, 7])
 @pytest.mark.parametrize("causal", [True, False])
 def test_multi_head_attention(causal, keys, device):
-    device = device_of(device)
     q, k, v = (draw(i, 2, 3, time, 8) for i, time in enumerate((5, keys, keys)))
     layer = nn.MultiHeadAttention(dropout=0.0, causal=causal, device=device)
     result, probabilities = layer(*(Tensor(a, device=device) for a in (q, k, v)))
@@ -281,10 +263,8 @@ def attention_layer(layer, x, causal):
     return result.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1) @ w["out_projection"]
 
 
-@both
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_layer(causal, device):
-    device = device_of(device)
     np.random.seed(2)
     layer = nn.AttentionLayer(12, 3, 4, dropout=0.0, causal=causal, device=device)
     np.random.seed(2)
@@ -313,11 +293,9 @@ def test_attention_layer(causal, device):
         np.testing.assert_array_equal(layer(*given).numpy(), layer(*meant).numpy())
 
 
-@both
 @pytest.mark.parametrize("causal", [True, False])
 def test_transformer_layer(causal, device):
     """One layer, and the gradient with respect to its input, against float64."""
-    device = device_of(device)
     np.random.seed(4)
     layer = nn.TransformerLayer(8, 2, 4, 10, dropout=0.0, causal=causal, device=device)
     attention = next(m for m in layer._children() if isinstance(m, nn.AttentionLayer))
@@ -344,10 +322,8 @@ def test_transformer_layer(causal, device):
     assert abs((t.grad.numpy() * along).sum() - numeric) < 1e-4 * max(1, abs(numeric))
 
 
-@both
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_transformer(batch_first, device):
-    device = device_of(device)
     np.random.seed(6)
     model = nn.Transformer(
         8,
@@ -442,7 +418,6 @@ def trained(model, optimizer, steps: int) -> list[float]:
     return losses
 
 
-@both
 @COPIES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_flat_module_and_its_optimizer_are_copied_together(copied, dtype, device):
@@ -450,7 +425,7 @@ def test_a_flat_module_and_its_optimizer_are_copied_together(copied, dtype, devi
     np.random.seed(2)
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
     for p in model.parameters():
-        p.cached_data = p.cached_data.astype(dtype).to(device_of(device))
+        p.cached_data = p.cached_data.astype(dtype).to(device)
     optimizer = optim.AdamW(nn.flatten_parameters(model), lr=0.1, weight_decay=0.1)
     trained(model, optimizer, 3)
     for pair in copied((model, optimizer)), copied((optimizer, model))[::-1]:
@@ -467,11 +442,10 @@ def test_a_flat_module_and_its_optimizer_are_copied_together(copied, dtype, devi
     assert trained(model, optimizer, 4) == ahead
 
 
-@both
 @COPIES
 def test_a_flat_module_is_copied_alone(copied, device):
     np.random.seed(2)
-    model = nn.Linear(4, 2, device=device_of(device))
+    model = nn.Linear(4, 2, device=device)
     flat = nn.flatten_parameters(model)
     trained(model, optim.AdamW(flat), 1)
     twin = copied(model)

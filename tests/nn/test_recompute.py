@@ -6,20 +6,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import Tensor, nn, ops
 from needle.models.pythia import Pythia, PythiaConfig
-
-both = pytest.mark.parametrize("device", DEVICES)
 
 
 def small(device, recompute, dtype="float32", **changes):
     np.random.seed(0)
     shape = {"vocab_size": 96, "hidden_size": 64, "num_layers": 3, "num_heads": 2}
     config = PythiaConfig(**{**shape, "max_seq_len": 128, **changes})
-    model = Pythia(config, device=device_of(device), dtype=dtype)
+    model = Pythia(config, device=device, dtype=dtype)
     model.recompute = recompute
     return model
 
@@ -42,7 +39,6 @@ def trained(model, flat):
     return found + [p.numpy().copy() for p in model.parameters()]
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
@@ -59,7 +55,6 @@ def test_the_same_bits(flat, changes, dtype, device):
         np.testing.assert_array_equal(one, other)
 
 
-@both
 def test_layers_keep_only_their_inputs(device):
     """Measured between forward and backward; activations are many times a layer's input."""
     held = []
@@ -123,13 +118,12 @@ class Doubled(nn.Module):
         return self.dropout(self.linear(self.hook("hook_in", x))) * factor
 
 
-@both
 def test_dropout_drops_the_same_and_the_next_draw_is_as_without(device):
     found = []
     for call in (lambda layer, x: layer(x, 3.0), lambda layer, x: nn.recompute(layer, x, 3.0)):
         np.random.seed(2)
-        layer = Doubled(device=device_of(device))
-        x = ndl.ones(4, 5, device=device_of(device), requires_grad=True)
+        layer = Doubled(device=device)
+        x = ndl.ones(4, 5, device=device, requires_grad=True)
         y = call(layer, call(layer, x))  # the parameters are those of both
         y.sum().backward()
         found.append(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gradients import attend
-from harness import DEVICES, attended, central_differences, device_of
+from harness import attended, central_differences, device_of
 
 from needle import _C, Tensor, nn, ops
 from needle.block_mask import BlockMask
@@ -16,7 +16,6 @@ from needle.testing.attention import (
     visible,
 )
 
-both = pytest.mark.parametrize("device", DEVICES)
 exactly = rounder("float64")
 
 MASKS = {
@@ -38,14 +37,12 @@ def seen_by(mask, t: int) -> np.ndarray:
     return (dense if dense.ndim == 3 else dense[None]) & np.tril(np.ones((t, t), bool))
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "d", [1, 2, 3, 8, 15, 16, 24, 33, 40, 64, 72, 96, 100, 128, 160, 200, 255, 256]
 )
 def test_head_dims(d, dtype, device):
     """Forward and backward of every kind of head dim, one tile and a part of the next."""
-    device = device_of(device)
     r = rounder(dtype)
     t = 67
     q, k, v, dout = (r(draw(i, 1, t, 2, d)) for i in range(4))
@@ -76,19 +73,15 @@ def test_head_dims(d, dtype, device):
         assert_within(got.numpy(), exact[name], naive[name], dtype, 4 * max(d, t), name)
 
 
-@both
 @pytest.mark.parametrize("t", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200])
 def test_lengths(t, device):
-    device = device_of(device)
     q, k, v = (draw(i, 2, t, 2, 16) for i in range(3))
     o = ops.attention(*(Tensor(a, device=device) for a in (q, k, v)))
     assert_within(o.numpy(), attend(q, k, v), attend(q, k, v), "float32", 4 * t)
 
 
-@both
 def test_attention_reads_packed_views(device):
     """q, k and v as views of one packed array, as the model passes them."""
-    device = device_of(device)
     packed = draw(0, 2, 9, 3, 3, 8)
     array = _C.array(packed, device=device)
     views = [array[:, :, :, i].reshape((2, 9, 3, 8)) for i in range(3)]
@@ -97,11 +90,9 @@ def test_attention_reads_packed_views(device):
     np.testing.assert_array_equal(o.numpy(), expected.numpy())
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_large_scores_stay_finite(causal, dtype, device):
-    device = device_of(device)
     q, k, v = (1e4 * draw(i, 1, 100, 1, 64) for i in range(3))
     tensors = [Tensor(a, device=device, dtype=dtype) for a in (q, k, v)]
     o = ops.attention(*tensors, causal=causal)
@@ -110,13 +101,12 @@ def test_large_scores_stay_finite(causal, dtype, device):
     assert all(np.isfinite(t.grad.numpy()).all() for t in tensors)
 
 
-@both
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("block", [None, 64])
 def test_scores_far_below_zero(block, causal, dtype, device):
     """Padding keys must not get score 0: they would outweigh real keys by e^95."""
-    device, t = device_of(device), 100
+    t = 100
     mask = None if block is None else BlockMask.dense(t, block)
     arrays = [draw(i, 1, t, 2, 64) for i in range(4)]
     arrays[0][..., 0], arrays[1][..., 0] = -95 * 8, 1
@@ -132,12 +122,10 @@ def test_scores_far_below_zero(block, causal, dtype, device):
         assert np.abs(got - want).max() <= bound, name  # NaN is not
 
 
-@both
 @pytest.mark.parametrize("pattern", [None, *MASKS])
 def test_nothing_flows_from_the_future(pattern, device):
     """Changing token j changes no output before j, bit for bit, and no output before j sends a
     gradient to j."""
-    device = device_of(device)
     t, block, j = 75, 16, 41
     mask = None if pattern is None else MASKS[pattern](t, block)
     arrays = [draw(i, 1, t, 2, 8) for i in range(3)]
@@ -159,12 +147,10 @@ def test_nothing_flows_from_the_future(pattern, device):
         assert np.abs(tensor.grad.numpy()[:, :j]).max() > 0
 
 
-@both
 @pytest.mark.parametrize("t", [31, 64, 75])
 @pytest.mark.parametrize("pattern", MASKS)
 def test_sparse_attention(pattern, t, device):
     """Against plain softmax over what the mask lets through, and against finite differences."""
-    device = device_of(device)
     mask = MASKS[pattern](t, 16)
     see = seen_by(mask, t)
     assert see.any(-1).all()  # every query sees itself at least
@@ -186,18 +172,14 @@ def test_sparse_attention(pattern, t, device):
     assert abs(got - numeric) < 2e-4 * max(1, abs(numeric))
 
 
-@both
 def test_a_dense_mask_is_dense_attention(device):
-    device = device_of(device)
     arrays = [Tensor(draw(i, 2, 75, 2, 16), device=device) for i in range(3)]
     one, other = ops.attention(*arrays), ops.attention(*arrays, mask=BlockMask.dense(75, 16))
     np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-6)
 
 
-@both
 def test_unlisted_blocks_are_never_touched(device):
     """NaN in every key and value that no query lists, forward and backward."""
-    device = device_of(device)
     t, block = 80, 16
     keep = causal_blocks(5, lambda i, j: j in (0, 3))[0]
     keep[1:3, 0] = True
@@ -216,12 +198,10 @@ def test_unlisted_blocks_are_never_touched(device):
     np.testing.assert_array_equal(tensors[1].grad.numpy()[:, block : 3 * block], 0)
 
 
-@both
 @pytest.mark.parametrize("sparse", [False, True])
 def test_no_matrix_of_scores_is_stored(sparse, device):
     """T = 4096 with 8 heads: T x T scores would be 512 MiB; q, k, v, their gradients, o and what
     belongs to them are 1 MiB each."""
-    device = device_of(device)
     t = 4096 if not (device == device_of("cpu") and not sparse) else 2048
     shape = (1, t, 2, 16)
     mask = BlockMask.local(t, 128, 64) if sparse else None
@@ -236,9 +216,7 @@ def test_no_matrix_of_scores_is_stored(sparse, device):
     assert np.isfinite(o.numpy()).all()
 
 
-@both
 def test_per_head_masks(device):
-    device = device_of(device)
     blocks = np.concatenate(
         [causal_blocks(5, lambda i, j: i == j), causal_blocks(5, lambda i, j: True)]
     )
@@ -305,10 +283,9 @@ ORDERED = [  # with lists, kernels for 16 bits choose by head dim and by what di
 ]
 
 
-@both
 @pytest.mark.parametrize("dtype, d, block", ORDERED)
 def test_any_order_of_work_gives_the_same_bits(dtype, d, block, device):
-    of = Ordered(device_of(device), dtype, d, block)
+    of = Ordered(device, dtype, d, block)
     shuffle = np.random.default_rng(0).permuted
     o, lse = of.forward(lambda order: order)
     usual = [o, lse, *of.backward(o, lse, lambda order: order)]
@@ -433,9 +410,8 @@ def test_too_few_keys_for_causal():
     assert ops.attention(q, k, k, causal=False).shape == q.shape
 
 
-@both
 def test_heads_without_dims(device):
-    q = Tensor(np.zeros((1, 32, 2, 0)), device=device_of(device), requires_grad=True)
+    q = Tensor(np.zeros((1, 32, 2, 0)), device=device, requires_grad=True)
     for made in (
         ops.attention(q, q, q),
         ops.attention(q, q, q, mask=BlockMask.dense(32, 16)),
@@ -455,10 +431,8 @@ def test_the_modules_attention_is_the_same_computation():
     np.testing.assert_allclose(result.numpy().transpose(0, 2, 1, 3), fused, atol=2e-6)
 
 
-@both
 def test_a_block_longer_than_the_sequence(device):
     """Whatever its length it is the one block; the CPU's loop over its tiles never ended."""
-    device = device_of(device)
     results = []
     for block in (40, 2**31, 2**62, 2**63 - 1):
         mask = BlockMask(np.ones((1, 1), bool), block, 40)
@@ -487,14 +461,12 @@ def test_more_keys_than_memory_could_hold(keys, dtype):
         )
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [None, 64])
 @pytest.mark.parametrize("half", [3, 8, 16])
 def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
     """Gradients in a packed array, as the model's, equal those of attention without angles and then
     rotary, rounded once."""
-    device = device_of(device)
     b, t, h, d = 2, 131, 3, 64
     angle = draw(1, t, half)
     cos, sin = (_C.array(x, device=device) for x in (np.cos(angle), np.sin(angle)))
@@ -518,11 +490,9 @@ def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
     assert np.abs(found[0] - found[1]).max() <= bound
 
 
-@both
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_projection_may_be_rotated_in_its_place(device, compact):
     """The same bits, gradients too. What is no array of its own is copied all the same."""
-    device = device_of(device)
     cos, sin = (_C.array(draw(i, 9, 2), device=device) for i in (1, 2))
     values = draw(3, 2, 9, 9, 3, 8).astype(np.float32)  # as many heads as tokens
     found = []
@@ -539,7 +509,6 @@ def test_a_projection_may_be_rotated_in_its_place(device, compact):
     assert np.array_equal(found[1][2], found[1][3]) != compact
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("block", [None, 64, 128])
 @pytest.mark.parametrize("d", [64, 128])
@@ -547,7 +516,7 @@ def test_scores_of_minus_infinity_and_ten_thousand(d, block, dtype, device):
     """Against float64. Keys of -inf weigh nothing (head 0), queries of -inf see nothing (head 1), a
     score of 1e4 takes all (head 2). What is infinite has no gradient; the other gradients are
     right."""
-    device, r, scale, t = device_of(device), rounder(dtype), 1 / 4, 200
+    r, scale, t = rounder(dtype), 1 / 4, 200
     q, k, v, dout = (r(draw(i, 1, t, 3, d)) for i in range(4))
     for x in (q, k):
         x[..., 0] = np.abs(x[..., 0]) + 1  # so that no score is +inf

@@ -4,14 +4,13 @@ that holds it, and against index_select with dense attention."""
 import numpy as np
 import pytest
 from gradients import attend_dilated, dilated_weights
-from harness import DEVICES, device_of, poison
+from harness import poison
 
 from needle import _C, Tensor, ops
 from needle.ops.dilated import views_of
 from needle.testing import rounder
 from needle.testing.attention import attention_gradients, held
 
-both = pytest.mark.parametrize("device", DEVICES)
 # T, heads, segments, dilations: one branch; the last segment shorter; longer than T; more dilation
 # than heads; tokens of no branch; segments that are no multiple of the dilation; more heads than
 # that, in views of an offset and of neighbours; several tiles.
@@ -44,12 +43,11 @@ def assert_close(got, want, dtype, what):
     assert off <= BOUND[dtype] * max(1, np.abs(want).max(initial=0)), f"{what}: {off:.2g} off"
 
 
-@both
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("t, heads, segments, dilations", BRANCHES)
 def test_forward_and_gradients(t, heads, segments, dilations, causal, dtype, device):
-    device, branches = device_of(device), tuple(zip(segments, dilations))
+    branches = tuple(zip(segments, dilations))
     q, k, v, dout = (rounder(dtype)(draw(i, 2, t, heads, 24)) for i in range(4))
     poison(device, 1 << 15)
     leaves = [Tensor(x, device=device, dtype=dtype, requires_grad=True) for x in (q, k, v)]
@@ -90,10 +88,9 @@ def test_the_fewest_views():
     assert count((2, 70, 8), 16, 1) == 3  # each sequence, then what is left of both
 
 
-@both
 def test_gradients_of_slices(device):
     """Slices, whose batch and time do not merge: all operands, and each beside whole ones."""
-    device, segments, dilations = device_of(device), (8, 32), (1, 2)
+    segments, dilations = (8, 32), (1, 2)
     numbers = [rounder("float32")(draw(i, 2, 40, 6, 16)) for i in range(4)]
     part = (slice(None), slice(3, 35), slice(1, 5))
     wanted = gradients_of(*(x[part] for x in numbers), tuple(zip(segments, dilations)), True)
@@ -110,10 +107,9 @@ def test_gradients_of_slices(device):
             assert_close(got, want, "float32", f"d{name} beside slices of {sliced}")
 
 
-@both
 def test_index_select_and_dense_attention_say_the_same(device):
     """Includes slices of heads and time, whose strides are not those of their shape."""
-    device, segments, dilations = device_of(device), (16, 32), (1, 2)
+    segments, dilations = (16, 32), (1, 2)
     whole = [Tensor(draw(i, 2, 70, 6, 16), device=device) for i in range(3)]
     q, k, v = (x[:, 3:67, 1:5, :] for x in whole)
     got = ops.dilated_attention(q, k, v, segments, dilations).numpy()
@@ -131,9 +127,8 @@ def test_index_select_and_dense_attention_say_the_same(device):
             assert (alone[:, between, head] == 0).all()
 
 
-@both
 def test_one_branch_of_the_whole_sequence_is_attention(device):
-    q, k, v = (Tensor(draw(i, 1, 33, 2, 8), device=device_of(device)) for i in range(3))
+    q, k, v = (Tensor(draw(i, 1, 33, 2, 8), device=device) for i in range(3))
     got = ops.dilated_attention(q, k, v, (100,), (1,), scale=0.3).numpy()
     np.testing.assert_allclose(got, ops.attention(q, k, v, scale=0.3).numpy(), atol=1e-6)
 
@@ -146,12 +141,11 @@ def test_nothing_and_a_query_that_sees_nothing():
     assert (ops.dilated_attention(q, k, k, (2, 4), (1, 2)).numpy() == 0).all()
 
 
-@both
 @pytest.mark.parametrize("dilation", [9, 40, 2**31, 2**70])
 @pytest.mark.parametrize("t", [3, 40])
 def test_dilations_of_any_size(t, dilation, device):
     """Whole numbers of NumPy, too; above T and heads each head has its own token of a segment."""
-    q, k, v = (Tensor(draw(i, 2, t, 7, 8), device=device_of(device)) for i in range(3))
+    q, k, v = (Tensor(draw(i, 2, t, 7, 8), device=device) for i in range(3))
     got = ops.dilated_attention(q, k, v, np.array([30, 2**62]), (1, dilation)).numpy()
     numbers = [x.numpy().astype(np.float64) for x in (q, k, v)]
     branches = ((30, 1), (t, min(dilation, 1000)))
@@ -191,10 +185,9 @@ def test_wrong_shapes():
         ops.dilated_attention(*[Tensor(np.zeros((8, 2, 4)))] * 3, (4,), (1,))
 
 
-@both
 def test_only_the_first_call_uploads(device, monkeypatch):
     """Segments and dilations stay on the device: a step of training does not wait for a copy."""
-    q = Tensor(np.ones((1, 40, 2, 8), np.float32), device=device_of(device))
+    q = Tensor(np.ones((1, 40, 2, 8), np.float32), device=device)
     ops.dilated_attention(q, q, q, segments=(7, 39), dilations=(1, 3))
     uploads = []
     real = _C.array

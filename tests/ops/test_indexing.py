@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, naming
+from harness import naming
 
 import needle as ndl
 from needle import Tensor, ops
@@ -68,9 +68,7 @@ def moved(index, device):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "int64"])
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("device", DEVICES)
 def test_numpys_rules(device, view, dtype):
-    device = device_of(device)
     shape, of = VIEWS[view]
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % (
         2 if dtype == "bool" else 99
@@ -84,9 +82,7 @@ def test_numpys_rules(device, view, dtype):
             np.testing.assert_array_equal(got.numpy(), y[index], err_msg=repr(index))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_are_numpys_sums(device):
-    device = device_of(device)
     for i, index in enumerate(INDICES):
         x = Tensor(np.random.default_rng(0).standard_normal(SHAPE), device=device)
         picked = x[moved(index, device) if i % 2 else index]
@@ -97,12 +93,10 @@ def test_gradients_are_numpys_sums(device):
         np.testing.assert_allclose(x.grad.numpy(), expected, atol=1e-6, err_msg=repr(index))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_indices_along_an_axis_are_numpys(device):
     """gather, take_along_axis, scatter_add and index_add, of any dtype, on any device, with indices
     on the host and on the device, and operands longer than the index."""
     rng = np.random.default_rng(2)
-    device = device_of(device)
     for dtype in ("float32", "bfloat16", "int64", "uint8"):
         for shape, axis, count in (
             ((5, 7), 0, 3),
@@ -183,10 +177,9 @@ def test_wrong_indices(index, message):
         Tensor(np.zeros(SHAPE))[index]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape, axis", [((3, 4), 0), ((3, 4), 1), ((2, 3, 4), 1), ((0, 4), 1)])
 def test_an_empty_index_has_a_gradient(device, shape, axis):
-    x = Tensor(np.ones(shape), device=device_of(device))
+    x = Tensor(np.ones(shape), device=device)
     y = ops.index_select(x, axis, [])
     assert y.shape == shape[:axis] + (0,) + shape[axis + 1 :]
     y.backward()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
 
 from needle import _C, Tensor, no_grad, ops
 from needle.nn import Module, Parameter, flatten_parameters
 from needle.testing import FLOATS, rounder
 
 V, C = 13, 6
-both = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +50,7 @@ def operands(device, rows, dtype="float32", transposed=False, ignored=()):
     [(5, ()), (8, (0,)), (11, (4, 5, 6, 7)), (9, (8,)), (6, range(6))],
     ids=["one row more", "two whole runs", "a run ignored", "a row alone ignored", "all ignored"],
 )
-@both
 def test_runs_of_rows_are_one_loss(device, rows, ignored, dtype, close, transposed):
-    device = device_of(device)
     x, w, targets, (x64, w64) = operands(device, rows, dtype, transposed, ignored)
     loss, dx, dw = reference(x64, w64.T if transposed else w64, targets)
     got = ops.linear_cross_entropy(x, w, targets, transposed)
@@ -71,9 +67,7 @@ def test_runs_of_rows_are_one_loss(device, rows, ignored, dtype, close, transpos
     assert alone.item() == got.item()
 
 
-@both
 def test_wanted_gradients_alone_and_twice(device):
-    device = device_of(device)
     x, w, targets, (x64, w64) = operands(device, 10)
     _, dx, dw = reference(x64, w64, targets)
     for leaf, other, grad in (x, w.detach(), dx), (w, x.detach(), dw):
@@ -86,9 +80,7 @@ def test_wanted_gradients_alone_and_twice(device):
         assert other.grad is None
 
 
-@both
 def test_into_the_flat_gradient(device):
-    device = device_of(device)
     x, w, targets, (x64, w64) = operands(device, 10)
     _, _, dw = reference(x64, w64, targets)
     head = Module()
@@ -103,9 +95,7 @@ def test_into_the_flat_gradient(device):
     np.testing.assert_allclose(flat.view(flat.grad, 0).numpy(), dw, rtol=1e-5, atol=1e-6)
 
 
-@both
 def test_no_more_logits_than_a_run(device, monkeypatch):
-    device = device_of(device)
     rows, v, run = 64, 4096, 32
     monkeypatch.setattr(ops.LinearCrossEntropy, "ROWS", run)
     x, w = Tensor(np.ones((rows, C)), device), Tensor(np.ones((C, v)), device)
@@ -120,11 +110,9 @@ def test_no_more_logits_than_a_run(device, monkeypatch):
     assert device.memory_stats()["peak_bytes"] - before < logits + 4 * gradient
 
 
-@both
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_loss_of_more_rows_than_a_gpu_takes_at_once(dtype, device):
     """Long ones, of which many in turn go through the same memory; ignored ones in between."""
-    device = device_of(device)
     rng = np.random.default_rng(5)
     logits = rounder(dtype)(rng.standard_normal((601, 16392), np.float32) * 3)
     targets = rng.integers(0, 16392, 601)

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, naming
+from harness import naming
 
 import needle as ndl
 from needle import _C, Tensor, ops
 from needle.testing import LAYOUTS, laid_out_values, to_ndarray
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "uint16", "bool")
-both = pytest.mark.parametrize("device", DEVICES)
 
 
 def drawn(dtype, shape):
@@ -29,9 +28,7 @@ def reverse(order, n):
     return n - 1 - np.flip(order, 1)
 
 
-@both
 def test_values_and_indices_are_numpys(device):
-    device = device_of(device)
     for dtype in DTYPES:
         for shape in ((3, 257), (2, 9001), (7, 4097)):
             for layout in LAYOUTS if shape[1] == 257 else LAYOUTS[:1]:
@@ -52,9 +49,7 @@ def test_values_and_indices_are_numpys(device):
                     np.testing.assert_array_equal(columns, wanted)
 
 
-@both
 def test_nan_is_last_and_negative_zero_before_zero(device):
-    device = device_of(device)
     for dtype in DTYPES[:3]:
         for n in (5, 4999):  # in shared memory, and by passes over the row
             values = np.zeros((1, n), np.float32)
@@ -73,9 +68,7 @@ def test_nan_is_last_and_negative_zero_before_zero(device):
                 assert places.numpy().tolist() == [[4, 1]]
 
 
-@both
 def test_running_sums(device):
-    device = device_of(device)
     for dtype in DTYPES:
         for shape, axis in (((3, 257), 1), ((2, 9001), 1), ((9001, 3), 0), ((3, 4, 5), None)):
             with naming(dtype, shape):
@@ -92,9 +85,7 @@ def test_running_sums(device):
                     np.testing.assert_allclose(got.numpy(), wanted, unit, unit * largest / 9)
 
 
-@both
 def test_equal_from_run_to_run(device):
-    device = device_of(device)
     x = Tensor(np.random.default_rng(0).standard_normal((3, 99_991)), device=device)
     first = [t.numpy() for t in (ops.cumsum(x, 1), *ops.topk(x, 300))]
     for _ in range(5):

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import nn, ops
 from needle.models import Pythia, PythiaConfig
 
-both = pytest.mark.parametrize("device", DEVICES)
 IDS = np.random.default_rng(3).integers(0, 41, (2, 19))
 SEPARATE = {"blocks.0.attn.hook_z": lambda x: None, "blocks.1.attn.hook_z": lambda x: None}
 
@@ -46,7 +44,6 @@ def near(got, wanted, close):
         assert error < close, (name, error)
 
 
-@both
 @pytest.mark.parametrize("dtype, close", [("float32", 2e-5), ("bfloat16", 0.08)])
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
@@ -54,7 +51,6 @@ def test_a_layer_equals_its_steps(device, dtype, close, flat, sparse):
     changes = (
         {"use_sparse_attention": sparse, "sparse_block": 16, "sparse_window": 16} if sparse else {}
     )
-    device = device_of(device)
     results = []
     for hooks in {}, SEPARATE:
         model = small(device, dtype, **changes)
@@ -69,10 +65,9 @@ def test_a_layer_equals_its_steps(device, dtype, close, flat, sparse):
         np.testing.assert_allclose(second, 2 * first, rtol=1e-4, atol=1e-5 * np.abs(first).max())
 
 
-@both
 def test_flat_or_not_has_the_same_bits(device):
     """Weights that follow each other in memory, and weights that are copied."""
-    loose, flat = small(device_of(device)), small(device_of(device))
+    loose, flat = small(device), small(device)
     nn.flatten_parameters(flat)
     for layer, joined in (loose.layers[0], False), (flat.layers[0], True):
         pair = layer.attention.dense.weight, layer.mlp.dense_4h_to_h.weight
@@ -91,13 +86,11 @@ PROJECTION = ["attention.query_key_value.weight", "attention.query_key_value.bia
 FROZEN += PROJECTION
 
 
-@both
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(
     "frozen", [*[[name] for name in FROZEN], FROZEN[:2], FROZEN[2:4], PROJECTION, FROZEN]
 )
 def test_frozen_parameters_get_no_gradient_and_change_none(device, frozen, flat):
-    device = device_of(device)
     wanted = numbers(step(small(device)))
     model = small(device)
     names = [f"layers.0.{name}" for name in frozen]
@@ -112,11 +105,9 @@ def test_frozen_parameters_get_no_gradient_and_change_none(device, frozen, flat)
         assert (p.grad is None) == (name in names)
 
 
-@both
 @pytest.mark.parametrize("first", ["attention.dense.weight", "mlp.dense_4h_to_h.weight"])
 def test_gradient_beside_one_that_was_added_to_ignores_the_last_step(device, first):
     """One of the joined pair adds, the other overwrites the rubbish of the step before."""
-    device = device_of(device)
     wanted, model = numbers(step(small(device))), small(device)
     flat = nn.flatten_parameters(model)
     for buffer in (p.grad_buffer for p in flat.parameters):
@@ -143,12 +134,11 @@ SHAPES = {
 }
 
 
-@both
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("wanted", [["x1"], ["w_qkv"], ["b_qkv"], ["w1"], list(SHAPES)])
 def test_a_gradient_does_not_depend_on_the_others(wanted, dtype, close, device):
     """Compared with linear, qkv_attention and gelu_mlp one after the other."""
-    device, rng = device_of(device), np.random.default_rng(7)
+    rng = np.random.default_rng(7)
     values = {name: rng.standard_normal(shape) * 0.5 for name, shape in SHAPES.items()}
     tables = nn.rotary_tables(5, 2)
 
