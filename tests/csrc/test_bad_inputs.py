@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from bad_calls import BAD, BAD_VALUES, long_ids
-from harness import DEVICES, device_of
+from harness import device_of
 from test_ops import FIRST
 
 from needle import _C
@@ -42,12 +42,10 @@ def refuse(op: str, arguments, exception, pattern: str) -> None:
         getattr(_C, op)(*(arguments.values() if isinstance(arguments, dict) else arguments))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", STRUCTURED)
 def test_sizes_dtypes_and_kinds(op, device):
     """Every array operand of a structured op in turn: one axis too long, one axis too few, another
     dtype, None, a number, a string."""
-    device = device_of(device)
     good = arguments_of(op, device)
     sizes: dict[str, int] = {}
     for operand in OPS[op].inputs:
@@ -119,19 +117,20 @@ def test_arguments_by_keyword():
         _C.layernorm_fwd(x, w, b, eps, x=x)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "op, label, changes, exception, pattern", BAD, ids=[f"{b[0]}-{b[1]}" for b in BAD]
-)
-def test_refused(op, label, changes, exception, pattern, device):
-    refuse(op, arguments_of(op, device_of(device), changes), exception, pattern)
+def named(table: dict):
+    calls = [(op, *call) for op, of in table.items() for call in of.values()]
+    names = [f"{op}-{label}" for op, of in table.items() for label in of]
+    return pytest.mark.parametrize("op, changes, pattern", calls, ids=names)
 
 
-@pytest.mark.parametrize(
-    "op, label, changes, pattern", BAD_VALUES, ids=[f"{b[0]}-{b[1]}" for b in BAD_VALUES]
-)
-def test_refused_values(op, label, changes, pattern):
-    refuse(op, arguments_of(op, device_of("cpu"), changes), ValueError, pattern)
+@named(BAD)
+def test_refused(op, changes, pattern, device):
+    refuse(op, arguments_of(op, device, changes), ValueError, f"{op}: {pattern}")
+
+
+@named(BAD_VALUES)
+def test_refused_values(op, changes, pattern):
+    refuse(op, arguments_of(op, _C.cpu(), changes), ValueError, f"{op}: {pattern}")
 
 
 @pytest.mark.cuda
