@@ -1,4 +1,8 @@
-"""Every differentiable op, forward beside backward, a file a family. Re-exported by `needle`."""
+"""Every differentiable op, forward beside backward, a file a family. Re-exported by `needle`.
+
+`__all__` has the names that the families give: what else is in a family's file stays there.
+"""
+# ruff: noqa: F405
 
 import sys as _sys
 from inspect import isfunction as _isfunction
@@ -6,213 +10,29 @@ from inspect import signature as _signature
 
 from needle.block_mask import BlockMask, convert_to_block_mask
 from needle.operators import define_operators as _define_operators
-from needle.ops.attention import (
-    Attention,
-    QKVAttention,
-    Rotary,
-    attention,
-    block_sparse_attention,
-    qkv_attention,
-    rotary,
-)
-from needle.ops.broadcast import (
-    AsType,
-    BroadcastTo,
-    Contiguous,
-    Reshape,
-    Summation,
-    ToDevice,
-    astype,
-    broadcast_to,
-    contiguous,
-    reshape,
-    summation,
-    to_device,
-)
+from needle.ops.attention import *
+from needle.ops.broadcast import *
 from needle.ops.common import WORDS as _WORDS
 from needle.ops.common import with_other_words as _with_other_words
-from needle.ops.dilated import DilatedAttention, dilated_attention
-from needle.ops.einsum import dot, einsum, outer
-from needle.ops.elementwise import (
-    GELU,
-    AddScalar,
-    DivScalar,
-    EWiseAdd,
-    EWiseDiv,
-    EWiseMul,
-    EWisePow,
-    EWiseSub,
-    Exp,
-    Log,
-    MulScalar,
-    Negate,
-    PowerScalar,
-    ReLU,
-    ScalarDiv,
-    ScalarPow,
-    Sigmoid,
-    Sqrt,
-    SubScalar,
-    Tanh,
-    Where,
-    add,
-    add_scalar,
-    divide,
-    divide_scalar,
-    exp,
-    gelu,
-    log,
-    multiply,
-    multiply_scalar,
-    negate,
-    power,
-    power_scalar,
-    relu,
-    scalar_divide,
-    scalar_power,
-    sigmoid,
-    sqrt,
-    subtract,
-    subtract_scalar,
-    tanh,
-    where,
-)
-from needle.ops.embedding import EmbeddingOp, embedding
-from needle.ops.indexing import GetItem, IndexAdd, IndexSelect, PlaceItem, get_item, index_select
-from needle.ops.loss import (
-    CrossEntropy,
-    LinearCrossEntropy,
-    binary_cross_entropy,
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-    dropout,
-    kl_div,
-    l1_loss,
-    linear_cross_entropy,
-    mse_loss,
-)
-from needle.ops.matmul import (
-    LinearOp,
-    LinearTransposedOp,
-    MatMul,
-    linear,
-    linear_transposed,
-    matmul,
-)
-from needle.ops.mlp import GeluMLP, gelu_mlp
-from needle.ops.normalization import (
-    LayerNorm,
-    LayerNormResidual,
-    layer_norm,
-    layer_norm_pair,
-    layer_norm_residual,
-)
-from needle.ops.order import CumSum, Sort, TopK, Unsort, argsort, cumsum, sort, topk, unique
-from needle.ops.parallel import AttentionMLP, attention_mlp
-from needle.ops.pointwise import (
-    Clip,
-    Extremum,
-    Pointwise,
-    Remainder,
-    abs,
-    allclose,
-    bitwise_and,
-    bitwise_not,
-    bitwise_or,
-    bitwise_xor,
-    ceil,
-    clip,
-    cos,
-    eq,
-    erf,
-    expm1,
-    floor,
-    floor_divide,
-    ge,
-    gt,
-    isclose,
-    isfinite,
-    isinf,
-    isnan,
-    le,
-    log1p,
-    log2,
-    log10,
-    logical_and,
-    logical_not,
-    logical_or,
-    lt,
-    maximum,
-    minimum,
-    ne,
-    reciprocal,
-    remainder,
-    round,
-    rsqrt,
-    sign,
-    silu,
-    sin,
-    softplus,
-    square,
-)
-from needle.ops.rearrange import (
-    chunk,
-    flatten,
-    pad,
-    repeat,
-    roll,
-    squeeze,
-    tile,
-    tril,
-    triu,
-    unsqueeze,
-)
-from needle.ops.reduce import (
-    LogSoftmax,
-    LogSumExp,
-    Max,
-    Mean,
-    Softmax,
-    logsoftmax,
-    logsumexp,
-    max,
-    mean,
-    softmax,
-)
-from needle.ops.ring_attention import RingAttention, ring_attention, ring_chunks
-from needle.ops.ring_dilated import RingDilatedAttention, ring_dilated_attention
-from needle.ops.select import (
-    SetItem,
-    gather,
-    index_add,
-    nonzero,
-    scatter_add,
-    set_item,
-    take_along_axis,
-)
-from needle.ops.shape import (
-    Concatenate,
-    Flip,
-    MakeTensorTuple,
-    Permute,
-    Split,
-    Stack,
-    TensorTupleGetItem,
-    Transpose,
-    concatenate,
-    flip,
-    hstack,
-    make_tuple,
-    moveaxis,
-    permute,
-    split,
-    split_sizes,
-    stack,
-    transpose,
-    tuple_get_item,
-    vstack,
-)
-from needle.ops.statistics import Min, all, any, argmax, argmin, min, norm, prod, std, var
+from needle.ops.dilated import *
+from needle.ops.einsum import *
+from needle.ops.elementwise import *
+from needle.ops.embedding import *
+from needle.ops.indexing import *
+from needle.ops.loss import *
+from needle.ops.matmul import *
+from needle.ops.mlp import *
+from needle.ops.normalization import *
+from needle.ops.order import *
+from needle.ops.parallel import *
+from needle.ops.pointwise import *
+from needle.ops.rearrange import *
+from needle.ops.reduce import *
+from needle.ops.ring_attention import *
+from needle.ops.ring_dilated import *
+from needle.ops.select import *
+from needle.ops.shape import *
+from needle.ops.statistics import *
 
 # PyTorch's and NumPy's words for the same functions.
 absolute = abs
@@ -282,7 +102,9 @@ __all__ = [
 
 _define_operators(_sys.modules[__name__])
 
-for _name in __all__:
-    _function = globals()[_name]
-    if _isfunction(_function) and _WORDS.keys() & {*_signature(_function).parameters}:
-        globals()[_name] = _with_other_words(_function, _name)
+for _name, _value in list(globals().items()):
+    if _isfunction(_value) and _WORDS.keys() & {*_signature(_value).parameters}:
+        globals()[_name] = _with_other_words(_value, _name)
+    _is_file = getattr(_value, "__name__", "") == f"{__name__}.{_name}"
+    if not (_name in __all__ or _name.startswith("_") or _is_file):
+        del globals()[_name]
