@@ -35,7 +35,7 @@ from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import given_device, ones, zeros
 from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
-from needle.graph import arrays_of, check_unchanged, collect, find_topo_sort, memory_of
+from needle.graph import arrays_of, checked_order, find_topo_sort, memory_of
 from needle.operators import Operators
 
 __all__ = [
@@ -564,10 +564,7 @@ def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = 
     inner: a part of another backward, which takes the gradients: treat all leaves as Parameters;
     gradients may share memory.
     """
-    order = [node for node in find_topo_sort([output]) if node.requires_grad]
-    for node in order:  # before the first gradient is added anywhere
-        if node.op is not None:
-            check_unchanged(node)
+    order = checked_order([output])  # before the first gradient is added anywhere
     training = inner or all(node.trained for node in order if node.op is None)
     if not training:
         plain = [node for node in order if not node.trained]
@@ -576,7 +573,7 @@ def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = 
             for node in plain:
                 node.grad = None
     with no_grad() if training else contextlib.nullcontext():
-        _walk(order, output, out_grad, keep=not training)
+        _walk(order, {id(output): out_grad}, keep=not training)
         if not inner:
             _separate(order, out_grad)
 
@@ -601,7 +598,7 @@ def grad(
     outputs, wanted = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
     seeds: Any = grad_outputs if isinstance(grad_outputs, (list, tuple)) else [grad_outputs]
     seeds = [None] * len(outputs) if grad_outputs is None else seeds
-    order = [node for node in find_topo_sort(outputs) if node.requires_grad]
+    order, found = checked_order(outputs), dict.fromkeys(map(id, wanted))
     pending: dict[int, Any] = {}
     for output, seed in zip(outputs, seeds, strict=True):
         if seed is None:
@@ -610,12 +607,12 @@ def grad(
             raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
         pending[id(output)] = _sum(pending.get(id(output)), seed)
     with contextlib.nullcontext() if create_graph else no_grad():
-        found = collect(order, pending, {*map(id, wanted)}, _sum)
-        found = {key: _Copy()(part) for key, part in found.items()}
+        _walk(order, pending, found=found)
+        found = {key: None if part is None else _Copy()(part) for key, part in found.items()}
     for i, x in enumerate(wanted):
-        if id(x) not in found and not allow_unused:
+        if found[id(x)] is None and not allow_unused:
             raise RuntimeError(f"grad: no output depends on input {i}; see allow_unused")
-    return tuple(found.get(id(x)) for x in wanted)
+    return tuple(found[id(x)] for x in wanted)
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -638,29 +635,36 @@ def _whole(grads: Any, node: Value) -> TensorTuple:
     return operators.ops.make_tuple(*[nothing(x) if g is None else g for g, x in pairs])
 
 
-def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> None:
-    pending: dict[int, Any] = {id(output): out_grad}
+def _walk(
+    order: list[Value],
+    pending: dict[int, Any],
+    keep: bool = False,
+    found: dict[int, Any] | None = None,
+) -> None:
+    """Walk `order` from the results to the leaves. pending: the gradients of the results, by id.
+    Leaves gradients in the leaves, with `keep` in every node, or in `found`, by the ids it has."""
     for node in reversed(order):
         grad = pending.pop(id(node), None)
         if grad is None:
             continue
+        if found is not None and id(node) in found:
+            found[id(node)] = grad
         op = node.op
         if op is None:
-            if node.has_grad_buffer:
+            if found is None and node.has_grad_buffer:
                 _add_into(node.grad_buffer, grad.cached_data)
-            else:
+            elif found is None:
                 node.grad = _sum(node.grad, grad)
             continue
         if isinstance(node, Tensor) and grad.dtype != node.dtype and node.dtype in FLOATS:
-            grad = grad.astype(
-                node.dtype
-            )  # a float32 weight gradient of a weight that was computed
+            # a float32 weight gradient of a weight that was computed
+            grad = grad.astype(node.dtype)
         if keep:
             total = _sum(node.grad, grad)
             node.grad = _whole(total, node) if isinstance(total, list) else total
         inputs = node.inputs
         owners = [x if x.requires_grad and x.has_grad_buffer else None for x in inputs]
-        if any(owner is not None for owner in owners):
+        if found is None and any(owner is not None for owner in owners):
             accumulators = Accumulators(owners)
             try:
                 parts = op.accumulate(grad, node, accumulators)

@@ -83,27 +83,14 @@ def check_unchanged(node: Any) -> None:
         check("an array that the op keeps", data)
 
 
-def collect(order: Sequence[Any], pending: dict[int, Any], wanted: set[int], add: Any) -> dict:
-    """Return the gradients of the nodes `wanted`, by id, walking `order` from the results to the
-    leaves. pending: those of the results; `add` adds two gradients."""
-    found: dict[int, Any] = {}
+def checked_order(outputs: Sequence[Any]) -> list[Any]:
+    """Return the nodes that need gradients and that `outputs` depend on, inputs first. RuntimeError
+    where data that a gradient reads changed since the forward."""
+    order = [node for node in find_topo_sort(outputs) if node.requires_grad]
     for node in order:
         if node.op is not None:
             check_unchanged(node)
-    for node in reversed(order):
-        part = pending.pop(id(node), None)
-        if part is None:
-            continue
-        if id(node) in wanted:
-            found[id(node)] = part
-        if node.op is None:
-            continue
-        if "float" in str(getattr(node, "dtype", "")) and part.dtype != node.dtype:
-            part = part.astype(node.dtype)
-        for x, grad in zip(node.inputs, node.op.gradient_as_tuple(part, node)):
-            if grad is not None and x.requires_grad:
-                pending[id(x)] = add(pending.get(id(x)), grad)
-    return found
+    return order
 
 
 def memory_of(*values: Any) -> Iterator[int]:
