@@ -40,6 +40,31 @@ class Size(int):
         return self.shape if dim is None else self.shape[dim]
 
 
+class _Methods:
+    """Makes a method of each name that it is assigned to, by a function of the name."""
+
+    def __init__(self, make: Callable[[str], Callable[..., Any]]) -> None:
+        self.make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        if not name.startswith("_"):
+            setattr(owner, name, self.make(name))
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """The function of needle.ops by this name, whose first argument is the Tensor."""
+
+    def method(self: Any, *args: Any, **words: Any) -> Any:
+        return getattr(ops, name)(self, *args, **words)
+
+    method.__name__, method.__qualname__ = name, f"Tensor.{name}"
+    method.__doc__ = f"needle.ops.{name} of this Tensor."
+    return method
+
+
+CASTS = {"float": "float32", "half": "float16", "int": "int32", "long": "int64"}
+
+
 class Operators(Generic[Result]):
     """The base of Tensor, which is its Result and gives it array and operands.
 
@@ -169,30 +194,6 @@ class Operators(Generic[Result]):
         return ops.matmul(self._operand(other), self)
 
     # -- comparisons
-
-    if TYPE_CHECKING:  # the methods of METHODS and CASTS
-
-        def abs(self, *args: Any, **words: Any) -> Result: ...
-        def chunk(self, chunks: int, axis: int = 0) -> tuple[Result, ...]: ...
-        def nonzero(self) -> Any: ...
-        def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Result, Result]: ...
-        def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
-
-        absolute = all = any = argmax = argmin = argsort = broadcast_to = ceil = clamp = clip = abs
-        cos = cumsum = sort = dot = erf = exp = expm1 = flatten = flip = floor = gather = abs
-        index_add = index_select = abs
-        isfinite = isnan = log = log1p = log_softmax = logsumexp = matmul = max = maximum = abs
-        mean = min = minimum = norm = outer = pad = prod = relu = remainder = repeat = abs
-        repeat_interleave = roll = round = rsqrt = scatter_add = sigmoid = sign = silu = sin = abs
-        softmax = softplus = sqrt = square = squeeze = std = sum = take_along_axis = tanh = abs
-        tile = tril = triu = unsqueeze = var = bfloat16 = bool = float = half = int = long = abs
-        cpu = cuda = abs
-        add = allclose = amax = amin = bmm = div = divide = eq = ge = gt = isclose = isinf = abs
-        le = log10 = log2 = logical_and = logical_not = logical_or = lt = mm = mul = multiply = abs
-        mv = ne = neg = negative = pow = power = ravel = reciprocal = sub = subtract = abs
-        moveaxis = movedim = swapaxes = true_divide = unbind = add_ = clamp_ = div_ = (
-            masked_fill_
-        ) = mul_ = sub_ = abs
 
     def _compared(self, compare: Callable[[Any, Any], NDArray], other: Any) -> Any:
         if isinstance(other, (Number, np.bool_)):
@@ -376,50 +377,37 @@ class Operators(Generic[Result]):
             ) from None
         return ops.to_device(self, given_device(device))
 
+    # -- methods that their names define
 
-# Functions of needle.ops whose first argument is the Tensor: methods by the same name.
-METHODS = """
-    abs absolute add all allclose amax amin any argmax argmin argsort bmm broadcast_to ceil
-    chunk clamp clip cos cumsum div divide dot eq erf exp expm1 flatten flip floor gather ge gt
-    index_add index_select isclose isfinite isinf isnan le log log10 log1p log2 log_softmax
-    logical_and logical_not logical_or logsumexp lt matmul max maximum mean min minimum mm
-    moveaxis movedim mul multiply mv ne neg negative nonzero norm outer pad pow power prod ravel
-    reciprocal relu remainder repeat repeat_interleave roll round rsqrt scatter_add sigmoid sign
-    silu sin softmax softplus sort sqrt square squeeze std sub subtract sum swapaxes
-    take_along_axis tanh tile topk tril triu true_divide unbind unique unsqueeze var
-""".split()
-CASTS = {
-    "bfloat16": "bfloat16",
-    "bool": "bool",
-    "float": "float32",
-    "half": "float16",
-    "int": "int32",
-    "long": "int64",
-}
+    if TYPE_CHECKING:
 
+        def _of_ops(self, *args: Any, **words: Any) -> Result: ...
+        def chunk(self, chunks: int, axis: int = 0) -> tuple[Result, ...]: ...
+        def nonzero(self) -> Any: ...
+        def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Result, Result]: ...
+        def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
 
-def _method(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **words: Any) -> Any:
-        return getattr(ops, name)(self, *args, **words)
+        _in_place = _cast = _moved = _of_ops
+    else:
+        _of_ops = _Methods(_method)
+        _in_place = _Methods(
+            lambda name: lambda x, *args, **words: x.fill_(getattr(x, name[:-1])(*args, **words))
+        )
+        _cast = _Methods(lambda name: lambda x: ops.astype(x, CASTS.get(name, name)))
+        _moved = _Methods(lambda name: lambda x: x.to(name))
+        chunk = nonzero = topk = unique = _of_ops
 
-    method.__name__, method.__qualname__ = name, f"Tensor.{name}"
-    method.__doc__ = f"needle.ops.{name} of this Tensor."
-    return method
-
-
-def _in_place(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **words: self.fill_(getattr(self, name)(*args, **words))
-
-
-def _cast(dtype: str) -> Callable[[Any], Any]:
-    return lambda self: ops.astype(self, dtype)
-
-
-for _name in METHODS:
-    setattr(Operators, _name, _method(_name))
-for _name in ("add", "clamp", "div", "masked_fill", "mul", "sub"):
-    setattr(Operators, f"{_name}_", _in_place(_name))
-for _name, _dtype in CASTS.items():
-    setattr(Operators, _name, _cast(_dtype))
-for _name in ("cpu", "cuda"):
-    setattr(Operators, _name, lambda self, _device=_name: self.to(_device))
+    abs = absolute = add = all = allclose = amax = amin = any = argmax = argmin = argsort = _of_ops
+    bmm = broadcast_to = ceil = clamp = clip = cos = cumsum = div = divide = dot = eq = _of_ops
+    erf = exp = expm1 = flatten = flip = floor = gather = ge = gt = index_add = _of_ops
+    index_select = isclose = isfinite = isinf = isnan = le = log = log10 = log1p = log2 = _of_ops
+    log_softmax = logical_and = logical_not = logical_or = logsumexp = lt = matmul = _of_ops
+    max = maximum = mean = min = minimum = mm = moveaxis = movedim = mul = multiply = _of_ops
+    mv = ne = neg = negative = norm = outer = pad = pow = power = prod = ravel = _of_ops
+    reciprocal = relu = remainder = repeat = repeat_interleave = roll = round = rsqrt = _of_ops
+    scatter_add = sigmoid = sign = silu = sin = softmax = softplus = sort = sqrt = _of_ops
+    square = squeeze = std = sub = subtract = sum = swapaxes = take_along_axis = tanh = _of_ops
+    tile = tril = triu = true_divide = unbind = unsqueeze = var = _of_ops
+    add_ = clamp_ = div_ = masked_fill_ = mul_ = sub_ = _in_place
+    bfloat16 = bool = float = half = int = long = _cast
+    cpu = cuda = _moved
