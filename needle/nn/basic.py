@@ -102,11 +102,19 @@ class Flatten(Module):
         return ops.reshape(x, (x.shape[0], rest))
 
 
-class ReLU(Module):
-    """max(x, 0)."""
+class _Elementwise(Module):
+    """A function of each element."""
+
+    function: Callable[[Tensor], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.relu(x)
+        return type(self).function(x)
+
+
+class ReLU(_Elementwise):
+    """max(x, 0)."""
+
+    function = staticmethod(ops.relu)
 
 
 class GELU(Module):
@@ -120,18 +128,16 @@ class GELU(Module):
         return ops.gelu(x, self.approximate)
 
 
-class SiLU(Module):
+class SiLU(_Elementwise):
     """x sigmoid(x)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.silu(x)
+    function = staticmethod(ops.silu)
 
 
-class Tanh(Module):
+class Tanh(_Elementwise):
     """The hyperbolic tangent."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.tanh(x)
+    function = staticmethod(ops.tanh)
 
 
 class Softmax(Module):
@@ -145,11 +151,10 @@ class Softmax(Module):
         return ops.softmax(x, self.dim)
 
 
-class Sigmoid(Module):
+class Sigmoid(_Elementwise):
     """1 / (1 + e^-x)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.sigmoid(x)
+    function = staticmethod(ops.sigmoid)
 
 
 class SwiGLU(Module):

@@ -15,17 +15,15 @@ from needle.ops.broadcast import astype, reshape
 from needle.ops.common import const, normal_axes, rows_of
 from needle.ops.indexing import five_axes
 from needle.ops.select import gather
-from needle.ops.shape import flip, permute
+from needle.ops.shape import flip, moveaxis
 
 
-def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, tuple[int, ...]]:
-    """`a` with `axis` last (None: flat), and the order of axes that undoes it."""
+def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, int]:
+    """`a` with `axis` last (None: flat), and where that axis belongs."""
     if axis is None:
-        return reshape(a, (-1,)), (0,)
+        return reshape(a, (-1,)), 0
     axis = normal_axes(op, axis, a.ndim)[0]
-    kept = [i for i in range(a.ndim) if i != axis]
-    back = (*range(axis), a.ndim - 1, *range(axis, a.ndim - 1))
-    return permute(a, (*kept, axis)), back
+    return moveaxis(a, axis, -1), axis
 
 
 class Sort(TensorOp):
@@ -76,8 +74,8 @@ def _sorted(op: str, a: Tensor, axis: int | None, descending: bool, count: Any) 
         if not 0 <= count <= rows.shape[-1]:
             raise ValueError(f"{op}: k is {count}, but the axis has {rows.shape[-1]} elements")
     sort = Sort(count, descending)
-    values = permute(sort(rows), back)
-    return values, const(sort.indices.permute(back))
+    values = sort(rows)
+    return moveaxis(values, -1, back), moveaxis(const(sort.indices), -1, back)
 
 
 def sort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tensor:
@@ -158,4 +156,4 @@ def cumsum(a: Tensor, axis: int | None = None) -> Tensor:
      [4. 6.]]
     """
     rows, back = _axis_last("cumsum", a, axis)
-    return permute(CumSum()(rows if a.dtype in FLOATS else astype(rows, "int64")), back)
+    return moveaxis(CumSum()(rows if a.dtype in FLOATS else astype(rows, "int64")), -1, back)

@@ -16,8 +16,8 @@ from needle.backend_ndarray import Axes, full
 from needle.ops.broadcast import astype, broadcast_to, reshape
 from needle.ops.common import const, normal_axes
 from needle.ops.elementwise import add, where
-from needle.ops.indexing import PlaceItem, get_item, index_select
-from needle.ops.shape import concatenate
+from needle.ops.indexing import PlaceItem, index_select
+from needle.ops.shape import concatenate, split_sizes
 
 
 def squeeze(a: Tensor, axes: Axes = None) -> Tensor:
@@ -78,10 +78,6 @@ def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
     return index_select(a, axis, np.repeat(np.arange(a.shape[axis]), repeats))
 
 
-def _span(a: Tensor, axis: int, begin: int, end: int) -> Tensor:
-    return get_item(a, (*[slice(None)] * axis, slice(begin, end)))
-
-
 def chunk(a: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
     """Cut `a` along `axis` into at most `chunks` parts, all of one size but the last.
 
@@ -91,9 +87,7 @@ def chunk(a: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
     axis = normal_axes("chunk", axis, a.ndim)[0]
     if chunks < 1:
         raise ValueError(f"chunk: chunks must be 1 or more, but is {chunks}")
-    n = a.shape[axis]
-    size = max(1, -(-n // chunks))
-    return tuple(_span(a, axis, at, at + size) for at in range(0, max(n, 1), size))
+    return split_sizes(a, int(max(1, -(-a.shape[axis] // chunks))), axis)
 
 
 def roll(a: Tensor, shifts: int | Sequence[int], axes: Axes = None) -> Tensor:
@@ -111,8 +105,7 @@ def roll(a: Tensor, shifts: int | Sequence[int], axes: Axes = None) -> Tensor:
         axis = normal_axes("roll", axis, a.ndim)[0]
         n = a.shape[axis]
         if n and step % n:
-            cut = n - step % n
-            a = concatenate([_span(a, axis, cut, n), _span(a, axis, 0, cut)], axis)
+            a = concatenate(split_sizes(a, [n - step % n, step % n], axis)[::-1], axis)
     return a
 
 
