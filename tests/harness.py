@@ -67,6 +67,25 @@ def attended(op: Callable, q: _C.NDArray, *rest) -> tuple[_C.NDArray, _C.NDArray
     return o, op(q, *rest, o)
 
 
+def attended_both_ways(q, k, v, dout, scale: float, causal: int = 1, lists=(), into=None):
+    """(o, lse, [dq, dk, dv]) of attention, or with `lists` and the block of a mask at their end of
+    block_sparse_attention. into: where o, dq, dk and dv shall lie."""
+    o, *gradients = into or [_C.empty(x.shape, x.dtype, x.device) for x in (q, q, k, v)]
+    last = scale, causal, None, None, *gradients, None
+    if not lists:
+        lse = _C.attention_fwd(q, k, v, scale, causal, o)
+        _C.attention_bwd(dout, q, k, v, o, lse, *last)
+    else:
+        lse = _C.block_sparse_attention_fwd(q, k, v, *lists[:3], lists[-1], scale, causal, o)
+        _C.block_sparse_attention_bwd(dout, q, k, v, o, lse, *lists, *last)
+    return o, lse, gradients
+
+
+def draw(seed: int, *shape) -> np.ndarray:
+    """Normal numbers in float64 that float32 holds."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(np.float64)
+
+
 def bits(array) -> np.ndarray:
     """The exact bits of an NDArray, so that NaN and the sign of zero count."""
     names = {"bfloat16": "uint16", "float16": "uint16", "float32": "int32"}

@@ -9,17 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gradients import logsoftmax
-from harness import close
+from harness import close, draw
 
 import needle as ndl
 from needle import Tensor, init, nn, ops, optim
 from needle import backend_ndarray as nd
 from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
-
-
-def draw(seed: int, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(np.float64)
-
 
 # ---- init ----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gradients import attend
-from harness import attended, central_differences, device_of
+from harness import attended, attended_both_ways, central_differences, device_of, draw
 
 from needle import _C, Tensor, nn, ops
 from needle.block_mask import BlockMask
@@ -25,10 +25,6 @@ MASKS = {
     "mixed": lambda t, block: BlockMask.mixed(t, window=block, n_global=block, block=block),
     "dense": lambda t, block: BlockMask.dense(t, block),
 }
-
-
-def draw(seed: int, *shape) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(np.float64)
 
 
 def seen_by(mask, t: int) -> np.ndarray:
@@ -526,20 +522,13 @@ def test_scores_of_minus_infinity_and_ten_thousand(d, block, dtype, device):
     q[..., 2, 0], k[..., 2, 0] = 256, 0
     k[(*far, 2, 0)] = 156 - 4 * np.arange(k[(*far, 2, 0)].size)  # the first that is seen takes all
     see = visible(t, t, True)
-    mask, lists = None, ()
+    lists = ()
     if block is not None:
         mask = BlockMask.local(t, 64, block).causal()
         lists, see = (*mask.lists(device), block), see & mask.to_dense()
     arrays = [_C.array(x, dtype=dtype, device=device) for x in (q, k, v)]
     dout_array = _C.array(dout, dtype=dtype, device=device)
-    gradients = [_C.empty(q.shape, dtype, device) for _ in range(3)]
-    last = scale, 1, None, None, *gradients, None
-    if mask is None:
-        o, lse = attended(_C.attention_fwd, *arrays, scale, 1)
-        _C.attention_bwd(dout_array, *arrays, o, lse, *last)
-    else:
-        o, lse = attended(_C.block_sparse_attention_fwd, *arrays, *lists[:3], block, scale, 1)
-        _C.block_sparse_attention_bwd(dout_array, *arrays, o, lse, *lists, *last)
+    o, lse, gradients = attended_both_ways(*arrays, dout_array, scale, lists=lists)
     exact, naive = (softmax_attention(f, q, k, v, scale, see) for f in (exactly, r))
     assert_within(o.numpy(), exact["o"], naive["o"], dtype, t, "o")
     assert_within(lse.numpy(), exact["lse"], naive["lse"], "float32", t, "lse")

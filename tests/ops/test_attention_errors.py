@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from harness import attended, poison
+from harness import attended_both_ways, poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,20 +47,9 @@ def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> di
         gradients = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
     scale = 1 / math.sqrt(D)
     poison(device, 4 * q.size)
-    if mask is None:
-        o, lse = attended(_C.attention_fwd, *arrays, scale, int(causal))
-        _C.attention_bwd(
-            array(dout), *arrays, o, lse, scale, int(causal), None, None, *gradients, None
-        )
-    else:
-        lists = mask.lists(device)
-        o, lse = attended(
-            _C.block_sparse_attention_fwd, *arrays, *lists[:3], mask.block, scale, int(causal)
-        )
-        _C.block_sparse_attention_bwd(
-            array(dout), *arrays, o, lse, *lists, mask.block, scale, int(causal), None, None,
-            *gradients, None,
-        )  # fmt: skip
+    lists = () if mask is None else (*mask.lists(device), mask.block)
+    into = [_C.empty(q.shape, dtype, device), *gradients]
+    o, *_ = attended_both_ways(*arrays, array(dout), scale, int(causal), lists, into)
     return dict(zip(WHAT, [x.numpy().astype(np.float64) for x in (o, *gradients)]))
 
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import ROOT, device_of, poison
+from harness import ROOT, attended_both_ways, device_of, poison
 
 from needle import _C
 from needle.block_mask import BlockMask
@@ -30,20 +30,6 @@ def many(d: int, block: int | None, dtype: str, device) -> tuple[list, BlockMask
     n = -(-T // block)
     mask = BlockMask(rng.random((H, n, n)) < 0.3, block, T).causal()
     return given, mask, (*mask.lists(device), block)
-
-
-def forward_and_backward(arrays: list, lists: tuple, scale: float, into: list) -> _C.NDArray:
-    """Overwrites o, dq, dk, dv; the log-sum-exp."""
-    q, k, v, dout = arrays
-    o, gradients = into[0], into[1:]
-    last = scale, 1, None, None
-    if not lists:
-        lse = _C.attention_fwd(q, k, v, scale, 1, o)
-        _C.attention_bwd(dout, q, k, v, o, lse, *last, *gradients, None)
-    else:
-        lse = _C.block_sparse_attention_fwd(q, k, v, *lists[:3], lists[-1], scale, 1, o)
-        _C.block_sparse_attention_bwd(dout, q, k, v, o, lse, *lists, *last, *gradients, None)
-    return lse
 
 
 def of_a_head(q, k, v, dout, scale: float, see: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -69,7 +55,7 @@ def test_attention_with_more_items_than_processors_is_right(d, block, dtype):
     into = [_C.empty(x.shape, dtype, device) for x in arrays]
     for x in into:
         x.fill(float("nan"))
-    lse = forward_and_backward(arrays, lists, scale, into).numpy()
+    lse = attended_both_ways(*arrays, scale, lists=lists, into=into)[1].numpy()
     found = dict(zip(("o", "dq", "dk", "dv"), (x.numpy() for x in into)))
     assert not np.isnan(lse).any()
     for name, got in found.items():
@@ -113,13 +99,13 @@ def test_attention_repeated_a_thousand_times_gives_equal_bits(other_work, block)
             )
             stack.callback(other.kill)
             assert other.stdout.readline() == "ready\n"
-        forward_and_backward(arrays, lists, 0.125, into)
+        attended_both_ways(*arrays, 0.125, lists=lists, into=into)
         first = [x.copy() for x in into]
         differ = _C.array(np.zeros((), np.int64), device=device)
         for _ in range(1000):
             for x in into:
                 x.fill(float("nan"))
-            forward_and_backward(arrays, lists, 0.125, into)
+            attended_both_ways(*arrays, 0.125, lists=lists, into=into)
             for one, found in zip(first, into):  # on the device: they are 80 MB
                 differ = differ + _C.not_equal(*(x.view("uint16") for x in (one, found))).sum()
         assert differ.item() == 0

@@ -4,7 +4,7 @@ that holds it, and against index_select with dense attention."""
 import numpy as np
 import pytest
 from gradients import attend_dilated, dilated_weights
-from harness import poison
+from harness import draw, poison
 
 from needle import _C, Tensor, ops
 from needle.ops.dilated import views_of
@@ -26,10 +26,6 @@ BRANCHES = [
     (610, 6, (256, 610), (1, 3)),
 ]
 BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
-
-
-def draw(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def gradients_of(q, k, v, dout, branches, causal):
