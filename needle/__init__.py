@@ -32,13 +32,12 @@ from needle._C import (
     all_devices,
     build_info,
     cpu,
-    cuda,
     cuda_init,
     cuda_reset,
 )
 from needle.autograd import Tensor, TensorTuple, no_grad
 from needle.backend_ndarray import choose_device as device
-from needle.backend_ndarray import default_device
+from needle.backend_ndarray import cuda, default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
 from needle.init import (
     arange,
@@ -64,7 +63,9 @@ from needle.init import (
     zeros,
     zeros_like,
 )
+from needle.operators import CASTS as _CASTS
 from needle.ops import *
+from needle.ops import linalg
 
 # PyTorch's and NumPy's names: dtypes, which are strings here, constants, constructors.
 float32, float16, bfloat16, uint8, uint16, int32, int64 = (
@@ -73,6 +74,7 @@ float32, float16, bfloat16, uint8, uint16, int32, int64 = (
 inf, nan, pi, newaxis = _np.inf, _np.nan, _np.pi, None
 array = asarray = tensor
 empty, from_numpy = zeros, from_dlpack
+inference_mode = no_grad
 
 if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle import activations as activations
@@ -105,10 +107,10 @@ __all__ = [
     "all_devices", "arange", "array", "asarray", "autograd", "backend_ndarray", "bfloat16",
     "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
     "default_device", "device", "empty", "eye", "float16", "float32", "from_dlpack", "from_numpy",
-    "full", "full_like", "inf", "init", "int32", "int64", "linspace", "manual_seed", "multinomial",
-    "nan", "newaxis", "nn", "no_grad", "one_hot", "ones", "ones_like", "ops", "optim", "pi",
-    "rand", "rand_like", "randb", "randint", "randn", "randn_like", "randperm", "tensor", "uint16",
-    "uint8", "zeros", "zeros_like",
+    "full", "full_like", "inf", "inference_mode", "init", "int32", "int64", "linalg", "linspace",
+    "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad", "one_hot", "ones",
+    "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint", "randn",
+    "randn_like", "randperm", "tensor", "uint16", "uint8", "zeros", "zeros_like",
 ]  # fmt: skip
 __all__ += ops.__all__
 
@@ -152,6 +154,8 @@ def __getattr__(name: str) -> _Any:
         except ModuleNotFoundError as error:
             if error.name != f"needle.{name}":
                 raise
+    elif name in _CASTS:  # Python's names: no name of this module, which `import *` would give
+        return _CASTS[name]
     elif name in _LAZY:
         return getattr(_importlib.import_module(f"needle.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'needle' has no attribute {name!r}")

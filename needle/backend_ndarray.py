@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from needle import _C, array_methods  # noqa: F401  which adds methods to NDArray
-from needle._C import Device, NDArray, all_devices, array, cpu, cuda
+from needle._C import Device, NDArray, all_devices, array, cpu
 
 Axes = int | Sequence[int] | None
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -56,6 +56,24 @@ __all__ = [
 ]
 
 BackendDevice = Device  # the course's name of the type
+
+
+class _Cuda:
+    """`cuda(index)` is a GPU; `is_available` and `device_count` are those of torch.cuda."""
+
+    def __call__(self, index: int = 0) -> Device:
+        return _C.cuda(index)
+
+    def is_available(self) -> bool:
+        """True if the first GPU can be used."""
+        return _C.cuda().enabled()
+
+    def device_count(self) -> int:
+        """The number of GPUs that can be used."""
+        return len([d for d in all_devices() if d.name == "cuda" and d.enabled()])
+
+
+cuda = _Cuda()
 
 
 def default_device() -> Device:

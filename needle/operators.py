@@ -62,7 +62,7 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-CASTS = {"float": "float32", "half": "float16", "int": "int32", "long": "int64"}
+CASTS = {"bool": "bool", "float": "float32", "half": "float16", "int": "int32", "long": "int64"}
 
 
 class Operators(Generic[Result]):
@@ -346,6 +346,11 @@ class Operators(Generic[Result]):
         """The transpose: all axes in the opposite order."""
         return ops.permute(self, range(self.cached_data.ndim)[::-1])
 
+    @property
+    def mT(self) -> Result:
+        """The transpose of each matrix: the last two axes swapped."""
+        return ops.transpose(self)
+
     def contiguous(self) -> Result:
         """The elements one after the other in memory: itself where they are."""
         return self if self.is_contiguous() else ops.contiguous(self)  # type: ignore[return-value]
@@ -383,10 +388,12 @@ class Operators(Generic[Result]):
 
         def _of_ops(self, *args: Any, **words: Any) -> Result: ...
         def chunk(self, chunks: int, axis: int = 0) -> tuple[Result, ...]: ...
+        def max(self, *args: Any, **words: Any) -> Any: ...
         def nonzero(self) -> Any: ...
         def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Result, Result]: ...
         def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
 
+        median = min = max
         _in_place = _cast = _moved = _of_ops
     else:
         _of_ops = _Methods(_method)
@@ -395,19 +402,20 @@ class Operators(Generic[Result]):
         )
         _cast = _Methods(lambda name: lambda x: ops.astype(x, CASTS.get(name, name)))
         _moved = _Methods(lambda name: lambda x: x.to(name))
-        chunk = nonzero = topk = unique = _of_ops
+        chunk = max = median = min = nonzero = topk = unique = _of_ops
 
     abs = absolute = add = all = allclose = amax = amin = any = argmax = argmin = argsort = _of_ops
-    bmm = broadcast_to = ceil = clamp = clip = cos = cumsum = div = divide = dot = eq = _of_ops
-    erf = exp = expm1 = flatten = flip = floor = gather = ge = gt = index_add = _of_ops
-    index_select = isclose = isfinite = isinf = isnan = le = log = log10 = log1p = log2 = _of_ops
-    log_softmax = logical_and = logical_not = logical_or = logsumexp = lt = matmul = _of_ops
-    max = maximum = mean = min = minimum = mm = moveaxis = movedim = mul = multiply = _of_ops
-    mv = ne = neg = negative = norm = outer = pad = pow = power = prod = ravel = _of_ops
-    reciprocal = relu = remainder = repeat = repeat_interleave = roll = round = rsqrt = _of_ops
-    scatter_add = sigmoid = sign = silu = sin = softmax = softplus = sort = sqrt = _of_ops
-    square = squeeze = std = sub = subtract = sum = swapaxes = take_along_axis = tanh = _of_ops
-    tile = tril = triu = true_divide = unbind = unsqueeze = var = _of_ops
-    add_ = clamp_ = div_ = masked_fill_ = mul_ = sub_ = _in_place
+    bmm = broadcast_to = ceil = clamp = clip = cos = cumprod = cumsum = diag = diagonal = _of_ops
+    div = divide = dot = eq = erf = exp = expm1 = flatten = flip = floor = gather = ge = _of_ops
+    gt = index_add = index_select = isclose = isfinite = isinf = isnan = le = lerp = log = _of_ops
+    log10 = log1p = log2 = log_softmax = logical_and = logical_not = logical_or = _of_ops
+    logsumexp = lt = matmul = maximum = mean = minimum = mm = moveaxis = movedim = mul = _of_ops
+    multiply = mv = nan_to_num = ne = neg = negative = norm = outer = pad = pow = power = _of_ops
+    prod = ravel = reciprocal = relu = remainder = repeat = repeat_interleave = roll = _of_ops
+    round = rsqrt = scatter = scatter_add = sigmoid = sign = silu = sin = softmax = _of_ops
+    softplus = sort = sqrt = square = squeeze = std = sub = subtract = sum = swapaxes = _of_ops
+    take_along_axis = tan = tanh = tile = trace = tril = triu = true_divide = trunc = _of_ops
+    unbind = unsqueeze = var = _of_ops
+    add_ = clamp_ = div_ = masked_fill_ = mul_ = scatter_ = sub_ = _in_place
     bfloat16 = bool = float = half = int = long = _cast
     cpu = cuda = _moved

@@ -15,6 +15,8 @@ from needle._C import Device, NDArray
 from needle.autograd import Accumulators, Tensor, not_a_tensor
 from needle.backend_ndarray import Axes, zeros
 
+LARGEST = 3.4028234663852886e38  # of float32
+
 
 def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
     """Return `axes` (None: all) as sorted non-negative numbers. ValueError for an axis that does
@@ -42,13 +44,13 @@ WORDS = {"axis": ("axes", "dim", "dims"), "axes": ("axis", "dim", "dims")}
 WORDS |= {"keepdims": ("keepdim",), "correction": ("ddof", "unbiased"), "ord": ("p",)}
 WORDS |= {"start": ("start_dim",), "end": ("end_dim",), "k": ("diagonal",)}
 WORDS |= {"min": ("a_min",), "max": ("a_max",), "widths": ("pad_width",)}
-WORDS |= {"value": ("constant_values",)}
+WORDS |= {"value": ("constant_values",), "src": ("value",)}
 
 
 def with_other_words(function: Any, name: str) -> Any:
     """`function`, called `name`, that also takes PyTorch's and NumPy's words: `dim`, `axis`."""
     own = inspect.signature(function).parameters
-    words = {other: word for word in WORDS if word in own for other in WORDS[word]}
+    words = {o: word for word in WORDS if word in own for o in WORDS[word] if o not in own}
 
     @functools.wraps(function)
     def called(*args: Any, **given: Any) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from needle.autograd import Tensor
 from needle.ops.broadcast import broadcast_to, reshape, summation
+from needle.ops.common import normal_axes
 from needle.ops.elementwise import multiply
 from needle.ops.indexing import get_item
 from needle.ops.matmul import matmul
@@ -31,6 +33,28 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     if a.ndim > 2 or b.ndim > 2:
         raise ValueError(f"dot: at most 2 axes, not {a.shape} and {b.shape}; see matmul and einsum")
     return matmul(a, b) if a.ndim and b.ndim else multiply(a, b)
+
+
+def tensordot(a: Tensor, b: Tensor, axes: Any = 2) -> Tensor:
+    """The sum of products over the last `axes` axes of a and the first of b, or over pairs of axes,
+    ([of a], [of b]).
+
+    >>> ndl.tensordot(ndl.ones(2, 3, 4), ndl.ones(4, 5, 3), ([2, 1], [0, 2])).shape
+    (2, 5)
+    """
+    pair = (range(a.ndim - axes, a.ndim), range(axes)) if isinstance(axes, int) else axes
+    left, right = (
+        [normal_axes("tensordot", i, x.ndim)[0] for i in ([of] if isinstance(of, int) else of)]
+        for of, x in zip(pair, (a, b))
+    )
+    if len(left) != len(right):
+        raise ValueError(f"tensordot: axes {axes} name {len(left)} axes of a and {len(right)} of b")
+    first, second = LETTERS[: a.ndim], list(LETTERS[a.ndim : a.ndim + b.ndim])
+    for i, j in zip(left, right):
+        second[j] = first[i]
+    kept = [c for i, c in enumerate(first) if i not in left]
+    kept += [c for j, c in enumerate(second) if j not in right]
+    return einsum(f"{first},{''.join(second)}->{''.join(kept)}", a, b)
 
 
 def einsum(subscripts: str, *operands: Tensor) -> Tensor:

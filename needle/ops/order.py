@@ -1,4 +1,4 @@
-"""Order along an axis: sort, argsort, topk, unique; running sums."""
+"""Order along an axis: sort, argsort, topk, unique; running sums and products; bincount."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, reshape
 from needle.ops.common import const, normal_axes, rows_of
+from needle.ops.elementwise import multiply
 from needle.ops.indexing import five_axes
 from needle.ops.select import gather
-from needle.ops.shape import flip, moveaxis
+from needle.ops.shape import concatenate, flip, moveaxis, split_sizes
 
 
 def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, int]:
@@ -134,6 +135,20 @@ def unique(a: Tensor, return_inverse: bool = False, return_counts: bool = False)
     )
 
 
+def bincount(a: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """How often each whole number from 0 on occurs in `a`, as int64, or the float32 sums of its
+    weights; `minlength` numbers at least. Computed on the host.
+
+    >>> print(ndl.bincount(ndl.tensor([1, 3, 1])))
+    [0 2 0 1]
+    """
+    numbers = a.numpy()
+    if a.ndim != 1 or a.dtype in FLOATS or (numbers < 0).any():
+        raise ValueError(f"bincount: a must be whole numbers from 0 on, of one axis, not {a}")
+    found = np.bincount(numbers, None if weights is None else weights.numpy(), minlength)
+    return const(_C.array(found, "int64" if weights is None else "float32", a.device))
+
+
 class CumSum(TensorOp):
     reads_inputs = reads_result = False
 
@@ -157,3 +172,20 @@ def cumsum(a: Tensor, axis: int | None = None) -> Tensor:
     """
     rows, back = _axis_last("cumsum", a, axis)
     return moveaxis(CumSum()(rows if a.dtype in FLOATS else astype(rows, "int64")), -1, back)
+
+
+def cumprod(a: Tensor, axis: int | None = None) -> Tensor:
+    """The running products along `axis` (None: of the flat elements), rounded to the dtype of `a`
+    log2(n) times; of integers and bool in int64.
+
+    >>> print(ndl.cumprod(ndl.Tensor([2, 3, 4])))
+    [ 2.  6. 24.]
+    """
+    rows, back = _axis_last("cumprod", a, axis)
+    rows = rows if a.dtype in FLOATS else astype(rows, "int64")
+    done, n = 1, rows.shape[-1]  # each element is the product of so many
+    while done < n:
+        first, rest = split_sizes(rows, [done, n - done], -1)
+        before, _ = split_sizes(rows, [n - done, done], -1)
+        rows, done = concatenate([first, multiply(rest, before)], -1), 2 * done
+    return moveaxis(rows, -1, back)

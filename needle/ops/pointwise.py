@@ -15,8 +15,9 @@ from needle.array_methods import bitwise, inverted
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import full, zeros
 from needle.ops.broadcast import reduced_to
-from needle.ops.common import const
+from needle.ops.common import LARGEST, const
 from needle.ops.elementwise import (
+    add,
     add_scalar,
     divide,
     divide_scalar,
@@ -28,6 +29,7 @@ from needle.ops.elementwise import (
     scalar_divide,
     sigmoid,
     subtract,
+    where,
 )
 
 # ---- one operand ---------------------------------------------------------------------------------
@@ -101,6 +103,51 @@ def round(a: Tensor, decimals: int = 0) -> Tensor:
     if decimals == 0 or a.dtype not in FLOATS:
         return _round(a)
     return divide_scalar(_round(multiply_scalar(a, 10.0**decimals)), 10.0**decimals)
+
+
+def trunc(a: Tensor) -> Tensor:
+    """The nearest whole number towards 0. The gradient is 0."""
+    return where(a < 0, ceil(a), floor(a))
+
+
+def tan(a: Tensor) -> Tensor:
+    """The tangent of radians."""
+    return divide(sin(a), cos(a))
+
+
+def nan_to_num(
+    a: Tensor, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> Tensor:
+    """`a` with other numbers for NaN, inf and -inf, by default 0 and the largest of the dtype; the
+    gradient there is 0.
+
+    >>> print(ndl.nan_to_num(ndl.Tensor([np.nan, 1, -np.inf]), neginf=-9))
+    [ 0.  1. -9.]
+    """
+    if a.dtype not in FLOATS:
+        return a
+    most = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}.get(a.dtype, LARGEST)
+    for found, number, default in (
+        (isnan(a), nan, 0.0),
+        (a == math.inf, posinf, most),
+        (a == -math.inf, neginf, -most),
+    ):
+        a = where(found, default if number is None else number, a)
+    return a
+
+
+def leaky_relu(a: Tensor, negative_slope: float = 0.01) -> Tensor:
+    """a above 0, negative_slope a elsewhere (Maas et al. 2013).
+
+    >>> print(ndl.ops.leaky_relu(ndl.Tensor([-2, 3]), 0.5))
+    [-1.  3.]
+    """
+    return where(a > 0, a, multiply_scalar(a, negative_slope))
+
+
+def elu(a: Tensor, alpha: float = 1.0) -> Tensor:
+    """a above 0, alpha (e^a - 1) elsewhere (Clevert et al. 2016)."""
+    return where(a > 0, a, multiply_scalar(expm1(clip(a, max=0)), alpha))
 
 
 def reciprocal(a: Tensor) -> Tensor:
@@ -239,6 +286,15 @@ def floor_divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     [ 1. -2.]
     """
     return const(_C.floor_divide(*(x.cached_data for x in _operands("floor_divide", a, b))))
+
+
+def lerp(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
+    """a + weight (b - a).
+
+    >>> print(ndl.lerp(ndl.Tensor([0, 2]), ndl.Tensor([4, 2]), 0.25))
+    [1. 2.]
+    """
+    return add(a, multiply(subtract(b, a), weight))
 
 
 # ---- truth values and bits, outside of the graph -------------------------------------------------

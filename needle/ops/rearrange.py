@@ -1,5 +1,5 @@
 """Shapes by NumPy's and PyTorch's names, of views, indexing and concatenation: squeeze, unsqueeze,
-flatten, tile, repeat, chunk, roll, pad, tril, triu."""
+flatten, tile, repeat, chunk, roll, pad, tril, triu, diagonals, meshgrid."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import Axes, full
-from needle.ops.broadcast import astype, broadcast_to, reshape
+from needle.ops.broadcast import astype, broadcast_to, reshape, summation
 from needle.ops.common import const, normal_axes
 from needle.ops.elementwise import add, where
-from needle.ops.indexing import PlaceItem, index_select
-from needle.ops.shape import concatenate, split_sizes
+from needle.ops.indexing import PlaceItem, get_item, index_select
+from needle.ops.select import set_item
+from needle.ops.shape import concatenate, moveaxis, split_sizes
 
 
-def squeeze(a: Tensor, axes: Axes = None) -> Tensor:
-    """`a` without its axes of size 1, or without those of `axes`, which must have size 1."""
-    gone = normal_axes("squeeze", axes, a.ndim)
+def squeeze(a: Tensor, axes: Axes = None, dim: Axes = None) -> Tensor:
+    """`a` without its axes of size 1, or without those of `axes`, which must have size 1, as NumPy
+    has it; longer ones of `dim` stay, as PyTorch has it."""
+    if axes is not None and dim is not None:
+        raise TypeError("squeeze: axes and dim are the same: give one of them")
+    gone = normal_axes("squeeze", axes if dim is None else dim, a.ndim)
     if axes is not None and any(a.shape[i] != 1 for i in gone):
         raise ValueError(f"squeeze: axes {axes} of shape {a.shape} are not all of size 1")
     return reshape(a, [n for i, n in enumerate(a.shape) if i not in gone or n != 1])
@@ -146,3 +150,54 @@ def tril(a: Tensor, k: int = 0) -> Tensor:
 def triu(a: Tensor, k: int = 0) -> Tensor:
     """The upper triangle of each matrix, from the k-th diagonal above the main one; 0 elsewhere."""
     return _triangle(a, ~np.tri(*a.shape[-2:], k - 1, dtype=bool))
+
+
+def diagonal(a: Tensor, k: int = 0) -> Tensor:
+    """The k-th diagonal above the main one of the first two axes, as the last axis."""
+    if a.ndim < 2:
+        raise ValueError(f"diagonal: a must have 2 axes or more, but is {a.shape}")
+    rows, columns = a.shape[:2]
+    places = np.arange(max(0, min(rows + min(k, 0), columns - max(k, 0))))
+    return moveaxis(get_item(a, (places - min(k, 0), places + max(k, 0))), 0, -1)
+
+
+def diag(a: Tensor, k: int = 0) -> Tensor:
+    """The k-th diagonal of a matrix; of a vector the matrix that has it there, and 0 elsewhere.
+
+    >>> print(ndl.diag(ndl.Tensor([1, 2])), ndl.diag(ndl.Tensor([[1, 2], [3, 4]]), 1))
+    [[1. 0.]
+     [0. 2.]] [2.]
+    """
+    if a.ndim != 1:
+        return diagonal(a, k)
+    places, n = np.arange(a.size), a.size + abs(k)
+    out = const(full((n, n), 0, a.dtype, a.device))
+    set_item(out, (places - min(k, 0), places + max(k, 0)), a)
+    return out
+
+
+def trace(a: Tensor) -> Tensor:
+    """The sum of the main diagonal of the first two axes."""
+    return summation(diagonal(a), -1)
+
+
+def meshgrid(*tensors: Any, indexing: str = "xy") -> tuple[Tensor, ...]:
+    """Vectors broadcast against each other, the i-th along axis i with indexing "ij"; with "xy", as
+    NumPy has it, the first two change places.
+
+    >>> print(*ndl.meshgrid(ndl.arange(2), ndl.arange(3), indexing="ij"))
+    [[0 0 0]
+     [1 1 1]] [[0 1 2]
+     [0 1 2]]
+    """
+    if indexing not in ("ij", "xy"):
+        raise ValueError(f"meshgrid: indexing must be 'ij' or 'xy', not {indexing!r}")
+    vectors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    axes = list(range(len(vectors)))
+    if indexing == "xy":
+        axes[:2] = axes[1::-1]
+    shape = [vectors[axis].size for axis in axes]
+    return tuple(
+        broadcast_to(reshape(x, [-1 if axis == i else 1 for i in range(len(axes))]), shape)
+        for x, axis in zip(vectors, axes)
+    )

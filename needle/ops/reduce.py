@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
-from needle.ops.broadcast import spread, summation
-from needle.ops.common import const, fixed_axes, kept_shape, normal_axes
+from needle.ops.broadcast import reshape, spread, summation
+from needle.ops.common import LARGEST, const, fixed_axes, kept_shape, normal_axes
 from needle.ops.elementwise import divide_scalar, multiply, subtract
-
-LARGEST = 3.4028234663852886e38  # of float32
+from needle.ops.indexing import IndexSelect
+from needle.ops.order import TopK
+from needle.ops.pointwise import maximum, minimum
 
 
 class Mean(TensorOp):
@@ -67,16 +69,37 @@ class Max(TensorOp):
         return multiply(spread(out_grad, a.shape, axes), const(weight))
 
 
-def max(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+def amax(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """The largest element over `axes` (None: all), which disappear, or with keepdims stay with size
-    1; equal ones share the gradient equally.
+    1; equal ones share the gradient equally."""
+    return Max(axes, keepdims)(a)
+
+
+def max(a: Tensor, axes: Any = None, keepdims: bool = False, dim: int | None = None) -> Any:
+    """`amax`; along `dim`, as PyTorch has it, (values, indices), of equal ones the first; with a
+    Tensor for `axes` `maximum`.
 
     >>> x = ndl.Tensor([1, 5, 5])
     >>> ndl.ops.max(x).backward()
-    >>> print(x.grad)
-    [0.  0.5 0.5]
+    >>> print(x.grad, *x.max(dim=0))
+    [0.  0.5 0.5] 5.0 1
     """
-    return Max(axes, keepdims)(a)
+    return extremum(Max, a, axes, keepdims, dim)
+
+
+def extremum(op: type[Max], a: Tensor, axes: Any, keepdims: bool, dim: int | None) -> Any:
+    """Compute max or min; `op` is the class of one of them."""
+    if isinstance(axes, Tensor):
+        return {"max": maximum, "min": minimum}[op.kernel](a, axes)
+    if dim is None:
+        return op(axes, keepdims)(a)
+    if axes is not None:
+        raise TypeError(f"{op.kernel}: axes and dim are the same: give one of them")
+    axis = normal_axes(op.kernel, dim, a.ndim)[0]
+    places = getattr(a.cached_data, f"arg{op.kernel}")(axis=axis, keepdims=True)
+    values = IndexSelect((axis,), axis, places)(a)
+    shape = values.shape if keepdims else (*a.shape[:axis], *a.shape[axis + 1 :])
+    return TopK(reshape(values, shape), const(places.reshape(shape)))
 
 
 def _shifted(a: NDArray, axes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:

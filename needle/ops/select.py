@@ -1,5 +1,5 @@
 """Selection by places of elements: gather, take_along_axis, scatter_add, index_add, nonzero, and
-assignment to places. The arrays of an assignment's index are read on the host."""
+assignment to places, scatter among it. The arrays of an assignment's index are read on the host."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def _check_shape(op: str, shape: tuple[int, ...], axis: int, index: NDArray) -> 
 def _beside(shape: tuple[int, ...], axis: int) -> tuple[slice, ...]:
     """The index of the first elements, as many as `shape` has, along all axes but one."""
     return tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(shape))
+
+
+def _covering(op: str, src: Tensor, ids: NDArray) -> Tensor:
+    """The elements of `src` that belong to ids."""
+    if any(n > most for n, most in zip(ids.shape, src.shape)) or src.ndim != ids.ndim:
+        raise ValueError(f"{op}: src is {src.shape}, too small for index {ids.shape}")
+    return get_item(src, tuple(slice(n) for n in ids.shape))
 
 
 def gather(a: Tensor, axis: int, index: Any) -> Tensor:
@@ -102,9 +109,7 @@ def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:
     axis = normal_axes("scatter_add", axis, a.ndim)[0]
     ids = places_on("scatter_add", index, a, axis)
     _check_shape("scatter_add", a.shape, axis, ids)
-    if any(n > most for n, most in zip(ids.shape, src.shape)) or src.ndim != ids.ndim:
-        raise ValueError(f"scatter_add: src is {src.shape}, too small for index {ids.shape}")
-    part = get_item(src, tuple(slice(n) for n in ids.shape))
+    part = _covering("scatter_add", src, ids)
     shape = tuple(a.shape[i] if i == axis else n for i, n in enumerate(ids.shape))
     sums = IndexAdd((axis,), axis, ids, shape)(part)
     return _added(a, sums if shape == a.shape else PlaceItem(_beside(shape, axis), a.shape)(sums))
@@ -254,3 +259,23 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     for name in (*graph, "requires_grad"):
         setattr(a, name, getattr(new, name))
     a.grad, a.assigned = None, a.cached_data.written
+
+
+def scatter(a: Tensor, axis: int, index: Any, src: Tensor | float) -> Tensor:
+    """`a` with the elements of `src`, or that number, at `index` along `axis`, as PyTorch has it;
+    no axis of index is longer than that of `src`, none but `axis` than that of `a`. The index is
+    read on the host; of places that repeat the last counts, and the gradient goes to all.
+
+    >>> print(ndl.scatter(ndl.zeros(3), 0, [2, 0], ndl.Tensor([5, 7])))
+    [7. 0. 5.]
+    """
+    axis = normal_axes("scatter", axis, a.ndim)[0]
+    ids = places_on("scatter", index, a, axis)
+    _check_shape("scatter", a.shape, axis, ids)
+    if isinstance(src, Tensor):
+        src = _covering("scatter", src, ids)
+    places: list[Any] = list(np.ogrid[tuple(map(slice, ids.shape))])
+    places[axis] = ids.numpy()
+    out = a.clone()
+    set_item(out, tuple(places), src)
+    return out

@@ -286,15 +286,18 @@ class Split(TensorTupleOp):
         return stack(out_grad, self.axis)
 
 
-def split(a: Tensor, axis: int = 0) -> TensorTuple:
-    """The slices of `a` along `axis`, without that axis: the inverse of stack, which PyTorch
-    calls unbind.
+def split(a: Tensor, axis: Any = None, dim: int | None = None) -> Any:
+    """The slices of `a` along `axis`, by default the first, or along `dim`, without that axis: the
+    inverse of stack, which PyTorch calls unbind. With both it is PyTorch's split(a, sizes, dim=1),
+    `split_sizes`.
 
     >>> left, right = ndl.split(ndl.Tensor([[1, 2], [3, 4]]), axis=1)
     >>> print(left, right)
     [1. 3.] [2. 4.]
     """
-    return Split(axis)(a)
+    if axis is not None and dim is not None:
+        return split_sizes(a, axis, dim)
+    return Split((axis or 0) if dim is None else dim)(a)
 
 
 def split_sizes(a: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:

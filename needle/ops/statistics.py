@@ -1,8 +1,9 @@
-"""Reductions composed of ops: any, all, min, prod, var, std, norm, argmin."""
+"""Reductions composed of ops: any, all, min, median, prod, var, std, norm, argmin."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from needle import _C
 from needle._C import NDArray
@@ -10,10 +11,11 @@ from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import const, kept_shape, normal_axes
-from needle.ops.elementwise import add, divide_scalar, multiply, power_scalar, sqrt, subtract
-from needle.ops.indexing import get_item
-from needle.ops.pointwise import abs
-from needle.ops.reduce import Max, max, mean
+from needle.ops.elementwise import add, divide_scalar, multiply, power_scalar, sqrt, subtract, where
+from needle.ops.indexing import get_item, index_select
+from needle.ops.order import TopK, sort, topk
+from needle.ops.pointwise import abs, isnan
+from needle.ops.reduce import Max, amax, extremum, mean
 from needle.ops.shape import concatenate, permute
 
 
@@ -38,9 +40,36 @@ class Min(Max):
     kernel = "min"
 
 
-def min(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+def amin(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """The smallest element over `axes`; equal ones share the gradient equally."""
     return Min(axes, keepdims)(a)
+
+
+def min(a: Tensor, axes: Any = None, keepdims: bool = False, dim: int | None = None) -> Any:
+    """`amin`, and with `dim` or a Tensor as `max` has it."""
+    return extremum(Min, a, axes, keepdims, dim)
+
+
+def median(
+    a: Tensor, axes: int | None = None, keepdims: bool = False, dim: int | None = None
+) -> Any:
+    """The middle along `axes` (None: of all elements), of an even number the mean of the two, NaN
+    where there is one; along `dim`, as PyTorch has it, (values, indices), of two the lower;
+    NaN counts there as the largest.
+
+    >>> print(ndl.median(ndl.Tensor([4, 1, 2, 3])), *ndl.median(ndl.Tensor([4, 1, 2, 3]), dim=0))
+    2.5 2.0 2
+    """
+    if dim is not None:
+        axis = normal_axes("median", dim, a.ndim)[0]
+        values, places = topk(a, (a.shape[axis] + 1) // 2, axis, largest=False)
+        last = (*[slice(None)] * axis, slice(-1, None) if keepdims else -1)
+        return TopK(values[last], places[last])
+    ordered, axis = sort(a, axes), 0 if axes is None else axes
+    n = ordered.shape[axis]
+    last = amax(index_select(ordered, axis, [-1]), axis, keepdims)
+    out = mean(index_select(ordered, axis, [(n - 1) // 2, n // 2]), axis, keepdims)
+    return where(isnan(last), last, out) if a.dtype in FLOATS else out
 
 
 def argmax(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -107,6 +136,20 @@ def _root(a: Tensor) -> Tensor:
     return multiply(sqrt(add(a, const(zero))), const(_C.equal(zero, 0)))
 
 
+def var_mean(
+    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0
+) -> tuple[Tensor, Tensor]:
+    """(var, mean) over `axes`."""
+    return var(a, axes, keepdims, correction), mean(a, axes, keepdims)
+
+
+def std_mean(
+    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0
+) -> tuple[Tensor, Tensor]:
+    """(std, mean) over `axes`."""
+    return std(a, axes, keepdims, correction), mean(a, axes, keepdims)
+
+
 def norm(a: Tensor, ord: float = 2, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """The vector norm over `axes`: sum(|a|^ord)^(1 / ord); the largest |a| for inf, the smallest
     for -inf. Computed in float32. The gradient of the 2-norm at 0 is 0.
@@ -118,7 +161,7 @@ def norm(a: Tensor, ord: float = 2, axes: Axes = None, keepdims: bool = False) -
     if ord == 2:
         out = _root(summation(multiply(wide, wide), axes, keepdims))
     elif ord in (math.inf, -math.inf):
-        out = (max if ord > 0 else min)(abs(wide), axes, keepdims)
+        out = (amax if ord > 0 else amin)(abs(wide), axes, keepdims)
     else:
         out = summation(power_scalar(abs(wide), ord) if ord != 1 else abs(wide), axes, keepdims)
         out = out if ord == 1 else power_scalar(out, 1 / ord)

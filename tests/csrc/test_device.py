@@ -62,6 +62,11 @@ def test_a_gpu_without_its_libraries_is_named(monkeypatch, tmp_path, capsys):
         assert capsys.readouterr().err.count("needle-lm[cuda13]") == lines
 
 
+def test_cuda_says_whether_gpus_can_be_used():
+    count = sum(device.name == "cuda" and device.enabled() for device in nd.all_devices())
+    assert nd.cuda.device_count() == count and nd.cuda.is_available() == nd.cuda(index=0).enabled()
+
+
 def test_memory_stats_count_arrays():
     before = nd.cpu().memory_stats()["live_bytes"]
     held = nd.zeros((256, 1024))

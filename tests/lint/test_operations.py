@@ -14,11 +14,14 @@ Functions of `needle.ops`, and of `needle`, that take Tensors. Each runs on the 
 `dim`, `keepdims` or `keepdim`. A dash: no function by itself, or none in that library.
 Convolutions, recurrent nets and linear algebra are not here.
 
-Where the two libraries differ the meaning is NumPy's: `max`, `min` and `sort` return values alone
-(`argmax`, `argsort` and `topk` have the places), `var` and `std` divide by n (`correction=1`:
-by n - 1), `nonzero` gives an array for each axis (`as_tuple=False`: one), `repeat` repeats
-elements (`tile`: blocks). `needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`,
-`layer_norm`, `scaled_dot_product_attention`, `normalize`, `cosine_similarity` and `nll_loss`.
+Where the two libraries differ the meaning is NumPy's: `max`, `min`, `median` and `sort` return
+values alone (`argmax`, `argsort` and `topk` have the places), `squeeze` refuses a longer axis,
+`var` and `std` divide by n (`correction=1`: by n - 1), `nonzero` gives an array for each axis
+(`as_tuple=False`: one), `repeat` repeats elements (`tile`: blocks), `meshgrid` begins with "xy".
+With `dim=` it is PyTorch's: `max`, `min` and `median` give (values, indices), and `squeeze` leaves
+a longer axis. `needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`, `layer_norm`,
+`scaled_dot_product_attention`, `normalize`, `cosine_similarity` and `nll_loss`, `needle.linalg` the
+vector `norm`.
 
 | needle | PyTorch | NumPy | gradient | devices |
 |---|---|---|---|---|
@@ -29,13 +32,15 @@ SAME = """
     matmul maximum mean minimum multiply negative nonzero outer permute prod remainder reshape
     round sign sin sqrt square squeeze stack std subtract sum tanh tile tril triu true_divide var
     where add max min roll argsort cumsum sort unique reciprocal log2 log10 isinf isclose allclose
-    logical_and logical_or logical_not swapaxes amax amin ravel hstack vstack moveaxis
+    logical_and logical_or logical_not swapaxes amax amin ravel hstack vstack moveaxis bincount
+    cumprod diag diagonal median meshgrid nan_to_num tan tensordot trace trunc
 """.split()
 TORCH_ONLY = """
     cat chunk clamp cross_entropy div dropout erf flatten gather index_add index_select kl_div
     binary_cross_entropy binary_cross_entropy_with_logits l1_loss log_softmax logsumexp mse_loss mul
     neg norm pow relu repeat_interleave rsqrt scatter_add sigmoid silu softmax softplus sub
-    unsqueeze gelu embedding topk bmm mm mv concat eq ne lt le gt ge unbind
+    unsqueeze gelu embedding topk bmm mm mv concat eq ne lt le gt ge unbind elu leaky_relu lerp
+    scatter std_mean var_mean
 """.split()
 TORCH = {
     "negate": "neg", "power": "pow", "power_scalar": "pow", "summation": "sum", "pad": "pad",
@@ -62,7 +67,7 @@ NUMPY = {
     "ge": "greater_equal", "bmm": "matmul", "mm": "matmul", "mv": "matmul",
     "movedim": "moveaxis",
 }  # fmt: skip
-HOST = "repeat repeat_interleave set_item unique".split()
+HOST = "bincount repeat repeat_interleave scatter set_item unique".split()
 NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
 
 

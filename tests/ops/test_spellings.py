@@ -86,6 +86,8 @@ ndl.hstack([x[0], y[0]]) = np.hstack([x[0], y[0]]) ; ndl.vstack([x, y]) = np.vst
 ndl.vstack([x[0], y[0]]) = np.stack([x[0], y[0]]) ; t.movedim(0, -1) = np.moveaxis(t, 0, -1)
 ndl.moveaxis(t, -1, 0) = np.moveaxis(t, -1, 0) ; x.where(b, 0) = np.where(b, x, 0)
 x.view_as(x.T) = x.reshape(4, 3)
+ndl.split(x, 3, dim=1)[1] = x[:, 3:] ; ndl.split(x, [1, 2], dim=0)[1] = x[1:]
+ndl.split(x, dim=1)[3] = x[:, 3] ; ndl.split(x)[2] = x[2] ; ndl.unbind(x, -1)[0] = x[:, 0]
 x.masked_select(b) = x[b] ; x[0].expand_as(y) = x[[0, 0, 0]] ; x.type_as(i) = x.astype("i8")
 x.astype(int) = x.astype("i8") ; i.astype(float) = i.astype("f4") ; (x > 0).astype(bool) = x > 0
 ndl.nn.Softmax(dim=0)(x) = np.exp(x) / np.exp(x).sum(0)
@@ -104,6 +106,28 @@ F.normalize(x) = x / np.linalg.norm(x, axis=1)[:, None]
 F.cosine_similarity(x, y) = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
 F.layer_norm(x, (4,), eps=0) = (x - x.mean(1)[:, None]) / x.std(1)[:, None]
 F.scaled_dot_product_attention(q, q, q) = attended
+x.max(dim=1).values = x.max(1) ; ndl.min(x, dim=0)[1] = x.argmin(0) ; ndl.max(x, y) = np.fmax(x, y)
+x.max(dim=-1, keepdim=True).indices = x.argmax(1, keepdims=True) ; x.min(y) = np.minimum(x, y)
+x.median() = np.median(x) ; ndl.median(i, 0) = np.median(i, 0) ; n.median() = np.median(n)
+x.median(dim=1).values = np.sort(x)[:, 1] ; x.median(dim=0).indices = np.argsort(x, 0)[1]
+x.median(axis=1, keepdims=True) = np.median(x, 1, keepdims=True)
+x.cumprod(dim=1) = x.cumprod(1) ; ndl.cumprod(i, 0) = i.cumprod(0) ; t.cumprod() = t.cumprod()
+ndl.var_mean(x, dim=1, unbiased=True)[0] = x.var(1, ddof=1) ; ndl.std_mean(x)[1] = x.mean()
+x.scatter(1, i[:, :1], 2.0) = np.where(np.eye(4)[i[:, 0]] > 0, 2, x).astype("f4")
+ndl.zeros(3, 4).scatter_(1, i[:, :1], value=1) = np.eye(4, dtype="f4")[i[:, 0]]
+x.squeeze(dim=0) = x ; x[None].squeeze(dim=(0, 1)) = x ; x.mT = x.T ; ndl.trunc(x) = np.fix(x)
+ndl.diag(x[0]) = np.diag(x[0]) ; ndl.diag(x, diagonal=-1) = np.diag(x, -1) ; x.trace() = x.trace()
+ndl.diag(b[0], 1) = np.diag(b[0], 1) ; t.diagonal(1) = t.diagonal(1) ; ndl.tan(x) = np.tan(x)
+ndl.meshgrid(x[0], i[:, 0])[1] = np.meshgrid(x[0], i[:, 0])[1]
+ndl.meshgrid([r, r, x[0]], indexing="ij")[2] = np.meshgrid(r, r, x[0], indexing="ij")[2]
+F.leaky_relu(x, 0.1) = np.fmax(x, x / 10) ; F.elu(x * 9) = np.where(x > 0, x * 9, np.expm1(x * 9))
+ndl.nan_to_num(n, posinf=5) = np.nan_to_num(n, posinf=5) ; (-n).nan_to_num() = np.nan_to_num(-n)
+ndl.bincount(i.flatten(), minlength=9) = np.bincount(i.reshape(-1), None, 9)
+ndl.lerp(x, y, 0.25) = x + (y - x) / 4 ; ndl.zeros(2, dtype=ndl.long) = np.zeros(2, int)
+ndl.linalg.norm(x) = np.linalg.norm(x) ; ndl.linalg.norm(x, 1, dim=1) = np.linalg.norm(x, 1, 1)
+ndl.tensordot(x, y, dims=2) = (x * y).sum()
+ndl.tensordot(t, x, ([2], [1])) = np.tensordot(t, x, (2, 1))
+ndl.bincount(r, weights=x[0, :3]) = np.bincount(r, x[0, :3])
 """
 
 
@@ -142,9 +166,18 @@ def test_other_words_errors_say_what_is_wrong():
         ("F.pad(x, (1, 1), 'reflect')", "the mode 'constant'"),
         ("F.layer_norm(x, (3,))", "not .3,"),
         ("F.cross_entropy(x, [0, 1, 2], reduction='x')", "reduction must be"),
+        ("ndl.linalg.norm(x, 2)", "ord 2 of 2 axes is no norm of vectors"),
+        ("ndl.meshgrid(x, indexing='x')", "must be 'ij' or 'xy'"),
+        ("ndl.diag(x.sum())", "diagonal: a must have 2 axes or more"),
+        ("ndl.tensordot(x, x, ([0], [0, 1]))", "name 1 axes of a and 2 of b"),
+        ("ndl.bincount(ndl.tensor([1, -1]))", "bincount: a must be whole numbers from 0 on"),
+        ("x.scatter(1, [[0, 1]], x[:, :1])", "scatter: src is .3, 1., too small"),
     ):  # fmt: skip
         with naming(text), pytest.raises(ValueError, match=message):
-            eval(text, {"x": x, "F": nn.functional})
+            eval(text, {"x": x, "F": nn.functional, "ndl": ndl})
+    for text in ("x.max(0, dim=1)", "x.squeeze(0, dim=1)", "x.min(axes=0, axis=1)"):
+        with naming(text), pytest.raises(TypeError, match="are the same: give one of them"):
+            eval(text, {"x": x})
 
 
 def test_spellings_of_the_first_day():
