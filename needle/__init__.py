@@ -63,6 +63,7 @@ from needle.init import (
     zeros,
     zeros_like,
 )
+from needle.nn import utils as _utils  # above optim, so that nn itself does not import it
 from needle.operators import CASTS as _CASTS
 from needle.ops import *
 from needle.ops import linalg

@@ -16,6 +16,7 @@ without a gradient is left alone. `lr` may be set between steps.
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -28,6 +29,7 @@ from needle.nn import FlatParameters, Parameter
 
 NORM_CHUNK = 16384  # elements of a flat gradient whose norm is one part of the whole
 NORM_ROW = 1024  # of these; as long as a row may be that one warp adds up (cuda/reduce.cu)
+OWN = ("lr", "weight_decay")  # what a group of parameters may have of its own
 MOST_STEPS = 2**53  # beyond it a float cannot count
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
 
@@ -91,7 +93,7 @@ class Optimizer:
             members: Iterable = [item]
             if isinstance(item, dict):
                 group = {k: v for k, v in item.items() if k != "params"}
-                unknown = sorted(set(group) - {"lr", "weight_decay"})
+                unknown = sorted(set(group) - {*OWN})
                 if "params" not in item or unknown:
                     raise ValueError(
                         f"{type(self).__name__}: a group has 'params' and may have 'lr' and "
@@ -135,7 +137,25 @@ class Optimizer:
             for p in self.params:
                 p.grad = None
 
-    zero_grad = reset_grad
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """PyTorch's name of reset_grad, which takes no account of `set_to_none`."""
+        self.reset_grad()
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """PyTorch's groups, of parameters with the same settings. `group["lr"] = 0.1` sets the rate
+        of these in the optimizer."""
+        groups: list[ParamGroup] = []
+        for name, p in zip(self.names, self.params):
+            own = self._own.get(name, {})
+            group = next((group for group in groups if group.own == own), None)
+            if group is None:
+                settings = {n: own.get(n, getattr(self, n)) for n in self.hyperparameters}
+                group = ParamGroup(vars(self), own, settings)
+                groups.append(group)
+            group["params"].append(p)
+            group.places.append(own or vars(self))
+        return groups
 
     # -- state
 
@@ -198,6 +218,25 @@ class Optimizer:
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)}" for name in self.hyperparameters)
         return f"{type(self).__name__}({len(self.params)} parameters, step {self.t}, {values})"
+
+
+class ParamGroup(UserDict):
+    """An entry of `param_groups`: "params" and the hyperparameters, which can be set. KeyError for
+    another name, ValueError for a value with which no step makes sense."""
+
+    def __init__(self, optimizer: dict, own: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.optimizer, self.own = optimizer, dict(own)
+        self.places: list[dict[str, Any]] = []  # the settings of each parameter
+        self.data = {"params": [], **settings}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.data or name == "params":
+            raise KeyError(f"param_groups: {name!r} is none of {[*self.data][1:]}")
+        if problems := _misfits({name: value}):
+            raise ValueError(f"param_groups: {problems[0]}")
+        self.data[name] = value
+        for place in self.places if name in OWN else [self.optimizer]:
+            place[name] = value
 
 
 class _PerParameter(Optimizer):
@@ -289,8 +328,10 @@ class Adam(_PerParameter):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        betas: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(params)
+        beta1, beta2 = betas or (beta1, beta2)
         self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
 
     def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
@@ -329,8 +370,10 @@ class AdamW(Optimizer):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        betas: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(params)
+        beta1, beta2 = betas or (beta1, beta2)
         self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
         if self.flat is not None:
             for name, offset in zip(self.flat.names, self.flat.offsets):

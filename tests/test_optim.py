@@ -373,6 +373,58 @@ def test_wrong_hyperparameters(kind):
             made([{"params": parameters, "weight_decay": -0.1}], lr=0.1)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_pytorchs_clipping_is_that_of_optim(flat):
+    module, other = Two(None), Two(None)
+    if flat:
+        nn.flatten_parameters(module)
+    give(module, gradients(0)), give(other, gradients(0))
+    norm = nn.utils.clip_grad_norm_((p for p in module.parameters()), 1.0)
+    assert norm.item() == np.float32(optim.clip_grad_norm(other.parameters(), 1.0))
+    for p, q in zip(module.parameters(), other.parameters()):
+        np.testing.assert_array_equal(p.grad.numpy(), q.grad.numpy())
+    nn.utils.clip_grad_value_(module.matrix, 0.01)
+    assert np.abs(module.matrix.grad.numpy()).max() <= np.float32(0.01)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_param_groups_set_the_rates(kind):
+    one, other = Two(None), Two(None)
+    optimizer = getattr(optim, kind)(one.parameters(), lr=0.1, weight_decay=0.0)
+    (group,) = optimizer.param_groups
+    assert group["params"] == one.parameters() and group["lr"] == 0.1
+    group["lr"] *= 0.5
+    assert optimizer.lr == optimizer.param_groups[0]["lr"] == 0.05
+    run(one, optimizer), run(other, getattr(optim, kind)(other.parameters(), lr=0.05))
+    if kind != "AdamW":
+        close(values_of(one), values_of(other), 0)
+    for name, value, error in (
+        ("lr", -1, ValueError),
+        ("params", [], KeyError),
+        ("betas", (0.9, 0.99), KeyError),
+    ):
+        with pytest.raises(error, match="param_groups: "):
+            group[name] = value
+
+
+def test_param_groups_of_parameters_with_settings_of_their_own():
+    module, other = Two(None), Two(None)
+    optimizer = adamw(nn.flatten_parameters(module))  # the bias does not decay
+    groups = optimizer.param_groups
+    assert [g["weight_decay"] for g in groups] == [0.02, 0.0]
+    assert [len(g["params"]) for g in groups] == [1, 1]
+    groups[1]["lr"] = 0.05
+    assert (optimizer.lr, [g["lr"] for g in optimizer.param_groups]) == (0.01, [0.01, 0.05])
+    groups[1]["beta1"] = 0.7
+    assert optimizer.beta1 == 0.7
+    grouped = [
+        {"params": [other.matrix]},
+        {"params": [other.bias], "weight_decay": 0.0, "lr": 0.05},
+    ]
+    expected = optim.AdamW(grouped, lr=0.01, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.02)
+    close(run(module, optimizer), run(other, expected), 0)
+
+
 def test_schedules():
     cosine = optim.Cosine(1.0, total=110, warmup=10, floor=0.1)
     assert [cosine(step) for step in (0, 5, 10, 60, 110, 1000)] == pytest.approx(

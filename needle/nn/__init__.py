@@ -1,8 +1,9 @@
 """Modules, parameters and layers."""
 
-from needle.nn import functional
+from needle.nn import functional, init
 from needle.nn.attention import Attention, rotary_tables
 from needle.nn.basic import (
+    ELU,
     GELU,
     BatchNorm1d,
     BCELoss,
@@ -14,6 +15,7 @@ from needle.nn.basic import (
     KLDivLoss,
     L1Loss,
     LayerNorm1d,
+    LeakyReLU,
     Linear,
     MSELoss,
     ReLU,
@@ -33,15 +35,15 @@ from needle.nn.module import Module, Parameter
 from needle.nn.recomputed import recompute
 from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
 
-# PyTorch's names of the same. A Module finds those in its lists.
-LayerNorm, CrossEntropyLoss, ModuleList = LayerNorm1d, SoftmaxLoss, list
+# PyTorch's names of the same. A Module finds those in its lists and dicts.
+LayerNorm, CrossEntropyLoss, ModuleList, ModuleDict = LayerNorm1d, SoftmaxLoss, list, dict
 
 __all__ = [
     "Attention", "AttentionLayer", "BCELoss", "BCEWithLogitsLoss", "BatchNorm1d",
-    "CrossEntropyLoss", "Dropout", "Embedding", "FlatParameters", "Flatten", "GELU", "Identity",
-    "KLDivLoss", "L1Loss", "LayerNorm", "LayerNorm1d", "Linear", "MSELoss", "Module", "ModuleList",
-    "MultiHeadAttention", "Parameter", "RMSNorm", "ReLU", "Residual", "Sequential", "SiLU",
-    "Sigmoid", "Softmax", "SoftmaxLoss", "SwiGLU", "Tanh", "TiedHead", "Transformer",
-    "TransformerLayer", "flatten_parameters", "functional", "is_decayed", "recompute",
-    "rotary_tables",
+    "CrossEntropyLoss", "Dropout", "ELU", "Embedding", "FlatParameters", "Flatten", "GELU",
+    "Identity", "KLDivLoss", "L1Loss", "LayerNorm", "LayerNorm1d", "LeakyReLU", "Linear",
+    "MSELoss", "Module", "ModuleDict", "ModuleList", "MultiHeadAttention", "Parameter", "RMSNorm",
+    "ReLU", "Residual", "Sequential", "SiLU", "Sigmoid", "Softmax", "SoftmaxLoss", "SwiGLU",
+    "Tanh", "TiedHead", "Transformer", "TransformerLayer", "flatten_parameters", "functional",
+    "init", "is_decayed", "recompute", "rotary_tables",
 ]  # fmt: skip

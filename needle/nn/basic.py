@@ -117,6 +117,28 @@ class ReLU(_Elementwise):
     function = staticmethod(ops.relu)
 
 
+class LeakyReLU(Module):
+    """ops.leaky_relu: x above 0, negative_slope x elsewhere."""
+
+    def __init__(self, negative_slope: float = 0.01) -> None:
+        super().__init__()
+        self.negative_slope = negative_slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.leaky_relu(x, self.negative_slope)
+
+
+class ELU(Module):
+    """ops.elu: x above 0, alpha (e^x - 1) elsewhere."""
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        super().__init__()
+        self.alpha = alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.elu(x, self.alpha)
+
+
 class GELU(Module):
     """x Phi(x); approximate: "none" for the error function, "tanh" for its approximation."""
 

@@ -184,6 +184,21 @@ class Module:
         """Evaluation mode for this module and all below."""
         return self._set_training(False)
 
+    def zero_grad(self) -> None:
+        """Drop the gradients, as an optimizer's reset_grad."""
+        for p in self.parameters():
+            p.reset_grad()
+
+    def children(self) -> list[Module]:
+        """The modules directly below, also inside dicts, lists and tuples."""
+        return [module for _, module in _members(vars(self), "")]
+
+    def apply(self, function: Callable[[Module], Any]) -> Module:
+        """Call `function` with every module below, then with this one, and return this."""
+        for _, module in reversed(self.named_modules()):
+            function(module)
+        return self
+
     def _set_training(self, training: bool) -> Module:
         for _, module in self.named_modules():
             module.training = training

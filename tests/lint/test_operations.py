@@ -21,7 +21,7 @@ values alone (`argmax`, `argsort` and `topk` have the places), `squeeze` refuses
 With `dim=` it is PyTorch's: `max`, `min` and `median` give (values, indices), and `squeeze` leaves
 a longer axis. `needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`, `layer_norm`,
 `scaled_dot_product_attention`, `normalize`, `cosine_similarity` and `nll_loss`, `needle.linalg` the
-vector `norm`.
+vector `norm`, `needle.nn.init` initialisers, `needle.nn.utils` the clipping of gradients.
 
 | needle | PyTorch | NumPy | gradient | devices |
 |---|---|---|---|---|

@@ -62,6 +62,42 @@ def test_a_meta_model_is_made_by_the_calling_thread_alone():
     assert len(np.unique(drawn)) == 6
 
 
+def test_initialisers_fill_in_place():
+    """PyTorch's, of the weights (in, out) of a Linear, flattened or not."""
+    layer = nn.Linear(40, 60)
+    flat = nn.flatten_parameters(layer)
+    gain, fans = np.sqrt(2 / (1 + 0.5**2)), {"fan_in": 40, "fan_out": 60}
+    for fill, low, high, std in [
+        (lambda w: nn.init.uniform_(w, -2, 1), -2, 1, 3 / np.sqrt(12)),
+        (lambda w: nn.init.normal_(w, 0.0, 0.5), -np.inf, np.inf, 0.5),
+        (lambda w: nn.init.xavier_uniform_(w, 2), -2 * 0.06**0.5, 2 * 0.06**0.5, 2 * 0.02**0.5),
+        (lambda w: nn.init.xavier_normal_(w), -np.inf, np.inf, 0.02**0.5),
+        *(
+            (lambda w, of=(fill, mode): of[0](w, 0.5, of[1]), -top, top, gain / np.sqrt(fan))
+            for mode, fan in fans.items()
+            for fill, top in (
+                (nn.init.kaiming_uniform_, gain * np.sqrt(3 / fan)),
+                (nn.init.kaiming_normal_, np.inf),
+            )
+        ),
+        (lambda w: nn.init.kaiming_normal_(w, nonlinearity="relu"), -np.inf, np.inf, 0.05**0.5),
+    ]:
+        np.random.seed(1)
+        assert fill(layer.weight) is layer.weight
+        values = flat.view(flat.data, 0).numpy()
+        assert low <= values.min() and values.max() <= high
+        np.testing.assert_allclose(values.std(), std, rtol=0.03)
+    for fill, value in (nn.init.zeros_, 0), (nn.init.ones_, 1):
+        assert (fill(layer.bias).numpy() == value).all()
+    assert (nn.init.constant_(ndl.zeros(2, dtype="bfloat16"), 0.5).numpy() == 0.5).all()
+    with pytest.raises(ValueError, match=r"needs a matrix .fan_in, fan_out., but the shape is .3,"):
+        nn.init.xavier_normal_(ndl.zeros(3))
+    with pytest.raises(ValueError, match="nonlinearity must be one of .*, not 'x'"):
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="x")
+    with pytest.raises(ValueError, match="mode must be 'fan_in' or 'fan_out'"):
+        nn.init.kaiming_normal_(layer.weight, mode="fan")
+
+
 # ---- modules -------------------------------------------------------------------------------------
 
 
@@ -81,6 +117,18 @@ def test_modules_find_parameters_and_children():
     assert not module.training and not module.pair[0].training
     module.train()
     assert module.pair[0].training
+
+
+def test_walks_of_pytorchs_names():
+    module = Nested()
+    linear, inner, dropout = module.list[0], module.list[1]["inner"], module.pair[0]
+    assert module.children() == [linear, inner, dropout]
+    seen = []
+    assert module.apply(seen.append) is module
+    assert {*map(id, seen)} == {*map(id, [linear, inner, dropout, module])} and seen[-1] is module
+    module.shared.grad = ndl.ones(2, 3)
+    module.zero_grad()
+    assert all(p.grad is None for p in module.parameters())
 
 
 def test_state_dict_round_trip():

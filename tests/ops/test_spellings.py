@@ -121,11 +121,12 @@ ndl.diag(b[0], 1) = np.diag(b[0], 1) ; t.diagonal(1) = t.diagonal(1) ; ndl.tan(x
 ndl.meshgrid(x[0], i[:, 0])[1] = np.meshgrid(x[0], i[:, 0])[1]
 ndl.meshgrid([r, r, x[0]], indexing="ij")[2] = np.meshgrid(r, r, x[0], indexing="ij")[2]
 F.leaky_relu(x, 0.1) = np.fmax(x, x / 10) ; F.elu(x * 9) = np.where(x > 0, x * 9, np.expm1(x * 9))
+nn.LeakyReLU(0.1)(x) = np.fmax(x, x / 10) ; nn.ELU(2)(x) = np.where(x > 0, x, 2 * np.expm1(x))
 ndl.nan_to_num(n, posinf=5) = np.nan_to_num(n, posinf=5) ; (-n).nan_to_num() = np.nan_to_num(-n)
 ndl.bincount(i.flatten(), minlength=9) = np.bincount(i.reshape(-1), None, 9)
 ndl.lerp(x, y, 0.25) = x + (y - x) / 4 ; ndl.zeros(2, dtype=ndl.long) = np.zeros(2, int)
 ndl.linalg.norm(x) = np.linalg.norm(x) ; ndl.linalg.norm(x, 1, dim=1) = np.linalg.norm(x, 1, 1)
-ndl.tensordot(x, y, dims=2) = (x * y).sum()
+ndl.tensordot(x, y, dims=2) = (x * y).sum() ; nn.ModuleDict({"a": nn.ELU()})["a"].alpha = 1.0
 ndl.tensordot(t, x, ([2], [1])) = np.tensordot(t, x, (2, 1))
 ndl.bincount(r, weights=x[0, :3]) = np.bincount(r, x[0, :3])
 """
@@ -145,7 +146,7 @@ def test_spellings_have_numpys_values():
         "attended": weights / weights.sum(-1, keepdims=True) @ q,
     }
     tensors = {k: ndl.Tensor(a, dtype=a.dtype, requires_grad=False) for k, a in arrays.items()}
-    names = {"ndl": ndl, "np": np, "F": nn.functional, **tensors}
+    names = {"ndl": ndl, "np": np, "nn": nn, "F": nn.functional, **tensors}
     for line in VALUES.strip().split("\n"):
         for text in line.split(" ; "):
             left, right = text.rsplit(" = ", 1)
