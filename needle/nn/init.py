@@ -66,14 +66,13 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
 
 
 def xavier_uniform_(tensor: Tensor, gain: float = 1.0) -> Tensor:
-    """Uniform in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010)."""
-    bound = gain * math.sqrt(6.0 / sum(_fans(tensor)))
-    return uniform_(tensor, -bound, bound)
+    """init.xavier_uniform: uniform in +-gain sqrt(6 / (fan_in + fan_out))."""
+    return _filled(tensor, init.xavier_uniform(*_fans(tensor), gain, device=tensor.device))
 
 
 def xavier_normal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
-    """Normal with std gain sqrt(2 / (fan_in + fan_out))."""
-    return normal_(tensor, 0.0, gain * math.sqrt(2.0 / sum(_fans(tensor))))
+    """init.xavier_normal: normal with std gain sqrt(2 / (fan_in + fan_out))."""
+    return _filled(tensor, init.xavier_normal(*_fans(tensor), gain, device=tensor.device))
 
 
 def _kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> float:

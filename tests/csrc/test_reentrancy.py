@@ -133,6 +133,14 @@ def test_async_copy_is_taken_by_one_of_three_threads():
 # ---- DLPack --------------------------------------------------------------------------------------
 
 
+def capsule_of(address: int, name: bytes):
+    """A capsule without a destructor."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+    return new(address, name, None)
+
+
 def test_dl_device_is_a_tuple():
     for wrong in (3, [1, 0], "ab"):
         with pytest.raises(TypeError, match="dl_device: must be a tuple"):
@@ -155,14 +163,9 @@ def test_a_deleter_that_runs_python_while_an_exception_is_on_its_way():
     managed[4], managed[5] = ctypes.addressof(one), 1
     managed[6] = 1 | (2 | 32 << 8 | 1 << 16) << 32
     managed[7], managed[8] = ctypes.addressof(shape), ctypes.addressof(strides)
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = (
-        ctypes.py_object,
-        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
-    )
     name = b"dltensor_versioned"  # kept: the capsule has its address
     with pytest.raises(MemoryError, match="70368744177664|281474976710656"):
-        _C.from_dlpack(new(at, name, None))
+        _C.from_dlpack(capsule_of(at, name))
     assert deleted == [6]
 
 
@@ -172,10 +175,5 @@ def test_an_empty_tensor_at_any_offset():
     managed[0], managed[1] = ctypes.addressof(memory), 1
     managed[2] = 1 | (2 | 32 << 8 | 1 << 16) << 32
     managed[3], managed[5] = ctypes.addressof(shape), 2**63
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = (
-        ctypes.py_object,
-        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
-    )
     name = b"dltensor"
-    assert _C.from_dlpack(new(ctypes.addressof(managed), name, None)).tolist() == []
+    assert _C.from_dlpack(capsule_of(ctypes.addressof(managed), name)).tolist() == []

@@ -4,7 +4,6 @@ import ctypes
 import os
 import shlex
 import subprocess
-import sys
 
 import pytest
 from harness import python
@@ -42,10 +41,7 @@ def test_a_signed_overflow(tmp_path):
     (tmp_path / "next.c").write_text("int next(int x); int next(int x) { return x + 1; }\n")
     command = ["cc", *shlex.split(os.environ["CFLAGS"]), "-shared", "-fPIC", "next.c"]
     subprocess.run([*command, "-o", "next.so"], cwd=tmp_path, check=True)
-    code = "import ctypes; ctypes.CDLL('./next.so').next(2**31 - 1)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python(f"import ctypes; ctypes.CDLL('{tmp_path}/next.so').next(2**31 - 1)")
     assert done.returncode != 0 and "signed integer overflow" in done.stderr, done.stderr
 
 

@@ -1,13 +1,10 @@
 """Tensors by NumPy's rules: what is picked, its gradient, what is refused, and what is copied."""
 
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from harness import naming
+from harness import naming, python
 
 import needle as ndl
 from needle import Tensor, ops
@@ -196,10 +193,7 @@ for y in (x, x.T, x[:, ::2], x[::-1]):
         ndl.ops.index_select(y, axis, [3, 1, 3])
     y[[1, 2], :, [1, 2]], y[3, :, [0, 1]]
 """
-    environment = {**os.environ, "NEEDLE_TRACE": "1", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
+    done = python(script, NEEDLE_TRACE="1")
     assert done.returncode == 0, done.stderr
     trace = done.stderr + done.stdout
     assert trace.count("take") >= 20, trace
