@@ -248,17 +248,15 @@ def sqrt(a: NDArray) -> NDArray:
 
 
 def sum(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
-    """The sum over `axis` (None: all)."""
-    return a.sum(axis=axis, keepdims=keepdims)
-
-
-def summation(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
-    """`sum` under the course's other name.
+    """The sum over `axis` (None: all); the course calls it `summation`, too.
 
     >>> print(nd.summation(nd.array([[1, 2], [3, 4]]), axis=0, keepdims=True))
     [[4. 6.]]
     """
     return a.sum(axis=axis, keepdims=keepdims)
+
+
+summation = sum
 
 
 def flip(a: NDArray, axes: int | Sequence[int]) -> NDArray:

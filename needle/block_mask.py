@@ -29,6 +29,13 @@ DRAWN = 48  # blocks a side of what print() draws
 SHADES = "·░▒▓█"
 
 
+def _sizes(block: Any, T: Any, S: Any) -> tuple[int, int, int, tuple[int, int]]:
+    """block, T, S, by default T, and the numbers of blocks of queries and of keys."""
+    block, T = _positive("block", block), _positive("T", T)
+    S = T if S is None else _positive("S", S)
+    return block, T, S, (-(-T // block), -(-S // block))
+
+
 def _positive(what: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value <= 0:
         raise ValueError(f"BlockMask: {what} must be a whole number above 0, but is {value!r}")
@@ -66,15 +73,12 @@ class BlockMask:
     blocks: np.ndarray
 
     def __init__(self, blocks: Any, block: int, T: int, S: int | None = None) -> None:
-        block = _positive("block", block)
-        T = _positive("T", T)
-        S = T if S is None else _positive("S", S)
+        block, T, S, want = _sizes(block, T, S)
         kept = np.array(blocks)
         if kept.dtype != np.bool_:
             raise ValueError(f"BlockMask: blocks must be bool, but are {kept.dtype}")
         if kept.ndim == 2:
             kept = kept[None]
-        want = (-(-T // block), -(-S // block))
         if kept.ndim != 3 or kept.shape[0] == 0 or kept.shape[1:] != want:
             raise ValueError(
                 f"BlockMask: blocks must be {want} or (H, {want[0]}, {want[1]}) for {T} queries "
@@ -186,9 +190,8 @@ class BlockMask:
     @staticmethod
     def dense(T: int, block: int = 64, S: int | None = None) -> BlockMask:
         """Every block: plain attention."""
-        block, T = _positive("block", block), _positive("T", T)
-        S = T if S is None else _positive("S", S)
-        return BlockMask(np.ones((-(-T // block), -(-S // block)), dtype=bool), block, T, S)
+        block, T, S, shape = _sizes(block, T, S)
+        return BlockMask(np.ones(shape, dtype=bool), block, T, S)
 
     @staticmethod
     def from_function(
@@ -206,9 +209,7 @@ class BlockMask:
                 "BlockMask.from_function: keep must be a function of (query block, key block), "
                 f"but is {keep!r:.40}"
             )
-        block, T = _positive("block", block), _positive("T", T)
-        S = T if S is None else _positive("S", S)
-        rows, columns = -(-T // block), -(-S // block)
+        block, T, S, (rows, columns) = _sizes(block, T, S)
         try:
             kept = np.asarray(keep(np.arange(rows)[:, None], np.arange(columns)[None, :]))
         except ValueError as error:

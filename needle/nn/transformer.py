@@ -199,19 +199,9 @@ class Transformer(Module):
         self.batch_first = batch_first
         self.sequence_len = sequence_len
         self.embedding = Embedding(sequence_len, embedding_size, device=device, dtype=dtype)
-        self.layers = [
-            TransformerLayer(
-                embedding_size,
-                num_head,
-                dim_head,
-                hidden_size,
-                dropout=dropout,
-                causal=causal,
-                device=device,
-                dtype=dtype,
-            )
-            for _ in range(num_layers)
-        ]
+        sizes = embedding_size, num_head, dim_head, hidden_size
+        options = {"dropout": dropout, "causal": causal, "device": device, "dtype": dtype}
+        self.layers = [TransformerLayer(*sizes, **options) for _ in range(num_layers)]
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_features(self, x, "embedding_size")

@@ -234,14 +234,9 @@ def add_scalar(a: Tensor, scalar: float) -> Tensor:
     return AddScalar(scalar)(a)
 
 
-class SubScalar(_ScalarOp):
-    reads_inputs = reads_result = False
-
+class SubScalar(AddScalar):
     def compute(self, a: NDArray) -> NDArray:
         return _C.subtract(a, self.scalar)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(out_grad, node.inputs[0])
 
 
 def subtract_scalar(a: Tensor, scalar: float) -> Tensor:
