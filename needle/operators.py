@@ -393,7 +393,7 @@ class Operators(Generic[Result]):
         def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Result, Result]: ...
         def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
 
-        median = min = max
+        median = min = sort = max
         _in_place = _cast = _moved = _of_ops
     else:
         _of_ops = _Methods(_method)
@@ -402,7 +402,7 @@ class Operators(Generic[Result]):
         )
         _cast = _Methods(lambda name: lambda x: ops.astype(x, CASTS.get(name, name)))
         _moved = _Methods(lambda name: lambda x: x.to(name))
-        chunk = max = median = min = nonzero = topk = unique = _of_ops
+        chunk = max = median = min = nonzero = sort = topk = unique = _of_ops
 
     abs = absolute = add = all = allclose = amax = amin = any = argmax = argmin = argsort = _of_ops
     bmm = broadcast_to = ceil = clamp = clip = cos = cumprod = cumsum = diag = diagonal = _of_ops
@@ -413,7 +413,7 @@ class Operators(Generic[Result]):
     multiply = mv = nan_to_num = ne = neg = negative = norm = outer = pad = pow = power = _of_ops
     prod = ravel = reciprocal = relu = remainder = repeat = repeat_interleave = roll = _of_ops
     round = rsqrt = scatter = scatter_add = sigmoid = sign = silu = sin = softmax = _of_ops
-    softplus = sort = sqrt = square = squeeze = std = sub = subtract = sum = swapaxes = _of_ops
+    softplus = sqrt = square = squeeze = std = sub = subtract = sum = swapaxes = _of_ops
     take_along_axis = tan = tanh = tile = trace = tril = triu = true_divide = trunc = _of_ops
     unbind = unsqueeze = var = _of_ops
     add_ = clamp_ = div_ = masked_fill_ = mul_ = scatter_ = sub_ = _in_place

@@ -15,7 +15,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp
+from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import full
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
@@ -185,10 +185,17 @@ class Where(TensorOp):
         )
 
 
+def _beside(number: Any, x: Tensor) -> Tensor:
+    """A number as a Tensor, of the dtype that it has in a sum with x; 0 and 1 are bool there."""
+    nothing = _C.empty((0,), x.dtype, x.device)
+    keeps = isinstance(number, (bool, np.bool_)) or (x.dtype == "bool" and number in (0, 1))
+    return const(full((), number, x.dtype if keeps else _C.add(nothing, number).dtype, x.device))
+
+
 def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a where the condition is not 0, else b; all broadcast. A number takes the dtype of the other;
-    two numbers give float32, int64 or bool. Elements that are not chosen have no effect, not even
-    inf or NaN.
+    """a where the condition is not 0, else b; all broadcast. A number counts as in a sum with the
+    other: a fraction makes integers float32. Two numbers give float32, int64 or bool. Elements that
+    are not chosen have no effect, not even inf or NaN.
 
     >>> x = ndl.Tensor([4, 0])
     >>> y = ndl.where(x > 0, ndl.log(x), 7)
@@ -200,10 +207,7 @@ def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
         device = condition.device if isinstance(condition, (Tensor, NDArray)) else _C.cpu()
         kind = {"f": "float32", "b": "bool"}.get(np.result_type(a, b).kind, "int64")
         beside = const(full((), 0, kind, device))
-    a, b = (
-        const(full((), x, beside.dtype, beside.device)) if isinstance(x, Number) else x
-        for x in (a, b)
-    )
+    a, b = (_beside(x, beside) if isinstance(x, Number) else x for x in (a, b))
     if isinstance(condition, Tensor):
         condition = condition.cached_data
     if not isinstance(condition, NDArray):
@@ -307,14 +311,19 @@ class PowerScalar(_ScalarOp):
 
 
 def power_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a ** scalar.
+    """a ** scalar. Integers stay integers where the power is a whole number of 0 or more.
 
     >>> x = ndl.Tensor([1, 2, 3])
     >>> ndl.power_scalar(x, 3).sum().backward()
     >>> print(x.grad)
     [ 3. 12. 27.]
     """
-    return PowerScalar(scalar)(a)
+    if a.dtype in FLOATS or not isinstance(scalar, (int, np.integer)) or scalar < 0:
+        return PowerScalar(scalar)(a)
+    if scalar < 2:
+        return a if scalar else add_scalar(multiply_scalar(a, 0), 1)
+    even = power_scalar(multiply(a, a), scalar // 2)
+    return multiply(even, a) if scalar % 2 else even
 
 
 class ScalarPow(_ScalarOp):

@@ -79,14 +79,16 @@ def _sorted(op: str, a: Tensor, axis: int | None, descending: bool, count: Any) 
     return moveaxis(values, -1, back), moveaxis(const(sort.indices), -1, back)
 
 
-def sort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tensor:
+def sort(a: Tensor, axis: int | None = -1, descending: bool = False, dim: int | None = None) -> Any:
     """`a` in order along `axis` (None: flat), NaN last; `descending` is the reverse, NaN first.
-    `topk` gives values and indices.
+    Along `dim`, as PyTorch has it, (values, indices).
 
-    >>> print(ndl.sort(ndl.Tensor([3, 1, 2])))
-    [1. 2. 3.]
+    >>> print(ndl.sort(ndl.Tensor([3, 1, 2])), *ndl.sort(ndl.Tensor([3, 1, 2]), dim=0))
+    [1. 2. 3.] [1. 2. 3.] [1 2 0]
     """
-    return _sorted("sort", a, axis, descending, None)[0]
+    if dim is None:
+        return _sorted("sort", a, axis, descending, None)[0]
+    return TopK(*_sorted("sort", a, dim, descending, None))
 
 
 def argsort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
-from needle.ops.broadcast import reshape, spread, summation
+from needle.ops.broadcast import astype, reshape, spread, summation
 from needle.ops.common import LARGEST, const, fixed_axes, kept_shape, normal_axes
 from needle.ops.elementwise import divide_scalar, multiply, subtract
 from needle.ops.indexing import IndexSelect
@@ -102,6 +102,10 @@ def extremum(op: type[Max], a: Tensor, axes: Any, keepdims: bool, dim: int | Non
     return TopK(reshape(values, shape), const(places.reshape(shape)))
 
 
+def _as_floats(a: Tensor) -> Tensor:
+    return a if a.dtype in FLOATS else astype(a, "float32")
+
+
 def _shifted(a: NDArray, axes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
     """(m, e, s): m the maximum over `axes`, kept and made finite, e = exp(a - m), s = sum e, all in
     float32. A slice of only -inf has e = 0 and s = 0."""
@@ -137,7 +141,7 @@ def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
     >>> print(ndl.logsumexp(ndl.Tensor([1e10, 1e10])))
     1e+10
     """
-    return LogSumExp(axes)(a)
+    return LogSumExp(axes)(_as_floats(a))
 
 
 class Softmax(TensorOp):
@@ -166,7 +170,7 @@ def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
     [[0.5 0.5]
      [0.  1. ]]
     """
-    return Softmax(axes)(a)
+    return Softmax(axes)(_as_floats(a))
 
 
 class LogSoftmax(TensorOp):
@@ -194,4 +198,4 @@ def logsoftmax(a: Tensor, axes: Axes = -1) -> Tensor:
     >>> print(ndl.logsoftmax(ndl.Tensor([[1e10, 1e10]])).numpy().round(4))
     [[-0.6931 -0.6931]]
     """
-    return LogSoftmax(axes)(a)
+    return LogSoftmax(axes)(_as_floats(a))

@@ -109,13 +109,21 @@ def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     return reshape(out, shape)
 
 
-def var(a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0) -> Tensor:
-    """The variance over `axes`: squared distances from the mean, summed and divided by their number
-    less `correction`; 0 as in NumPy, 1 for PyTorch's default. Computed in float32.
+def var(
+    a: Tensor,
+    axes: Axes = None,
+    keepdims: bool = False,
+    correction: float | None = None,
+    dim: Axes = None,
+) -> Tensor:
+    """The variance over `axes`, or over `dim`: squared distances from the mean, summed and divided
+    by their number less `correction`; by default 0 as in NumPy, with `dim` 1 as in PyTorch.
+    Computed in float32.
 
-    >>> print(ndl.var(ndl.Tensor([1, 3])), ndl.var(ndl.Tensor([1, 3]), correction=1))
+    >>> print(ndl.var(ndl.Tensor([1, 3])), ndl.var(ndl.Tensor([1, 3]), dim=0))
     1.0 2.0
     """
+    axes, correction = _axes_and_correction("var", axes, dim, correction)
     count = math.prod(a.shape[i] for i in normal_axes("var", axes, a.ndim))
     wide = astype(a, "float32")
     off = subtract(wide, mean(wide, axes, True))
@@ -124,8 +132,25 @@ def var(a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float 
     return astype(out, a.dtype) if a.dtype in FLOATS else out
 
 
-def std(a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0) -> Tensor:
-    """The standard deviation over `axes`, the root of `var`; its gradient at 0 is 0."""
+def _axes_and_correction(
+    op: str, axes: Axes, dim: Axes, correction: float | None
+) -> tuple[Axes, float]:
+    if axes is not None and dim is not None:
+        raise TypeError(f"{op}: axes and dim are the same: give one of them")
+    default = 0 if dim is None else 1
+    return axes if dim is None else dim, default if correction is None else correction
+
+
+def std(
+    a: Tensor,
+    axes: Axes = None,
+    keepdims: bool = False,
+    correction: float | None = None,
+    dim: Axes = None,
+) -> Tensor:
+    """The standard deviation, the root of `var`, which has the arguments; its gradient at 0 is
+    0."""
+    axes, correction = _axes_and_correction("std", axes, dim, correction)
     out = _root(var(astype(a, "float32"), axes, keepdims, correction))
     return astype(out, a.dtype) if a.dtype in FLOATS else out
 
@@ -137,16 +162,16 @@ def _root(a: Tensor) -> Tensor:
 
 
 def var_mean(
-    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0
+    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 1
 ) -> tuple[Tensor, Tensor]:
-    """(var, mean) over `axes`."""
+    """(var, mean) over `axes`, as PyTorch has them: var with `correction` 1."""
     return var(a, axes, keepdims, correction), mean(a, axes, keepdims)
 
 
 def std_mean(
-    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0
+    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 1
 ) -> tuple[Tensor, Tensor]:
-    """(std, mean) over `axes`."""
+    """(std, mean) over `axes`, as PyTorch has them: std with `correction` 1."""
     return std(a, axes, keepdims, correction), mean(a, axes, keepdims)
 
 

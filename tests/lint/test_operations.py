@@ -18,10 +18,12 @@ Where the two libraries differ the meaning is NumPy's: `max`, `min`, `median` an
 values alone (`argmax`, `argsort` and `topk` have the places), `squeeze` refuses a longer axis,
 `var` and `std` divide by n (`correction=1`: by n - 1), `nonzero` gives an array for each axis
 (`as_tuple=False`: one), `repeat` repeats elements (`tile`: blocks), `meshgrid` begins with "xy".
-With `dim=` it is PyTorch's: `max`, `min` and `median` give (values, indices), and `squeeze` leaves
-a longer axis. `needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`, `layer_norm`,
-`scaled_dot_product_attention`, `normalize`, `cosine_similarity` and `nll_loss`, `needle.linalg` the
-vector `norm`, `needle.nn.init` initialisers, `needle.nn.utils` the clipping of gradients.
+With `dim=` it is PyTorch's: `max`, `min`, `median` and `sort` give (values, indices), `var` and
+`std` divide by n - 1, and `squeeze` leaves a longer axis.
+
+`needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`, `layer_norm`, `normalize`,
+`scaled_dot_product_attention`, `cosine_similarity` and `nll_loss`, `needle.linalg` the vector
+`norm`, `needle.nn.init` initialisers, `needle.nn.utils` the clipping of gradients.
 
 | needle | PyTorch | NumPy | gradient | devices |
 |---|---|---|---|---|

@@ -127,6 +127,16 @@ ndl.bincount(i.flatten(), minlength=9) = np.bincount(i.reshape(-1), None, 9)
 ndl.lerp(x, y, 0.25) = x + (y - x) / 4 ; ndl.zeros(2, dtype=ndl.long) = np.zeros(2, int)
 ndl.linalg.norm(x) = np.linalg.norm(x) ; ndl.linalg.norm(x, 1, dim=1) = np.linalg.norm(x, 1, 1)
 ndl.tensordot(x, y, dims=2) = (x * y).sum() ; nn.ModuleDict({"a": nn.ELU()})["a"].alpha = 1.0
+x.var(dim=1) = x.var(1, ddof=1) ; x.std(dim=0) = x.std(0, ddof=1) ; ndl.std(x, 0) = x.std(0)
+ndl.var_mean(x, 1)[0] = x.var(1, ddof=1) ; x.sort(dim=1)[0] = np.sort(x) ; i.pow(3) = i**3
+x.sort(dim=0, descending=True).indices = np.argsort(-x, 0) ; i**0 = i**0
+(i + 2**40) ** 1 = i + 2**40 ; (i * 10**8) ** 2 = (i * 10**8) ** 2 ; i**-1.0 = i**-1.0
+b**2 = b.astype("i4")
+ndl.where(i > 1, i, 0.5) = np.where(i > 1, i, 0.5) ; ndl.where(b, b, False) = b
+ndl.where(b, b, 2) = np.where(b, 1, 2).astype("i4") ; i.masked_fill(b, 0.5) = np.where(b, 0.5, i)
+F.softmax(i, 1) = np.exp(i) / np.exp(i).sum(1)[:, None]
+b.logsumexp(1) = np.log(np.exp(b + 0.0).sum(1))
+F.log_softmax(i, 1) = i - np.log(np.exp(i).sum(1))[:, None]
 ndl.tensordot(t, x, ([2], [1])) = np.tensordot(t, x, (2, 1))
 ndl.bincount(r, weights=x[0, :3]) = np.bincount(r, x[0, :3])
 """
