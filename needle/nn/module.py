@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from needle import _C
-from needle._C import NDArray
+from needle._C import Device, NDArray
 from needle.autograd import Tensor
-from needle.backend_ndarray import commit
+from needle.backend_ndarray import commit, given_device
 
 P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
@@ -199,6 +199,28 @@ class Module:
             function(module)
         return self
 
+    def to(self, device: Device | str) -> Module:
+        """Move parameters, gradients, buffers and other arrays to a device, and return this. Make
+        optimizers and flat parameters afterwards: ValueError where parameters are flat already."""
+        device = given_device(device)
+        if any(p.has_grad_buffer for p in self.distinct_parameters()):
+            raise ValueError(
+                f"{type(self).__name__}.to: the parameters are flat; move the module before "
+                "nn.flatten_parameters or an AdamW of it"
+            )
+        for _, module in self.named_modules():
+            for name, value in vars(module).items():
+                setattr(module, name, device if name == "device" else _moved(value, device))
+        return self
+
+    def cpu(self) -> Module:
+        """Move to the CPU, by `to`."""
+        return self.to("cpu")
+
+    def cuda(self) -> Module:
+        """Move to the first GPU, by `to`."""
+        return self.to("cuda")
+
     def _set_training(self, training: bool) -> Module:
         for _, module in self.named_modules():
             module.training = training
@@ -249,6 +271,21 @@ class Module:
             for name, array in own.items()
             if name in state
         ]
+
+
+def _moved(value: Any, device: Device) -> Any:
+    """Return arrays, also in lists, tuples and dicts, on a device; Tensors stay the objects that
+    they are."""
+    if isinstance(value, NDArray):
+        return value.to(device)
+    if isinstance(value, Tensor):
+        value.cached_data = value.cached_data.to(device)
+        value.grad = None if value.grad is None else value.grad.to(device)
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value
 
 
 def _as_ndarray(value: Any) -> NDArray:

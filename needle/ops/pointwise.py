@@ -328,6 +328,11 @@ def allclose(a: Tensor, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
     return bool(isclose(a, b, rtol, atol).all())
 
 
+def equal(a: Tensor, b: Tensor) -> bool:
+    """True if a and b have one shape and the same elements; waits for the device."""
+    return a.shape == b.shape and bool((a == b).all())
+
+
 eq, ne, lt, le, gt, ge = (
     operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge
 )  # fmt: skip

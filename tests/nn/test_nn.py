@@ -670,3 +670,24 @@ def test_kaiming_uniform_of_a_shape():
     assert again.shape == (3, 3, 4, 8) and again.dtype == "bfloat16"
     with pytest.raises(ValueError, match="nonlinearity must be 'relu'"):
         init.kaiming_uniform(3, 3, None, "tanh")
+
+
+def test_a_module_moves_with_its_arrays(device):
+    """Parameters stay the objects that they are, so that shared ones stay shared."""
+    config = ndl.PythiaConfig(vocab_size=30, hidden_size=16, num_layers=1, num_heads=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.again, model.pythia = {"first": model.modules[0]}, ndl.Pythia(config)
+    x, ids, parameters = ndl.Tensor(draw(0, 3, 4)), [[1, 2, 3]], model.parameters()
+    (model(x) ** 2).sum().backward()
+    model.eval()
+    before = model(x).numpy(), model.pythia(ids)[0].numpy(), parameters[0].grad.numpy()
+    assert model.to(device) is model and model.pythia.device == device
+    arrays = [*model.state_dict().values(), *model.pythia._rotary, parameters[0].grad.cached_data]
+    assert all(array.device == device for array in arrays)
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    for old, new in zip(before, (model(x.to(device)), model.pythia(ids)[0], parameters[0].grad)):
+        close(new.numpy(), old)
+    close(model.cpu().pythia(ids)[0].numpy(), before[1], 0)
+    nn.flatten_parameters(model)
+    with pytest.raises(ValueError, match="move the module before nn.flatten_parameters"):
+        model.to(device)

@@ -127,6 +127,7 @@ ndl.bincount(i.flatten(), minlength=9) = np.bincount(i.reshape(-1), None, 9)
 ndl.lerp(x, y, 0.25) = x + (y - x) / 4 ; ndl.zeros(2, dtype=ndl.long) = np.zeros(2, int)
 ndl.linalg.norm(x) = np.linalg.norm(x) ; ndl.linalg.norm(x, 1, dim=1) = np.linalg.norm(x, 1, 1)
 ndl.tensordot(x, y, dims=2) = (x * y).sum() ; nn.ModuleDict({"a": nn.ELU()})["a"].alpha = 1.0
+ndl.equal(x, x.clone()) = True ; ndl.equal(x, x.T) = False ; ndl.equal(x, y) = False
 x.var(dim=1) = x.var(1, ddof=1) ; x.std(dim=0) = x.std(0, ddof=1) ; ndl.std(x, 0) = x.std(0)
 ndl.var_mean(x, 1)[0] = x.var(1, ddof=1) ; x.sort(dim=1)[0] = np.sort(x) ; i.pow(3) = i**3
 x.sort(dim=0, descending=True).indices = np.argsort(-x, 0) ; i**0 = i**0
