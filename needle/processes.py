@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -282,7 +283,8 @@ def program(main: Callable[[], int | None]) -> int:
     """Run the `main` of a command-line program and return its exit code. Return EXIT_CLOSED_PIPE
     where the reader of its output has closed it, as `| head` does: a shell sees the same of any
     program that SIGPIPE ends. `main` must let that BrokenPipeError pass. Return EXIT_INTERRUPTED
-    after a Ctrl-C that `main` does not catch. Without stdout or stderr (`>&-`) print nothing."""
+    after a Ctrl-C that `main` does not catch. Without stdout or stderr (`>&-`) print nothing. Say
+    in one line that a disk is full, stdout's among them, and return 1."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
@@ -301,6 +303,13 @@ def program(main: Callable[[], int | None]) -> int:
             raise
         silence()
         return EXIT_CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            print(f"needle: {error}", file=sys.stderr)
+        silence()
+        return 1
 
 
 def command_line(word: str, *program: str) -> list[str]:

@@ -77,6 +77,15 @@ def test_program_without_an_output_runs(tmp_path):
                 assert done.returncode == 0
 
 
+@pytest.mark.parametrize("words", ["--help", "train --help all", "diagnose", "data inspect t.npy"])
+def test_program_whose_output_is_on_a_full_disk_says_so(tmp_path, words):
+    np.save(tmp_path / "t.npy", np.arange(4000, dtype=np.uint16) % 90)
+    command = f"{sys.executable} -m needle {words} >/dev/full"
+    done = run("sh", "-c", command, cwd=tmp_path, PYTHONPATH=ROOT)
+    assert done.returncode == 1 and done.stderr.endswith("[Errno 28] No space left on device\n")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
 def test_every_program_ends_by_one_rule():
     runs = {
         path: path.read_text().partition('if __name__ == "__main__":\n')[2] for path in PROGRAMS
