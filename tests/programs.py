@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 
+class Failure(AssertionError):
+    """Something that had been saved is gone, or a run hung, ended otherwise than it should, or went
+    another way."""
+
+
 def need_pytest() -> None:
     """Ends the program with exit code 2 where there is no pytest, which their helpers import."""
     if importlib.util.find_spec("pytest") is None:

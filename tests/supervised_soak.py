@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
 
 import programs  # noqa: E402
+from programs import Failure  # noqa: E402
 
 programs.need_pytest()
 
@@ -121,10 +122,6 @@ def child(plan: Path, argv: list[str]) -> int:
 # ---- the two runs -------------------------------------------------------------------------------
 
 
-class Different(AssertionError):
-    """The struck run went another way."""
-
-
 def command(folder: Path, name: str, steps: int, device: str, plan: list) -> list[str]:
     """The struck training `name`, which begins or goes on."""
     (folder / name).write_text(json.dumps(plan))
@@ -145,14 +142,8 @@ def start(folder: Path, words: list[str], **options: Any) -> subprocess.Popen:
 
 
 def supervised(words: list[str], hang_seconds: float) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "needle.supervise",
-        f"--hang-seconds={hang_seconds}",
-        "--",
-        *words,
-    ]
+    hang = f"--hang-seconds={hang_seconds}"
+    return [sys.executable, "-m", "needle.supervise", hang, "--", *words]
 
 
 def faults_of(folder: Path, name: str) -> list[dict]:
@@ -162,11 +153,11 @@ def faults_of(folder: Path, name: str) -> list[dict]:
 
 def compare(folder: Path, struck: str, whole: str, steps: int) -> None:
     if numbers_of(folder, struck) != numbers_of(folder, whole):
-        raise Different(f"the losses of {struck} are not those of {whole}")
+        raise Failure(f"the losses of {struck} are not those of {whole}")
     if tensors_of(checkpoint_of(folder, struck, steps)) != tensors_of(
         checkpoint_of(folder, whole, steps)
     ):
-        raise Different(f"the last checkpoint of {struck} is not that of {whole}")
+        raise Failure(f"the last checkpoint of {struck} is not that of {whole}")
 
 
 def random_plan(steps: int, count: int, seed: int) -> list[tuple[int, str, str]]:
@@ -182,20 +173,20 @@ def random_plan(steps: int, count: int, seed: int) -> list[tuple[int, str, str]]
 
 
 def soak(device: str, steps: int, count: int, seed: int, hang_seconds: float) -> str:
-    """Runs both and compares; the line to print. Different where anything is."""
+    """Runs both and compares; the line to print. Failure where anything is."""
     plan = random_plan(steps, count, seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = start(folder, command(folder, "whole", steps, device, []))
         out, err = whole.communicate()
         if whole.returncode != 0:
-            raise Different(f"the run that nothing strikes does not end: {out}{err}")
+            raise Failure(f"the run that nothing strikes does not end: {out}{err}")
         words = supervised(command(folder, "struck", steps, device, plan), hang_seconds)
         struck = start(folder, words)
         out, err = struck.communicate()
         failures = faults_of(folder, "struck")
         if struck.returncode != 0 or len(failures) != count:
-            raise Different(f"exit code {struck.returncode}, {len(failures)} failures: {out}{err}")
+            raise Failure(f"exit code {struck.returncode}, {len(failures)} failures: {out}{err}")
         compare(folder, "struck", "whole", steps)
         kinds = Counter(kind for _, _, kind in plan)
         listed = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
@@ -217,7 +208,7 @@ def main() -> int:
     args = top.parse_args()
     try:
         print(soak(args.device, args.steps, args.faults, args.seed, args.hang_seconds))
-    except Different as error:
+    except Failure as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 from rank_processes import BEGIN, END, Rank, free_port
@@ -10,10 +9,11 @@ from rank_processes import BEGIN, END, Rank, free_port
 
 @pytest.fixture
 def start(tmp_path):
-    """start(body, size) -> ranks, each of which runs the body: the inside of a function."""
+    """start(body, size) -> ranks, each of which runs the body: the inside of a function; once all
+    of them have said `heard`."""
     begun: list[subprocess.Popen] = []
 
-    def run(body, size=2, ranks=None, deadline=2.0, seconds=20.0, port=None):
+    def run(body, size=2, ranks=None, deadline=2.0, seconds=20.0, port=None, heard=None):
         port = free_port() if port is None else port
         lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
         made = []
@@ -28,27 +28,11 @@ def start(tmp_path):
             )
             begun.append(process)
             made.append(Rank(process, []))
+        for rank in made if heard else ():
+            rank.heard(heard)
         return made
 
     yield run
     for process in begun:
         process.kill()
         process.communicate()
-
-
-@pytest.fixture
-def within():
-    """within(seconds) is a context that must not take longer."""
-
-    class Within:
-        def __init__(self, seconds):
-            self.seconds = seconds
-
-        def __enter__(self):
-            self.began = time.monotonic()
-
-        def __exit__(self, *exception):
-            took = time.monotonic() - self.began
-            assert exception[0] or took < self.seconds, f"{took:.1f} s, not {self.seconds} s"
-
-    return Within

@@ -9,17 +9,15 @@ import threading
 import time
 from pathlib import Path
 
-from mpi_runs import STEPS, run, start, write_tokens, written
+from programs import Failure
+from rank_runs import MPIRuns, write_tokens
 
 from needle.checkpoint import list_checkpoints, step_of
 
+STEPS = MPIRuns.steps
 DEADLINE = 4.0  # seconds, of the ranks of a soak test
 MARGIN = 20.0  # for mpirun to start them, and to see that they have ended
 EXIT = {"term": 0, "data": 1, "nan": 1, "full": 1, "bit": 75, "kill": None, "stop": None}
-
-
-class Different(AssertionError):
-    """A run hung, ended otherwise than it should, or went another way."""
 
 
 def plan_of(rng: random.Random, ranks: int, done: int) -> dict:
@@ -35,9 +33,8 @@ def plan_of(rng: random.Random, ranks: int, done: int) -> dict:
     return {"what": what, "rank": rank, "step": step, "deadline": DEADLINE}
 
 
-def next_step(out: Path, begun: float, found: list[float]) -> None:
+def next_step(log: Path, begun: float, found: list[float]) -> None:
     """Wait until the log has its next line."""
-    log = out / "a" / "metrics.jsonl"
     size = log.stat().st_size
     while time.monotonic() < begun + 100:
         now = log.stat().st_size if log.exists() else 0
@@ -49,23 +46,23 @@ def next_step(out: Path, begun: float, found: list[float]) -> None:
 
 
 def soak(folder: Path, faults: int, seed: int) -> str:
-    rng, tokens = random.Random(seed), write_tokens(folder / "tokens.npy")
-    run(folder / "whole", tokens, 0)
-    whole, given, ends, waits, number = written(folder / "whole"), 0, [], [], 0
+    rng, runs = random.Random(seed), MPIRuns(folder, write_tokens(folder / "tokens.npy"))
+    runs.run("whole", 0)
+    whole, given, ends, waits, number = runs.written("whole"), 0, [], [], 0
     while given < faults:
         number += 1
-        out, done = folder / f"run_{number}", 0
+        name, done = f"run_{number}", 0
+        log, mark = folder / name / "metrics.jsonl", folder / f"{name}.mark"
         for _ in range(min(rng.randrange(1, 5), faults - given)):
-            saved = list_checkpoints(out / "a" / "checkpoints")
+            saved = list_checkpoints(folder / name / "checkpoints")
             done = step_of(saved[0]) if saved else 0
             if done >= STEPS - 5:
                 break
             ranks = rng.choice([1, 2, 4])
             plan = plan_of(rng, ranks, done)
-            mark = out.with_suffix(".mark")
             mark.unlink(missing_ok=True)
             more = ["--resume", "auto", *(["--verify", "1"] if plan["what"] == "bit" else [])]
-            process = start(out, tokens, ranks, *more, plan={**plan, "mark": str(mark)})
+            process = runs.start(name, ranks, *more, plan={**plan, "mark": str(mark)})
             threading.Thread(target=process.wait, daemon=True).start()
             while process.poll() is None and not mark.exists():
                 time.sleep(0.01)
@@ -74,27 +71,27 @@ def soak(folder: Path, faults: int, seed: int) -> str:
                 said = process.communicate(timeout=DEADLINE + MARGIN)[0]
             except subprocess.TimeoutExpired as error:
                 process.kill()
-                raise Different(f"{plan} of {ranks}: nothing ended it") from error
+                raise Failure(f"{plan} of {ranks}: nothing ended it") from error
             if not mark.exists():
-                raise Different(f"{plan} of {ranks}: it never came there: {said}")
+                raise Failure(f"{plan} of {ranks}: it never came there: {said}")
             wanted = EXIT[plan["what"]]
             if (process.returncode == 0) != (wanted == 0) or wanted not in (
                 None,
                 process.returncode,
             ):
-                raise Different(f"{plan} of {ranks}: exit code {process.returncode}: {said}")
+                raise Failure(f"{plan} of {ranks}: exit code {process.returncode}: {said}")
             if plan["what"] == "bit" and f": rank {plan['rank']} (" not in said:
-                raise Different(f"{plan} of {ranks}: not named: {said}")
+                raise Failure(f"{plan} of {ranks}: not named: {said}")
             ends.append(time.monotonic() - struck)
             given += 1
         found: list[float] = []
         begun = time.monotonic()
-        if (out / "a" / "metrics.jsonl").exists():
-            threading.Thread(target=next_step, args=(out, begun, found), daemon=True).start()
-        run(out, tokens, rng.choice([0, 1, 2, 4]), "--resume", "auto")
+        if log.exists():
+            threading.Thread(target=next_step, args=(log, begun, found), daemon=True).start()
+        end = runs.resumed(name, rng.choice([0, 1, 2, 4]))
         waits += found
-        if written(out) != whole:
-            raise Different(f"run {number}: its end is not that of the run that nothing hit")
+        if end != whole:
+            raise Failure(f"run {number}: its end is not that of the run that nothing hit")
     return (
         f"{given} faults in {number} runs; from a fault to the end of all ranks at most "
         f"{max(ends):.1f} s (deadline {DEADLINE:g} s), from a start to the next step at most "

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from harness import naming
+from rank_processes import within
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ except RuntimeError as error:
 # ---- failures -----------------------------------------------------------------------------------
 
 
-def test_ranks_in_different_collectives(start, within):
+def test_ranks_in_different_collectives(start):
     """Without the check they would wait for each other until the deadline."""
     begin = "control = join()\ncontrol.step = 7\ncontrol.gather('losses', 1)\n"
     for body, there in [
@@ -102,7 +103,7 @@ def test_ranks_in_different_collectives(start, within):
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("how", ["killed", "stopped", "late"])
-def test_a_missing_rank_is_named(start, within, how, where, victim):
+def test_a_missing_rank_is_named(start, how, where, victim):
     """One that is late lives, does something else, and hears of it when it comes."""
     wait = HANG if how != "late" else "while control._failure is None: time.sleep(0.01)"
     body = f"""
@@ -115,9 +116,7 @@ if rank == {victim}:
     {wait}
 {where}
 """
-    ranks = start(body, 3, deadline=20.0 if how == "killed" else 2.0)
-    for rank in ranks:
-        rank.heard("ready")
+    ranks = start(body, 3, deadline=20.0 if how == "killed" else 2.0, heard="ready")
     if how != "late":
         ranks[victim].kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     with within(8):  # for one that is killed not at the deadline
@@ -139,7 +138,7 @@ if rank == {victim}:
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("code", [1, 75, None])
-def test_a_rank_that_ends_is_named_with_its_reason(start, within, where, leaver, code):
+def test_a_rank_that_ends_is_named_with_its_reason(start, where, leaver, code):
     """Code None closes in order, and too early."""
     end = "control.close()" if code is None else f"control.leave('the disk is full', {code})"
     body = f"""
@@ -184,7 +183,7 @@ with control.watched("weights"): say("never")
     assert one.end()[0] == 3
 
 
-def test_a_stderr_that_is_not_read_delays_no_end(start, within):
+def test_a_stderr_that_is_not_read_delays_no_end(start):
     body = f"""
 control = join()
 control.gather("begin", None)
@@ -197,9 +196,7 @@ with control.watched('weights'):
     say("ready")
     {HANG}
 """
-    zero, one = start(body)
-    zero.heard("ready")
-    one.heard("ready")
+    zero, one = start(body, heard="ready")
     one.process.kill()
     with within(10):
         assert zero.process.wait(20) == 75
@@ -235,9 +232,7 @@ with control.watched("weights"):
 say("well")
 control.close()
 """
-    ranks = start(body, deadline=4.0)
-    for rank in ranks:
-        rank.heard("ready")
+    ranks = start(body, deadline=4.0, heard="ready")
     for rank in ranks:
         rank.kill(signal.SIGSTOP)
     time.sleep(5)
@@ -268,9 +263,7 @@ if rank == STOPPED: time.sleep(600)
 control.broadcast("the data", rank, patient=True)
 """
     for stopped in (0, 1):
-        ranks = start(body.replace("STOPPED", str(stopped)), 2, deadline=1.0)
-        for rank in ranks:
-            rank.heard("joined")
+        ranks = start(body.replace("STOPPED", str(stopped)), 2, deadline=1.0, heard="joined")
         ranks[stopped].kill(signal.SIGSTOP)
         code, _, said = ranks[1 - stopped].end()
         ranks[stopped].kill()
@@ -319,7 +312,7 @@ else:
         assert start(body, 3, deadline=4.0)[1].end() == (0, ["True"], "")
 
 
-def test_a_rank_that_leaves_waits_a_second_for_rank_0_s_reason(start, within):
+def test_a_rank_that_leaves_waits_a_second_for_rank_0_s_reason(start):
     """Includes a rank 0 that leaves long after it saw this rank go. If rank 0 neither leaves nor
     closes, the rank is told that rank 0 does not say it."""
     body = f"""
@@ -391,7 +384,7 @@ control.close()
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_device_that_does_not_come_is_named(start, within, late):
+def test_a_device_that_does_not_come_is_named(start, late):
     """Main threads wait in C for a result of the device."""
     body = f"""
 enqueue("the sum", Work(NEVER if rank == {late} else 0, NEVER))
@@ -407,7 +400,7 @@ enqueue("the sum", Work(NEVER if rank == {late} else 0, NEVER))
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_does_not_come_to_a_device_s_collective_is_named(start, within, late):
+def test_a_rank_that_does_not_come_to_a_device_s_collective_is_named(start, late):
     body = f"""
 if rank == {late}:
     while control._failure is None: time.sleep(0.01)
@@ -423,7 +416,7 @@ enqueue("the sum", Work(0, NEVER))
     assert found[late][0] == 75
 
 
-def test_all_devices_hang_together(start, within):
+def test_all_devices_hang_together(start):
     with within(8):
         found = ended(start, f"enqueue('the sum', Work(0, NEVER))\n{HANG}")
     for code, _, said in found:
@@ -431,11 +424,9 @@ def test_all_devices_hang_together(start, within):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_failure_while_devices_wait_ends_all_before_the_deadline(start, within, victim):
+def test_a_failure_while_devices_wait_ends_all_before_the_deadline(start, victim):
     body = f"enqueue('the sum', Work(0, NEVER))\nsay('ready')\n{HANG}"
-    ranks = start(WORK + body, 3, deadline=20.0)
-    for rank in ranks:
-        rank.heard("ready")
+    ranks = start(WORK + body, 3, deadline=20.0, heard="ready")
     ranks[victim].kill()
     with within(10):
         found = [rank.end() for number, rank in enumerate(ranks) if number != victim]

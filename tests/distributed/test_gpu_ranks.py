@@ -9,19 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from gpu_runs import (
-    Runs,
-    a_killed_rank_ends_the_others,
-    a_signal_saves_once,
-    a_stopped_rank_is_named,
-    a_wrong_device_is_named,
-    goes_on_with_fewer,
-    goes_on_with_other_numbers,
-    goes_on_without_a_wrong_device,
-    under_a_supervisor,
-)
+from gpu_trainings import *  # noqa: F403
+from gpu_trainings import test_a_run_goes_on_with_other_numbers
 from harness import ROOT
-from mpi_runs import write_tokens
+from rank_runs import Runs, write_tokens
 
 import needle as ndl
 from needle.distributed.group import visible_gpus
@@ -140,13 +131,13 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, tokens):
-    """alone(kind): what one GPU writes, by the name of the kind."""
+def alone_of(tmp_path_factory, tokens):
+    """alone_of(kind): what one GPU writes, by the name of the kind."""
     made = {}
 
     def written(kind):
         if kind not in made:
-            runs = Runs(tmp_path_factory.mktemp(kind), tokens, None, *KINDS[kind])
+            runs = Runs(tmp_path_factory.mktemp(kind), tokens, *KINDS[kind])
             said = runs.run("alone", 1)
             assert f"{visible_gpus()} GPUs are visible, 1 is used: --gpus" in said
             made[kind] = runs.written("alone")
@@ -156,66 +147,38 @@ def alone(tmp_path_factory, tokens):
 
 
 @pytest.fixture
+def alone(alone_of):
+    return alone_of("float32")
+
+
+@pytest.fixture
 def runs(tmp_path, tokens):
-    return Runs(tmp_path, tokens)
+    made = Runs(tmp_path, tokens)
+    made.deadline = 15.0
+    made.uuids = [ndl.cuda(i).properties()["uuid"] for i in range(visible_gpus())]
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gpus_change_no_byte(tmp_path, tokens, alone, kind):
-    runs = Runs(tmp_path, tokens, None, *KINDS[kind])
+def test_gpus_change_no_byte(tmp_path, tokens, alone_of, kind):
+    runs = Runs(tmp_path, tokens, *KINDS[kind])
     runs.run("two", 2)
-    assert runs.written("two") == alone(kind)
+    assert runs.written("two") == alone_of(kind)
 
 
-@pytest.mark.parametrize("kind", ["float32", "graph"])
-def test_a_run_goes_on_with_other_numbers(tmp_path, tokens, alone, kind):
-    goes_on_with_other_numbers(Runs(tmp_path, tokens, None, *KINDS[kind]), alone(kind))
+def test_a_run_of_graphs_goes_on_with_other_numbers(tmp_path, tokens, alone_of):
+    runs = Runs(tmp_path, tokens, *KINDS["graph"])
+    test_a_run_goes_on_with_other_numbers(runs, alone_of("graph"))
 
 
-def test_sequences_are_shared(tmp_path, tokens, alone):
+def test_sequences_are_shared(runs, alone):
     """Almost the numbers of one GPU, and the same bytes each time."""
-    runs = Runs(tmp_path, tokens)
     for name in "shared", "again":
         runs.run(name, 2, "--context-parallel", "2")
     assert runs.written("shared") == runs.written("again")
-    for line, wanted in zip(runs.written("shared")[1], alone("float32")[1], strict=True):
+    for line, wanted in zip(runs.written("shared")[1], alone[1], strict=True):
         for word in line:
             assert line[word] == pytest.approx(wanted[word], rel=1e-3), (line["step"], word)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank(runs, alone, rank):
-    a_killed_rank_ends_the_others(runs, alone("float32"), rank)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank(runs, rank):
-    a_stopped_rank_is_named(runs, rank, deadline=15.0)
-
-
-@pytest.mark.parametrize("to_launcher", [False, True])
-def test_a_signal(runs, alone, to_launcher):
-    a_signal_saves_once(runs, alone("float32"), to_launcher)
-
-
-def test_a_wrong_device(runs, alone):
-    a_wrong_device_is_named(runs, alone("float32"))
-
-
-def test_under_a_supervisor_all_are_started_again(runs, alone):
-    under_a_supervisor(runs, alone("float32"))
-
-
-def uuid_of(index):
-    return ndl.cuda(index).properties()["uuid"]
-
-
-def test_a_gpu_that_fails_its_health_check_is_left_out(runs, alone):
-    goes_on_with_fewer(runs, alone("float32"), 2, [uuid_of(0)], 1)
-
-
-def test_a_wrong_device_is_left_out(runs, alone):
-    goes_on_without_a_wrong_device(runs, alone("float32"), uuid_of(1))
 
 
 def test_a_rank_that_hangs_in_a_transfer_is_named(tmp_path):

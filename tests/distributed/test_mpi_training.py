@@ -7,15 +7,11 @@ Real processes, on the CPU; `rank_program.py` is what each of them runs.
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
-from mpi_runs import AS_ROOT, PROGRAM, STEPS, missing, mpirun, run, start, write_tokens, written
-
-from needle.checkpoint import checkpoint_path
+from rank_runs import PROGRAM, MPIRuns, ended, missing, write_tokens
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -31,39 +27,40 @@ def tokens(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, tokens):
     """Files that one process without mpirun writes."""
-    out = tmp_path_factory.mktemp("alone")
-    run(out, tokens, 0)
-    return written(out)
+    runs = MPIRuns(tmp_path_factory.mktemp("alone"), tokens)
+    runs.run("a", 0)
+    return runs.written("a")
+
+
+@pytest.fixture
+def runs(tmp_path, tokens):
+    return MPIRuns(tmp_path, tokens)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_change_no_byte(tmp_path, tokens, alone, ranks):
-    run(tmp_path, tokens, ranks)
-    assert written(tmp_path) == alone
+def test_ranks_change_no_byte(runs, alone, ranks):
+    runs.run("a", ranks)
+    assert runs.written("a") == alone
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path, tokens, alone):
+def test_a_run_goes_on_with_other_numbers_of_ranks(runs, alone):
     for ranks, step in (4, 17), (1, 31), (2, 44):
         plan = {"rank": ranks - 1, "step": step, "what": "term"}
-        said = run(tmp_path, tokens, ranks, "--resume", "auto", plan=plan)
-        assert f"stopped by SIGTERM after step {step} of {STEPS}, and saved" in said
+        said = runs.run("a", ranks, "--resume", "auto", plan=plan)
+        assert f"stopped by SIGTERM after step {step} of {runs.steps}, and saved" in said
         assert said.count("and saved") == 1  # rank 0 speaks for all
-    run(tmp_path, tokens, 0, "--resume", "auto")
-    assert written(tmp_path) == alone
+    assert runs.resumed("a", 0) == alone
 
 
 @pytest.mark.slow
-def test_ranks_share_sequences(tmp_path, tokens, alone):
+def test_ranks_share_sequences(runs, alone):
     """2 and 4 ranks, two to a sequence: the same bytes, and almost the numbers of one process."""
-    for ranks in 2, 4:
-        run(tmp_path / str(ranks), tokens, ranks, "--context-parallel", "2")
     plan = {"rank": 1, "step": 25, "what": "term"}
-    run(tmp_path / "cut", tokens, 4, "--context-parallel", "2", plan=plan)
-    run(tmp_path / "cut", tokens, 2, "--resume", "auto")
-    checkpoint, lines = written(tmp_path / "2")
-    assert written(tmp_path / "4") == (checkpoint, lines)
-    assert written(tmp_path / "cut") == (checkpoint, lines)
+    for name, ranks, more in ("two", 2, {}), ("four", 4, {}), ("cut", 4, {"plan": plan}):
+        runs.run(name, ranks, "--context-parallel", "2", **more)
+    checkpoint, lines = runs.written("two")
+    assert runs.written("four") == runs.resumed("cut", 2) == (checkpoint, lines)
     for line, wanted in zip(lines, alone[1], strict=True):
         assert line.keys() == wanted.keys()
         for name in line:
@@ -72,91 +69,62 @@ def test_ranks_share_sequences(tmp_path, tokens, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_ends_the_others_that_name_it(tmp_path, tokens, alone, rank):
-    said = run(tmp_path, tokens, 4, plan={"rank": rank, "step": 25, "what": "kill"}, code=None)
+def test_a_killed_rank_ends_the_others_that_name_it(runs, alone, rank):
+    said = runs.run("a", 4, plan={"rank": rank, "step": 25, "what": "kill"}, code=None)
     assert f"at step 25: rank {rank} is gone" in said
-    run(tmp_path, tokens, 2, "--resume", "auto")
-    assert written(tmp_path) == alone
+    assert runs.resumed("a", 2) == alone
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_may_take_its_time_for_its_data(tmp_path, tokens, alone, rank):
+def test_a_rank_may_take_its_time_for_its_data(runs, alone, rank):
     """Two machines without a common cache tokenise both."""
     plan = {"rank": rank, "step": 0, "what": "late", "deadline": 5.0}
-    run(tmp_path, tokens, 2, plan=plan)
-    assert written(tmp_path) == alone
-
-
-def until_it_trains(process, out):
-    log = out / "a" / "metrics.jsonl"
-    while not log.exists() or log.read_bytes().count(b"\n") < 3:
-        assert process.poll() is None
-        time.sleep(0.01)
+    runs.run("a", 2, plan=plan)
+    assert runs.written("a") == alone
 
 
 @pytest.mark.slow
-def test_messages_above_the_limit_are_sent_in_parts(tmp_path, tokens, alone):
+def test_messages_above_the_limit_are_sent_in_parts(runs, alone):
     """Counts of MPI are 32 bits: a longer array goes as several messages."""
-    run(tmp_path, tokens, 2, plan={"rank": 0, "step": 0, "what": None, "most": 1000})
-    assert written(tmp_path) == alone
+    runs.run("a", 2, plan={"rank": 0, "step": 0, "what": None, "most": 1000})
+    assert runs.written("a") == alone
 
 
 @pytest.mark.slow
-def test_a_signal_to_mpirun(tmp_path, tokens, alone):
+def test_a_signal_to_mpirun(runs, alone):
     """mpirun passes SIGUSR1 on; after any other signal it sends SIGKILL."""
-    process = start(tmp_path, tokens, 2, plan=SLOW)
-    until_it_trains(process, tmp_path)
+    process = runs.start("a", 2, plan=SLOW)
+    runs.until_step(process, "a", 3)
     process.send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
     assert "stopped by SIGUSR1 after step" in said and "and saved. Go on with\n    mpirun" in said
-    run(tmp_path, tokens, 4, "--resume", "auto")
-    assert written(tmp_path) == alone
+    assert runs.resumed("a", 4) == alone
 
 
 @pytest.mark.slow
-def test_the_supervisor_of_mpirun_lets_its_ranks_save(tmp_path, tokens, alone):
-    process = start(tmp_path, tokens, 2, plan=SLOW, supervised=True)
-    until_it_trains(process, tmp_path)
+def test_the_supervisor_of_mpirun_lets_its_ranks_save(runs, alone):
+    above = [sys.executable, "-m", "needle.supervise", "--"]
+    process = runs.start("a", 2, plan=SLOW, above=above)
+    runs.until_step(process, "a", 3)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
     assert "stopped by SIGUSR1 after step" in said and "supervise -- mpirun -n 2" in said
-    run(tmp_path, tokens, 0, "--resume", "auto")
-    assert written(tmp_path) == alone
+    assert runs.resumed("a", 0) == alone
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(tmp_path, tokens, alone):
-    plan = {"rank": 1, "step": STEPS, "what": "end", "deadline": 5.0}
-    said = run(tmp_path, tokens, 2, plan=plan, code=75)
+def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(runs, alone):
+    plan = {"rank": 1, "step": runs.steps, "what": "end", "deadline": 5.0}
+    said = runs.run("a", 2, plan=plan, code=75)
     assert "rank 1 has not come and does not answer" in said
-    assert written(tmp_path) == alone
-
-
-@pytest.mark.slow
-def test_other_data_are_refused(tmp_path, tokens):
-    """The same flags may name other data on another machine."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for number, folder in enumerate(folders):
-        folder.mkdir()
-        np.save(folder / "t.npy", np.random.RandomState(number).randint(0, 250, 9000, np.uint16))
-    one = [sys.executable, PROGRAM, "--device", "cpu", "--model", "tiny", "--out", tmp_path / "o"]
-    one += ["--data", "t.npy", "--seq-len", "32", "--steps", "3"]
-    words = [["-n", "1", "--wdir", folder, *one] for folder in folders]
-    done = subprocess.run(
-        [mpirun(), "--map-by", ":OVERSUBSCRIBE", *words[0], ":", *words[1]],
-        env={**os.environ, **AS_ROOT},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 1 and "rank 1: the data differ from rank 0's" in done.stderr
+    assert runs.written("a") == alone
 
 
 @pytest.mark.slow
 def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
-    """One of rank 1's 5 million tokens differs."""
+    """The same flags may name other data on another machine: one of 5 million tokens differs."""
     ids = np.random.RandomState(0).randint(0, 250, 5_000_000).astype("<u2")
     folders = [tmp_path / "a", tmp_path / "b"]
     for number, folder in enumerate(folders):
@@ -168,34 +136,24 @@ def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
     one += ["--data", "t.bin", "--seq-len", "32", "--steps", "3"]
     words = [["-n", "1", "--wdir", folder, *one] for folder in folders]
 
-    def start(*flags):
-        return subprocess.run(
-            [mpirun(), "--map-by", ":OVERSUBSCRIBE", *words[0], *flags, ":", *words[1], *flags],
-            env={**os.environ, **AS_ROOT},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-
-    done = start()
+    done = ended(*words[0], ":", *words[1])
     assert done.returncode == 1 and "rank 1: the data differ from rank 0's" in done.stderr
-    done = start("--trust-data")
+    done = ended(*words[0], "--trust-data", ":", *words[1], "--trust-data")
     assert done.returncode == 0 and "trusted: not hashed" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
-def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
-    said = run(tmp_path, tokens, 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
+def test_data_that_one_rank_cannot_read(runs, alone):
+    said = runs.run("a", 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
     assert "needle train: rank 1: tokens.npy: a page cannot be read" in said
     assert "after step 22 of 60, and saved" in said
-    run(tmp_path, tokens, 4, "--resume", "auto")
-    assert written(tmp_path) == alone
+    assert runs.resumed("a", 4) == alone
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
-    said = run(tmp_path, tokens, 2, plan={"rank": rank, "step": 43, "what": "nan"}, code=1)
+def test_a_loss_that_is_none_stops_all(runs, rank):
+    said = runs.run("a", 2, plan={"rank": rank, "step": 43, "what": "nan"}, code=1)
     assert re.search(
         rf"step 43: the loss is nan \(epoch \d+, batch \d+, micro-batch {2 * rank} of the 4", said
     )
@@ -205,23 +163,19 @@ def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full(tmp_path, tokens, alone):
-    said = run(tmp_path, tokens, 2, plan={"rank": 0, "step": 40, "what": "full"}, code=1)
+def test_a_disk_that_is_full(runs, alone):
+    said = runs.run("a", 2, plan={"rank": 0, "step": 40, "what": "full"}, code=1)
     assert "No space left on device" in said and "rank 1:" not in said
-    run(tmp_path, tokens, 4, "--resume", "auto")
-    assert written(tmp_path) == alone
+    assert runs.resumed("a", 4) == alone
 
 
 @pytest.mark.slow
-def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
-    said = run(
-        tmp_path, tokens, 4, "--verify", "5", code=75,
-        plan={"rank": 3, "step": 35, "what": "bit"},  # the seventh, of micro-batch 3
-    )  # fmt: skip
+def test_a_wrong_device_is_named_and_saves_nothing(runs, alone):
+    plan = {"rank": 3, "step": 35, "what": "bit"}  # the seventh, of micro-batch 3
+    said = runs.run("a", 4, "--verify", "5", code=75, plan=plan)
     assert re.search(r"step 35: .*micro-batch 3 differs in 1 of [\d,]+ .*: rank 3 \(", said), said
-    assert not checkpoint_path(tmp_path / "a" / "checkpoints", 35).exists()
-    run(tmp_path, tokens, 2, "--resume", "auto", "--verify", "5")
-    assert written(tmp_path) == alone
+    assert not runs.checkpoint("a", 35).exists()
+    assert runs.resumed("a", 2, "--verify", "5") == alone
 
 
 @pytest.mark.slow
@@ -236,20 +190,14 @@ def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
         (2, ["--context-parallel", "2", "--seq-len", "30"], "30 tokens cannot be shared by 2"),
     ],
 )
-def test_contradictions_are_refused(tmp_path, tokens, ranks, more, words):
-    assert words in run(tmp_path, tokens, ranks, *more, code=1)
+def test_contradictions_are_refused(runs, ranks, more, words):
+    assert words in runs.run("a", ranks, *more, code=1)
 
 
 @pytest.mark.slow
 def test_ranks_that_were_told_otherwise(tmp_path, tokens):
     one = ["-n", "1", sys.executable, PROGRAM, "--device", "cpu", "--model", "tiny"]
     one += ["--data", tokens, "--out", tmp_path]
-    done = subprocess.run(
-        [mpirun(), "--map-by", ":OVERSUBSCRIBE", *one, "--lr", "1e-3", ":", *one, "--lr", "2e-3"],
-        env={**os.environ, **AS_ROOT},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = ended(*one, "--lr", "1e-3", ":", *one, "--lr", "2e-3")
     assert done.returncode == 1
     assert re.search("rank 1: flags is '.*--lr 2e-3.*', at rank 0 '.*--lr 1e-3", done.stderr)

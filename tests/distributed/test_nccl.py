@@ -6,24 +6,13 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_runs import (
-    Runs,
-    a_killed_rank_ends_the_others,
-    a_signal_between_two_steps_is_heard,
-    a_signal_saves_once,
-    a_stopped_rank_is_named,
-    a_wrong_device_is_named,
-    fake_library,
-    goes_on_with_fewer,
-    goes_on_with_other_numbers,
-    goes_on_without_a_wrong_device,
-    under_a_supervisor,
-)
+from gpu_trainings import *  # noqa: F403
 from harness import ROOT
-from mpi_runs import write_tokens
+from rank_runs import Runs, write_tokens
 
 from needle import _C
 from needle.distributed import environment, nccl, spawn
@@ -37,7 +26,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return fake_library(tmp_path_factory.mktemp("fake"))
+    made = tmp_path_factory.mktemp("fake") / "libnccl.so.2"
+    source = Path(__file__).with_name("fake_nccl.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, source], check=True)
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -150,79 +142,46 @@ def test_an_error_after_the_call_is_found_by_polling(library, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def kind(tmp_path_factory, library):
-    """(where its runs lie, what one process writes)."""
-    tokens = write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
-    runs = Runs(tmp_path_factory.mktemp("alone"), tokens, library)
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, tokens, library):
+    runs = Runs(tmp_path_factory.mktemp("alone"), tokens, FAKE_NCCL=str(library))
     said = runs.run("alone", 1)
     assert "4 GPUs are visible, 1 is used: --gpus 4 uses all" not in said  # it is the CPU
-    return runs, runs.written("alone")
+    return runs.written("alone")
 
 
 @pytest.fixture
-def runs(kind, tmp_path):
-    return Runs(tmp_path, kind[0].tokens, kind[0].fake_nccl)
+def runs(tmp_path, tokens, library):
+    return Runs(tmp_path, tokens, FAKE_NCCL=str(library))
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus_change_no_byte(runs, kind, gpus):
+def test_gpus_change_no_byte(runs, alone, gpus):
     said = runs.run("many", gpus)
     assert said.count("loss ") >= 1 and "rank 1:" not in said
-    assert runs.written("many") == kind[1]
+    assert runs.written("many") == alone
 
 
-def test_sequences_are_shared(runs, kind):
-    runs.run("shared", 2, "--context-parallel", "2")
-    wide = Runs(runs.out, runs.tokens, runs.fake_nccl)
-    wide.run("wide", 4, "--context-parallel", "2")
-    assert runs.written("shared") == wide.written("wide")
-
-
-def test_a_run_goes_on_with_other_numbers(runs, kind):
-    goes_on_with_other_numbers(runs, kind[1])
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank(runs, kind, rank):
-    a_killed_rank_ends_the_others(runs, kind[1], rank)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank(runs, rank):
-    a_stopped_rank_is_named(runs, rank)
-
-
-@pytest.mark.parametrize("to_launcher", [False, True])
-def test_a_signal(runs, kind, to_launcher):
-    a_signal_saves_once(runs, kind[1], to_launcher)
+def test_sequences_are_shared(runs):
+    for name, gpus in ("shared", 2), ("wide", 4):
+        runs.run(name, gpus, "--context-parallel", "2")
+    assert runs.written("shared") == runs.written("wide")
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_signal_between_two_steps(runs, gpus):
-    a_signal_between_two_steps_is_heard(runs, gpus)
-
-
-def test_a_wrong_device(runs, kind):
-    a_wrong_device_is_named(runs, kind[1])
-
-
-def test_under_a_supervisor_all_are_started_again(runs, kind):
-    under_a_supervisor(runs, kind[1])
-
-
-# Of four that go on, three prove themselves, and two can share four micro-batches.
-@pytest.mark.parametrize("gpus, broken, kept", [(2, "a", 1), (4, "b", 2), (4, "abd", 1)])
-def test_a_gpu_that_fails_its_health_check_is_left_out(runs, kind, gpus, broken, kept):
-    goes_on_with_fewer(runs, kind[1], gpus, [f"GPU-{name}" for name in broken], kept)
-
-
-def test_a_wrong_device_is_left_out(runs, kind):
-    goes_on_without_a_wrong_device(runs, kind[1], "GPU-b")
+def test_a_signal_between_two_steps_is_heard(runs, gpus):
+    plan = {"rank": gpus - 1, "step": 5, "what": "meet"}
+    said = runs.run("meet", gpus, plan=plan)
+    assert f"stopped by SIGTERM after step 6 of {runs.steps}, and saved" in said, said
 
 
 def test_the_run_ends_if_no_gpu_passes_its_health_check(runs):
     plan = {"rank": 1, "step": 8, "what": "kill", "once": True}
-    said = runs.run("x", 2, "--supervise", plan=plan, broken=["GPU-a", "GPU-b"], code=75)
+    said = runs.run("x", 2, "--supervise", plan=plan, BROKEN_GPUS="GPU-a,GPU-b", code=75)
     why = "failed its health check: it has fallen off the bus"
     assert f"ended: GPU 0 (GPU-a) {why}; GPU 1 (GPU-b) {why}. Continue elsewhere: " in said
 

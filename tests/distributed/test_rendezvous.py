@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import naming
-from rank_processes import free_port
+from rank_processes import free_port, within
 
 from needle.distributed import environment, rendezvous
 from needle.distributed.environment import Place
@@ -103,7 +103,7 @@ def test_the_port_is_taken(start, monkeypatch):
                 rendezvous.meet(place, {}, None, 0.1, 1.0)
 
 
-def test_a_rank_does_not_come(start, within):
+def test_a_rank_does_not_come(start):
     with within(10):
         ended = [rank.end() for rank in start("join()", 4, ranks=(0, 2), seconds=1.0)]
     for code, _, said in ended:
@@ -155,7 +155,7 @@ def test_a_rank_of_another_job_looks_elsewhere(start):
         assert (code, words) == (0, ["[0, 1]"]) and (not said or "another start" in said)
 
 
-def test_strangers_neither_end_nor_delay_the_start(start, connect, within):
+def test_strangers_neither_end_nor_delay_the_start(start, connect):
     """Strangers send other bytes than a rank's, half of them, or none; a rank dies meanwhile."""
     port = free_port()
     [first] = start(MEET, 3, ranks=(0,), port=port)
@@ -181,7 +181,7 @@ def test_strangers_neither_end_nor_delay_the_start(start, connect, within):
         assert rank.end() == met(3)
 
 
-def test_more_strangers_than_open_files_delay_no_start(start, connect, within):
+def test_more_strangers_than_open_files_delay_no_start(start, connect):
     port = free_port()
     body = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n{MEET}"
     [first] = start(body, 2, ranks=(0,), port=port)

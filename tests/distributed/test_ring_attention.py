@@ -1,17 +1,16 @@
 """Attention over a sequence that ranks share: float64's numbers, one device's errors, all ranks."""
 
-import os
-import subprocess
 import sys
 
-import mpi_runs
 import numpy as np
 import pytest
+import rank_runs
 from harness import ROOT
+from ring import B, D, assert_as_near, attended, distances, operands, shared
 from together import together
 
 import needle as ndl
-from needle import _C, BlockMask
+from needle import BlockMask
 from needle.distributed.group import Group
 from needle.ops import attention, ring_attention, ring_chunks
 from needle.ops.attention import qkv_parts
@@ -23,14 +22,7 @@ from needle.testing.attention import (
     weighted,
 )
 
-B, H, D = 2, 2, 8
-
-
-def operands(time, dtype, seed=0):
-    """q, k, v and the gradient of the result, as the dtype holds them, in float64."""
-    random = np.random.RandomState(seed)
-    arrays = [random.standard_normal((B, time, H, D)) for _ in range(4)]
-    return [_C.array(x, dtype, _C.cpu()).numpy().astype(np.float64) for x in arrays]
+H = 2
 
 
 def reference(arrays, see, scale=D**-0.5):
@@ -47,58 +39,17 @@ def reference(arrays, see, scale=D**-0.5):
     return out, *attention_gradients(p, q, k, v, dout, scale)
 
 
-def tensors(arrays, dtype):
-    made = [ndl.Tensor(x, dtype=dtype) for x in arrays[:3]]
-    return made, ndl.Tensor(arrays[3], dtype=dtype, requires_grad=False)
-
-
-def attended(compute, arrays, dtype):
-    """The result of `compute` and its three gradients, in float64."""
-    qkv, dout = tensors(arrays, dtype)
-    out = compute(*qkv)
-    out.backward(dout)
-    return [x.numpy().astype(np.float64) for x in (out, *(y.grad for y in qkv))]
-
-
-def shared(arrays, ranks, dtype, **options):
-    """The same of all ranks, put together."""
-    time = arrays[0].shape[1]
-    layout = options.get("layout", "zigzag")
-
-    def rows(x, rank):
-        return np.concatenate([x[:, run] for run in ring_chunks(time, rank, ranks, layout)], 1)
-
-    def work(group):
-        own = [rows(x, group.rank) for x in arrays]
-        return attended(lambda q, k, v: ring_attention(q, k, v, group, **options), own, dtype)
-
-    whole = [np.empty((B, time, H, D)) for _ in range(4)]
-    for rank, parts in enumerate(together(ranks, work)):
-        for x, part in zip(whole, parts):
-            begin = 0
-            for run in ring_chunks(time, rank, ranks, layout):
-                size = run.stop - run.start
-                x[:, run] = part[:, begin : begin + size]
-                begin += size
-    return whole
-
-
-def distances(found, wanted):
-    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, wanted)]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ranks, time", [(1, 31), (2, 124), (3, 186), (4, 8)])
 def test_it_is_attention(ranks, time, causal, layout, dtype):
     """Against float64, with errors no larger than those of one device."""
-    arrays = operands(time, dtype)
+    arrays = operands(time, H, dtype)
     wanted = reference(arrays, visible(time, time, causal))
     alone = attended(lambda q, k, v: attention(q, k, v, causal), arrays, dtype)
-    found = shared(arrays, ranks, dtype, causal=causal, layout=layout)
-    for mine, theirs in zip(distances(found, wanted), distances(alone, wanted)):
-        assert mine <= 1.1 * theirs + 1e-7
+    found = shared(ring_attention, arrays, ranks, dtype, causal=causal, layout=layout)
+    assert_as_near(found, alone, wanted)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -113,16 +64,17 @@ def test_it_is_attention(ranks, time, causal, layout, dtype):
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_blocks(ranks, mask, causal):
-    arrays = operands(96, "float32")
+    arrays = operands(96, H, "float32")
     see = mask.to_dense() & visible(96, 96, causal)
     wanted = reference(arrays, np.broadcast_to(see, (B, H, 96, 96)), 0.2)
-    found = shared(arrays, ranks, "float32", causal=causal, scale=0.2, mask=mask)
+    options = {"causal": causal, "scale": 0.2, "mask": mask}
+    found = shared(ring_attention, arrays, ranks, "float32", **options)
     assert max(distances(found, wanted)) < 1e-6
 
 
 def test_two_runs_give_the_same_bits():
-    arrays = operands(64, "bfloat16")
-    first, second = (shared(arrays, 4, "bfloat16") for _ in range(2))
+    arrays = operands(64, H, "bfloat16")
+    first, second = (shared(ring_attention, arrays, 4, "bfloat16") for _ in range(2))
     for x, y in zip(first, second):
         np.testing.assert_array_equal(x, y)
 
@@ -173,21 +125,13 @@ def test_invalid_arguments_are_refused(shapes, options, words):
         together(2, work)
 
 
-@pytest.mark.skipif(mpi_runs.missing() is not None, reason=str(mpi_runs.missing()))
+@pytest.mark.skipif(rank_runs.missing() is not None, reason=str(rank_runs.missing()))
 def test_the_benchmark_uses_the_ranks_that_it_is_given(tmp_path):
     """Rank 0 prints; the others compute with it."""
 
     def run(length):
-        program = str(ROOT / "benchmarks/ring_attention.py")
-        return subprocess.run(
-            [mpi_runs.mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", "3", sys.executable, program]
-            + ["--lengths", length, "--head-dims", "16"],
-            cwd=tmp_path,
-            env={**os.environ, **mpi_runs.AS_ROOT, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        words = sys.executable, ROOT / "benchmarks/ring_attention.py", "--lengths", length
+        return rank_runs.ended("-n", "3", *words, "--head-dims", "16", cwd=tmp_path)
 
     done = run("96")
     assert done.returncode == 0, done.stderr

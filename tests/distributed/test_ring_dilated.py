@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 from gradients import dilated_weights
+from ring import B, D, assert_as_near, attended, distances, operands, shared, tokens_of
 from together import together
 
 import needle as ndl
 from needle import _C
 from needle.distributed.group import Group
-from needle.ops import dilated_attention, ring_chunks, ring_dilated_attention
+from needle.ops import dilated_attention, ring_dilated_attention
 from needle.ops.ring_dilated import calls_of, counts_from_its_run
 from needle.testing.attention import attention_gradients, weighted
 
-B, D = 2, 8
 # T, heads, segments, dilations; runs of T / 2, T / 4 and T / 8 tokens: they hold whole segments;
 # lie in one, at multiples of the dilation and not; are cut by segments, at the same and at others;
 # the last segment is shorter; segments longer than T; more dilation than heads, and fewer; tokens
@@ -42,52 +42,11 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(_C, "empty", empty)
 
 
-def operands(time, heads, dtype, seed=0):
-    """q, k, v and the gradient of the result, as the dtype holds them, in float64."""
-    random = np.random.RandomState(seed)
-    arrays = [random.standard_normal((B, time, heads, D)) for _ in range(4)]
-    return [_C.array(x, dtype, _C.cpu()).numpy().astype(np.float64) for x in arrays]
-
-
 def reference(arrays, branches, causal):
     """The result, and the gradients of q, k and v, in float64."""
     q, k, v, dout = arrays
     p = dilated_weights(q, k, branches, causal)
     return weighted(p, v), *attention_gradients(p, q, k, v, dout, D**-0.5)
-
-
-def attended(compute, arrays, dtype):
-    """The result of `compute` and its three gradients, in float64."""
-    leaves = [ndl.Tensor(x, dtype=dtype) for x in arrays[:3]]
-    out = compute(*leaves)
-    out.backward(ndl.Tensor(arrays[3], dtype=dtype, requires_grad=False))
-    return [x.numpy().astype(np.float64) for x in (out, *(leaf.grad for leaf in leaves))]
-
-
-def shared(arrays, ranks, dtype, segments, dilations, causal=True, layout="zigzag", scale=None):
-    """The same of all ranks, put together."""
-    time = arrays[0].shape[1]
-    own = [
-        np.concatenate([np.arange(time)[run] for run in ring_chunks(time, rank, ranks, layout)])
-        for rank in range(ranks)
-    ]
-
-    def work(group):
-        def attend(q, k, v):
-            options = causal, scale, layout
-            return ring_dilated_attention(q, k, v, group, segments, dilations, *options)
-
-        return attended(attend, [x[:, own[group.rank]] for x in arrays], dtype)
-
-    whole = [np.empty(arrays[0].shape) for _ in range(4)]
-    for tokens, parts in zip(own, together(ranks, work)):
-        for x, part in zip(whole, parts):
-            x[:, tokens] = part
-    return whole
-
-
-def distances(found, wanted):
-    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, wanted)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,15 +61,16 @@ def test_it_is_dilated_attention(time, heads, segments, dilations, ranks, layout
     alone = attended(
         lambda q, k, v: dilated_attention(q, k, v, segments, dilations, causal), arrays, dtype
     )
-    found = shared(arrays, ranks, dtype, segments, dilations, causal, layout)
-    for mine, theirs in zip(distances(found, wanted), distances(alone, wanted)):
-        assert mine <= 1.1 * theirs + 1e-7
+    options = {"causal": causal, "layout": layout}
+    found = shared(ring_dilated_attention, arrays, ranks, dtype, segments, dilations, **options)
+    assert_as_near(found, alone, wanted)
 
 
 def test_scale_is_that_of_one_device():
     arrays, branches = operands(24, 7, "float32"), ((5, 9, 24), (4, 2, 5))
     wanted = attended(lambda *qkv: dilated_attention(*qkv, *branches, scale=0.2), arrays, "float32")
-    assert max(distances(shared(arrays, 2, "float32", *branches, scale=0.2), wanted)) < 1e-6
+    found = shared(ring_dilated_attention, arrays, 2, "float32", *branches, scale=0.2)
+    assert max(distances(found, wanted)) < 1e-6
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -156,8 +116,8 @@ def test_tokens_are_counted_from_a_run_only_where_that_is_the_same():
 
 
 def test_two_runs_give_the_same_bits():
-    arrays = operands(56, 3, "bfloat16")
-    first, second = (shared(arrays, 4, "bfloat16", (11, 56), (1, 4)) for _ in range(2))
+    call = ring_dilated_attention, operands(56, 3, "bfloat16"), 4, "bfloat16", (11, 56), (1, 4)
+    first, second = (shared(*call) for _ in range(2))
     for x, y in zip(first, second):
         np.testing.assert_array_equal(x, y)
 
@@ -168,8 +128,8 @@ def test_views_as_operands():
     wide = np.repeat(packed, 2, axis=3)
 
     def work(group):
-        own = ring_chunks(24, group.rank, group.size)
-        x = [ndl.Tensor(np.concatenate([wide[i][:, run] for run in own], 1)) for i in range(3)]
+        own = tokens_of(group.rank, group.size, 24)
+        x = [ndl.Tensor(part[:, own]) for part in wide]
         views = [y[:, :, 1:9:2, :] for y in x]
         assert not views[0].cached_data.is_compact()
         out = ring_dilated_attention(*views, group, (6, 24), (1, 2))
@@ -182,8 +142,8 @@ def test_views_as_operands():
     out.sum().backward()
     for i, right in enumerate([out, *(y.grad for y in x)]):
         for rank in range(2):
-            tokens = np.concatenate([np.arange(24)[run] for run in ring_chunks(24, rank, 2)])
-            np.testing.assert_allclose(found[rank][i], right.numpy()[:, tokens], atol=2e-6)
+            wanted = right.numpy()[:, tokens_of(rank, 2, 24)]
+            np.testing.assert_allclose(found[rank][i], wanted, atol=2e-6)
 
 
 def test_unwanted_gradients_are_not_computed():

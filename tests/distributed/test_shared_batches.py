@@ -4,8 +4,8 @@ import types
 
 import numpy as np
 import pytest
+from ring import tokens_of
 
-from needle import ops
 from needle.data import Batches, Prefetch
 from needle.distributed.tree import own_micro_batches
 from needle.training.evaluation import own_columns
@@ -108,9 +108,8 @@ def test_ranks_that_share_a_sequence_have_each_of_its_tokens_once():
             together = np.concatenate(found[begin : begin + context])
             assert sorted(together.tolist()) == list(range(length))
             for rank in range(context):  # in the order of ring attention
-                runs = ops.ring_chunks(length, rank, context)
-                chunks = [np.arange(length)[run] for run in runs]
-                np.testing.assert_array_equal(found[begin + rank], np.concatenate(chunks))
+                wanted = tokens_of(rank, context, length)
+                np.testing.assert_array_equal(found[begin + rank], wanted)
 
 
 @pytest.mark.parametrize(

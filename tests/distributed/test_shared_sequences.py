@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from ring import tokens_of
 from together import together
 
 import needle as ndl
@@ -13,7 +14,6 @@ from needle.backend_ndarray import full
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Subgroup
 from needle.models import Pythia, PythiaConfig
-from needle.ops import ring_chunks
 
 TIME = 48
 IDS = np.random.RandomState(0).randint(0, 50, (4, 2, TIME + 1))  # four micro-batches
@@ -37,8 +37,7 @@ def gradient(group, context, **changes):
     columns = np.arange(TIME)
     if context > 1:
         model.share_sequences(Subgroup(group, context))
-        runs = ring_chunks(TIME, group.rank % context, context)
-        columns = np.concatenate([columns[run] for run in runs])
+        columns = tokens_of(group.rank % context, context, TIME)
     scale = Tensor.from_ndarray(full((), 1 / (len(IDS) * context), "float32", model.device))
     losses = []
     for micro_batch in parallel.own_micro_batches:
@@ -89,7 +88,7 @@ def test_layers_that_are_computed_again_change_no_bit():
         model = model_of()
         model.share_sequences(Subgroup(group, 2))
         model.recompute = again.wanted
-        columns = np.concatenate([np.arange(TIME)[r] for r in ring_chunks(TIME, group.rank, 2)])
+        columns = tokens_of(group.rank, 2, TIME)
         loss = model.loss(IDS[0][:, :-1][:, columns], IDS[0][:, 1:][:, columns])
         loss.backward()
         return [p.grad.numpy().tobytes() for p in model.parameters()]

