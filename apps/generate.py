@@ -16,6 +16,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
     checkout.choose()
 
+from needle.arguments import rows
 from needle.backend_ndarray import FLOAT_DTYPES, choose_device
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.evaluate import load_model
@@ -25,6 +26,38 @@ from needle.models.registry import IMPORT, imported
 from needle.processes import program
 from needle.training import flags
 
+TABLE = """
+--prompt PROMPT  '-' reads it from standard input
+--max-new-tokens N  tokens to write at most; the end of a text ends it earlier
+--temperature X  0: always the likeliest token; above 1: bolder
+--top-k K  choose among the K likeliest tokens only
+--top-p P  choose among the likeliest tokens that have probability P together
+--repetition-penalty X  above 1: tokens that are there already come less readily
+--stop TEXT  end before this text; may be given several times
+--seed N  the same seed writes the same text
+--tokenizer PATH  a tokenizer.json, where none lies with the model
+--dtype  of weights and activations; by default that of the checkpoint, and of a folder of
+    transformers float32
+--device NAME  auto, cpu, cuda or cuda:INDEX
+"""
+KINDS = {
+    "N": flags.count,
+    "K": flags.count,
+    "X": flags.positive,
+    "P": flags.share,
+    "PATH": flags.path_name,
+}
+OPTIONS = {
+    "prompt": {"default": "import "},
+    "max-new-tokens": {"default": 200},
+    "temperature": {"type": flags.not_negative, "default": 0.8},
+    "repetition-penalty": {"default": 1.0},
+    "stop": {"action": "append", "default": []},
+    "seed": {"type": flags.seed},
+    "dtype": {"choices": FLOAT_DTYPES},
+    "device": {"type": flags.device_name, "default": "auto"},
+}
+
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
@@ -32,72 +65,10 @@ def parser() -> argparse.ArgumentParser:
         description="Continues a prompt.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    top.add_argument(
-        "model",
-        type=flags.path_name,
-        metavar="CHECKPOINT_OR_FOLDER",
-        help="a checkpoint, the folder of a run, or a folder that transformers saved",
-    )
-    top.add_argument("--prompt", default="import ", help="'-' reads it from standard input")
-    top.add_argument(
-        "--max-new-tokens",
-        type=flags.count,
-        default=200,
-        metavar="N",
-        help="tokens to write at most; the end of a text ends it earlier",
-    )
-    top.add_argument(
-        "--temperature",
-        type=flags.not_negative,
-        default=0.8,
-        metavar="X",
-        help="0: always the likeliest token; above 1: bolder",
-    )
-    top.add_argument(
-        "--top-k", type=flags.count, metavar="K", help="choose among the K likeliest tokens only"
-    )
-    top.add_argument(
-        "--top-p",
-        type=flags.share,
-        metavar="P",
-        help="choose among the likeliest tokens that have probability P together",
-    )
-    top.add_argument(
-        "--repetition-penalty",
-        type=flags.positive,
-        default=1.0,
-        metavar="X",
-        help="above 1: tokens that are there already come less readily",
-    )
-    top.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given several times",
-    )
-    top.add_argument(
-        "--seed", type=flags.seed, metavar="N", help="the same seed writes the same text"
-    )
-    top.add_argument(
-        "--tokenizer",
-        type=flags.path_name,
-        metavar="PATH",
-        help="a tokenizer.json, where none lies with the model",
-    )
-    top.add_argument(
-        "--dtype",
-        choices=FLOAT_DTYPES,
-        help="of weights and activations; by default that of the checkpoint, and of a folder of "
-        "transformers float32",
-    )
-    top.add_argument(
-        "--device",
-        type=flags.device_name,
-        default="auto",
-        metavar="NAME",
-        help="auto, cpu, cuda or cuda:INDEX",
-    )
+    text = "a checkpoint, the folder of a run, or a folder that transformers saved"
+    top.add_argument("model", type=flags.path_name, metavar="CHECKPOINT_OR_FOLDER", help=text)
+    for name, text, more in rows(TABLE, KINDS, OPTIONS):
+        top.add_argument(f"--{name}", help=text, **more)
     top.add_argument("--import", type=imported, metavar="FILE", help=IMPORT)
     return top
 

@@ -1,11 +1,13 @@
-"""Types of the arguments of the command line, for argparse."""
+"""Arguments of the command line, for argparse: their types, and tables in the words of --help."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from needle.files import FileError, named
 
@@ -51,3 +53,22 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
         return value
 
     return parse
+
+
+# A flag from the start of a line: --NAME [VALUE], two spaces, help.
+ROW = re.compile(r"^--([\w-]+)(?: ([A-Z]+))?  (.*?)(?=^--|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def rows(
+    table: str, kinds: Mapping[str, Callable], options: Mapping[str, dict]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (name, help, keywords of add_argument) of each flag of a table. Its value is read as
+    `kinds` says of the value's name, unless `options` says otherwise of the flag; one without a
+    value, and not in `options`, is true where it is given."""
+    for name, value, text in ROW.findall(table):
+        more = dict(options.get(name, {} if value else {"action": "store_true"}))
+        if value:
+            more["metavar"] = value
+            if not more.keys() & {"type", "choices"} and value in kinds:
+                more["type"] = kinds[value]
+        yield name, text, more

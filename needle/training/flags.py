@@ -1,7 +1,7 @@
 """The flags of apps/train_pythia.py, a table in the words of --help.
 
-A row is a flag, its value and its help. A value is read by its name (KINDS) unless OPTIONS says
-otherwise. `{...}` stands for values that settings.py and recipes.py hold.
+A row is a flag, its value and its help (needle.arguments.rows). `{...}` stands for values that
+settings.py and recipes.py hold.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from needle import models, supervise
-from needle.arguments import number, path, whole
+from needle.arguments import number, path, rows, whole
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models.pythia import SPARSE_PATTERNS
@@ -164,7 +163,7 @@ class Help(argparse.Action):
         parser.exit()
 
 
-# Group: flags, each from the start of a line: --NAME [VALUE], two spaces, help.
+# Group: its flags.
 TABLE = {
     "recipe": """
 --recipe  pythia: the learning rate of GPT-NeoX's code, 0 at the first step, then a cosine to 0
@@ -277,32 +276,25 @@ OPTIONS: dict[str, dict] = {
     "recipe": {"choices": recipes.NAMES},
     "import": {"type": imported},
     "model": {"type": model_name},
-    "no-mlp": {"action": "store_true"},
     "init-seed": {"type": seed},
     "data-seed": {"type": seed},
     "sparse": {"nargs": "?", "const": "mixed", "choices": SPARSE_PATTERNS},
     "dtype": {"choices": ("float32", "bfloat16")},
-    "trust-data": {"action": "store_true"},
     "schedule": {"choices": SCHEDULES},
     "warmup": {"type": count_or_zero},
     "weight-decay": {"type": not_negative},
     "clip": {"type": not_negative},
     "device": {"type": device_name, "default": "auto"},
-    "recompute": {"action": "store_true"},
     "graph": {"action": argparse.BooleanOptionalAction},
     "seed": {"type": seed},
     "eval-every": {"type": count_or_zero},
     "save-every": {"type": count_or_zero},
     "keep": {"type": kept_steps},
-    "keep-optimizer": {"action": "store_true"},
     "out": {"default": "runs"},
     "name": {"type": run_name},
-    "tensorboard": {"action": "store_true"},
     "resume": {"type": path_name},
-    "supervise": {"action": "store_true"},
     "verify": {"type": count_or_zero, "default": 0},
 }
-ROW = re.compile(r"^--([\w-]+)(?: ([A-Z]+))?  (.*?)(?=^--|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def words_of_defaults() -> dict[str, object]:
@@ -338,12 +330,7 @@ def parser() -> argparse.ArgumentParser:
     for title, table in TABLE.items():
         group = top.add_argument_group(title, described.get(title))
         lengths = None  # --steps or --tokens, not both
-        for name, value, text in ROW.findall(table):
-            more = dict(OPTIONS.get(name, {}))
-            if value:
-                more["metavar"] = value
-                if not more.keys() & {"type", "choices"} and value in KINDS:
-                    more["type"] = KINDS[value]
+        for name, text, more in rows(table, KINDS, OPTIONS):
             into = group
             if name in ("steps", "tokens"):
                 into = lengths = lengths or group.add_mutually_exclusive_group()
