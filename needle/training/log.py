@@ -121,17 +121,15 @@ class RunLog:
         data_wait_ms: float,
     ) -> None:
         """Take a step that the device still computes, and write the line of the step before it."""
-        before, self._pending = (
-            self._pending,
-            {
-                "step": step,
-                "losses": [_C.AsyncCopy(loss) for loss in losses],
-                "norm": _C.AsyncCopy(norm),
-                "lr": lr,
-                "where": where,
-                "data_wait_ms": data_wait_ms,
-            },
-        )
+        before = self._pending
+        self._pending = {
+            "step": step,
+            "losses": [_C.AsyncCopy(loss) for loss in losses],
+            "norm": _C.AsyncCopy(norm),
+            "lr": lr,
+            "where": where,
+            "data_wait_ms": data_wait_ms,
+        }
         if before is not None:
             self._write(before)
         if self._device.is_host:

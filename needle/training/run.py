@@ -57,16 +57,9 @@ class Run:
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
-def save(run: Run, log: RunLog) -> None:
-    """Write the checkpoint of run.step on rank 0, with the optimizer's state of all ranks."""
-    with run.parallel.whole_optimizer():
-        run.parallel.group.first("the checkpoint", lambda: write_checkpoint(run, log))
-    run.saved = run.step
-
-
 def write_checkpoint(run: Run, log: RunLog) -> None:
-    """Write a checkpoint; keep the last two, the last one followed by `--save-every` finite steps,
-    and those of a recipe."""
+    """Write the checkpoint of run.step; keep the last two, the last one followed by `--save-every`
+    finite steps, and those of a recipe."""
     log.sync()
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
     with run.lock.writing() as at:
@@ -109,12 +102,8 @@ def keeps_weights(settings: dict, step: int) -> bool:
     return is_named and not is_kept(settings, step)
 
 
-def save_weights(run: Run, log: RunLog) -> None:
-    """Write the weights of run.step on rank 0."""
-    run.parallel.group.first("the weights", lambda: write_weights(run, log))
-
-
 def write_weights(run: Run, log: RunLog) -> None:
+    """Write the weights of run.step."""
     log.sync()
     with run.lock.writing() as at:
         path = weights_path(at / "checkpoints", run.step)

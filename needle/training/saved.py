@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,12 +47,8 @@ class SavedRun:
         return f"SavedRun({self.folder}; checkpoints {last})"
 
     @functools.cached_property
-    def _description(self) -> dict[str, Any]:
-        return read_description(self.folder)
-
-    @property
     def settings(self) -> dict[str, Any]:
-        return self._description["settings"]
+        return read_description(self.folder)["settings"]
 
     @functools.cached_property
     def config(self) -> Config:
@@ -78,10 +73,8 @@ class SavedRun:
 
     @functools.cached_property
     def steps(self) -> list[int]:
-        return sorted({step_of(path) for path in self._files("step|weights")})
-
-    def _files(self, kind: str) -> list[Path]:
-        return list_checkpoints(self.folder / "checkpoints", kind)
+        paths = list_checkpoints(self.folder / "checkpoints", "step|weights")
+        return sorted({step_of(path) for path in paths})
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
         """Return the checkpoint of a step, or its weights alone where --keep left these; by default

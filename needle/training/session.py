@@ -25,8 +25,8 @@ from needle.training.run import (
     keeps_weights,
     report_divergence,
     report_stop,
-    save,
-    save_weights,
+    write_checkpoint,
+    write_weights,
 )
 
 
@@ -136,13 +136,18 @@ class Session:
         self.log.skip_time()
 
     def save(self) -> None:
-        """Write a checkpoint; the time does not count for the next step."""
-        save(self.run, self.log)
+        """Write a checkpoint on rank 0, with the optimizer's state of all ranks; the time does not
+        count for the next step."""
+        run = self.run
+        with run.parallel.whole_optimizer():
+            self.ranks.first("the checkpoint", lambda: write_checkpoint(run, self.log))
+        run.saved = run.step
         self.log.skip_time()
 
     def save_weights(self) -> None:
-        """Write the weights of a step of --keep; the time does not count for the next step."""
-        save_weights(self.run, self.log)
+        """Write the weights of a step of --keep on rank 0; the time does not count for the next
+        step."""
+        self.ranks.first("the weights", lambda: write_weights(self.run, self.log))
         self.log.skip_time()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -158,7 +163,7 @@ class Session:
                 self._failure = error
                 if self.run.step > self.run.saved:
                     self.log.settle()
-                    save(self.run, self.log)
+                    self.save()
                 return True
             return False
         finally:

@@ -47,11 +47,7 @@ COMMON = {
     "window": 256,
 }
 OTHERS = ("eval_every", "save_every")
-RESULTS = (
-    *("recipe", "init", "model", "data", "tokenizer", "batch_size", "seq_len", "grad_accum"),
-    *("context_parallel", "steps", "lr", "schedule", "warmup", "weight_decay", "clip", "dtype"),
-    *("seed", "sparse", "window"),
-)
+RESULTS = tuple(name for name in (*COMMON, *DEFAULTS, "warmup") if name not in OTHERS)
 
 # Settings that only a run has whose command line gave them, with their types. `config` holds the
 # content of the file: `model`, a registered name, and fields of its configuration.

@@ -191,7 +191,7 @@ def test_fault_is_reported_and_the_resumed_run_reports_its_first_step(
 
     argv = flags(tmp_path, tokens, "a", "--eval-every", "0")
     with monkeypatch.context() as patch:
-        patch.setattr(sessions, "save", lost)
+        patch.setattr(sessions, "write_checkpoint", lost)
         assert train_pythia.main(argv) == 75
     assert told()[-2:] == [
         {"step": 2},
