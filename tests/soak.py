@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +47,6 @@ from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_
 
 from needle import cuda, files  # noqa: E402
 from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints  # noqa: E402
-from needle.data import DataError, open_documents  # noqa: E402
 from needle.models import pythia  # noqa: E402
 from needle.training import run as run_parts  # noqa: E402
 
@@ -304,75 +302,18 @@ def every_allocation(field: Field, count: int) -> None:
 
 
 def damaged_files(field: Field, count: int) -> None:
-    """Headers of checkpoints and of token files with bytes changed, cut out, doubled or put in. A
-    process a core, on a disk in memory where there is one."""
-    good = checkpoint_of(field.folder, "whole", STEPS).read_bytes()
-    good = good[: 8 + int.from_bytes(good[:8], "little")]  # a header alone, so that it goes fast
-    cores = os.cpu_count() or 1
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as text:
-        pids = []
-        for core in range(cores):
-            pids.append(os.fork())
-            if pids[-1] == 0:
-                code = 1
-                try:
-                    folder, rng = Path(text) / str(core), random.Random(field.rng.random() + core)
-                    folder.mkdir()
-                    damage(folder, rng, good, len(range(core, count, cores)))
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(code)
-        if any([wait(pid) for pid in pids]):
-            raise Failure("a damaged file was read, or raised another error; it is named above")
-
-
-def damage(folder: Path, rng: random.Random, good: bytes, count: int) -> None:
-    """`count` damaged files, every other one a checkpoint."""
-    index, path, tokens = megatron_index(), folder / "damaged.safetensors", folder / "damaged"
-    tokens.with_suffix(".bin").write_bytes(bytes(40))
-    for number in range(count):
-        is_index = number % 2
-        data = bytearray(index if is_index else good)
-        for _ in range(rng.randrange(1, 4)):
-            at = rng.randrange(len(data))
-            kind = rng.randrange(5)
-            if kind == 0:
-                data[at] = rng.randrange(256)
-            elif kind == 1:
-                del data[at : at + rng.randrange(1, 30)]
-            elif kind == 2:
-                data[at:at] = data[at : at + rng.randrange(1, 30)]
-            elif kind == 3:
-                data[at : at + 8] = rng.choice([0, -1, 1 << 62, 1 << 31]).to_bytes(
-                    8, "little", signed=True
-                )
-            else:
-                del data[at:]
-            data = data or bytearray(1)
-        try:
-            if is_index:
-                tokens.with_suffix(".idx").write_bytes(data)
-                documents = open_documents(tokens)
-                for i in range(min(len(documents), 4)):
-                    np.asarray(documents[i])
-            else:
-                path.write_bytes(data)
-                Checkpoint(path)
-        except (CheckpointError, DataError):
-            continue
-        if not is_index:
-            raise Failure(f"a damaged checkpoint was read: {path}")
-
-
-def megatron_index() -> bytes:
-    """Two documents of 8 and 12 uint16 tokens."""
-    head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + b"\x08"
-    head += (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
-    arrays = np.array([8, 12], "<i4"), np.array([0, 16], "<i8"), np.array([0, 1, 2], "<i8")
-    return head + b"".join(array.tobytes() for array in arrays)
+    """So many damaged files of each kind, checkpoints too (data/test_damaged_files.py)."""
+    words = str(TESTS / "data" / "test_damaged_files.py"), "-k", "as_they_are_or_refused"
+    seed = f"--hypothesis-seed={field.rng.randrange(2**32)}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", seed, *words],
+        env=os.environ | {"NEEDLE_TEST_EXAMPLES": str(count)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise Failure(done.stdout[-2000:] + done.stderr)
 
 
 def long_run(field: Field, count: int) -> None:
@@ -429,7 +370,7 @@ PARTS = {
     "permissions": 300,
     "allocations": 1000,
     "every_allocation": 15,
-    "damaged_files": 1_000_000,
+    "damaged_files": 10_000,
     "supervised": 20,
     "ranks": 100,
     "long_run": 10_000,

@@ -16,7 +16,6 @@ SHORT = {
     "io_errors": 4,
     "permissions": 4,
     "allocations": 8,
-    "damaged_files": 1000,
     "long_run": 200,
 }
 

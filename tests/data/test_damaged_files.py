@@ -19,8 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from token_files import IDS, TEXTS, json_lines, write_megatron, write_shard
 
+from needle.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from needle.data import Batches, DataError, Prefetch, __main__, open_data, text
 from needle.data.tokens import to_ids
+from needle.models import Pythia, PythiaConfig
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +113,8 @@ def good_files():
         IDS.astype("<u2").tofile(folder / "t.bin")
         (folder / "j.jsonl").write_bytes(json_lines(TEXTS[:3]))
         (folder / "z.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:30])))
+        config = PythiaConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=4)
+        save_checkpoint(Pythia(config), None, 0, 1.0, folder / "c.safetensors", step=3)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -124,6 +128,7 @@ FIELDS = {
     "f.bin": [(4 * i, 4) for i in range(9)],
     "s.bin": [(4 * i, 4) for i in range(5)],
     "n.npy": [(6, 1), (7, 1), (8, 2)],
+    "c.safetensors": [(0, 8)],
 }
 
 
@@ -233,18 +238,24 @@ def lines_say(content, name):
 @pytest.mark.parametrize("name", sorted(GOOD))
 @given(data=st.data())
 @settings(
-    max_examples=100,
+    max_examples=int(os.environ.get("NEEDLE_TEST_EXAMPLES", 100)),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
     """Against readers of their own, strict and slow: what these refuse gives a DataError that names
-    the file, else the same ids come, and no id outside the vocabulary comes in a batch."""
+    the file, else the same ids come, and no id outside the vocabulary comes in a batch. Of a
+    checkpoint any damage is refused."""
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
     files = {**GOOD, name: damage(data.draw, name, GOOD[name])}
     for other in [name, *[n for n in GOOD if n[:2] == name[:2]]]:
         (tmp_path / other).write_bytes(files[other])
+    if name == "c.safetensors":
+        if files[name] != GOOD[name]:
+            with pytest.raises(CheckpointError, match=f"^{tmp_path / name}: "):
+                Checkpoint(tmp_path / name)
+        return
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         shown = __main__.main(["inspect", str(tmp_path / name)])
