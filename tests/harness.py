@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,6 +49,35 @@ def python(code: str, **environment: str | None) -> subprocess.CompletedProcess:
     package, tests = Path(_C.__file__).parent.parent, Path(__file__).parent
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (package, tests)))}
     return run(sys.executable, "-c", code, cwd=tests, **paths | environment)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60, pause: float = 0.01) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(pause)
+
+
+def state_of(pid: int) -> str | None:
+    """Return the state of a process by /proc: R, S, T, Z; None where it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return None
+
+
+def wait_until_gone(pid: int) -> None:
+    wait_for(lambda: state_of(pid) in (None, "Z"))  # a zombie has no parent here that reaps it
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    """Write in place, and set the time of modification back."""
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
 def nvrtc_missing() -> str | None:
@@ -97,6 +127,13 @@ def bits(array) -> np.ndarray:
 def assert_same_bits(one, other, what: str = "") -> None:
     assert one.shape == other.shape and one.dtype == other.dtype, what
     np.testing.assert_array_equal(bits(one), bits(other), err_msg=what)
+
+
+def assert_same_arrays(left: dict, right: dict) -> None:
+    """Compare NumPy arrays by name."""
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
 def close(got, expected, tolerance: float = 3e-6) -> None:

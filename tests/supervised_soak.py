@@ -124,14 +124,19 @@ def child(plan: Path, argv: list[str]) -> int:
 
 def command(folder: Path, name: str, steps: int, device: str, plan: list) -> list[str]:
     """The struck training `name`, which begins or goes on."""
-    (folder / name).write_text(json.dumps(plan))
     np.save(folder / "tokens.npy", TOKENS)
     dtype = "float32" if device == "cpu" else "bfloat16"
     more = ("--grad-accum", "2", "--save-every", str(SAVE_EVERY), "--eval-every", "25")
     argv = flags(
         folder, folder / "tokens.npy", name, *more, device=device, dtype=dtype, steps=steps
     )
-    return [sys.executable, __file__, "child", str(folder / name), *argv]
+    return child_of(folder, name, plan, argv)
+
+
+def child_of(folder: Path, name: str, plan: list, argv: list[str]) -> list[str]:
+    """The words of a training that the plan strikes."""
+    (folder / name).write_text(json.dumps(plan))
+    return [sys.executable, "-u", __file__, "child", str(folder / name), *argv]
 
 
 def start(folder: Path, words: list[str], **options: Any) -> subprocess.Popen:

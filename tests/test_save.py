@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from harness import assert_same_arrays
 
 import needle as ndl
 from needle import Tensor, nn, optim
@@ -34,12 +35,6 @@ def bits(model):
     return {name: array.numpy() for name, array in model.state_dict().items()}
 
 
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name in left:
-        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
-
-
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
 def test_any_module_goes_on_bit_for_bit(tmp_path, kind, flat):
@@ -58,9 +53,9 @@ def test_any_module_goes_on_bit_for_bit(tmp_path, kind, flat):
     train(other, beside, 1)
     beside.lr = 1.0
     assert ndl.load(path, other, beside) == (other, beside)
-    assert_same(bits(other), saved)
+    assert_same_arrays(bits(other), saved)
     assert train(other, beside, 4) == expected
-    assert_same(bits(other), bits(model))
+    assert_same_arrays(bits(other), bits(model))
     assert Checkpoint(path).state["note"] == "three steps"
 
 
@@ -74,7 +69,7 @@ def test_the_module_alone(tmp_path):
     ):
         other = made()
         assert ndl.load(path, other) == (other, None)
-        assert_same(bits(other), bits(model))
+        assert_same_arrays(bits(other), bits(model))
 
 
 def test_a_refused_load_changes_nothing(tmp_path):
@@ -101,7 +96,7 @@ def test_a_refused_load_changes_nothing(tmp_path):
         with pytest.raises(CheckpointError, match=message) as error:
             ndl.load(file, module, beside)
         assert str(file) in str(error.value)
-        assert_same(bits(module), before)
+        assert_same_arrays(bits(module), before)
 
 
 def test_without_a_module_the_class_must_be_registered(tmp_path):
@@ -113,7 +108,7 @@ def test_without_a_module_the_class_must_be_registered(tmp_path):
     saved = ndl.save(model, optim.SGD(model.parameters()), tmp_path / "pythia.safetensors")
     again, optimizer = ndl.load(saved)
     assert isinstance(again, Pythia) and isinstance(optimizer, optim.SGD)
-    assert_same(bits(again), bits(model))
+    assert_same_arrays(bits(again), bits(model))
     assert ndl.load_checkpoint(saved)[2] == 0
     with pytest.raises(TypeError, match="give both"):
         ndl.load(saved, optimizer=optimizer)

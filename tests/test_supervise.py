@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from harness import ROOT, naming
+from harness import ROOT, naming, state_of, wait_for, wait_until_gone
 
 from needle import _C, supervise
 from needle.supervise import Supervisor
@@ -68,24 +68,6 @@ def faults_of(folder):
 
 def steps_of(faults):
     return [fault["step"] for fault in faults]
-
-
-def wait_for(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def state_of(pid):
-    """Return the state of a process by /proc: R, S, T, Z; None where it is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-    return None
-
-
-def wait_until_gone(pid):
-    wait_for(lambda: state_of(pid) in (None, "Z"))  # a zombie has no parent here that reaps it
 
 
 # ---- restarts -----------------------------------------------------------------------------------
@@ -589,7 +571,7 @@ def supervised_process(folder, code, hang="30", **environ):
 def said_by(folder, count):
     """The first `count` words that the command says."""
     words = lambda: " ".join(lines_of(folder / "said")).split()
-    wait_for(lambda: len(words()) >= count, 60)
+    wait_for(lambda: len(words()) >= count)
     return words()
 
 

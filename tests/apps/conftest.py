@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from small_runs import SMALL, TOKENS
+import train_pythia
+from small_runs import SMALL, TOKENS, flags
 
 from needle.models import pythia
 from needle.training import run as run_parts
@@ -20,3 +21,9 @@ def tokens(tmp_path):
     path = tmp_path / "tokens.npy"
     np.save(path, TOKENS)
     return path
+
+
+@pytest.fixture
+def run(tmp_path, tokens):
+    """run(name, *flags) -> exit code of a small run in this process."""
+    return lambda name, *more: train_pythia.main(flags(tmp_path, tokens, name, *more))

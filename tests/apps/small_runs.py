@@ -31,6 +31,12 @@ def flags(tmp_path, data, name, *more, device="cpu", dtype="float32", steps=6):
     )
 
 
+def without(argv, flag):
+    """The words but for a flag and its value."""
+    at = argv.index(flag)
+    return argv[:at] + argv[at + 2 :]
+
+
 def lines_of(tmp_path, name):
     path = tmp_path / "runs" / name / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -50,6 +56,13 @@ def tensors_of(path):
     """The bytes of all tensors of a checkpoint."""
     content = path.read_bytes()
     return content[8 + int.from_bytes(content[:8], "little") :]
+
+
+def assert_same_run(tmp_path, name, other, step=6):
+    """Two runs have the same numbers, and the same tensors in the checkpoint of a step."""
+    assert numbers_of(tmp_path, name) == numbers_of(tmp_path, other)
+    ends = {tensors_of(checkpoint_of(tmp_path, one, step)) for one in (name, other)}
+    assert len(ends) == 1
 
 
 class Killed(BaseException):

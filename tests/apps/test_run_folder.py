@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import checkpoint_of, flags, tensors_of
+from small_runs import checkpoint_of, flags, tensors_of, without
 
 from needle import nn
 from needle.data import DataError
@@ -20,11 +20,6 @@ from needle.training import folder as folders
 from needle.training import session as sessions
 from needle.training import state as states
 from needle.training.log import RunLog
-
-
-@pytest.fixture
-def run(tmp_path, tokens):
-    return lambda name, *more: train_pythia.main(flags(tmp_path, tokens, name, *more))
 
 
 def contents(folder):
@@ -176,8 +171,7 @@ def test_run_that_another_start_begins_meanwhile(tmp_path, run, tokens, monkeypa
     """The other begins and ends while this one reads its data."""
     run_data = train_pythia.run_data
     named = flags(tmp_path, tokens, "a")
-    unnamed = named[: named.index("--name")] + named[named.index("--name") + 2 :]
-    for argv, code in (named, 1), (unnamed, 0):
+    for argv, code in (named, 1), (without(named, "--name"), 0):
 
         def slow(*args, argv=argv, **more):
             monkeypatch.setattr(train_pythia, "run_data", run_data)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import train_pythia
-from small_runs import arguments, checkpoint_of, flags, lines_of, numbers_of, run_until
+from small_runs import arguments, checkpoint_of, flags, lines_of, numbers_of, run_until, without
 
 from needle import hf
 from needle.backend_ndarray import cpu
@@ -37,8 +37,7 @@ def test_run_starts_from_weights_of_each_kind(tmp_path, texts, trained, monkeypa
     monkeypatch.setattr(train_pythia, "train", seen)
     for name, source in ("b", trained), ("c", before.path), ("d", exported):
         argv = flags(tmp_path, texts, name, "--lr", "1e-5", "--init", source)
-        del argv[argv.index("--model") : argv.index("--model") + 2]
-        assert train_pythia.main(argv) == 0
+        assert train_pythia.main(without(argv, "--model")) == 0
         model, step, updates, position = started.pop()
         assert model == weights_of(before.restore_model(cpu())), source
         assert (step, updates, position) == (0, 0, {"epoch": 0, "batch": 0})

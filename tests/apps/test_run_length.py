@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import train_pythia
-from small_runs import arguments, flags, lines_of, numbers_of, run_until, tensors_of
+from small_runs import arguments, assert_same_run, checkpoint_of, flags, run_until, without
 
-from needle.checkpoint import Checkpoint, list_checkpoints
+from needle.checkpoint import Checkpoint
 from needle.training import length as lengths
 from needle.training import settings as run_settings
 
@@ -22,9 +22,7 @@ def short(monkeypatch):
 
 def open_ended(tmp_path, tokens, name, *more):
     """Flags that do not give the length."""
-    argv = flags(tmp_path, tokens, name, *more)
-    at = argv.index("--steps")
-    return argv[:at] + argv[at + 2 :]
+    return without(flags(tmp_path, tokens, name, *more), "--steps")
 
 
 def test_steps_fit_three_minutes():
@@ -79,10 +77,7 @@ def test_run_of_chosen_length_equals_one_of_named_length(
     np.random.seed(6)
     assert train_pythia.main(flags(tmp_path, tokens, "named", steps=4)) == 0
     assert len(measured) == 1 and "steps, about" not in capsys.readouterr().out
-    assert numbers_of(tmp_path, "open") == numbers_of(tmp_path, "named")
-    assert len(lines_of(tmp_path, "open")) == 4
-    ends = [list_checkpoints(tmp_path / "runs" / n / "checkpoints")[0] for n in ("open", "named")]
-    assert tensors_of(ends[0]) == tensors_of(ends[1])
-    states = [Checkpoint(path).state for path in ends]
+    assert_same_run(tmp_path, "open", "named", 4)
+    states = [Checkpoint(checkpoint_of(tmp_path, name, 4)).state for name in ("open", "named")]
     assert states[0]["settings"] == states[1]["settings"] and states[0]["settings"]["steps"] == 4
     assert states[0]["random_state"] == states[1]["random_state"]

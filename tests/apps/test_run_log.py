@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -124,20 +125,23 @@ def test_plain_lines_fit_80_columns(tmp_path, monkeypatch, now):
         log.close()
 
 
+def write_metrics(folder, losses, tokens, every, end=""):
+    """metrics.jsonl of a step each; one in `every` is evaluated."""
+    lines = [{"step": n, "tokens": n * tokens, "loss": x} for n, x in enumerate(losses, 1)]
+    for line in lines[every - 1 :: every]:
+        line["val_loss"] = line["loss"]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text(text + end)
+
+
 def test_figure_of_several_runs_and_of_one(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot
 
     curves = {"a": np.linspace(9, 3, 60), "b": np.linspace(8, 4, 7), "c/a": np.linspace(7, 5, 9)}
     for name, losses in curves.items():
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text("{}")
-        held = lambda n: f', "val_loss": {n}' if n % 3 == 0 else ""
-        lines = [
-            f'{{"step": {n}, "tokens": {n * 32}, "loss": {x}{held(n)}}}\n'
-            for n, x in enumerate(losses, 1)
-        ]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(lines) + '{"step": 99, "los')
+        write_metrics(tmp_path / name, losses, 32, 3, '{"step": 99, "los')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     assert plots.main(["a", "b", "--out", "two.svg"]) == 0
@@ -160,7 +164,6 @@ def test_figure_of_several_runs_and_of_one(tmp_path, monkeypatch, capsys):
     pyplot.close("all")
     capsys.readouterr()
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "config.json").write_text("{}")
     for folder, text in (("no", "no such folder"), ("new", "no step yet")):
         assert plots.main([str(tmp_path / folder)]) == 1
         assert text in capsys.readouterr().err
@@ -232,13 +235,7 @@ def test_plot_has_short_ticks_and_a_smoothed_line_of_many_steps(tmp_path, monkey
     from matplotlib import pyplot
 
     losses = [9 - n / 20 + n % 3 for n in range(1, steps + 1)]
-    lines = [
-        f'{{"step": {n}, "tokens": {n * 4096}, "loss": {loss}'
-        + (f', "val_loss": {loss}' if n % 25 == 0 else "")
-        + "}\n"
-        for n, loss in enumerate(losses, 1)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    write_metrics(tmp_path, losses, 4096, 25)
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     assert plots.plot(tmp_path) == f"plot: {tmp_path / 'loss.png'}"
     axes = pyplot.gcf().axes[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import ROOT, naming, python
-from small_runs import flags, lines_of, numbers_of, tensors_of
+from small_runs import flags, lines_of, numbers_of, tensors_of, without
 
 import needle as ndl
 from needle import evaluate
@@ -173,9 +173,8 @@ def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys
     assert code == 1 and "no model 'bigram-family' is registered" in text and "--import" in text
     code, text = command("needle.hf.__main__", ["export", run, str(tmp_path / "out"), *given])
     assert code == 1 and "a Bigram has no weight_mapping" in text and "Traceback" not in text
-    at = argv.index("--model")
     described = ["--config", f"{run}/config.json", "--layers", "2", *given, "--name", "y"]
-    code, text = command("train_pythia", [*argv[:at], *argv[at + 2 :], *described])
+    code, text = command("train_pythia", [*without(argv, "--model"), *described])
     assert code == 1 and "--layers: BigramConfig has no field num_layers; it has vocab" in text
     none = ["--import", str(tmp_path / "none.py")]
     for words, says in (argv, "--import FILE"), (none, "none.py: cannot be read"):

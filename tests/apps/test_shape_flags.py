@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import flags, numbers_of, tensors_of
+from small_runs import flags, numbers_of, tensors_of, without
 
 import needle as ndl
 from needle.models import gpt_neox
@@ -33,9 +33,7 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
         ("hf", f"--config {theirs}", (2, 32, 4, 62, False)),
     ):
         argv = flags(tmp_path, tokens, name, more)
-        at = argv.index("--model")
-        if "--config" in more:
-            del argv[at : at + 2]
+        argv = without(argv, "--model") if "--config" in more else argv
         with naming(name):
             assert train_pythia.main(argv) == 0
             run = ndl.open_run(tmp_path / "runs" / name)
@@ -70,10 +68,9 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
         (f"--config {ours} --seq-len 17", "max_seq_len of --config is 16"),
         (f"--config {listed}", f"{listed}: no model '3' is registered"),
     ):
-        argv = flags(tmp_path, tokens, "wrong", more)
-        at = argv.index("--model")
+        argv = without(flags(tmp_path, tokens, "wrong", more), "--model")
         with naming(more):
-            assert train_pythia.main(argv[:at] + argv[at + 2 :]) == 1
+            assert train_pythia.main(argv) == 1
             assert text in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         train_pythia.main(flags(tmp_path, tokens, "wrong", f"--config {ours}"))

@@ -5,18 +5,16 @@ import json
 import os
 import signal
 import sys
-import time
 
 import numpy as np
 import pytest
 import train_pythia
-from harness import DEVICES, ROOT
-from small_runs import TOKENS, checkpoint_of, flags, lines_of, numbers_of, tensors_of
+from harness import DEVICES, ROOT, wait_for
+from small_runs import TOKENS, assert_same_run, flags, lines_of, without
 from supervised_soak import command, compare, faults_of, start, supervised
 
 import needle as ndl
 from needle import supervise
-from needle.checkpoint import Checkpoint
 from needle.training import folder as folders
 from needle.training import session as sessions
 
@@ -31,12 +29,13 @@ def text_of(process) -> str:
 
 
 def wait_for_step(folder, name, step, process):
-    end = time.monotonic() + 120
     path = folder / "runs" / name / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < step:
+
+    def has_come():
         assert process.poll() is None, text_of(process)
-        assert time.monotonic() < end
-        time.sleep(0.02)
+        return path.exists() and path.read_text().count("\n") >= step
+
+    wait_for(has_come, 120)
 
 
 def pid_of(folder, name) -> int | None:
@@ -80,38 +79,18 @@ def test_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device):
     assert "ended: 3 failures at this step" in said and "The op is exp." in said
 
 
-def test_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
-    words = supervised(command(tmp_path, "a", 100_000, "cpu", []), 60)
-    first = start(tmp_path, words)
-    wait_for_step(tmp_path, "a", 3, first)
-    second = start(tmp_path, [*words, "--resume", "auto"])
-    refused = text_of(second)
-    assert second.returncode == 1 and "is working in this folder" in refused
-    first.send_signal(signal.SIGTERM)
-    said = text_of(first)
-    assert first.returncode == 0 and "stopped by SIGTERM after step" in said
-    step = lines_of(tmp_path, "a")[-1]["step"]
-    assert Checkpoint(checkpoint_of(tmp_path, "a", step)).state["step"] == step
-    assert faults_of(tmp_path, "a") == []
-
-
 def test_supervise_flag_restarts_a_killed_run_under_its_name(tmp_path):
     """The run had no --name, and chose one beside an older run."""
     np.save(tmp_path / "tokens.npy", TOKENS)
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
     argv = flags(tmp_path, tmp_path / "tokens.npy", "x", "--supervise", steps=100_000)
-    at = argv.index("--name")
-    del argv[at : at + 2]
-    process = start(tmp_path, [sys.executable, str(ROOT / "apps" / "train_pythia.py"), *argv])
+    program = [sys.executable, str(ROOT / "apps" / "train_pythia.py")]
+    process = start(tmp_path, [*program, *without(argv, "--name")])
     wait_for_step(tmp_path, "tiny-2", 3, process)
     killed = pid_of(tmp_path, "tiny-2")
     assert killed != process.pid
     os.kill(killed, signal.SIGKILL)
-    end = time.monotonic() + 120
-    while pid_of(tmp_path, "tiny-2") in (killed, None):
-        assert process.poll() is None, text_of(process)
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: pid_of(tmp_path, "tiny-2") not in (killed, None), 120)
     step = len(lines_of(tmp_path, "tiny-2"))
     wait_for_step(tmp_path, "tiny-2", step + 3, process)
     process.send_signal(signal.SIGTERM)
@@ -184,7 +163,7 @@ def test_run_reports_device_folder_steps_and_saves(tmp_path, tokens, told):
 
 
 def test_fault_is_reported_and_the_resumed_run_reports_its_first_step(
-    tmp_path, tokens, told, monkeypatch
+    tmp_path, tokens, told, monkeypatch, capsys
 ):
     def lost(*_):
         raise ndl.CudaFatalError("attention_fwd: an illegal memory access\nthe context is lost")
@@ -192,7 +171,8 @@ def test_fault_is_reported_and_the_resumed_run_reports_its_first_step(
     argv = flags(tmp_path, tokens, "a", "--eval-every", "0")
     with monkeypatch.context() as patch:
         patch.setattr(sessions, "write_checkpoint", lost)
-        assert train_pythia.main(argv) == 75
+        assert train_pythia.main(argv) == os.EX_TEMPFAIL == 75
+    assert "--resume auto" in capsys.readouterr().err
     assert told()[-2:] == [
         {"step": 2},
         {"fault": "attention_fwd: an illegal memory access\nthe context is lost"},
@@ -212,9 +192,7 @@ def test_losses_are_the_same_with_sync(tmp_path, tokens, told, monkeypatch):
         ndl._C.sync_each_op(before)
     monkeypatch.delenv("NEEDLE_HEARTBEAT")
     assert train_pythia.main(flags(tmp_path, tokens, "b")) == 0
-    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
-    a, b = (tensors_of(checkpoint_of(tmp_path, name, 6)) for name in "ab")
-    assert a == b
+    assert_same_run(tmp_path, "a", "b")
 
 
 # ---- the flags ----------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import train_pythia
-from harness import ROOT, naming
-from small_runs import SMALL, checkpoint_of, flags, lines_of, numbers_of, tensors_of
+from harness import naming
+from small_runs import assert_same_run, checkpoint_of, flags, lines_of, without
+from supervised_soak import child_of, start
 
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import DataError, Prefetch
@@ -20,23 +21,6 @@ from needle.training import run as run_parts
 
 pytestmark = pytest.mark.slow
 
-# The program with the preset of small_runs, as a process of its own.
-PROGRAM = """
-import signal, sys
-sys.path.insert(0, {apps!r})
-{before}
-import train_pythia
-from needle.models import pythia
-pythia.PRESETS["tiny"] = {small}
-sys.exit(train_pythia.main(sys.argv[1:]))
-"""
-
-
-@pytest.fixture
-def run(tmp_path, tokens):
-    """run(name, *flags) -> exit code of a small run in this process."""
-    return lambda name, *more: train_pythia.main(flags(tmp_path, tokens, name, *more))
-
 
 @pytest.fixture
 def process(tmp_path, tokens):
@@ -44,17 +28,15 @@ def process(tmp_path, tokens):
     after its first step."""
     started = []
 
-    def start(name, *more, before="", steps=20_000):
-        program = PROGRAM.format(apps=str(ROOT / "apps"), before=before, small=SMALL)
-        argv = flags(tmp_path, tokens, name, "--eval-every 0", *more, steps=steps)
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        command = [sys.executable, "-u", "-c", program, *argv]
-        one = subprocess.Popen(command, start_new_session=True, **pipes)
+    def begin(name, *more):
+        argv = flags(tmp_path, tokens, name, "--eval-every 0", *more, steps=20_000)
+        options = {"stderr": subprocess.STDOUT, "start_new_session": True}
+        one = start(tmp_path, child_of(tmp_path, name, [], argv), **options)
         started.append(one)
         next((line for line in one.stdout if line.startswith("step ")), None)
         return one
 
-    yield start
+    yield begin
     for one in started:
         one.kill()
         one.wait()
@@ -63,11 +45,6 @@ def process(tmp_path, tokens):
 
 def folder_of(tmp_path, name):
     return tmp_path / "runs" / name / "checkpoints"
-
-
-def assert_same_end(tmp_path, name, whole):
-    ends = (tensors_of(checkpoint_of(tmp_path, one, 6)) for one in (name, whole))
-    assert len({*ends}) == 1
 
 
 def damage(path) -> None:
@@ -95,7 +72,7 @@ def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run, monk
     monkeypatch.setattr(run_parts, "prune_checkpoints", pruned)
     assert run("a", "--resume", "auto") == 0
     assert "step_5.safetensors" in seen[0]
-    assert_same_end(tmp_path, "a", "whole")
+    assert_same_run(tmp_path, "a", "whole")
 
 
 def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run):
@@ -147,8 +124,8 @@ def test_run_that_saved_does_not_begin_anew(tmp_path, run, capsys):
     assert run("tiny", "--steps", "1") == 0
     folder = tmp_path / "runs" / "tiny"
     before = (folder / "metrics.jsonl").read_bytes()
-    unnamed = flags(tmp_path, tmp_path / "tokens.npy", "tiny", "--resume", "auto")
-    unnamed[unnamed.index("--name") : unnamed.index("--name") + 2] = []
+    named = flags(tmp_path, tmp_path / "tokens.npy", "tiny", "--resume", "auto")
+    unnamed = without(named, "--name")
     for path in (folder / "checkpoints").iterdir():
         path.unlink()
     for gone in "files", "folder", "config":
@@ -193,15 +170,6 @@ def test_signal_saves_the_last_step(tmp_path, process, run, capsys, number):
     assert command.endswith(" --device cpu")
 
 
-def test_ignored_hangup_stays_ignored(process):
-    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    child = process("a", "--save-every 0", before=ignoring)
-    child.send_signal(signal.SIGHUP)
-    assert any(line.startswith("step ") for line in child.stdout)
-    child.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM" in child.communicate(timeout=60)[0]
-
-
 def test_closed_pipe_saves_the_last_step(tmp_path, process):
     child = process("a", "--save-every", "0")
     child.stdout.close()
@@ -209,16 +177,6 @@ def test_closed_pipe_saves_the_last_step(tmp_path, process):
     [saved] = list_checkpoints(folder_of(tmp_path, "a"))
     lines = lines_of(tmp_path, "a")
     assert Checkpoint(saved).state["step"] == len(lines) == lines[-1]["step"] >= 1
-
-
-def test_kill_loses_the_steps_since_the_last_checkpoint_alone(tmp_path, process, run):
-    child = process("a", steps=40)
-    child.kill()
-    child.communicate(timeout=60)
-    assert len(lines_of(tmp_path, "a")) < 40
-    for name, more in ("a", "--steps 40 --resume auto"), ("b", "--steps 40"):
-        assert run(name, "--eval-every 0", more) == 0
-    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
 
 
 # ---- refusals of the system ---------------------------------------------------------------------
@@ -244,8 +202,7 @@ def test_data_that_break_off_cost_no_finished_step(tmp_path, run, monkeypatch, c
         assert "tokens.npy: shrank while it was read" in err
         assert f"after step {(failing - 1) // 2} of 6" in err
         assert run(name, more, "--resume auto") == 0
-        assert numbers_of(tmp_path, name) == numbers_of(tmp_path, "whole")
-        assert_same_end(tmp_path, name, "whole")
+        assert_same_run(tmp_path, name, "whole")
 
 
 class RefusedOnce:
@@ -282,8 +239,7 @@ def test_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsy
         err = capsys.readouterr().err
         assert "metrics.jsonl" in err and "and saved" in err
         assert run(name, more, "--resume auto") == 0
-        assert numbers_of(tmp_path, name) == numbers_of(tmp_path, "whole")
-        assert_same_end(tmp_path, name, "whole")
+        assert_same_run(tmp_path, name, "whole")
 
 
 def test_damaged_line_of_metrics_cuts_nothing(tmp_path, run):
@@ -321,5 +277,4 @@ def test_lack_of_memory_or_disk_is_said_and_the_run_goes_on(tmp_path, run, monke
         assert run("a", "--resume", "auto") == 1
         assert "No space left on device" in capsys.readouterr().err
     assert run("a", "--resume", "auto") == 0
-    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "whole")
-    assert_same_end(tmp_path, "a", "whole")
+    assert_same_run(tmp_path, "a", "whole")

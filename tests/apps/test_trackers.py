@@ -1,7 +1,9 @@
 """TensorBoard and Weights & Biases, by packages that record their calls."""
 
-import json
+import importlib.machinery
+import os
 import sys
+import types
 
 import pytest
 import train_pythia
@@ -9,108 +11,84 @@ from small_runs import flags, lines_of, run_until
 
 from needle.training import trackers
 
-# Packages with the calls that needle/training/trackers.py makes of the real ones; each call becomes
-# a line of the file $CALLS.
-SPY = """
-import json, os
-
-def call(name, *values):
-    with open(os.environ["CALLS"], "a") as file:
-        file.write(json.dumps([name, *values]) + "\\n")
-"""
-FAKES = {
-    "tensorboardX/__init__.py": SPY
-    + """
-class SummaryWriter:
-    def __init__(self, folder, purge_step):
-        call("open", os.path.realpath(folder), purge_step)
-    def add_scalar(self, name, value, step):
-        call("scalar", name, value, step)
-    def flush(self):
-        call("flush")
-    def close(self):
-        call("close")
-""",
-    "tensorboard/__init__.py": "",
-    "tensorboard/compat/__init__.py": "",
-    "tensorboard/compat/proto/__init__.py": "",
-    "tensorboard/compat/proto/event_pb2.py": """
-class Event(dict):
-    def __init__(self, wall_time, **fields):
-        super().__init__(fields)
-class SessionLog(dict):
-    START = "start"
-""",
-    "tensorboard/compat/proto/summary_pb2.py": """
-class Summary(dict):
-    Value = dict
-""",
-    "tensorboard/summary/__init__.py": "",
-    "tensorboard/summary/writer/__init__.py": "",
-    "tensorboard/summary/writer/event_file_writer.py": SPY
-    + """
-class EventFileWriter:
-    def __init__(self, folder):
-        self.folder = folder
-    def add_event(self, event):
-        if "session_log" in event:
-            assert event["session_log"] == {"status": "start"}
-            call("open", os.path.realpath(self.folder), event["step"])
-        else:
-            [value] = event["summary"]["value"]
-            call("scalar", value["tag"], value["simple_value"], event["step"])
-    def flush(self):
-        call("flush")
-    def close(self):
-        call("close")
-""",
-    "wandb/__init__.py": SPY
-    + """
-class Run:
-    def define_metric(self, name, step_metric):
-        assert (name, step_metric) == ("*", "step")
-    def log(self, line):
-        call("log", line)
-    def finish(self):
-        call("close")
-
-def init(project, name, dir, id, resume, config):
-    if project == "forbidden":
-        raise RuntimeError("not logged in")
-    assert resume == "allow" and os.path.isdir(dir)
-    call("open", project, name, id, config["steps"])
-    return Run()
-""",
-}
-
 
 @pytest.fixture
-def calls(tmp_path, monkeypatch):
-    """Fake packages hide real ones; calls() -> the calls since the last call."""
+def calls(monkeypatch):
+    """Packages with the calls that needle/training/trackers.py makes hide real ones; calls() ->
+    those since the last call."""
+    made = []
 
-    def loaded():
-        return [
-            n for n in sys.modules if n.split(".")[0] in ("tensorboard", "tensorboardX", "wandb")
-        ]
+    def call(*words):
+        made.append([*words])
 
-    for name, text in FAKES.items():
-        path = tmp_path / "packages" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    for name in loaded():
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    written = tmp_path / "calls"
-    monkeypatch.setenv("CALLS", str(written))
+    class Writer:
+        """tensorboardX's, which takes numbers; and tensorboard's, which takes events."""
+
+        def __init__(self, folder, purge_step=None):
+            self.folder = folder
+            if purge_step is not None:
+                call("open", os.path.realpath(folder), purge_step)
+
+        def add_scalar(self, name, value, step):
+            call("scalar", name, value, step)
+
+        def add_event(self, event):
+            if "session_log" in event:
+                assert event["session_log"] == {"status": "start"}
+                call("open", os.path.realpath(self.folder), event["step"])
+            else:
+                [value] = event["summary"]["value"]
+                call("scalar", value["tag"], value["simple_value"], event["step"])
+
+        def flush(self):
+            call("flush")
+
+        def close(self):
+            call("close")
+
+    class SessionLog(dict):
+        START = "start"
+
+    class Summary(dict):
+        Value = dict
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+        def log(self, line):
+            call("log", line)
+
+        def finish(self):
+            call("close")
+
+    def init(project, name, dir, id, resume, config):
+        if project == "forbidden":
+            raise RuntimeError("not logged in")
+        assert resume == "allow" and os.path.isdir(dir)
+        call("open", project, name, id, config["steps"])
+        return Run()
+
+    proto = "tensorboard.compat.proto"
+    event = {"Event": lambda wall_time, **fields: fields, "SessionLog": SessionLog}
+    for name, content in {
+        "tensorboard": {},
+        f"{proto}.event_pb2": event,
+        f"{proto}.summary_pb2": {"Summary": Summary},
+        "tensorboard.summary.writer.event_file_writer": {"EventFileWriter": Writer},
+        "tensorboardX": {"SummaryWriter": Writer},
+        "wandb": {"init": init},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content, __spec__=importlib.machinery.ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
 
     def read():
-        text = written.read_text()
-        written.unlink()
-        return [json.loads(line) for line in text.splitlines()]
+        since = made[:]
+        made.clear()
+        return since
 
-    yield read
-    for name in loaded():
-        del sys.modules[name]
+    return read
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "tensorboardX"])

@@ -8,12 +8,12 @@ import generate
 import numpy as np
 import pytest
 import train_pythia
-from harness import DEVICES
+from harness import DEVICES, overwrite
 from small_runs import TOKENS, arguments, checkpoint_of, flags, lines_of, numbers_of, run_until
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
-from needle.data import identity, train_tokenizer
+from needle.data import identity
 from needle.training import flags as run_flags
 from needle.training import settings as run_settings
 from needle.training import state as states
@@ -211,41 +211,8 @@ def test_constant_rate_may_go_on_for_longer(tmp_path, tokens):
 
 def change_in_place(path, share=0.5):
     """One token, with size and time of modification as they were."""
-    status = path.stat()
-    with open(path, "r+b") as file:
-        file.seek(int(share * status.st_size))
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def test_resuming_with_data_that_changed_in_place_is_refused(tmp_path, monkeypatch, capsys):
-    data = tmp_path / "many.bin"  # more tokens than fixed stretches of them would cover
-    np.random.RandomState(7).randint(0, 60, 5_000_000).astype("<u2").tofile(data)
-    argv = flags(tmp_path, data, "a")
-    run_until(monkeypatch, 3, argv)
-    change_in_place(data, 0.497)
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
-    assert "not the tokens that the run read before" in capsys.readouterr().err
-    change_in_place(data, 0.497)  # back to the same bytes
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-    assert train_pythia.main(flags(tmp_path, data, "b")) == 0
-    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
-
-
-def test_text_that_changed_in_place_is_read_anew(tmp_path, capsys):
-    text = tmp_path / "a.txt"
-    text.write_text("one two three four five six\n" * 200)
-    tokenizer = tmp_path / "words.json"
-    train_tokenizer(iter([text.read_text()]), 300).save(str(tokenizer))
-    for name in "ab":
-        argv = flags(tmp_path, text, name, "--tokenizer", tokenizer)
-        assert train_pythia.main(argv) == 0
-        change_in_place(text, 0.31)
-        assert "tokenising" in capsys.readouterr().out
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
-    assert "not the tokens that the run read before" in capsys.readouterr().err
+    at = int(share * path.stat().st_size)
+    overwrite(path, at, bytes([path.read_bytes()[at] ^ 1]))
 
 
 def test_other_words_of_equal_ids_are_refused(tmp_path, capsys):

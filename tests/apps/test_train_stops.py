@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import ROOT, naming
-from small_runs import SMALL, TOKENS, checkpoint_of, flags, lines_of
+from small_runs import SMALL, checkpoint_of, flags, lines_of, without
 
 import needle as ndl
 from needle import supervise
@@ -210,9 +210,7 @@ def test_warmup_longer_than_the_run_is_refused(tmp_path, capsys):
     missing = tmp_path / "missing"  # the warmup is refused before the data is looked for
     for steps, length in [(6, []), (3, ["--tokens", "96"])]:
         argv = flags(tmp_path, missing, "a", "--warmup", "7", steps=6)
-        if length:
-            at = argv.index("--steps")
-            argv[at : at + 2] = length
+        argv = [*without(argv, "--steps"), *length] if length else argv
         assert train_pythia.main(argv) == 1
         assert capsys.readouterr() == (
             "",
@@ -262,15 +260,6 @@ def test_help_names_every_flag_in_groups_with_defaults(capsys):
 # ---- devices, data, folders -------------------------------------------------------------------
 
 
-def test_lost_gpu_exits_75(tmp_path, tokens, monkeypatch, capsys):
-    def lost(*_):
-        raise ndl.CudaFatalError("attention_fwd: an illegal memory access")
-
-    monkeypatch.setattr(train_pythia, "forward_backward", lost)
-    assert train_pythia.main(flags(tmp_path, tokens, "a")) == os.EX_TEMPFAIL == 75
-    assert "--resume auto" in capsys.readouterr().err
-
-
 def test_device_that_cannot_be_used_says_why_in_one_line(tmp_path, texts, capsys):
     assert train_pythia.main(flags(tmp_path, texts, "a", steps=1)) == 0
     capsys.readouterr()
@@ -285,24 +274,13 @@ def test_device_that_cannot_be_used_says_why_in_one_line(tmp_path, texts, capsys
 
 def test_data_that_cannot_be_used(tmp_path, texts, capsys):
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(b"\x00\x01\x02")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "odd.bin").write_bytes(b"abc")
-    (tmp_path / "bad.npy").write_bytes(b"not an array")
     (tmp_path / "folder").mkdir()
     np.save(tmp_path / "float.npy", np.zeros(99))
-    np.save(tmp_path / "short.npy", TOKENS[:20])
     np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
     for name, said in [
         ("empty.txt", "an empty file"),
-        ("binary.txt", "not text"),
-        ("latin.txt", "not text"),
-        ("odd.bin", "no whole number of uint16"),
-        ("bad.npy", "not a usable .npy"),
         ("folder", "an empty folder"),
-        ("missing", "no such file"),
         ("float.npy", "one axis of integers"),
-        ("short.npy", "fewer than one batch of 2 x 16"),
         ("large.npy", "outside the vocabulary of 64"),
     ]:
         assert train_pythia.main(flags(tmp_path, tmp_path / name, name)) == 1

@@ -11,14 +11,13 @@ import json
 import os
 import resource
 import shutil
-import threading
 import time
 import types
 
 import numpy as np
 import pytest
-from harness import naming
-from token_files import IDS, write_megatron, write_shard
+from harness import naming, overwrite
+from token_files import IDS, of_two, write_megatron, write_shard
 
 from needle.data import DataError, identity, open_data, prepare
 from needle.data.runs import run_data
@@ -46,16 +45,6 @@ def read(monkeypatch):
 
 def settle():
     time.sleep(0.15)
-
-
-def overwrite(path, offset, content):
-    """Write in place, and set the time of modification back."""
-    status = path.stat()
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(content)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
 def write_kind(folder, kind):
@@ -225,23 +214,8 @@ def test_processes_that_want_one_hash_read_the_data_once(tmp_path, monkeypatch, 
     """Ranks of a machine do so: the second waits for the first, and takes its result."""
     path, _ = write_kind(tmp_path, "npy")
     settle()
-    real, inside, found = identity._hash_block, threading.Event(), []
-
-    def slow(block):
-        inside.set()
-        time.sleep(0.3)
-        return real(block)
-
-    monkeypatch.setattr(identity, "_hash_block", slow)
-    ranks = [
-        threading.Thread(target=lambda: found.append(open_data(path).fingerprint)) for _ in range(2)
-    ]
-    ranks[0].start()
-    assert inside.wait(10)
-    ranks[1].start()
-    for rank in ranks:
-        rank.join()
-    assert len(set(found)) == 1 and len(found) == 2 and len(read) == 1
+    found = of_two(lambda: open_data(path).fingerprint, monkeypatch, identity, "_hash_block")
+    assert found[0] == found[1] and len(read) == 1
 
 
 def test_without_locks_the_hash_is_made(tmp_path, monkeypatch):

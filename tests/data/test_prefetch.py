@@ -8,18 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import _C
 from needle.backend_ndarray import full
 from needle.data import Batches, DataError, Prefetch, prefetch
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 IDS = np.random.RandomState(5).randint(0, 60, 1500)
-
-
-def device_of(name):
-    return ndl.cpu() if name == "cpu" else ndl.cuda()
 
 
 def host(array):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT, naming
+from harness import ROOT, naming, wait_for
 from token_files import TEXTS
 
 from needle.checkpoint import Checkpoint, list_checkpoints
@@ -54,6 +54,19 @@ def flags(tmp_path, inputs, out, *more):
 
 def run(tmp_path, inputs, out, *more):
     return __main__.main(flags(tmp_path, inputs, out, "--processes", "1", *more))
+
+
+def started(*words, **pipes):
+    """A command in a process group of its own."""
+    command = [sys.executable, "-u", *map(str, words)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes)
+
+
+def wait_for_files(process, folder, pattern, count):
+    """Wait until the running process has written so many of these files."""
+    wait_for(lambda: process.poll() is not None or len([*folder.glob(pattern)]) >= count)
+    assert process.poll() is None
 
 
 def content(tmp_path, out):
@@ -106,16 +119,10 @@ def test_killed_and_started_again(tmp_path, inputs, monkeypatch):
     assert run(tmp_path, inputs, "whole") == 0
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    process = subprocess.Popen(
-        [sys.executable, str(program), *flags(tmp_path, inputs, "parts", "--processes", "1")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while len(list((tmp_path / "parts.parts").glob("*.sizes"))) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+    words = flags(tmp_path, inputs, "parts", "--processes", "1")
+    process = started(program, *words, stdout=subprocess.DEVNULL)
+    wait_for_files(process, tmp_path / "parts.parts", "*.sizes", 3)
+    process.kill()
     process.wait(60)
     assert not (tmp_path / "parts.idx").exists()
     done = {path.stem for path in (tmp_path / "parts.parts").glob("*.sizes")}
@@ -162,14 +169,8 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
     """A terminal signals the workers as well, also while they start."""
     Path(inputs[2], "long.txt").write_text("one two three four\n" * 200_000)
     words = flags(tmp_path, [*inputs[:2], *inputs], "x", "--processes", "2")
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "needle.data", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = started("-m", "needle.data", *words, **pipes)
     assert "0 of" in process.stdout.readline()  # from now on workers start
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
@@ -185,19 +186,13 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
 @pytest.mark.slow
 def test_workers_end_with_a_killed_parent(tmp_path, inputs):
     Path(inputs[2], "long.txt").write_text("one two three four\n" * 400_000)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "needle.data", *flags(tmp_path, inputs, "x", "--processes", "2")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "x.parts").glob(".*.bin*")):  # a worker writes
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
+    words = flags(tmp_path, inputs, "x", "--processes", "2")
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = started("-m", "needle.data", *words, **nowhere)
+    wait_for_files(process, tmp_path / "x.parts", ".*.bin*", 1)  # a worker writes
     process.kill()
     process.wait()
+    deadline = time.monotonic() + 60
     with pytest.raises(ProcessLookupError):  # of the whole group
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)

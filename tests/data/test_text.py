@@ -3,18 +3,14 @@
 import gzip
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
-import threading
-import time
 
 import numpy as np
 import pytest
-from harness import ROOT, naming
+from harness import naming, python
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import of_two
 
 from needle.data import (
     DataError,
@@ -90,10 +86,9 @@ if __name__ == "__main__":
 """
 
 
-def run(words, folder, **variables):
+def run(code, *words, **variables):
     """Output of a program."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    found = subprocess.run(words, env=variables, cwd=folder, capture_output=True, text=True)
+    found = python(f"import sys; sys.argv[1:] = {[*map(str, words)]!r}\n{code}", **variables)
     assert found.returncode == 0, found.stderr[-2000:]
     return found.stdout
 
@@ -115,9 +110,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer, way, kind):
         else:
             content = (block * lines).encode()
             path.write_bytes(gzip.compress(content, 1) if kind == "txt.gz" else content)
-        paths.append(str(path))
-    words = [sys.executable, "-c", CHILD, way, *paths, str(tokenizer), str(tmp_path / "out")]
-    said = run(words, tmp_path, RAYON_NUM_THREADS="1", MALLOC_ARENA_MAX="1")
+        paths.append(path)
+    words = way, *paths, tokenizer, tmp_path / "out"
+    said = run(CHILD, *words, RAYON_NUM_THREADS="1", MALLOC_ARENA_MAX="1")
     assert int(said.split()[-1]) < 12 << 20
 
 
@@ -142,7 +137,7 @@ try:
 except DataError as error:
     print(error)
 """
-    said = run([sys.executable, "-c", program], tmp_path, OMP_NUM_THREADS="1")
+    said = run(program, OMP_NUM_THREADS="1")
     if "jsonl" in name:
         assert said.startswith(f"{path}: the line at offset 0: has more than 33,554,432 ")
     else:
@@ -219,18 +214,6 @@ def test_a_tokenizer_itself_gives_the_tokens_and_the_cache_of_its_path(tmp_path,
         open_data(tmp_path / "a.txt", 300)
 
 
-def test_the_cache_does_not_depend_on_where_one_stands(tmp_path, tokenizer, monkeypatch, capsys):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("one two three\n" * 50)
-    for name in ("texts", "texts/a.txt"):
-        open_data(tmp_path / name, tokenizer)
-    monkeypatch.chdir(tmp_path / "texts")
-    capsys.readouterr()
-    for name in (".", "../texts", "a.txt", "../texts/a.txt"):
-        open_data(name, tokenizer)
-    assert "tokenising" not in capsys.readouterr().out
-
-
 def test_a_damaged_cache_is_named_or_made_again(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("one two three\n" * 50)
     whole = open_data(tmp_path / "a.txt", tokenizer).train.tolist()
@@ -257,26 +240,10 @@ def test_a_damaged_cache_is_named_or_made_again(tmp_path, tokenizer):
 
 def test_processes_that_want_one_text_tokenise_it_once(tmp_path, tokenizer, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("one two three\n" * 50)
-    real, inside, found = readers._tokenise, threading.Event(), []
-
-    def slow(*args):
-        inside.set()
-        time.sleep(0.3)
-        return real(*args)
-
-    monkeypatch.setattr(readers, "_tokenise", slow)
-    both = [
-        threading.Thread(
-            target=lambda: found.append(open_data(tmp_path / "a.txt", tokenizer).fingerprint)
-        )
-        for _ in range(2)
-    ]
-    both[0].start()
-    assert inside.wait(10)
-    both[1].start()
-    for one in both:
-        one.join()
-    assert len(found) == 2 and len({*found}) == 1
+    found = of_two(
+        lambda: open_data(tmp_path / "a.txt", tokenizer), monkeypatch, readers, "_tokenise"
+    )
+    assert found[0].fingerprint == found[1].fingerprint
     assert capsys.readouterr().out.count("tokenising") == 1
 
 

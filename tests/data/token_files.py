@@ -1,7 +1,11 @@
-"""Files of tokens and texts, written as their formats are described, not by needle's writers."""
+"""Files of tokens and texts, written as their formats are described, not by needle's writers; and
+two readers at once."""
 
 import json
 import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -38,3 +42,21 @@ def documents_of(sizes):
 
 def json_lines(texts):
     return "".join(json.dumps({"meta": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def of_two(call, monkeypatch, module, name):
+    """What two threads get of a call, the second of which begins while the first is within the
+    function `name` of a module."""
+    real, inside = getattr(module, name), threading.Event()
+
+    def slow(*args):
+        inside.set()
+        time.sleep(0.3)
+        return real(*args)
+
+    monkeypatch.setattr(module, name, slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(call)
+        assert inside.wait(10)
+        second = pool.submit(call)
+        return first.result(), second.result()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, wait_for, wait_until_gone
 from rank_processes import BEGIN, END
 
 from needle import heartbeat
@@ -59,26 +59,11 @@ def launch(tmp_path):
         process.communicate()
 
 
-def pid_of(folder: Path, rank: int, seconds: float = 30) -> int:
-    """Wait until it has begun."""
-    end = time.monotonic() + seconds
-    while not (folder / f"{rank}.pid").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return int((folder / f"{rank}.pid").read_text())
-
-
-def is_gone(pid: int, seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":  # no process in this container reaps orphans
-            return True
-        time.sleep(0.02)
-    return False
+def pids_of(folder: Path) -> list[int]:
+    """The processes of three ranks, once they have begun."""
+    files = [folder / f"{rank}.pid" for rank in range(3)]
+    wait_for(lambda: all(file.exists() for file in files))
+    return [int(file.read_text()) for file in files]
 
 
 def test_each_rank_knows_its_place(monkeypatch):
@@ -179,7 +164,8 @@ time.sleep(600)
         "needle: ranks that do not end by themselves (0, 2): SIGTERM",
         "needle: ranks that do not end by themselves (0): SIGKILL",
     ]
-    assert all(is_gone(pid_of(tmp_path, rank)) for rank in range(3))
+    for pid in pids_of(tmp_path):
+        wait_until_gone(pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -194,10 +180,7 @@ time.sleep(0.3)
 sys.stderr.write(" ".join(map(str, heard)) + "\\n")  # in one piece, unlike print()
 """
     process = launch(code)
-    for rank in range(3):
-        pid_of(tmp_path, rank)
-    while len([*tmp_path.glob("*.ready")]) < 3:
-        time.sleep(0.01)
+    wait_for(lambda: len([*tmp_path.glob("*.ready")]) == 3)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     said = f"{int(number)}"
@@ -212,8 +195,7 @@ def test_a_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tm
             path.unlink()
         body = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(600)"
         process = launch(body, PYTHONFAULTHANDLER="1")
-        for rank in range(3):
-            pid_of(tmp_path, rank)
+        pids_of(tmp_path)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number and f"was killed by {number.name}" in err
@@ -227,10 +209,11 @@ def test_a_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tm
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_nothing_is_left_when_it_is_killed(launch, tmp_path, number):
     process = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
-    pids = [pid_of(tmp_path, rank) for rank in range(3)]
+    pids = pids_of(tmp_path)
     process.send_signal(number)
     assert process.wait(30) == -number
-    assert all(is_gone(pid) for pid in pids)
+    for pid in pids:
+        wait_until_gone(pid)
 
 
 def test_a_command_that_is_not_there(capfd):
