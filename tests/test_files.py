@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from harness import run
 
 from needle import files
 from needle.files import FileError, Lock, regular, remove_leftovers, replacing
@@ -78,7 +79,7 @@ with replacing(sys.argv[1]) as file:
 
 
 def test_left_overs_of_a_killed_writer_are_removed(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a")])
+    run(sys.executable, "-c", KILLED, tmp_path / "a")
     assert len(os.listdir(tmp_path)) == 1 and not (tmp_path / "a").exists()
     for name in ("kept.tmp", ".kept"):
         (tmp_path / name).write_text("x")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import checkpoint_of, flags, tensors_of, without
+from small_runs import checkpoint_of, flags, without
 
 from needle import nn
 from needle.data import DataError
@@ -81,18 +81,6 @@ def test_trainer_whose_folder_is_gone_stops_and_writes_nothing(
         if when == "log" and moved.exists():
             assert train_pythia.main(["--device", "cpu", "--resume", str(moved)]) == 0
             assert checkpoint_of(tmp_path, moved.name, 6).exists()
-
-
-def test_folder_that_was_moved_between_two_parts_of_a_run_goes_on(tmp_path, run):
-    assert run("whole") == 0 and run("a") == 0
-    checkpoint_of(tmp_path, "a", 6).unlink()
-    shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / "copy")
-    (tmp_path / "runs" / "a").rename(tmp_path / "runs" / "b")
-    for name in "b", "copy":
-        assert run(name, "--resume", "auto") == 0
-        assert tensors_of(checkpoint_of(tmp_path, name, 6)) == tensors_of(
-            checkpoint_of(tmp_path, "whole", 6)
-        )
 
 
 # ---- which run ----------------------------------------------------------------------------------

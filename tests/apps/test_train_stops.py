@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import generate
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT, naming
+from harness import ROOT, naming, run
 from small_runs import SMALL, checkpoint_of, flags, lines_of, without
 
 import needle as ndl
@@ -331,10 +330,8 @@ def test_folder_that_may_not_be_read_is_named(tmp_path, tokens):
     commands = [["generate", str(folder)], argv, *([*argv, *more] for more in resumes)]
     folder.chmod(0)
     try:
-        command = [sys.executable, "-c", POWERLESS, str(ROOT / "apps"), repr(SMALL)]
-        done = subprocess.run(
-            [*command, json.dumps(commands)], capture_output=True, text=True, timeout=60
-        )
+        words = ROOT / "apps", repr(SMALL), json.dumps(commands)
+        done = run(sys.executable, "-c", POWERLESS, *words)
     finally:
         folder.chmod(0o755)
     if done.returncode == 77:

@@ -358,13 +358,3 @@ def test_text_is_tokenised_once_and_held_out_by_documents(texts, capsys):
     assert first.tokenizer.decode(first.train.tolist()) == "".join(
         (texts / f"{n:02}.txt").read_text() for n in range(24) if n != 19
     )
-
-
-def test_a_long_line_and_a_single_file(tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("needle.data.text.CHUNK", 1000)
-    path = tmp_path / "long.txt"
-    path.write_text("ab " * 4000 + "\nend\n" * 50)
-    data = open_data(path, vocab_size=280)
-    everything = np.concatenate([data.train, data.held_out])
-    assert data.tokenizer.decode(everything.tolist()) == path.read_text()
-    assert 0.04 < len(data.held_out) / len(everything) < 0.06

@@ -5,6 +5,12 @@ import sys
 
 import pytest
 from rank_processes import BEGIN, END, Rank, free_port
+from rank_runs import write_tokens
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
 
 
 @pytest.fixture

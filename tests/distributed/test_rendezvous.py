@@ -5,13 +5,11 @@ import dataclasses
 import json
 import re
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from harness import naming
+from harness import naming, python
 from rank_processes import free_port, within
 
 from needle.distributed import environment, rendezvous
@@ -256,7 +254,7 @@ def test_several_machines_without_a_key_are_warned_once(start):
     assert first[2] == rendezvous.NO_KEY + "\n" and first[2].count("\n") == 1
     assert "NEEDLE_RANKS_KEY" in first[2] and "export it on all machines" in first[2]
     [command] = re.findall("python -c '(.*?)'", first[2])
-    made = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout
+    made = python(command).stdout
     environ = {"RANK": "0", "WORLD_SIZE": "2", "NEEDLE_RANKS_KEY": made.strip()}
     assert environment.find(environ).key == made.strip()
     assert [rank.end()[2] for rank in start(body.replace("''", repr(made.strip())))] == ["", ""]

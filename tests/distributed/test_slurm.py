@@ -4,14 +4,13 @@ Slurm of one machine where it can start."""
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 
 import pytest
 import rank_runs
 import slurm_cluster
-from harness import ROOT
+from harness import ROOT, run
 
 pytestmark = pytest.mark.slow
 
@@ -31,21 +30,19 @@ def submit(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(code, *flags, **environ):
+    def submitted(code, *flags, **environ):
         for path in tmp_path.glob("*.words"):
             path.unlink()
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        clean = dict.fromkeys(name for name in os.environ if name.startswith("SLURM_"))
         clean |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-        clean |= {"srun_code": str(code), "PYTHON": "/opt/my python"}
-        done = subprocess.run(
-            ["bash", SCRIPT, *flags], cwd=tmp_path, env=clean | environ, capture_output=True
-        )
-        assert done.stderr == b""
+        clean |= {"srun_code": code, "PYTHON": "/opt/my python"}
+        done = run("bash", SCRIPT, *flags, cwd=tmp_path, **clean | environ)
+        assert done.stderr == ""
         words = [tmp_path / "srun.words", tmp_path / "scontrol.words"]
         said = [path.read_text().splitlines() if path.exists() else [] for path in words]
         return done.returncode, *said
 
-    return run
+    return submitted
 
 
 def test_the_flags_reach_the_app(submit):
@@ -81,7 +78,7 @@ def test_back_into_the_queue(submit):
 
 def test_an_old_slurm_is_asked_when_the_time_ends(submit):
     for end, again in (("now + 100 seconds", True), ("now + 3 hours", False)):
-        said = subprocess.check_output(["date", "--date", end, "+%FT%T"], text=True).strip()
+        said = run("date", "--date", end, "+%FT%T").stdout.strip()
         assert bool(submit(0, squeue_says=said)[2]) == again, end
     for nothing in ("N/A", "Unknown", ""):
         assert not submit(0, squeue_says=nothing)[2]
@@ -107,10 +104,10 @@ def cluster(tmp_path):
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_a_real_slurm(cluster, tmp_path):
+def test_a_real_slurm(cluster, tmp_path, tokens):
     """Two ranks on the CPU. The end of the time comes before that of the run: it is saved, goes
     back into the queue and on, and has the bytes of a run without a stop."""
-    runs = rank_runs.MPIRuns(tmp_path, rank_runs.write_tokens(tmp_path / "tokens.npy"))
+    runs = rank_runs.MPIRuns(tmp_path, tokens)
     runs.run("alone", 0)
     python, said = tmp_path / "python", tmp_path / "said"
     python.write_text(

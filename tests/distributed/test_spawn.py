@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, wait_for, wait_until_gone
+from harness import ROOT, run, wait_for, wait_until_gone
 from rank_processes import BEGIN, END
 
 from needle import heartbeat
@@ -240,14 +240,8 @@ if os.environ["NEEDLE_RESTARTS"] == "0":
     )
     words = [sys.executable, "-c", LAUNCH, "2", "10", "60", code]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "needle.supervise", "--", *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    supervised = [sys.executable, "-m", "needle.supervise", "--", *words]
+    done = run(*supervised, cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     [fault] = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
     assert (fault["step"], fault["exit"], fault["action"]) == (101, 75, "restart")
