@@ -43,6 +43,7 @@ import selectors
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -138,13 +139,13 @@ class Control:
         self._members = {rank: _Member(connection) for rank, connection in connections.items()}
         self._own = self._members[self.rank] = _Member(None)
         self._peers = connections
-        self._selector = selectors.DefaultSelector()
-        for rank, connection in connections.items():
-            self._selector.register(connection, selectors.EVENT_READ, rank)
         self._now = 0.0  # seconds in which this process was not stopped
         self._doomed: float | None = None  # since when a failure meets work on the device
-        self._thread = threading.Thread(target=self._watch, name="needle control", daemon=True)
         if connections:
+            self._selector = selectors.DefaultSelector()
+            for rank, connection in connections.items():
+                self._selector.register(connection, selectors.EVENT_READ, rank)
+            self._thread = threading.Thread(target=self._watch, name="needle control", daemon=True)
             self._thread.start()
 
     @classmethod
@@ -199,9 +200,19 @@ class Control:
         """Return rank 0's value; the others' are ignored."""
         return self.gather(name, value if self.rank == 0 else None, patient)[0]
 
-    def watched(self, name: str) -> _Watched:
-        """Return a context in which this rank is in a collective of another library."""
-        return _Watched(self, name)
+    @contextlib.contextmanager
+    def watched(self, name: str) -> Iterator[Control]:
+        """Run the block as a collective of another library, which a device may go on with."""
+        self._enter(name, "watched")
+        try:
+            yield self
+        finally:
+            self._leave()
+
+    def goes_on(self, work: Work) -> None:
+        """Watch the collective of a block after its end, until the device has done it."""
+        at = self._at._replace(inside="device")
+        self._enqueued.append(_Enqueued(at, self._before, work))
 
     def leave(self, reason: str, code: int = 1) -> bool:
         """End all ranks with this exit code; the others quote the reason. Return True if
@@ -211,7 +222,7 @@ class Control:
         if self._failure is not None and str(self._failure) in reason:
             own = str(self._failure)  # after where this rank was
         if self.rank == 0:
-            self._fail(RankMissing(text, code))
+            self._fail(text, code=code)
             for rank in self._peers:
                 self._send(rank, "left", reason[: 3 * MOST_REASON])
         elif self._failure is None:
@@ -281,14 +292,18 @@ class Control:
             self._answered = at.number, values
             self._changed.notify_all()
 
-    def _fail(self, failure: RankError) -> None:
-        """The first failure is the cause; rank 0 sends it to all."""
+    def _fail(
+        self, text: str, kind: type[RankError] = RankMissing, code: int | None = None
+    ) -> None:
+        """The first failure is the cause; rank 0 sends it to all. code: by default the kind's."""
         with self._changed:
             if self._is_failing:
                 return
             self._is_failing = True
+        failure = kind(text)
+        failure.code = failure.code if code is None else code
         if self.rank == 0:
-            word = next(word for word, kind in KINDS.items() if kind is type(failure))
+            word = next(word for word, one in KINDS.items() if one is kind)
             for rank in self._peers:
                 self._send(rank, "end", word, str(failure), failure.code)
         with self._changed:
@@ -305,10 +320,8 @@ class Control:
                 self._take(rank, member, *message)
             if connection.ended and not member.has_closed and not self._closing:
                 self._fail(
-                    RankMissing(
-                        f"rank {rank} is gone: its connection ended ({connection.ended}), as when "
-                        f"its process or its machine dies; it was last seen {member.host.at}"
-                    )
+                    f"rank {rank} is gone: its connection ended ({connection.ended}), as when "
+                    f"its process or its machine dies; it was last seen {member.host.at}"
                 )
             if connection.ended or member.has_closed:
                 self._selector.unregister(connection)
@@ -327,9 +340,7 @@ class Control:
             self._answered = more[0], more[1]
         elif word == "end":
             kind, text, code = more
-            failure = KINDS[kind](text)
-            failure.code = code
-            self._fail(failure)
+            self._fail(text, KINDS[kind], code)
         elif word == "bye":
             member.host.at, member.has_closed = _At(*more), True
         elif word == "left":
@@ -352,7 +363,7 @@ class Control:
                     reported = self._now
                     self._report()
         except Exception as error:  # a defect: nothing is watched from now on
-            self._fail(RankMissing(f"the control channel of rank {self.rank} failed: {error!r}"))
+            self._fail(f"the control channel of rank {self.rank} failed: {error!r}")
             self._look_at_failure()
         finally:
             self._selector.close()
@@ -391,7 +402,7 @@ class Control:
             if self._failure is None:
                 where = self._enqueued[0].at
                 text = f"rank {self.rank}, {where}: {str(error)[:MOST_REASON]}"
-                self._fail(RankMissing(text))
+                self._fail(text)
                 if self.rank != 0:
                     self._send(0, "end", "missing", text, os.EX_TEMPFAIL)
         self._own.device.move(at, self._now)
@@ -403,7 +414,7 @@ class Control:
                 for at in (position.at for position in member.positions()):
                     if gone.has_closed and at.inside and at.number > gone.host.at.number:
                         text = f"rank {rank} is {at}, but rank {closed} has ended, {gone.host.at}"
-                        self._fail(RankMissing(text))
+                        self._fail(text)
 
     def _look_for_different(self) -> None:
         """Ranks in collectives of the same number and different names never meet. Rank 0 judges."""
@@ -416,11 +427,10 @@ class Control:
             if self._members[other].host.at.name != at.name:
                 first, second = sorted([rank, other], reverse=True)
                 self._fail(
-                    RanksDiffer(
-                        f"the ranks are at different collectives: rank {first} is "
-                        f"{self._members[first].host.at}, rank {second} "
-                        f"{self._members[second].host.at}; it is number {at.number} of each"
-                    )
+                    f"the ranks are at different collectives: rank {first} is "
+                    f"{self._members[first].host.at}, rank {second} "
+                    f"{self._members[second].host.at}; it is number {at.number} of each",
+                    RanksDiffer,
                 )
 
     def _silence(self, rank: int) -> float:
@@ -445,13 +455,11 @@ class Control:
         _, rank, at, seconds = min(late)
         waited = f"rank {rank} waited {seconds:.1f} s {at}"
         if self.rank == 0:
-            self._fail(RankMissing(f"{waited}: {self._absent(rank, at)}"))
+            self._fail(f"{waited}: {self._absent(rank, at)}")
         elif silent := self._silence(0):
             self._fail(
-                RankMissing(
-                    f"{waited}: rank 0 does not answer for {silent:.1f} s: it is stopped, or its "
-                    f"machine is gone; it was last seen {self._members[0].host.at}"
-                )
+                f"{waited}: rank 0 does not answer for {silent:.1f} s: it is stopped, or its "
+                f"machine is gone; it was last seen {self._members[0].host.at}"
             )
 
     def _absent(self, noticed: int, at: _At) -> str:
@@ -498,25 +506,3 @@ class Control:
             if select.select([], [2], [], 1.0)[1]:
                 os.write(2, line)
         os._exit(self._failure.code)
-
-
-class _Watched:
-    """`with control.watched(name)`."""
-
-    __slots__ = ("_control", "_name")
-
-    def __init__(self, control: Control, name: str) -> None:
-        self._control, self._name = control, name
-
-    def __enter__(self) -> _Watched:
-        self._control._enter(self._name, "watched")
-        return self
-
-    def goes_on(self, work: Work) -> None:
-        """Watch the collective of a block after its end, until the device has done it."""
-        control = self._control
-        at = control._at._replace(inside="device")
-        control._enqueued.append(_Enqueued(at, control._before, work))
-
-    def __exit__(self, *exception: object) -> None:
-        self._control._leave()

@@ -179,15 +179,12 @@ class DataParallel:
         """Return the array of all shards, in host memory, on rank 0; None on the others."""
         group = self.group
         whole = _C.empty((self.flat.size,), "float32", _C.cpu()) if group.rank == 0 else None
-        nothing: list[NDArray | None] = [None] * group.size
         for rank, part in enumerate(self.shards):
-            if whole is None:
-                sends = [shard if group.rank == rank else None, *nothing[1:]]
-                group.exchange(name, sends, nothing)
+            if whole is None or rank == 0:
+                given = shard
             else:
-                size = part.stop - part.start
-                given = shard if rank == 0 else _C.empty((size,), "float32", shard.device)
-                receives = [given if r == rank != 0 else None for r in range(group.size)]
-                group.exchange(name, nothing, receives)
+                given = _C.empty((part.stop - part.start,), "float32", shard.device)
+            group.send(name, given, rank, [0])
+            if whole is not None:
                 _C.assign(whole[part], given.to(whole.device))
         return whole

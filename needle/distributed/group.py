@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 from needle._C import Device, NDArray, all_devices
@@ -22,6 +22,7 @@ from needle.distributed.control import Control, Work
 from needle.distributed.environment import Place
 
 MPI_LAUNCHERS = "mpirun", "srun"
+ALONE = Place(0, 1, 0, 1, "")  # a process that no launcher started as a rank
 
 
 class Transport(Protocol):
@@ -35,6 +36,8 @@ class Transport(Protocol):
 
 class RankFailed(RuntimeError):
     """Another rank met an error that ends the run; that rank reports it."""
+
+    code = 1  # the exit code
 
 
 class Ranks(abc.ABC):
@@ -51,6 +54,16 @@ class Ranks(abc.ABC):
         The receiving array has the size of the sent one. Arrays are compact; one of a float type
         that no other library knows is passed as bytes (`backend_ndarray.as_bytes`)."""
 
+    def send(self, name: str, array: NDArray, owner: int, to: Container[int]) -> None:
+        """Send an array of the rank `owner` to the ranks `to`, which give one that it fills."""
+        sends: list[NDArray | None] = [None] * self.size
+        receives = list(sends)
+        if self.rank == owner:
+            sends = [array if r in to and r != owner else None for r in range(self.size)]
+        elif self.rank in to:
+            receives[owner] = array
+        self.exchange(name, sends, receives)
+
     def all_gather(self, name: str, flat: NDArray, shards: Sequence[slice]) -> None:
         """Fill a flat array, of which each rank has its shard, with the shards of the others."""
         own = flat[shards[self.rank]]
@@ -62,19 +75,19 @@ class Ranks(abc.ABC):
 
 
 class Group(Ranks):
-    """The ranks of a run."""
+    """The ranks of a run. place: of this one; control: the channel of small values."""
 
-    def __init__(self, place: Place | None = None, control: Control | None = None) -> None:
-        self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
-        self._place, self._control = place, control
+    def __init__(self, place: Place = ALONE, control: Control | None = None) -> None:
+        self.rank, self.size, self.place = place.rank, place.size, place
+        self.control = control or Control(ALONE, {}, 60.0)
         self._transport: Transport | None = None
         self.gpus: list[str] = []  # of the ranks, by UUID, once they are connected
 
     def device(self, name: str) -> Device:
         """Return the device that a command line names (`choose_device`); of one of several ranks
         the GPU of its local number, or the only visible one. ValueError if it has none."""
-        place = self._place
-        if place is None or name == "cpu" or (name == "auto" and not visible_gpus()):
+        place = self.place
+        if place is ALONE or name == "cpu" or (name == "auto" and not visible_gpus()):
             return choose_device(name)
         if name not in ("auto", "cuda"):
             raise ValueError(
@@ -93,12 +106,12 @@ class Group(Ranks):
         """Choose the transport of this device's arrays. ValueError if there is none, if two ranks
         have the same GPU, or if the ranks' products are not computed by the same library for the
         same processor."""
-        if self._place is None:
+        if self.place is ALONE:
             return
         facts = device.properties()
         self.same("the kinds of devices", device.name)
         if device.is_host:
-            self._transport = _mpi(self._place)
+            self._transport = _mpi(self.place)
             self.same("the libraries of products", facts["products"])
             return
         self.same("the GPUs", facts["name"])
@@ -107,7 +120,7 @@ class Group(Ranks):
         self._transport = self._nccl(device)
 
     def _learn_gpus(self, uuid: str) -> None:
-        told = self._control.gather("the GPUs' numbers", [uuid, platform.node()])
+        told = self.control.gather("the GPUs' numbers", [uuid, platform.node()])
         for rank, one in enumerate(told):
             first = told.index(one)
             if first != rank:
@@ -121,7 +134,7 @@ class Group(Ranks):
     def _nccl(self, device: Device) -> Transport:
         from needle.distributed.nccl import Library, NCCLTransport
 
-        library, control = Library(), self._control
+        library, control = Library(), self.control
         self.same("the versions of NCCL", library.version_text)
         unique = library.unique_id().hex() if self.rank == 0 else None
         unique = control.broadcast("the meeting point of NCCL", unique)
@@ -132,24 +145,12 @@ class Group(Ranks):
 
     def gather(self, name: str, value: Any) -> list:
         """Return the JSON values of all ranks, in their order."""
-        return [value] if self._control is None else self._control.gather(name, value)
-
-    @property
-    def launcher(self) -> str | None:
-        """The launcher of the ranks; None for a single process."""
-        return None if self._place is None else self._place.launcher
-
-    @property
-    def local_size(self) -> int:
-        """The number of ranks of this machine."""
-        return 1 if self._place is None else self._place.local_size
+        return self.control.gather(name, value)
 
     def same(self, what: str, value: str) -> None:
         """Raise ValueError on all ranks if one has another value than rank 0. A rank may come later
         than the deadline."""
-        if self._control is None:
-            return
-        values = self._control.gather(what, value, patient=True)
+        values = self.control.gather(what, value, patient=True)
         others = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
         if others:
             raise ValueError(
@@ -164,15 +165,12 @@ class Group(Ranks):
         with self.rank_0_first(name):
             if self.rank == 0:
                 made = make()
-        return made if self._control is None else self._control.broadcast(name, made)
+        return self.control.broadcast(name, made)
 
     @contextlib.contextmanager
     def rank_0_first(self, name: str) -> Iterator[None]:
         """Run the block on rank 0, then on the others, which find what it has cached. Its error on
         rank 0 is RankFailed on the others."""
-        if self._control is None:
-            yield
-            return
         problem = None
         if self.rank == 0:
             try:
@@ -181,22 +179,12 @@ class Group(Ranks):
                 problem = str(error) or type(error).__name__
                 raise
             finally:
-                self._control.broadcast(name, problem)
+                self.control.broadcast(name, problem)
             return
-        problem = self._control.broadcast(name, patient=True)
+        problem = self.control.broadcast(name, patient=True)
         if problem is not None:
             raise RankFailed(f"rank 0: {problem}")
         yield
-
-    @property
-    def step(self) -> int:
-        """The step of the training, for messages about missing ranks."""
-        return 0 if self._control is None else self._control.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        if self._control is not None:
-            self._control.step = step
 
     # ---- arrays ---------------------------------------------------------------------------------
 
@@ -205,7 +193,7 @@ class Group(Ranks):
     ) -> None:
         if self._transport is None:
             return
-        with self._control.watched(name) as collective:
+        with self.control.watched(name) as collective:
             work = self._transport.exchange(sends, receives)
             if work is not None:
                 collective.goes_on(work)
@@ -214,14 +202,12 @@ class Group(Ranks):
         """End the group. Without a reason all ranks call it, within the deadline. With a reason one
         rank calls it at any time, and the others end with this exit code and quote it. Return
         whether rank 0 prints the same reason."""
-        control, self._control = self._control, None
-        if control is not None and reason is not None:
-            return control.leave(reason, code)
-        if control is not None:
-            if self._transport is not None:
-                with control.watched("the end"):
-                    self._transport.close()
-            control.close()
+        if reason is not None:
+            return self.control.leave(reason, code)
+        if self._transport is not None:
+            with self.control.watched("the end"):
+                self._transport.close()
+        self.control.close()
         return False
 
 

@@ -72,9 +72,7 @@ class RanksDiffer(RankError):
 class RankMissing(RankError):
     """A rank did not arrive, is stopped or is gone."""
 
-    def __init__(self, text: str, code: int = os.EX_TEMPFAIL) -> None:
-        super().__init__(text)
-        self.code = code
+    code = os.EX_TEMPFAIL
 
 
 KINDS = {"missing": RankMissing, "differ": RanksDiffer}

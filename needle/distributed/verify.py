@@ -18,9 +18,10 @@ ranks; memory of a second gradient, a third on the rank that compares.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from needle.distributed.data_parallel import DataParallel
 
 class WrongDevice(RuntimeError):
     """Two devices gave different bits for one micro-batch. The message names the wrong one, or both
-    if that is unknown; `ranks` are theirs."""
+    if that is unknown; `ranks` are theirs. `code`: the exit code."""
+
+    code = os.EX_TEMPFAIL
 
     def __init__(self, text: str, ranks: list[int]) -> None:
         super().__init__(text)
@@ -92,8 +95,8 @@ class Verification:
             size = flat.size if group.rank == witness else 0
             self._grad = _C.empty((size,), "float32", own.device)
         for array in self._batch:
-            self._send("the micro-batch to verify", array, owner, range(group.size))
-        self._send("the gradient to verify", self._grad, owner, [witness])
+            group.send("the micro-batch to verify", array, owner, range(group.size))
+        group.send("the gradient to verify", self._grad, owner, [witness])
         differing = 0
         if group.rank == witness:
             again = self._again()
@@ -107,15 +110,6 @@ class Verification:
     def _again(self) -> NDArray:
         self._compute(*self._batch)
         return self._parallel.flat.grad
-
-    def _send(self, name: str, array: NDArray, owner: int, to: Container[int]) -> None:
-        group, nothing = self._parallel.group, [None] * self._parallel.group.size
-        sends, receives = list(nothing), list(nothing)
-        if group.rank == owner:
-            sends = [array if r in to and r != owner else None for r in range(group.size)]
-        elif group.rank in to:
-            receives[owner] = array
-        group.exchange(name, sends, receives)
 
     def _find_wrong(self, step: int, index: int, owner: int, witness: int, differing: int) -> None:
         group, flat = self._parallel.group, self._parallel.flat

@@ -22,12 +22,8 @@ def outcome(error: BaseException | None) -> tuple[str, int] | None:
     if isinstance(error, (CudaError, MemoryError)):
         remedy = "--recompute, or a smaller --batch-size, with --grad-accum to keep the step's size"
         return f"{str(error) or 'out of memory'}\n(where memory ran out: {remedy})", 1
-    if isinstance(error, WrongDevice):
-        return str(error), os.EX_TEMPFAIL
-    if isinstance(error, RankError):
+    if isinstance(error, (RankError, RankFailed, WrongDevice)):
         return str(error), error.code
-    if isinstance(error, RankFailed):
-        return str(error), 1
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, (ValueError, OSError)):

@@ -94,9 +94,9 @@ def open_device(name: str, ranks: Group) -> Device:
     beat()
     device = ranks.device(name)
     ranks.connect(device)
-    used, visible = ranks.local_size, 0 if device.is_host else visible_gpus()
+    used, visible = ranks.place.local_size, 0 if device.is_host else visible_gpus()
     if used < visible and ranks.rank == 0:
-        more = f": --gpus {visible} uses all" if ranks.launcher in (None, "needle") else ""
+        more = f": --gpus {visible} uses all" if ranks.place.launcher in ("", "needle") else ""
         print(f"{visible} GPUs are visible, {used} {'is' if used == 1 else 'are'} used{more}")
     told = "cpu" if device.is_host else f"{device.name}:{device.index}"
     beat(watched=False, **({"device": told} if device.is_host or ranks.size == 1 else {}))
@@ -109,7 +109,7 @@ def tell_gpus(ranks: Group, settings: dict, verifies: bool) -> None:
     The flags hold the size of a step: a run without a checkpoint begins anew, and must not derive
     another size from its number of ranks.
     """
-    if ranks.launcher != "needle" or not ranks.gpus:
+    if ranks.place.launcher != "needle" or not ranks.gpus:
         return
     context, words = settings["context_parallel"], {}
     for count in fitting_ranks(settings["grad_accum"]):

@@ -153,12 +153,12 @@ def write_description(run: Run) -> None:
 
 def resume_command(run: Run) -> str:
     """Return the command that resumes the run, with the flags that a checkpoint does not hold."""
-    words, args, ranks = [], run.args, run.parallel.group
-    if ranks.launcher not in (None, "needle"):
+    words, args, place = [], run.args, run.parallel.group.place
+    if place.launcher not in ("", "needle"):
         words += [*command_line("supervise", "-m", "needle.supervise"), "--"] * supervised()
-        words += [ranks.launcher] + ["-n", str(ranks.size)] * (ranks.launcher == "mpirun")
+        words += [place.launcher] + ["-n", str(place.size)] * (place.launcher == "mpirun")
     words += [*command_line("train", sys.argv[0]), *folders.again(run.folder)]
-    words += ["--gpus", str(ranks.size)] if ranks.launcher == "needle" else []
+    words += ["--gpus", str(place.size)] if place.launcher == "needle" else []
     words += ["--device", args.device] if args.device != "auto" else []
     words += ["--tensorboard"] * args.tensorboard
     words += [] if args.graph is None else ["--graph" if args.graph else "--no-graph"]
@@ -166,7 +166,7 @@ def resume_command(run: Run) -> str:
     words += folders.flag("--import", run.settings["import"]) if "import" in run.settings else []
     words += ["--trust-data"] * run.data.trusted
     words += ["--verify", str(args.verify)] if args.verify else []
-    if supervised() and ranks.launcher in (None, "needle"):
+    if supervised() and place.launcher in ("", "needle"):
         words += ["--supervise"]
         if args.hang_seconds != supervise.HANG_SECONDS:
             words += ["--hang-seconds", f"{args.hang_seconds:g}"]

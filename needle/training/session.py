@@ -99,7 +99,7 @@ class Session:
         """Compute the micro-batches of a step; data that break off raise Failed on all ranks."""
         batches = self.run.batches
         self._where = f"epoch {batches.epoch}, batch {batches.batch}"
-        self._waited, self.ranks.step = batches.waited, step
+        self._waited, self.ranks.control.step = batches.waited, step
         with agreed(self.ranks, "the gradients"):
             yield
 

@@ -148,8 +148,8 @@ def pretend_gpus(library: str) -> None:
     supervise.CHECK = ""
 
     def connect(self, device):
-        if self._place is not None:
-            self._learn_gpus(names[self._place.local_rank])
+        if self.size > 1:
+            self._learn_gpus(names[self.place.local_rank])
             self._transport = self._nccl(device)
 
     group.Group.connect = connect

@@ -172,7 +172,7 @@ def test_a_rank_that_hangs_in_a_transfer_is_named(tmp_path):
     """Rank 1 never enqueues what rank 0's GPU waits for, and rank 0 waits for a result of it."""
     body = """
 import time
-group._control.deadline, group._control._period = 6.0, 0.3
+group.control.deadline, group.control._period = 6.0, 0.3
 group.gather("the gradients", None)
 x = _C.empty((1000,), "float32", device)
 if group.rank == 0:

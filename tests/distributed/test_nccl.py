@@ -177,8 +177,8 @@ def test_the_run_ends_if_no_gpu_passes_its_health_check(runs):
 
 @pytest.mark.parametrize("context, counts", [(1, [1, 2, 4]), (2, [2, 4, 8])])
 def test_fewer_ranks_keep_the_size_of_a_step(monkeypatch, context, counts):
-    told, ranks = {}, Group()
-    ranks._place, ranks.gpus = spawned_place(), [f"GPU-{n}" for n in range(8)]
+    told, ranks = {}, Group(environment.find(spawn.environments(8)[0]))
+    ranks.gpus = [f"GPU-{n}" for n in range(8)]
     monkeypatch.setattr(training_ranks, "beat", lambda **facts: told.update(facts))
     settings = {"batch_size": 3, "grad_accum": 4, "context_parallel": context}
     training_ranks.tell_gpus(ranks, settings, verifies=True)
@@ -190,10 +190,6 @@ def test_fewer_ranks_keep_the_size_of_a_step(monkeypatch, context, counts):
     ranks.gpus = []  # processors
     training_ranks.tell_gpus(ranks, settings, verifies=False)
     assert not told
-
-
-def spawned_place():
-    return environment.find(spawn.environments(8)[0])
 
 
 @pytest.mark.parametrize(
