@@ -6,20 +6,26 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from needle.files import FileError, named
+from needle.files import named
 
 MOST = 2**63 - 1
 
 
-def path(text: str) -> Path:
-    """The type of names of files and folders (needle.files.named)."""
-    try:
-        return named(text)
-    except FileError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def told(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The type of values that `read` takes; its ValueError is the message."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+path = told(named)  # of files and folders
 
 
 def whole(low: int, high: int = MOST) -> Callable[[str], int]:

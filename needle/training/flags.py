@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from needle import models, supervise
-from needle.arguments import number, path, rows, whole
+from needle.arguments import number, path, rows, told, whole
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models.pythia import SPARSE_PATTERNS
@@ -43,13 +43,7 @@ count, count_or_zero = whole(1), whole(0)
 seed = whole(0, 2**32 - 1)  # as NumPy takes them
 positive, not_negative = number(0, above=True), number(0)
 share = number(0, 1, above=True)
-
-
-def device_name(text: str) -> str:
-    try:
-        return check_device_name(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+device_name = told(check_device_name)
 
 
 def path_name(text: str) -> str:
@@ -82,11 +76,9 @@ def model_name(text: str) -> str:
     return text
 
 
+@told
 def kept_steps(text: str) -> str:
-    try:
-        recipes.keeps(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    recipes.keeps(text)
     return text
 
 
