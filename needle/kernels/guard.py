@@ -80,7 +80,10 @@ class SharedBuffer:
             os.close(self.file)
             raise
 
-    def close(self) -> None:
+    def __enter__(self) -> SharedBuffer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         os.close(self.file)
 
 

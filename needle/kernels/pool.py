@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,10 @@ class Result:
         )
 
 
+class NoRoom(Exception):
+    """The arrays of a job do not fit into memory; the text says which."""
+
+
 class Pool:
     """Processes that compile and run kernels, for any number of threads at once.
 
@@ -140,16 +144,12 @@ class Pool:
         self.closed = False
         numbers = list(range(self._count_devices())) if devices is None else _numbers(devices)
         self.runners = {
-            n: WorkerPool(
-                f"cuda({n})", self._starter("runner", n), 1 + spares, 1, True, self.changed
-            )
+            n: WorkerPool(n, self._starter("runner", n), 1 + spares, 1, self.changed)
             for n in numbers
         }
-        compilers = min(len(self.runners), os.cpu_count() or 1)
-        role = "confined" if confined else "compiler"
-        self.compilers = WorkerPool(
-            "compiling", self._starter(role), compilers, compilers, False, self.changed
-        )
+        count = min(len(self.runners), os.cpu_count() or 1)
+        start = self._starter("confined" if confined else "compiler")
+        self.compilers = WorkerPool(None, start, count, count, self.changed)
 
     def __enter__(self) -> Pool:
         return self
@@ -185,15 +185,12 @@ class Pool:
         return lambda: Worker([*self.worker, role], self._environment(device))
 
     def _count_devices(self) -> int:
-        worker = self._starter("devices")()
-        try:
-            return worker.greet(START_SECONDS)["devices"]
-        except (TimeoutError, Ended) as error:
-            raise RuntimeError(f"no GPU to run kernels on: {str(error) or 'no answer'}") from None
-        finally:
-            worker.kill()
-            worker.end()
-            worker.close()
+        with self._starter("devices")() as worker:
+            try:
+                return worker.greet(START_SECONDS)["devices"]
+            except (TimeoutError, Ended) as error:
+                said = str(error) or "no answer"
+                raise RuntimeError(f"no GPU to run kernels on: {said}") from None
 
     def _check_usable(self) -> None:
         """RuntimeError if the pool is closed, SetAside if all devices are set aside. Call it with
@@ -205,33 +202,31 @@ class Pool:
             raise SetAside("; ".join(map(str, reasons)))
 
     @contextmanager
-    def _device(self) -> Iterator[tuple[int, WorkerPool]]:
-        """Reserve a device, preferably one with a process ready. SetAside."""
+    def _reserved(self, choose: Callable[[], WorkerPool | None]) -> Iterator[WorkerPool]:
+        """Reserve a worker of those that `choose` returns, once it returns some; it is called with
+        `changed` held."""
         with self.changed:
-            while True:
-                self._check_usable()
-                free = [(n, workers) for n, workers in self.runners.items() if workers.free()]
-                if free:
-                    break
-                self.changed.wait(1.0)
-            number, workers = max(free, key=lambda pair: len(pair[1].ready))
+            workers = self.changed.wait_for(choose)
             workers.reserved += 1
         try:
-            yield number, workers
+            yield workers
         finally:
-            workers.release()
+            with self.changed:
+                workers.reserved -= 1
+                self.changed.notify_all()
+
+    def _free_device(self) -> WorkerPool | None:
+        """Return the workers of a device without a job, preferably with one ready. SetAside."""
+        self._check_usable()
+        free = [workers for workers in self.runners.values() if workers.free()]
+        return max(free, key=lambda workers: len(workers.ready), default=None)
 
     def _facts(self) -> dict[str, Any]:
         """Return those of a GPU; a pool's GPUs are of one kind. Waits for the first process.
         SetAside."""
+        known = lambda: next((w.facts for w in self.runners.values() if w.facts), None)
         with self.changed:
-            while True:
-                for workers in self.runners.values():
-                    for worker in (*workers.ready, *workers.used):
-                        if worker.facts:
-                            return worker.facts
-                self._check_usable()
-                self.changed.wait(1.0)
+            return self.changed.wait_for(lambda: known() or self._check_usable())
 
     # ---- compiling -------------------------------------------------------------------------------
 
@@ -242,55 +237,43 @@ class Pool:
         source_bytes = source.encode()
         try:
             job = {"entry": entry, "arch": self._facts()["arch"], "debug": debug}
+            with self._reserved(self._free_compiler) as compilers:
+                worker = compilers.take()
+                keep = False
+                try:
+                    answer, block = worker.ask(job, COMPILE_SECONDS, source_bytes)
+                    keep = True
+                except TimeoutError:
+                    return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
+                except Ended as error:
+                    return Result("crashed", f"the compiler: {error}", printed=worker.printed())
+                finally:
+                    compilers.give_back(worker, keep)
         except SetAside as error:
             return Result("device_lost", str(error))
-        with self.changed:
-            while self.compilers.reserved >= self.compilers.parallel:
-                self.changed.wait(1.0)
-            self.compilers.reserved += 1
-        try:
-            worker = self.compilers.take()
-            keep = False
-            try:
-                answer, block = worker.ask(job, COMPILE_SECONDS, source_bytes)
-                keep = True
-            except TimeoutError:
-                return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
-            except Ended as error:
-                return Result("crashed", f"the compiler: {error}", printed=worker.printed())
-            finally:
-                self.compilers.give_back(worker, keep)
-        except SetAside as error:
-            return Result("device_lost", f"{error}: nothing compiles before a reset")
-        finally:
-            self.compilers.release()
         if answer["status"] != "ok":
             return Result.of(answer)
         return Code(entry, block, answer["parameters"], answer["resources"], answer["allocates"])
+
+    def _free_compiler(self) -> WorkerPool | None:
+        return self.compilers if self.compilers.reserved < self.compilers.parallel else None
 
     # ---- running ---------------------------------------------------------------------------------
 
     def _do(
         self, do: str, launch: Launch, buffers: list[SharedBuffer], seconds: float, **more: Any
     ) -> Result:
-        """Run a job on a device; the buffers then hold the outputs. more: for the message."""
+        """Run a job on a device; the buffers then hold the outputs. more: for the message.
+        SetAside."""
         message = {"do": do, **launch.message, **more}
         while True:
-            try:
-                with self._device() as (number, workers):
-                    with suppress(SetAside):  # it was set aside just now: take another device
-                        worker = workers.take()
-                        if do == "time":
-                            workers.wait_until_quiet()
-                            with workers.quiet:
-                                result = self._ask(
-                                    workers, worker, message, launch, buffers, seconds
-                                )
-                        else:
-                            result = self._ask(workers, worker, message, launch, buffers, seconds)
-                        return replace(result, device=number)
-            except SetAside as error:
-                return Result("device_lost", str(error), resources=launch.code.resources)
+            with (
+                self._reserved(self._free_device) as workers,
+                suppress(SetAside),  # it was set aside just now: take another device
+            ):
+                worker = workers.take()
+                with workers.quiet() if do == "time" else nullcontext():
+                    return self._ask(workers, worker, message, launch, buffers, seconds)
 
     def _ask(
         self,
@@ -300,64 +283,110 @@ class Pool:
         launch: Launch,
         buffers: list[SharedBuffer],
         seconds: float,
+        tool: str | None = None,
     ) -> Result:
+        """Have a worker do a job, and give it back. tool: of compute-sanitizer, under which it was
+        started for this job."""
         keep, fault, holds = False, True, True
         answer: dict[str, Any] = {}
         try:
+            if tool is not None:
+                worker.greet(START_SECONDS)
             files = [buffer.file for buffer in buffers]
             answer, _ = worker.ask(message, seconds, launch.code.block, files)
             fault = bool(answer.get("faulted"))
-            keep = not fault and self.fresh == "fault" and not launch.code.allocates
-            holds = False  # a process that reports a fault has ended its kernel
+            if tool is not None:
+                worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
+                worker.end(START_SECONDS)
+            else:
+                keep = not fault and self.fresh == "fault" and not launch.code.allocates
+                holds = False  # a process that reports a fault has ended its kernel
         except TimeoutError:
-            said = f"no answer after {seconds:g} s: the process was killed"
-            answer = {"status": "timeout", "message": said}
-        except Ended as error:
-            answer = {"status": "crashed", "message": f"the process of the kernel: {error}"}
+            end = ": the process was killed" if tool is None else f" ({tool})"
+            answer = {"status": "timeout", "message": f"no answer after {seconds:g} s{end}"}
+        except (Ended, OSError) as error:
+            said = f"{tool or 'the process of the kernel'}: {error}"
+            answer = {"status": "crashed", "message": said}
         finally:
             printed = worker.printed()
-            workers.give_back(worker, keep, fault, holds, _set_aside(workers, answer))
+            lost = answer.get("status") == "device_lost"  # as the driver reports
+            why = f"{workers.name}: {answer['message']}: set aside until reset" if lost else None
+            workers.give_back(worker, keep, fault, holds, why)
         result = Result.of(answer, printed, launch.code.resources)
         if result.status == "assertion":
             failed = [line for line in printed.splitlines() if "Assertion `" in line]
             result = replace(result, message="\n".join([*failed[:1], result.message]))
-        return result
+        return replace(result, device=workers.device)
 
-    def _too_large(self, launch: Launch, on_device: int, on_host: int) -> Result | None:
-        """Return the answer to a job whose arrays do not fit, before memory is taken for them."""
-        try:
-            total = int(self._facts()["total_bytes"])
-        except SetAside as error:
-            return Result("device_lost", str(error), resources=launch.code.resources)
-        said = None
+    def _sanitized(
+        self, launch: Launch, buffers: list[SharedBuffer], tool: str, program: str
+    ) -> Result:
+        """Run in a process of its own under compute-sanitizer. SetAside."""
+        with (
+            self._reserved(self._free_device) as workers,
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ):
+            report = Path(folder) / "report"
+            command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
+            worker = Worker(command, self._environment(workers.device))
+            message, seconds = {"do": "run", **launch.message}, SLOWER * self.timeout
+            result = self._ask(workers, worker, message, launch, buffers, seconds, tool)
+            text = report.read_text(errors="replace") if report.exists() else ""
+        found = tuple(read_report(text))
+        status = status_of(found)
+        if status is None:
+            return result
+        said = "\n".join(map(str, found))
+        return replace(result, status=status, message=said, explanation=found)
+
+    def _check_room(self, on_device: int, on_host: int) -> None:
+        """NoRoom, before memory is taken, if the arrays of a job do not fit. SetAside."""
+        total = int(self._facts()["total_bytes"])
         if self.memory is not None and on_device > self.memory:
             said = f"device memory, and this Pool allows {self.memory:,} (memory=)"
         elif on_device > total:
             said = f"device memory, and the device has {total:,}"
         elif on_host > available():
             said = f"device memory, and {on_host:,} of the host's, which has {available():,} left"
-        if said is None:
-            return None
-        message = f"the arrays need {on_device:,} bytes (guard bands included) of {said}"
-        return Result("out_of_memory", message, resources=launch.code.resources)
+        else:
+            return
+        raise NoRoom(f"the arrays need {on_device:,} bytes (guard bands included) of {said}")
+
+    def _in_buffers(
+        self,
+        launches: list[Launch],
+        more_sets: int,
+        more_bytes: int,
+        do: Callable[[list[SharedBuffer]], Result],
+    ) -> Result:
+        """Return do(buffers), which hold the arrays of the launches, of equal sizes. more_sets and
+        more_bytes: of device memory, besides one such buffer."""
+        size, resources = launches[0].size, launches[0].code.resources
+        try:
+            self._check_room(size * (1 + more_sets) + more_bytes, (HOST_COPIES + more_sets) * size)
+            with ExitStack() as stack:
+                buffers = [stack.enter_context(SharedBuffer(size)) for _ in launches]
+                for launch, buffer in zip(launches, buffers):
+                    launch.fill(buffer.memory)
+                return do(buffers)
+        except SetAside as error:
+            return Result("device_lost", str(error), resources=resources)
+        except NoRoom as error:
+            return Result("out_of_memory", str(error), resources=resources)
 
     def _run(self, launch: Launch, tool: str | None = None, program: str = "") -> Result:
         """Launch once, or under a tool of compute-sanitizer."""
-        too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
-        if too_large is not None:
-            return too_large
-        buffer = SharedBuffer(launch.size)
-        try:
-            launch.fill(buffer.memory)
+
+        def do(buffers: list[SharedBuffer]) -> Result:
             if tool is not None:
-                result = self._sanitized(launch, buffer, tool, program)
+                result = self._sanitized(launch, buffers, tool, program)
             else:
-                result = self._do("run", launch, [buffer], self.timeout)
+                result = self._do("run", launch, buffers, self.timeout)
             if result.status in ("ok", "wrong_result", "out_of_bounds") and not result.explanation:
-                result = replace(result, outputs=launch.read(buffer.memory))
+                result = replace(result, outputs=launch.read(buffers[0].memory))
             return result
-        finally:
-            buffer.close()
+
+        return self._in_buffers([launch], 0, 0, do)
 
     def run(
         self,
@@ -404,50 +433,6 @@ class Pool:
         found = "\n".join(map(str, again.explanation)) or f"{again.status}: {again.message}"
         message = f"{result.message}\n{tool}: {found}"
         return replace(result, message=message, explanation=again.explanation)
-
-    def _sanitized(self, launch: Launch, buffer: SharedBuffer, tool: str, program: str) -> Result:
-        """Run in a process of its own under compute-sanitizer."""
-        try:
-            with (
-                self._device() as (number, workers),
-                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-            ):
-                report = Path(folder) / "report"
-                command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
-                worker = Worker(command, self._environment(number))
-                result = self._traced(workers, worker, tool, launch, buffer)
-                text = report.read_text(errors="replace") if report.exists() else ""
-        except SetAside as error:
-            return Result("device_lost", str(error), resources=launch.code.resources)
-        found = tuple(read_report(text))
-        status = status_of(found)
-        if status is not None:
-            message = "\n".join(map(str, found))
-            result = replace(result, status=status, message=message, explanation=found)
-        return replace(result, device=number)
-
-    def _traced(
-        self, workers: WorkerPool, worker: Worker, tool: str, launch: Launch, buffer: SharedBuffer
-    ) -> Result:
-        seconds, fault = SLOWER * self.timeout, True
-        answer: dict[str, Any] = {}
-        try:
-            worker.greet(START_SECONDS)
-            message = {"do": "run", **launch.message}
-            answer, _ = worker.ask(message, seconds, launch.code.block, [buffer.file])
-            fault = bool(answer.get("faulted"))
-            worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
-            worker.end(START_SECONDS)
-        except TimeoutError:
-            answer = {"status": "timeout", "message": f"no answer after {seconds:g} s ({tool})"}
-        except (Ended, OSError) as error:
-            answer = {"status": "crashed", "message": f"{tool}: {error}"}
-        finally:
-            printed = worker.printed()
-            worker.kill()
-            worker.end()
-            workers.give_back(worker, False, fault, True, _set_aside(workers, answer))
-        return Result.of(answer, printed, launch.code.resources)
 
     # ---- evaluating ------------------------------------------------------------------------------
 
@@ -503,19 +488,12 @@ class Pool:
         self, launches: list[tuple[Launch, list[np.ndarray]]], tolerance: Tolerance
     ) -> Result:
         """Time one case over all sets of inputs; compare the outputs of each set's last call."""
-        first, sets = launches[0][0], len(launches)
-        turns = zip(launches, [*launches[1:], launches[0]])
+        sets, turns = len(launches), zip(launches, [*launches[1:], launches[0]])
         warm = sets > 1 and not any(one.shares_with(next_one) for (one, _), (next_one, _) in turns)
-        on_device = first.size * (sets + 1) + FLUSH_BYTES
-        too_large = self._too_large(first, on_device, (HOST_COPIES + sets) * first.size)
-        if too_large is not None:
-            return too_large
-        buffers: list[SharedBuffer] = []
-        try:
-            for launch, _ in launches:
-                buffers.append(SharedBuffer(launch.size))
-                launch.fill(buffers[-1].memory)
-            result = self._do("time", first, buffers, self.timeout * LEAST_TIMED_CALLS, warm=warm)
+
+        def do(buffers: list[SharedBuffer]) -> Result:
+            seconds = self.timeout * LEAST_TIMED_CALLS
+            result = self._do("time", launches[0][0], buffers, seconds, warm=warm)
             for buffer, (launch, wanted) in zip(buffers, launches):
                 outputs = launch.read(buffer.memory) if result.status == "ok" else ()
                 result = _compared(replace(result, outputs=outputs), wanted, launch, tolerance)
@@ -523,9 +501,8 @@ class Pool:
             if result.status == "ok" and impossible:
                 result = replace(result, status="wrong_result", message=impossible[0])
             return replace(result, outputs=())
-        finally:
-            for buffer in buffers:
-                buffer.close()
+
+        return self._in_buffers([launch for launch, _ in launches], sets, FLUSH_BYTES, do)
 
     # ---- health, cleanup, reset ------------------------------------------------------------------
 
@@ -535,14 +512,10 @@ class Pool:
         was not). `compilers`: the same of the processes that compile, for all devices."""
         with self.changed:
             compilers = self.compilers.state()
-            found = []
-            for number, workers in self.runners.items():
-                there = (*workers.ready, *workers.used)
-                facts = next((worker.facts for worker in there if worker.facts), {})
-                found.append(
-                    {"device": number, "facts": facts, **workers.state(), "compilers": compilers}
-                )
-        return found
+            return [
+                {"device": number, "facts": workers.facts, "compilers": compilers} | workers.state()
+                for number, workers in self.runners.items()
+            ]
 
     def cleanup(self) -> int:
         """Return the bytes of device memory that the idle processes gave back to the system."""
@@ -562,18 +535,13 @@ class Pool:
         KeyError for a device that is not the pool's."""
         runners = self.runners[device]
         broken = (self.compilers,) if self.compilers.set_aside is not None else ()
-        for workers in (*broken, runners):
-            with self.changed:
-                while workers.reserved:
-                    self.changed.wait(1.0)
-                workers.reserved += 1
-            try:
-                workers.reset()
-                workers.give_back(workers.take(), keep=True)
-            except SetAside as error:
-                raise RuntimeError(str(error)) from None
-            finally:
-                workers.release()
+        try:
+            for workers in (*broken, runners):
+                with self._reserved(lambda its=workers: None if its.reserved else its):
+                    workers.reset()
+                    workers.give_back(workers.take(), keep=True)
+        except SetAside as error:
+            raise RuntimeError(str(error)) from None
 
 
 def available() -> int:
@@ -581,13 +549,6 @@ def available() -> int:
     with open("/proc/meminfo") as file:
         kib = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
     return int(kib) << 10
-
-
-def _set_aside(workers: WorkerPool, answer: dict[str, Any]) -> str | None:
-    """Return why a device is set aside after an answer: the driver reports it as lost."""
-    if answer.get("status") != "device_lost":
-        return None
-    return f"{workers.name}: {answer.get('message')}: set aside until reset"
 
 
 # ---- validation ----------------------------------------------------------------------------------

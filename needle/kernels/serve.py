@@ -95,6 +95,9 @@ def gpu_figures(uuid: str | None) -> dict[str, Any]:
             known = open_nvml().describe(open_nvml().handle_of(uuid))
     except (OSError, NvmlError) as error:
         why = f"NVML: {error}"
+    except Exception as error:
+        log.exception("the figures of the GPUs cannot be read")
+        why = f"the figures of the GPUs cannot be read: {error!r}"
     figures = {name: known.get(name) for name in ("name", "memory", "temperature")}
     figures["load"] = known.get("utilization")
     missing = [name for name, value in figures.items() if value is None]
@@ -108,17 +111,15 @@ class Figures:
     delays neither an answer nor the end."""
 
     def __init__(self) -> None:
-        self.uuids: dict[int, str] = {}  # known also while the processes of a device restart
         self.latest: dict[int, dict[str, Any]] = {}
         self.reading: Future[dict[int, dict[str, Any]]] | None = None
 
     async def of(self, state: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Return {device: figures}, new ones or, after NVML_SECONDS, the previous ones."""
-        for one in state:
-            self.uuids[one["device"]] = one["facts"].get("uuid") or self.uuids.get(one["device"])
+        uuids = {one["device"]: one["facts"].get("uuid") for one in state}
         if self.reading is None:
             self.reading = Future()
-            threading.Thread(target=self._read, args=(self.reading,), daemon=True).start()
+            threading.Thread(target=self._read, args=(uuids, self.reading), daemon=True).start()
         reading = self.reading
         with suppress(asyncio.TimeoutError):
             wrapped = asyncio.shield(asyncio.wrap_future(reading))
@@ -126,15 +127,11 @@ class Figures:
         if reading.done():
             self.reading = None
         waiting = dict.fromkeys(GPU_FIGURES) | {"why": "NVML has not answered yet"}
-        return {device: self.latest.get(device, waiting) for device in self.uuids}
+        return {device: self.latest.get(device, waiting) for device in uuids}
 
-    def _read(self, reading: Future[dict[int, dict[str, Any]]]) -> None:
-        try:
-            reading.set_result({n: gpu_figures(uuid) for n, uuid in list(self.uuids.items())})
-        except Exception as error:
-            log.exception("the figures of the GPUs cannot be read")
-            why = f"the figures of the GPUs cannot be read: {error!r}"
-            reading.set_result({n: dict.fromkeys(GPU_FIGURES) | {"why": why} for n in self.uuids})
+    @staticmethod
+    def _read(uuids: dict[int, str | None], reading: Future[dict[int, dict[str, Any]]]) -> None:
+        reading.set_result({device: gpu_figures(uuid) for device, uuid in uuids.items()})
 
 
 # ---- the service ---------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ class Worker:
     """A process, its socket, and the file that holds its output. For one thread at a time."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.facts: dict[str, Any] = {}
         self.checked = -1  # faults of its WorkerPool at its last health check
         self.output = os.memfd_create("needle-output", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
@@ -78,33 +77,30 @@ class Worker:
         """Return (answer, block). TimeoutError or Ended; `printed()` has its output since."""
         os.ftruncate(self.output, 0)
         os.lseek(self.output, 0, os.SEEK_SET)  # of the process too, which shares the file
-        self.channel.deadline = time.monotonic() + seconds
-        with self._ending():
-            self.channel.send(message, block, files)
-            answer, block, _ = self.channel.receive()
-        if answer.get("ready") is False:
-            raise Ended(f"it failed: {answer['message']}")
-        return answer, block
+        return self._receive(
+            seconds, "it failed: ", lambda: self.channel.send(message, block, files)
+        )
 
     def greet(self, seconds: float) -> dict[str, Any]:
         """Wait for the first message of a process, its facts. TimeoutError or Ended."""
-        self.channel.deadline = time.monotonic() + seconds
-        with self._ending():
-            greeting, _, _ = self.channel.receive()
-        if greeting["ready"] is not True:
-            raise Ended(greeting["message"])
-        return greeting.get("facts", {})
+        return self._receive(seconds, "", lambda: None)[0].get("facts", {})
 
-    @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
+    def _receive(
+        self, seconds: float, failed: str, send: Callable[[], None]
+    ) -> tuple[dict[str, Any], bytes]:
+        self.channel.deadline = time.monotonic() + seconds
         try:
-            yield
+            send()
+            answer, block, _ = self.channel.receive()
         except TimeoutError:
             raise
         except (EOFError, OSError):
             raise Ended(f"it {self.end()}") from None
         except (ValueError, KeyError) as error:
             raise Ended(f"its answer cannot be read: {error!r}") from error
+        if answer.get("ready") is False:
+            raise Ended(failed + answer["message"])
+        return answer, block
 
     def printed(self) -> str:
         """Return its output since the last `ask`, cut after PRINTED_BYTES."""
@@ -145,6 +141,15 @@ class Worker:
         if not self.ended():
             self.child.signal(signal.SIGKILL, group=True)
 
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Kill it, wait for its end, and release its files."""
+        self.kill()
+        self.end()
+        self.close()
+
     def close(self) -> None:
         """Release the files of a process that has ended. Call it once."""
         self.channel.close()
@@ -155,28 +160,28 @@ class Worker:
 class WorkerPool:
     """Keeps `size` workers of one kind ready, of which `parallel` may be in use at once.
 
-    `start()` makes a Worker. `health_check`: check the device of a worker that became ready before
-    the last fault, before it is used. `changed` is notified when a worker became ready, free or
-    was set aside; pools may share it.
+    device: number of the GPU on which they run; None: they compile. On a GPU, check the device of a
+    worker that became ready before the last fault, before it is used. `start()` makes a Worker.
+    `changed` is notified when a worker became ready, free or was set aside; pools may share it.
     """
 
     def __init__(
         self,
-        name: str,
+        device: int | None,
         start: Callable[[], Worker],
         size: int,
         parallel: int,
-        health_check: bool,
         changed: threading.Condition,
     ) -> None:
-        self.name, self.start_worker = name, start
-        self.size, self.parallel, self.health_check = size, parallel, health_check
-        self.changed = changed
+        self.device, self.start_worker = device, start
+        self.name = "compiling" if device is None else f"cuda({device})"
+        self.size, self.parallel, self.changed = size, parallel, changed
         self.ready: list[Worker] = []
         self.used: list[Worker] = []
         self.starting: Worker | None = None
         # What was killed: when to give up on it, and whether it may hold the device.
         self.dying: list[tuple[Worker, float, bool]] = []
+        self.facts: dict[str, Any] = {}  # of the device, since a worker became ready
         self.reserved = 0
         self.faults = 0
         self.failures = 0  # consecutive starts and health checks that failed
@@ -184,8 +189,8 @@ class WorkerPool:
         self.started = 0
         self.set_aside: str | None = None
         self.closing = False
-        self.quiet = threading.Lock()  # held while a worker starts, and while one is timed
-        self.thread = threading.Thread(target=self._keep, name=f"needle {name}", daemon=True)
+        self.busy = threading.Lock()  # held while a worker starts, and while one is timed
+        self.thread = threading.Thread(target=self._keep, name=f"needle {self.name}", daemon=True)
         self.thread.start()
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ class WorkerPool:
                     self.changed.wait(TICK * 5 if self.dying else waits)
                 if self.closing:
                     return
-            with self.quiet:
+            with self.busy:
                 self._start_one()
 
     def _lacking(self) -> bool:
@@ -225,7 +230,7 @@ class WorkerPool:
                 self.started += 1
                 if self.closing:
                     worker.kill()
-            worker.facts = worker.greet(START_SECONDS)
+            facts = worker.greet(START_SECONDS)
         except TimeoutError:
             why = f"does not start: it was not ready after {START_SECONDS:.0f} s"
         except Ended as error:
@@ -238,7 +243,7 @@ class WorkerPool:
         with self.changed:
             self.starting = None
             if why is None and worker is not None and not self.closing:
-                self.failures = 0
+                self.failures, self.facts = 0, facts
                 self.ready.insert(0, worker)  # the last to be used: the pool reuses the newest
                 log.info("%s: process %d is ready", self.name, worker.pid)
             elif worker is not None:
@@ -255,6 +260,8 @@ class WorkerPool:
         self.failures += 1
         if self.failures >= starts:
             self.set_aside = why
+            if self.device is None:
+                self.set_aside += ": nothing compiles before a reset"
 
     def _drop(self, worker: Worker, holds: bool) -> None:
         worker.kill()
@@ -296,12 +303,6 @@ class WorkerPool:
         """True if a job may reserve it. Call it with `changed` held."""
         return self.set_aside is None and self.reserved < self.parallel
 
-    def release(self) -> None:
-        """End a reservation, which is an increment of `reserved`."""
-        with self.changed:
-            self.reserved -= 1
-            self.changed.notify_all()
-
     def take(self) -> Worker:
         """Wait for a healthy worker, which the caller has reserved. SetAside, or RuntimeError if
         the pool is closed."""
@@ -321,7 +322,7 @@ class WorkerPool:
                 faults = self.faults
             if not worker.answers():
                 self.give_back(worker, keep=False)
-            elif not self.health_check or worker.checked == faults or self._check(worker, faults):
+            elif self.device is None or worker.checked == faults or self._check(worker, faults):
                 return worker
 
     def _check(self, worker: Worker, faults: int) -> bool:
@@ -358,12 +359,16 @@ class WorkerPool:
                 self._drop(worker, holds)
             self.changed.notify_all()
 
-    def wait_until_quiet(self) -> None:
-        """Wait until no process ends on this device, for a job that is timed."""
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Wait until no process ends on this device, and start none within, for a job that is
+        timed."""
         with self.changed:
             while self.dying and self.set_aside is None:
                 self._reap()
                 self.changed.wait(TICK)
+        with self.busy:
+            yield
 
     def take_ready(self) -> list[Worker]:
         """Take all workers that are ready, to be given back."""

@@ -47,7 +47,7 @@ class MadeUpPool:
 
     def state(self):
         one = {
-            "facts": {} if self.uuid is None else {"name": "H", "uuid": self.uuid},
+            "facts": {"name": "H", "uuid": self.uuid},
             "ready": [1],
             "used": [],
             "faults": 2,

@@ -138,19 +138,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)} | threads
 
 
-def end(made: Worker) -> None:
-    made.kill()
-    made.end()
-    made.close()
-
-
 @pytest.fixture(scope="session")
 def compiler():
     """The service's compiler, with NVRTC."""
-    made = Worker([*Pool.worker, "confined"], environment())
-    made.greet(120.0)
-    yield made
-    end(made)
+    with Worker([*Pool.worker, "confined"], environment()) as made:
+        made.greet(120.0)
+        yield made
 
 
 def compiled(compiler, source: str, entry: str = "k") -> dict:
@@ -235,13 +228,11 @@ def test_a_compiler_that_cannot_be_confined_does_not_start(tmp_path):
         "class Needle(worker.Needle):\n    def confine(self):\n        landlock.confine([])\n"
         "worker.main(sys.argv[1:], Needle())\n"
     )
-    made = Worker([sys.executable, str(script), "compiler"], environment())
-    made.greet(60.0)
-    end(made)
-    made = Worker([sys.executable, str(script), "confined"], environment())
-    with pytest.raises(Ended, match="there is none"):
+    with Worker([sys.executable, str(script), "compiler"], environment()) as made:
         made.greet(60.0)
-    end(made)
+    with Worker([sys.executable, str(script), "confined"], environment()) as made:
+        with pytest.raises(Ended, match="there is none"):
+            made.greet(60.0)
 
 
 def test_a_compiler_ends_when_its_processor_time_is_used(tmp_path):
@@ -258,8 +249,10 @@ def test_a_compiler_ends_when_its_processor_time_is_used(tmp_path):
         "worker.main(sys.argv[1:], Needle())\n"
     )
     for seconds, how in (("2", "exit code 0"), ("9", "SIGKILL")):
-        with naming(seconds):
-            made = Worker([sys.executable, str(script), "compiler"], environment())
+        with (
+            naming(seconds),
+            Worker([sys.executable, str(script), "compiler"], environment()) as made,
+        ):
             made.greet(60.0)
             for source in ("0", seconds):
                 try:
@@ -267,7 +260,6 @@ def test_a_compiler_ends_when_its_processor_time_is_used(tmp_path):
                 except Ended:
                     assert how == "SIGKILL"
             assert how in made.end()
-            made.close()
 
 
 def test_a_pool_has_a_confined_compiler_or_does_not_start(monkeypatch):

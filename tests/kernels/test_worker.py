@@ -56,9 +56,8 @@ LEAKS = 'extern "C" __global__ void leaks(float** p) { *p = new float[100]; }'
 
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
 def test_the_compiler_returns_code_and_parameters():
-    worker = Pool.__new__(Pool)._starter("compiler")()
     job = {"arch": "90a", "debug": False}
-    try:
+    with Pool.__new__(Pool)._starter("compiler")() as worker:
         worker.greet(60)
         answer, code = worker.ask(job | {"entry": "k<__nv_bfloat16>"}, 60, TEMPLATE.encode())
         assert answer["status"] == "ok" and not answer["allocates"] and len(code) > 1000
@@ -72,7 +71,3 @@ def test_the_compiler_returns_code_and_parameters():
         assert answer["allocates"] and answer["parameters"] == [{"type": "", "const": None}]
         answer, _ = worker.ask(job | {"entry": "k"}, 60, b"int 5;")
         assert answer["status"] == "compile_error" and "expected" in answer["message"]
-    finally:
-        worker.kill()
-        worker.end()
-        worker.close()

@@ -44,8 +44,8 @@ def two_ready(pool) -> bool:
     return len(pool.state()[0]["ready"]) == 2
 
 
-def worker_pool(start, health_check=False) -> workers.WorkerPool:
-    return workers.WorkerPool("cuda(7)", start, 1, 1, health_check, threading.Condition())
+def worker_pool(start) -> workers.WorkerPool:
+    return workers.WorkerPool(7, start, 1, 1, threading.Condition())
 
 
 def alive(pid: int) -> bool:
@@ -136,6 +136,7 @@ def test_a_device_that_fails_its_health_check_is_set_aside_until_reset(tmp_path,
         run(pool, "fails", 0)
         result = run(pool, "no_results")
         assert result.status == "device_lost" and "3 x + 1 is wrong" in result.message
+        assert pool.state()[0]["facts"]["arch"] == "90a"  # still known
         with pytest.raises(RuntimeError, match="3 x [+] 1 is wrong"):
             pool.reset(0)
         broken.unlink()
@@ -186,7 +187,7 @@ def test_processes_that_do_not_start_set_the_device_aside(monkeypatch):
     def defect():
         raise IndexError("list index out of range")
 
-    broken = worker_pool(defect, health_check=True)
+    broken = worker_pool(defect)
     for _ in range(2):
         reason = r"cuda\(7\) cannot be started: IndexError\('list"
         with pytest.raises(workers.SetAside, match=reason):
@@ -392,8 +393,7 @@ time.sleep(100)
 
 def test_a_busy_worker_under_a_tool_ends_with_its_socket():
     environment = FakePool._environment(None, 0)
-    worker = workers.Worker([sys.executable, str(FAKE_WORKER), "traced"], environment)
-    try:
+    with workers.Worker([sys.executable, str(FAKE_WORKER), "traced"], environment) as worker:
         worker.greet(SECONDS)
         launch = {"entry": "hangs", "grid": [1], "block": [1], "shared": 0, "local_bytes": 0}
         file = os.memfd_create("buffer")
@@ -405,10 +405,6 @@ def test_a_busy_worker_under_a_tool_ends_with_its_socket():
         assert not worker.ended()
         worker.channel.close()
         wait_for(worker.ended, 5)
-    finally:
-        worker.kill()
-        worker.end()
-        worker.close()
 
 
 def test_a_process_has_not_ended_while_a_child_holds_its_socket():
