@@ -7,8 +7,10 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +80,20 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+
+def in_thread(function: Callable, *arguments) -> Future:
+    """Call a function in a thread of its own. `result(60)` waits for what it returns or raises."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 def nvrtc_missing() -> str | None:

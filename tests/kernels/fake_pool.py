@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +26,13 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def children() -> set[int]:
-    """Processes whose parent is this one, zombies too."""
+def children(parent: int | None = None) -> set[int]:
+    """Processes whose parent is this one, or that of this number; zombies too."""
     found = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path(f"/proc/{entry}/stat").read_text()
-            except OSError:
-                continue
-            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(entry))
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == (parent or os.getpid()):
+                found.add(int(stat.parent.name))
     return found
 
 

@@ -3,14 +3,18 @@
 import asyncio
 import http.client
 import json
+import os
+import re
 import socket
+import subprocess
 import threading
-import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
-from fake_pool import SOURCE
+from fake_pool import SOURCE, wait_for
+from harness import ROOT, in_thread
 
 from needle.kernels import serve
 from needle.kernels.access import LOOPBACK_NAMES, listen
@@ -72,17 +76,17 @@ class MadeUpPool:
 
 
 class Client:
-    """A service on a thread, and what is asked of it."""
+    """Asks a service, which may be one on a thread of this process, which `stop` ends."""
 
-    def __init__(self, service, loop, port):
-        self.service, self.loop, self.port = service, loop, port
+    def __init__(self, port, token=TOKEN, service=None, stop=None):
+        self.port, self.token, self.service, self.stop = port, token, service, stop
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def ask(self, method, path, body=None, **headers):
         """(status, JSON, headers); `_` in names of headers is `-`."""
-        sent = {"Authorization": f"Bearer {TOKEN}"}
+        sent = {"Authorization": f"Bearer {self.token}"}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         connection = self.connect()
         try:
@@ -115,6 +119,15 @@ class Client:
         status, answer, _ = self.ask("GET", "/health")
         return status == 200 and answer["status"] == "ok"
 
+    def running(self) -> int:
+        return self.ask("GET", "/health")[1]["running"]
+
+
+def head(request: str, *lines: str) -> bytes:
+    """Head of a request, with the token."""
+    own = (f"{request} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {TOKEN}")
+    return "\r\n".join([*own, *lines, "", ""]).encode()
+
 
 def multipart(**parts: bytes) -> tuple[bytes, str]:
     """(body, its Content-Type), as curl -F writes it."""
@@ -128,46 +141,53 @@ def multipart(**parts: bytes) -> tuple[bytes, str]:
 @contextmanager
 def running(pool, **more):
     more = {"limits": LIMITS, "queue": 2, **more}
-    sock = listen("127.0.0.1", 0)
-    ready, box = threading.Event(), {}
+    sock, made = listen("127.0.0.1", 0), Future()
 
     async def work():
-        box["loop"], box["stop"] = asyncio.get_running_loop(), asyncio.Event()
-        box["service"] = Service(pool, TOKEN, LOOPBACK_NAMES, **more)
-        async with listening(box["service"], sock, 0.2, asyncio.Event()):
-            ready.set()
-            await box["stop"].wait()
+        service, stop = Service(pool, TOKEN, LOOPBACK_NAMES, **more), asyncio.Event()
+        async with listening(service, sock, 0.2, asyncio.Event()):
+            made.set_result((service, asyncio.get_running_loop(), stop))
+            await stop.wait()
 
-    thread = threading.Thread(target=asyncio.run, args=(work(),))
     with sock, mock.patch.object(serve, "IDLE_SECONDS", IDLE):
-        thread.start()
-        assert ready.wait(60)
+        ended = in_thread(asyncio.run, work())
+        service, loop, stop = made.result(60)
+
+        def end():
+            if not ended.done():
+                loop.call_soon_threadsafe(stop.set)
+            ended.result(60)
+
         try:
-            yield Client(box["service"], box["loop"], sock.getsockname()[1])
+            yield Client(sock.getsockname()[1], service=service, stop=end)
         finally:
-            box["loop"].call_soon_threadsafe(box["stop"].set)
-            thread.join(60)
-            assert not thread.is_alive()
+            end()
+
+
+@contextmanager
+def started(command, token_file):
+    """A service in a process of its own: (the process, what it printed, a client)."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    try:
+        said = process.stdout.readline() + process.stdout.readline()
+        port = re.search(r"^listening on http://127\.0\.0\.1:(\d+), ", said, re.MULTILINE)
+        assert "arbitrary code" in said and str(token_file) in said and port
+        yield process, said, Client(int(port[1]), token_file.read_text().strip())
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @contextmanager
 def waiting(client, count=1):
-    """Send so many jobs, each on a thread. One runs until `go`, the others are in the queue."""
-    answers, pool = [], client.service.pool
-    threads = [
-        threading.Thread(
-            target=lambda: answers.append(client.evaluate(SIMPLE | {"source": "wait"}))
-        )
-        for _ in range(count)
-    ]
-    for thread in threads:
-        thread.start()
+    """Send so many jobs, each on a thread. One runs until `go`, the others are in the queue. The
+    list gets the answers."""
+    pool, answers = client.service.pool, []
+    sent = [in_thread(client.evaluate, SIMPLE | {"source": "wait"}) for _ in range(count)]
     assert pool.begun.acquire(timeout=60)
-    deadline = time.monotonic() + 60
-    while client.service.waiting < count - 1 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_for(lambda: client.service.waiting == count - 1)
     yield answers
     pool.go.set()
-    for thread in threads:
-        thread.join(60)
-    assert len(answers) == count
+    answers += [one.result(60) for one in sent]

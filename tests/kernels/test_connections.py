@@ -2,7 +2,6 @@
 closed for a new one. Clients without the token cannot keep out one that has it."""
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -10,8 +9,9 @@ import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from fake_pool import fds
 from harness import naming
-from serving import IDLE, SIMPLE, TOKEN, MadeUpPool, running, waiting
+from serving import IDLE, SIMPLE, TOKEN, MadeUpPool, head, running, waiting
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
@@ -37,10 +37,6 @@ def closed(sock) -> bool:
         return True
 
 
-def files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.fixture
 def patient(monkeypatch):
     """Idle connections stay, unless others need their place."""
@@ -52,11 +48,11 @@ def test_the_oldest_idle_connection_is_closed_at_the_limit(patient, made_up):
         first = idle(client, MOST)
         assert client.alive()
         assert closed(first[0]) and not closed(first[-1])
-        before = files()
+        before = fds()
         more = idle(client, 100)
         assert client.alive() and client.evaluate(SIMPLE)[0] == 200
         # The clients' and at most MOST of the service.
-        assert files() <= before + 100 + MOST
+        assert fds() <= before + 100 + MOST
         assert sum(map(closed, more)) >= 100 - MOST
         for one in (*first, *more):
             one.close()
@@ -79,8 +75,7 @@ def test_an_answer_that_is_read_slowly_keeps_its_connection(patient, made_up, mo
     monkeypatch.setattr(serve, "to_json", lambda value: b" " * size)
     with running(made_up, connections=MOST) as client:
         reader = idle(client, 1)[0]
-        head = f"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-        reader.sendall(f"{head}Connection: close\r\n\r\n".encode())
+        reader.sendall(head("GET /health", "Connection: close"))
         got = len(reader.recv(1000))
         others = idle(client, 50)
         time.sleep(0.2)
@@ -120,8 +115,7 @@ def test_an_answer_that_is_not_read_ends_its_connection(patient, made_up, monkey
     monkeypatch.setattr(serve, "to_json", lambda value: b" " * size)
     monkeypatch.setattr(serve, "ANSWER_SECONDS", 0.3)
     with running(made_up) as client, idle(client, 1)[0] as reader:
-        head = f"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-        reader.sendall(f"{head}\r\n".encode())
+        reader.sendall(head("GET /health"))
         time.sleep(1)
         got = 0
         while chunk := reader.recv(1 << 20):

@@ -4,12 +4,12 @@ its message, and the next job is right. (Without a GPU: test_pool.py.)
 
 import os
 import signal
-import threading
 import time
 
 import numpy as np
 import pytest
 from faulty_kernels import FAULTS, GOOD, N, X, check, good, inject
+from harness import in_thread
 
 from needle.kernels import Case, InOut, Out, Pool, Random
 from needle.kernels.sanitizer import find_sanitizer
@@ -46,15 +46,12 @@ def test_a_worker_that_is_killed_or_stopped(pool, number, busy):
     """While a kernel runs in it, or while it waits."""
     good(pool)
     if busy:
-        results = []
-        thread = threading.Thread(target=lambda: results.append(inject(pool, "endless loop")))
-        thread.start()
+        loops = in_thread(inject, pool, "endless loop")
         while not pool.state()[0]["used"]:
             time.sleep(0.001)
         time.sleep(0.5)
         os.kill(pool.state()[0]["used"][0], number)
-        thread.join()
-        (result,) = results
+        result = loops.result(60)
     else:
         os.kill(pool.state()[0]["ready"][-1], number)
         time.sleep(0.05)

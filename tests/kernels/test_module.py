@@ -9,12 +9,11 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
 import pytest
-from harness import ROOT, assert_same_bits
+from harness import ROOT, assert_same_bits, in_thread
 from kernel_sources import SOURCE, needs_nvrtc
 
 import needle as ndl
@@ -525,10 +524,8 @@ def test_other_threads_run_while_code_stays(device):
     x, y = array([0.0]), array([1.0])
     held = [kernels.load(kernels.build(OWN, ["spin"]), device)]
     held[0]["spin"](1, 1, x, 1_000_000_000)
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    steps = 0
-    while thread.is_alive():
+    cleared, steps = in_thread(held.clear), 0
+    while not cleared.done():
         y = y + y
         time.sleep(0.01)
         steps += 1
@@ -563,11 +560,8 @@ def test_launches_from_threads(own):
         for _ in range(200):
             own["add_one<float>"](1, 128, x[i], x[i], 100)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for thread in [in_thread(work, i) for i in range(4)]:
+        thread.result(60)
     for one in x:
         assert_same_bits(one, array(np.full(100, 200.0)))
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from fake_pool import SOURCE, FakePool
-from harness import ROOT, naming
+from harness import ROOT, in_thread, naming
 from serving import ARGS, JOB, SIMPLE, TOKEN, X, running
 from test_job import bfloat16
 from test_landlock import needs_landlock, needs_nvrtc
@@ -240,15 +240,12 @@ def test_health_is_503_if_no_job_can_run(client, made_up):
 
 
 def test_cleanup_and_reset(client, made_up):
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(client.ask("POST", "/cleanup")[:2]))
-    thread.start()
+    cleaned = in_thread(client.ask, "POST", "/cleanup")
     assert made_up.begun.acquire(timeout=60)
     status, _, headers = client.ask("POST", "/reset_gpu/0")  # one at a time
     assert status == 429 and int(headers["Retry-After"]) >= 1
     made_up.go.set()
-    thread.join(60)
-    assert answers == [(200, {"freed_bytes": 12345})]
+    assert cleaned.result(60)[:2] == (200, {"freed_bytes": 12345})
     assert client.ask("POST", "/reset_gpu/0")[:2] == (200, {"status": "ok", "device": 0})
     status, answer, _ = client.ask("POST", "/reset_gpu/3")
     assert status == 503 and "still does not end" in answer["error"]["message"]

@@ -3,21 +3,18 @@ cleanup; and the whole program, whose compiler is confined.
 """
 
 import base64
-import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from fake_pool import wait_for
 from faulty_kernels import GOOD, N, X
-from harness import ROOT
-from serving import Client, running
+from harness import in_thread
+from serving import running, started
 from test_landlock import missing as landlock_missing
 
 from needle.kernels import Pool
@@ -94,16 +91,14 @@ def test_another_kernel_as_reference(service, factor, status):
 
 def test_health_while_a_kernel_loops_and_the_next_is_right(service):
     assert_good(service)
-    answers, times = [], []
-    thread = threading.Thread(target=lambda: answers.append(service.evaluate(zeros(ENDLESS))))
-    thread.start()
-    while thread.is_alive():
+    times, loops = [], in_thread(service.evaluate, zeros(ENDLESS))
+    while not loops.done():
         began = time.monotonic()
         assert service.ask("GET", "/health")[0] == 200
         times.append(time.monotonic() - began)
         time.sleep(0.02)
-    thread.join()
-    assert (answers[0][0], answers[0][1]["status"]) == (200, "timeout")
+    status, answer = loops.result()
+    assert (status, answer["status"]) == (200, "timeout")
     print(
         f"\nhealth during {TIMEOUT} s of a kernel that loops: {len(times)} answers, median", end=" "
     )
@@ -143,50 +138,23 @@ def test_cleanup(service):
 @pytest.mark.skipif(landlock_missing() is not None, reason=str(landlock_missing()))
 def test_the_program(tmp_path):
     """Starts the service as a user does: first kernel, confinement, end while it works."""
-    program = subprocess.Popen(
-        [sys.executable, "-m", "needle.kernels", "serve", "--port", "0", "--devices", "0"]
-        + ["--token-file", str(tmp_path / "token"), "--timeout", "60", "--drain-seconds", "0.5"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert "arbitrary code" in program.stdout.readline()
-        listening = program.stdout.readline()
-        client = Client(None, None, int(listening.split(",")[0].rpartition(":")[2]))
-        token = (tmp_path / "token").read_text().strip()
-
-        def evaluate(job):
-            return client.ask(
-                "POST",
-                "/evaluate",
-                json.dumps(job),
-                Authorization=f"Bearer {token}",
-                Content_Type="application/json",
-            )[:2]
-
-        secret = zeros('#include "/etc/passwd"\n' + ENDLESS)
-        status, answer = evaluate(secret)
+    token_file = tmp_path / "token"
+    command = [sys.executable, "-m", "needle.kernels", "serve", "--port", "0", "--devices", "0"]
+    command += ["--token-file", str(token_file), "--timeout", "60", "--drain-seconds", "0.5"]
+    with started(command, token_file) as (process, said, client):
+        status, answer = client.evaluate(zeros('#include "/etc/passwd"\n' + ENDLESS))
         assert (status, answer["status"]) == (200, "compile_error")
         assert "cannot open source file" in answer["message"] and "root:" not in answer["message"]
-        answers = []
-        thread = threading.Thread(target=lambda: answers.append(evaluate(zeros(ENDLESS))))
-        thread.start()
-        running = 0
-        while not running:
-            running = client.ask("GET", "/health", Authorization=f"Bearer {token}")[1]["running"]
+        loops = in_thread(client.evaluate, zeros(ENDLESS))
+        wait_for(client.running)
         time.sleep(1.0)
         began = time.monotonic()
-        program.send_signal(signal.SIGTERM)
-        out, error = program.communicate(timeout=60)
-        thread.join(60)
+        process.send_signal(signal.SIGTERM)
+        out, error = process.communicate(timeout=60)
+        assert loops.result(60)[0] == 503
         print(f"\nended {time.monotonic() - began:.2f} s after SIGTERM, a kernel in work")
-        assert program.returncode == 0, error
-        assert answers[0][0] == 503 and token not in error + out
-    finally:
-        program.kill()
-        program.communicate()
+        assert process.returncode == 0, error
+        assert client.token not in error + out
 
 
 def test_numbers_are_those_of_numpy(service):

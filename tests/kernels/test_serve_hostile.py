@@ -9,11 +9,11 @@ import time
 
 import pytest
 import safetensors.numpy
-from fake_pool import SOURCE
+from fake_pool import SOURCE, wait_for
 from harness import naming
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import ARGS, JOB, LIMITS, SIMPLE, TOKEN, X, multipart, waiting
+from serving import ARGS, JOB, LIMITS, SIMPLE, X, head, multipart, waiting
 from test_job import FULL, jobs
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
@@ -22,6 +22,7 @@ from needle.kernels import serve
 
 pytestmark = pytest.mark.slow
 
+JSON = "Content-Type: application/json"
 ANYTHING = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )  # the service stays from example to example
@@ -42,27 +43,15 @@ def test_bodies_that_are_too_large_are_refused(client):
         for sent in (body, iter([body[i : i + 65536] for i in range(0, len(body), 65536)])):
             status, answer, _ = client.ask("POST", "/evaluate", sent, Content_Type=kind)
             assert (status, answer["error"]["limit"]) == (413, most)
-    head = f"POST /evaluate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-    head += "Content-Type: application/json\r\nContent-Length: 9999999999999\r\n\r\n"
-    assert b" 413 " in client.raw(head.encode())
+    length = "Content-Length: 9999999999999"
+    assert b" 413 " in client.raw(head("POST /evaluate", JSON, length))
     assert client.alive()
 
 
 def test_a_body_that_does_not_arrive_is_refused(client, monkeypatch):
     monkeypatch.setattr(serve, "BODY_SECONDS", 0.2)
-    connection = client.connect()
-    connection.putrequest("POST", "/evaluate")
-    for name, value in (
-        ("Authorization", f"Bearer {TOKEN}"),
-        ("Content-Type", "application/json"),
-        ("Content-Length", "10"),
-    ):
-        connection.putheader(name, value)
-    connection.endheaders()
-    connection.send(b"{")
-    answer = connection.getresponse()
-    assert answer.status == 408 and json.loads(answer.read())["error"]["limit"] == 0.2
-    connection.close()
+    answer = client.raw(head("POST /evaluate", JSON, "Content-Length: 10") + b"{")
+    assert b" 408 " in answer and b'"limit":0.2' in answer
     assert client.service.held == 0
 
 
@@ -91,19 +80,9 @@ def test_health_answers_at_once_with_a_full_queue(client):
 def test_a_client_that_leaves_loses_its_turn(client, made_up):
     with waiting(client, 1):
         body = json.dumps(SIMPLE).encode()
-        connection = client.connect()
-        connection.request(
-            "POST",
-            "/evaluate",
-            body,
-            {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
-        )
-        deadline = time.monotonic() + 60
-        while client.service.held < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
-        connection.close()
-        while client.service.held < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        with socket.create_connection(("127.0.0.1", client.port), timeout=60) as sock:
+            sock.sendall(head("POST /evaluate", JSON, f"Content-Length: {len(body)}") + body)
+            wait_for(lambda: client.service.waiting == 1)
         time.sleep(0.1)
     assert client.evaluate(SIMPLE)[0] == 200
     assert len(made_up.calls) == 2  # the first, and the last
@@ -155,11 +134,9 @@ def test_wrong_parts_are_refused(client):
 def test_expect_100_continue_is_answered(fake):
     """curl sends it with a body of more than a megabyte."""
     body, kind = multipart(job=json.dumps(JOB).encode(), arrays=safetensors.numpy.save({"x": X}))
-    head = f"POST /evaluate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-    head += f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n"
-    head += "Connection: close\r\n\r\n"
+    lines = f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Expect: 100-continue"
     with socket.create_connection(("127.0.0.1", fake.port), timeout=60) as sock:
-        sock.sendall(head.encode())
+        sock.sendall(head("POST /evaluate", *lines, "Connection: close"))
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         sock.sendall(body)
         assert sock.recv(1000).startswith(b"HTTP/1.1 200 OK")
@@ -187,10 +164,9 @@ def test_text_that_is_no_http_is_refused(client):
 
 def test_a_chunk_that_is_none(client, monkeypatch):
     monkeypatch.setattr(serve, "BODY_SECONDS", 0.3)
-    head = f"POST /evaluate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-    head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = head("POST /evaluate", JSON, "Transfer-Encoding: chunked")
     for body in ("zz\r\n", "5\r\n{}", "-5\r\n{}", "fffffffffffffffffff\r\n{}"):
-        answer = client.raw((head + body).encode())
+        answer = client.raw(chunked + body.encode())
         assert answer == b"" or answer.split()[1] in (b"400", b"408")
     assert client.alive() and client.service.held == 0
 

@@ -1,6 +1,5 @@
 """needle serve: its start, its flags, and its end."""
 
-import json
 import logging
 import os
 import re
@@ -8,15 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_pool import SOURCE
-from harness import ROOT, naming
-from serving import SIMPLE, Client, MadeUpPool, running
+from fake_pool import SOURCE, children, wait_for
+from harness import ROOT, in_thread, naming
+from serving import SIMPLE, MadeUpPool, running, started, waiting
 
 from needle.kernels import __main__ as program
 from needle.kernels.access import LOOPBACK_NAMES
@@ -30,22 +27,8 @@ pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no serv
 
 
 def test_the_end_refuses_waiting_jobs_and_ends_running_ones(made_up):
-    answers = []
-    with running(made_up) as client:
-        threads = [
-            threading.Thread(
-                target=lambda: answers.append(client.evaluate(SIMPLE | {"source": "wait"}))
-            )
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        assert made_up.begun.acquire(timeout=60)
-        deadline = time.monotonic() + 60
-        while client.service.waiting < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
-    for thread in threads:
-        thread.join(60)
+    with running(made_up) as client, waiting(client, 3) as answers:
+        client.stop()
     assert made_up.closed and made_up.calls == ["k"]
     assert [status for status, _ in answers] == [503] * 3
     with pytest.raises(OSError):
@@ -74,91 +57,33 @@ sys.exit(program.main(sys.argv[2:]))
 """
 
 
-def start(tmp_path, *flags) -> subprocess.Popen:
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-c",
-            STARTED,
-            str(ROOT),
-            "serve",
-            "--port",
-            "0",
-            "--token-file",
-            str(tmp_path / "token"),
-            "--timeout",
-            "60",
-            *flags,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def command(tmp_path, *flags) -> list[str]:
+    words = ["serve", "--port", "0", "--timeout", "60", "--token-file", str(tmp_path / "token")]
+    return [sys.executable, "-W", "error", "-c", STARTED, str(ROOT), *words, *flags]
 
 
 def descendants(pid: int) -> set[int]:
-    found, new = set(), {pid}
-    while new:
-        found |= new
-        new = set()
-        for one in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-            try:
-                with open(f"/proc/{one}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent in found and one not in found:
-                new.add(one)
-    return found - {pid}
+    own = children(pid)
+    return own.union(*map(descendants, own))
 
 
 def test_sigterm_ends_everything(tmp_path):
     """The whole program: its messages, its token, a running job, and no process or file is left."""
-    log_file = tmp_path / "log"
+    log_file, token_file = tmp_path / "log", tmp_path / "token"
     flags = ["--devices", "0", "--drain-seconds", "0.2", "--log", str(log_file)]
-    started = start(tmp_path, *flags)
-    try:
-        first, second = started.stdout.readline(), started.stdout.readline()
-        assert "arbitrary code" in first
-        assert second.startswith("listening on http://127.0.0.1:") and str(tmp_path) in second
-        token = (tmp_path / "token").read_text().strip()
-        assert token not in first + second
-        client = Client(None, None, int(second.split(",")[0].rpartition(":")[2]))
-        ask = lambda: client.ask(
-            "POST",
-            "/evaluate",
-            json.dumps(SIMPLE | {"source": SOURCE, "entry": "hangs"}),
-            Authorization=f"Bearer {token}",
-            Content_Type="application/json",
-        )
-        answers = []
-        thread = threading.Thread(target=lambda: answers.append(ask()))
-        thread.start()
-        deadline, running = time.monotonic() + 60, 0
-        while not running and time.monotonic() < deadline:
-            _, health, _ = client.ask("GET", "/health", Authorization=f"Bearer {token}")
-            running = health["running"]
-        assert running == 1
-        left = descendants(started.pid)
+    with started(command(tmp_path, *flags), token_file) as (process, said, client):
+        assert client.token not in said
+        hangs = in_thread(client.evaluate, SIMPLE | {"source": SOURCE, "entry": "hangs"})
+        wait_for(client.running)
+        left = descendants(process.pid)
         assert left
-        started.send_signal(signal.SIGTERM)
-        out, error = started.communicate(timeout=60)
-        thread.join(60)
-        assert (started.returncode, out) == (0, ""), error
-        assert answers[0][0] == 503
-        assert token not in error and "'/evaluate' 503" in error
+        process.send_signal(signal.SIGTERM)
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, ""), error
+        assert hangs.result(60)[0] == 503
+        assert client.token not in error and "'/evaluate' 503" in error
         assert log_file.read_text() == error
-        deadline = time.monotonic() + 20
-        while left and time.monotonic() < deadline:
-            left = {pid for pid in left if os.path.exists(f"/proc/{pid}")}
-        assert not left
-    finally:
-        started.kill()
-        started.communicate()
+        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))
 
 
 def test_it_does_not_start_without_landlock_or_unsafely(tmp_path):
@@ -171,28 +96,17 @@ def test_it_does_not_start_without_landlock_or_unsafely(tmp_path):
         (["--log", "/nowhere/log"], "--log /nowhere/log: No such file"),
     ):
         with naming(*flags):
-            started = start(tmp_path, *flags)
-            out, error = started.communicate(timeout=120)
-            assert (started.returncode, out) == (1, ""), error
+            done = subprocess.run(command(tmp_path, *flags), capture_output=True, text=True)
+            error = done.stderr
+            assert (done.returncode, done.stdout) == (1, ""), error
             assert error.startswith("needle: error: ") and said in error
             assert error.count("\n") == 1 and not (tmp_path / "token").exists()
 
 
 def test_wrong_flags_are_named(capsys, monkeypatch):
-    for flags in (
-        "--port 65536",
-        "--port x",
-        "--timeout 0",
-        "--timeout nan",
-        "--queue -1",
-        "--max-body-bytes 0",
-        "--max-array-bytes 1.5",
-        "--devices 0,x",
-        "--fresh never",
-        "--log=",
-        "--token-file=",
-        "--nonsense",
-    ):
+    wrong = "--port 65536|--port x|--timeout 0|--timeout nan|--queue -1|--max-body-bytes 0"
+    wrong += "|--max-array-bytes 1.5|--devices 0,x|--fresh never|--log=|--token-file=|--nonsense"
+    for flags in wrong.split("|"):
         with naming(flags):
             with pytest.raises(SystemExit) as caught:
                 program.main(["serve", *flags.split()])

@@ -29,7 +29,7 @@ from fake_pool import (
     run,
     wait_for,
 )
-from harness import ROOT, naming
+from harness import ROOT, in_thread, naming
 
 from needle.kernels import Out, workers
 
@@ -281,11 +281,8 @@ def busy(grid, block, out: "double*"):
 
     with FakePool(devices=[0, 1], timeout=SECONDS) as pool:
         wait_for(lambda: all(len(d["ready"]) == 2 for d in pool.state()))
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for one in [in_thread(work, n) for n in range(8)]:
+            one.result(60)
     assert not wrong and len(found) == 24
     assert {result.device for result in found} == {0, 1}
     for device in (0, 1):
@@ -294,14 +291,12 @@ def busy(grid, block, out: "double*"):
 
 
 def test_close_ends_jobs_of_other_threads():
-    pool, results = FakePool(devices=[0], timeout=30, spares=0), []
-    thread = threading.Thread(target=lambda: results.append(run(pool, "hangs")))
-    thread.start()
+    pool = FakePool(devices=[0], timeout=30, spares=0)
+    hangs = in_thread(run, pool, "hangs")
     wait_for(lambda: pool.state()[0]["used"])
     time.sleep(0.2)
     pool.close()
-    thread.join(5)
-    assert [result.status for result in results] == ["crashed"]
+    assert hangs.result(5).status == "crashed"
     with pytest.raises(RuntimeError, match="this Pool is closed"):
         run(pool, "no_results")
 
@@ -310,20 +305,13 @@ def test_close_ends_the_wait_for_a_process():
     def start():
         return workers.Worker([sys.executable, "-c", "import time; time.sleep(1000)"], os.environ)
 
-    silent, told = worker_pool(start), []
-
-    def take():
-        try:
-            silent.take()
-        except RuntimeError as error:
-            told.append(str(error))
-
-    thread = threading.Thread(target=take)
-    thread.start()
+    silent = worker_pool(start)
+    taken = in_thread(silent.take)
     wait_for(lambda: silent.starting is not None)
     silent.close()
-    thread.join(5)
-    assert told == ["this Pool is closed"] and not silent.dying
+    with pytest.raises(RuntimeError, match="this Pool is closed"):
+        taken.result(5)
+    assert not silent.dying
 
 
 # ---- the ends of processes -----------------------------------------------------------------------
