@@ -150,6 +150,14 @@ assert device.runs_kernels and not device.is_host
 module = kernels.load(compiled, device)
 fill = module["fill"]
 x = _C.empty((4,), "float32", device)
+def raised(error, call):
+    # The message of the error that a call raises.
+    try:
+        call()
+    except error as found:
+        return str(found)
+    raise SystemExit("nothing was raised")
+
 WAY = "fill grid {} block {} shared {} cluster {} cooperative {}".format
 log()
 """
@@ -205,12 +213,8 @@ assert [asked(n) for n in range(3, 9)] == [1] * 6
 assert [asked(n) for n in (1, 2, 8)] == [0] * 3
 assert asked(9) == 1 and asked(2) == 0 and asked(1) == 1
 for _ in range(2):
-    try:
-        fill(1, 2048, x, 1, 4)
-    except kernels.LaunchError as error:
-        assert "2,048" in str(error) and "1,024" in str(error)
-    else:
-        raise SystemExit("nothing was raised")
+    said = raised(kernels.LaunchError, lambda: fill(1, 2048, x, 1, 4))
+    assert "2,048" in said and "1,024" in said
     assert log() == ["limits"]
 for keywords in ({"shared": 8}, {"cluster": 1}, {"cooperative": True}):
     fill(1, 32, x, 1, 4, **keywords)
@@ -234,21 +238,12 @@ for error, call in (
     (kernels.LaunchError, lambda: fill(10**40, 32, x, 1, 4)),
     (kernels.LaunchError, lambda: fill(1, 32, x, 1, 4, shared=-1)),
 ):
-    try:
-        call()
-    except error as raised:
-        assert "fill" in str(raised), raised
-    else:
-        raise SystemExit("nothing was raised")
+    assert "fill" in raised(error, call)
 assert x.written == before and [line for line in log() if line != "limits"] == []
 fill(1, 32, x, 1, 4)
 assert x.written == _C.writes(()) > before
-try:
-    fill(1, 32, x, 1, -1)
-except ndl.CudaError as error:
-    assert str(error) == "fill: kernel launch: it refuses"
-else:
-    raise SystemExit("nothing was raised")
+said = raised(ndl.CudaError, lambda: fill(1, 32, x, 1, -1))
+assert said == "fill: kernel launch: it refuses"
 references = sys.getrefcount(x)
 tensor = ndl.Tensor.from_ndarray(x)
 for _ in range(100):
@@ -306,12 +301,8 @@ def failing():
     kernels.load(compiled, device)["fill"](1, 32, x, 3, 4)
     raise Fails
 
-try:
-    _C.Graph(device, failing)
-except Fails:
-    assert log()[-3:] == ["graph freed", "synchronize", "unload 2"]
-else:
-    raise SystemExit("nothing was raised")
+raised(Fails, lambda: _C.Graph(device, failing))
+assert log()[-3:] == ["graph freed", "synchronize", "unload 2"]
 kernels.load(compiled, device)["fill"](1, 32, x, 3, 4)
 assert log()[-1] == "unload 3"  # no graph holds it
 """)
@@ -340,11 +331,7 @@ assert len(calls) == 2
 assert _C.sync_each_op(True) is False
 graph.replay()
 assert len(calls) == 3
-try:
-    broken.replay()
-except Fails:
-    failed = None  # the step's own error
-assert failed is None
+raised(Fails, broken.replay)  # the step's own error
 _C.sync_each_op(False)
 graph.replay()
 assert len(calls) == 3
@@ -411,12 +398,7 @@ def test_objects_from_before_a_reset_are_stale(fake):
 ndl.cuda_reset()
 y = _C.empty((4,), "float32", device)
 for use in (lambda: fill(1, 32, y, 1, 4), lambda: kernels.Kernel(module, entry)):
-    try:
-        use()
-    except RuntimeError as error:
-        assert "was made before cuda_reset(); make it anew" in str(error), error
-    else:
-        raise SystemExit("nothing was raised")
+    assert "was made before cuda_reset(); make it anew" in raised(RuntimeError, use)
 log()
 del module, fill
 assert log() == []
@@ -431,28 +413,14 @@ bad = dataclasses.replace(compiled, cubin=b"bad code")
 gone = dataclasses.replace(compiled, entries={"f": dataclasses.replace(entry, symbol="g")})
 for made, said in ((lambda: kernels.load(bad, device), "Module: module: not machine code"),
                    (lambda: kernels.load(gone, device)["f"], "Kernel: no such symbol")):
-    try:
-        made()
-    except ndl.CudaError as error:
-        assert said.endswith(str(error)) or said == str(error), error
-    else:
-        raise SystemExit("nothing was raised")
+    assert said.endswith(raised(ndl.CudaError, made))
 class Silent(_C.Kernel):
     def admit(self, *way):
         return way[:3]
 silent = Silent(module.code, "fill", _C.Parameters("fill", signature.plan))
-try:
-    silent(1, 32, x, 1, 4)
-except TypeError as error:
-    assert "admit() must return" in str(error)
-else:
-    raise SystemExit("nothing was raised")
+assert "admit() must return" in raised(TypeError, lambda: silent(1, 32, x, 1, 4))
 for wrong in ((None, "fill", None), (module.code, "fill", 3), (module.code, 3, None)):
-    try:
-        _C.Kernel(*wrong)
-    except TypeError:
-        continue
-    raise SystemExit("nothing was raised")
+    raised(TypeError, lambda: _C.Kernel(*wrong))
 for arch, good in (("90", 1), ("90a", 1), ("80", 0), ("100", 0), ("86", 0), ("90f", 1)):
     try:
         kernels.load(dataclasses.replace(compiled, arch=arch), device)

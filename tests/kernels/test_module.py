@@ -4,16 +4,13 @@ graphs, lifetimes, faults; what is read from machine code against what the drive
 import ctypes
 import dataclasses
 import gc
-import os
 import re
 import resource
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from harness import ROOT, assert_same_bits, in_thread
+from harness import assert_same_bits, in_thread, python
 from kernel_sources import SOURCE, needs_nvrtc
 
 import needle as ndl
@@ -101,13 +98,6 @@ def own(device):
 
 def array(values, dtype="float32"):
     return _C.array(np.asarray(values), dtype=dtype, device=ndl.cuda())
-
-
-def python(code: str, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -588,6 +578,13 @@ source = '__global__ void wild(float *x, long long far) { x[far] = 1; }'
 module = kernels.compile(source)
 wild = module['wild']
 x = _C.array(np.zeros(4), device=ndl.cuda())
+
+def raised(error, call):
+    try:
+        call()
+    except error as found:
+        return str(found)
+    raise SystemExit('nothing was raised')
 """
 
 
@@ -599,12 +596,7 @@ graph = _C.Graph(ndl.cuda(), lambda: wild(1, 1, x, 0))
 ndl.cuda_reset()
 y = _C.array(np.zeros(4), device=ndl.cuda())
 for use in (lambda: wild(1, 1, y, 0), lambda: kernels.Kernel(module, wild.entry)):
-    try:
-        use()
-    except RuntimeError as error:
-        assert 'before cuda_reset' in str(error), error
-    else:
-        raise SystemExit('nothing was raised')
+    assert 'before cuda_reset' in raised(RuntimeError, use)
 del module, wild, graph
 gc.collect()
 kernels.compile(source)['wild'](1, 1, y, 2)
@@ -619,17 +611,11 @@ def test_a_fault_ends_the_process(sync):
     done = python(
         BEGIN
         + """
-said = []
-for use in (lambda: (wild(1, 1, x, 1 << 40), x.numpy()), lambda: wild(1, 1, x, 0),
-            lambda: kernels.compile(source), lambda: wild.check(1, 1)):
-    try:
-        use()
-    except ndl.CudaFatalError as error:
-        said.append(str(error))
-    else:
-        raise SystemExit('nothing was raised')
+uses = (lambda: (wild(1, 1, x, 1 << 40), x.numpy()), lambda: wild(1, 1, x, 0),
+        lambda: kernels.compile(source), lambda: wild.check(1, 1))
+said = [raised(ndl.CudaFatalError, use) for use in uses]
 print(said[0])
-del module, wild, x, use
+del module, wild, x, uses
 gc.collect()
 """,
         NEEDLE_SYNC=sync,
