@@ -230,6 +230,7 @@ before = x.written
 for error, call in (
     (TypeError, lambda: fill(1, 32)),
     (TypeError, lambda: fill(1)),
+    (TypeError, lambda: fill()),
     (TypeError, lambda: fill(1, 32, x, 1, 4, stream=0)),
     (TypeError, lambda: fill(1, 32, x, 1, 4.0)),
     (TypeError, lambda: fill(1, 32, _C.array([1.0]), 1, 4)),

@@ -18,14 +18,11 @@ from fake_pool import SOURCE, FakePool
 from harness import ROOT, in_thread, naming
 from serving import ARGS, JOB, SIMPLE, TOKEN, X, running
 from test_job import bfloat16
-from test_landlock import needs_landlock, needs_nvrtc
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
 from needle.kernels import serve
-from needle.kernels.pool import Pool
 from needle.kernels.serve import CHUNK, Lines
-from needle.kernels.workers import Worker
 from needle.nvml import Nvml
 
 pytestmark = pytest.mark.slow
@@ -87,24 +84,6 @@ def test_errors_of_the_pool_have_a_status(client, caplog):
         status, answer = client.evaluate(SIMPLE | {"source": "fail", "entry": "defect"})
     assert status == 500 and "told so" not in json.dumps(answer)
     assert "KeyError" in caplog.text and client.alive()
-
-
-@needs_landlock
-@needs_nvrtc
-def test_a_source_reads_no_file():
-    """The service's own compiler, NVRTC under Landlock; the device is made up."""
-
-    class Confined(FakePool):
-        def _starter(self, role, device=None):
-            if role != "confined":
-                return super()._starter(role, device)
-            return lambda: Worker([*Pool.worker, role], self._environment(device))
-
-    job = SIMPLE | {"source": '#include "/etc/passwd"\n__global__ void k() {}'}
-    with Confined(devices=[0], spares=0, confined=True) as pool, running(pool) as client:
-        status, answer = client.evaluate(job)
-    assert (status, answer["status"]) == (200, "compile_error")
-    assert "cannot open source file" in answer["message"] and "root:" not in answer["message"]
 
 
 # ---- access --------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ def test_the_same_seed_gives_other_numbers_elsewhere():
     different = [a[0], a[2], a[3].array, b[0], b[2], b[3].array]
     assert len({array.tobytes() for array in different}) == 6
     assert (Case(1, 1, [same]).drawn(0).args[0] == a[0]).all()
+    numpys = np.random.default_rng([3, 1, 2]).standard_normal(100)  # a client draws the same
+    assert (b[2] == numpys.astype(np.float32)).all()
 
 
 def test_bounds_of_random_numbers():
