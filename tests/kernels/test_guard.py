@@ -77,55 +77,26 @@ def test_a_right_kernel_has_no_faults(filled):
 
 
 def test_a_write_outside_is_named(filled):
-    for at, said in (
-        (
-            ("y", "stop", 0),
-            "y: 2 bytes were written after its end, the first 0 bytes after it (element 7 of 7)",
-        ),
-        (
-            ("y", "stop", 100),
-            "y: 2 bytes were written after its end, the first 100 bytes after it (element 57 of 7)",
-        ),
-        (
-            ("y", "start", -2),
-            "y: 2 bytes were written before its start, the nearest 1 bytes before it (element -1)",
-        ),
-        (
-            ("x", "start", -8),
-            "x: 2 bytes were written before its start, the nearest 7 bytes before it (element -2)",
-        ),
-        (
-            ("s", "stop", 4),
-            "s: 2 bytes were written after its end, the first 4 bytes after it (element 2 of 1)",
-        ),
-        (
-            ("s", "stop", GUARD - 2),
-            "s: 2 bytes were written after its end, the first 65,534 bytes "
-            "after it (element 16,384 of 1)",
-        ),
-        (
-            ("x", "start", -GUARD),
-            "x: 2 bytes were written before its start, the nearest 65,535 "
-            "bytes before it (element -16384)",
-        ),
-        (
-            ("x", "start", 4),
-            "x: the kernel takes it as const, and 1 of 15 elements were changed, "
-            "the first at [0, 1]",
-        ),
-        (
-            ("x", "start", 58),
-            "x: the kernel takes it as const, and 1 of 15 elements were changed, "
-            "the first at [4, 2]",
-        ),
+    after_end, before_start = "2 bytes were written after its end, the first ", "2 bytes were "
+    before_start += "written before its start, the nearest "
+    const = "the kernel takes it as const, and 1 of 15 elements were changed, the first at "
+    for name, edge, offset, said in (
+        ("y", "stop", 0, f"{after_end}0 bytes after it (element 7 of 7)"),
+        ("y", "stop", 100, f"{after_end}100 bytes after it (element 57 of 7)"),
+        ("s", "stop", 4, f"{after_end}4 bytes after it (element 2 of 1)"),
+        ("s", "stop", GUARD - 2, f"{after_end}65,534 bytes after it (element 16,384 of 1)"),
+        ("y", "start", -2, f"{before_start}1 bytes before it (element -1)"),
+        ("x", "start", -8, f"{before_start}7 bytes before it (element -2)"),
+        ("x", "start", -GUARD, f"{before_start}65,535 bytes before it (element -16384)"),
+        ("x", "start", 4, f"{const}[0, 1]"),
+        ("x", "start", 58, f"{const}[4, 2]"),
     ):
-        with naming(at):
+        with naming(name, edge, offset):
             places, memory = filled
-            name, edge, offset = at
             after = write_all(places, memory)
             first = getattr(place_of(places, name), edge) + offset
             after[first : first + 2] ^= 0x55
-            assert guard.written_outside(memory, after, places) == said
+            assert guard.written_outside(memory, after, places) == f"{name}: {said}"
 
 
 def test_two_faults_are_both_named(filled):

@@ -107,6 +107,12 @@ def test_occupancy_is_nvidias(reference, arch):
 # ---- each limit, with both numbers ---------------------------------------------------------------
 
 
+REGISTERS = (
+    r"needs 98,304 registers \(96 a thread\), and sm_90a has 65,536 a block; use at most 640 "
+    r"threads, or compile with __launch_bounds__\(1024\)$"
+)
+
+
 def test_each_limit_names_both_numbers():
     for kernel, launch, said in (
         ({}, (1, 2048), r"block.x is 2,048, and at most 1,024"),
@@ -120,17 +126,11 @@ def test_each_limit_names_both_numbers():
         ({}, (-1, 1), r"grid.x is -1, and must be 1 or more"),
         ({"max_threads": 128}, (1, 129), r"129 threads, and the source promises at most 128"),
         ({"block": (64, 2, 1)}, (1, 64), r"block is \(64, 1, 1\), and the source fixes it at \("),
-        (
-            {"registers": 96},
-            (1, 1024),
-            r"needs 98,304 registers \(96 a thread\), and sm_90a has "
-            r"65,536 a block; use at most 640 threads, or compile with __launch_bounds__\(1024\)$",
-        ),
+        ({"registers": 96}, (1, 1024), REGISTERS),
         (
             {},
             (1, 32, 300 * 1024),
-            r"307,200 bytes of shared memory a block \(0 static, 307,200 "
-            r"dynamic\), and sm_90a has 232,448",
+            r"307,200 bytes .*\(0 static, 307,200 dynamic\), and .* has 232,448",
         ),
         ({"shared_bytes": 40000}, (1, 32, 200000), r"240,000 .*\(40,000 static, 200,000 dynamic\)"),
         ({}, (1, 32, -1), r"shared is -1 bytes"),
@@ -140,8 +140,7 @@ def test_each_limit_names_both_numbers():
         (
             {"cluster": (2, 1, 1)},
             (4, 32, 0, 4),
-            r"cluster is \(4, 1, 1\), and the source fixes it "
-            r"at \(2, 1, 1\)",
+            r"cluster is \(4, 1, 1\), and .* it at \(2, 1, 1\)",
         ),
         ({"cluster": (2, 1, 1)}, (3, 32), r"grid.x is 3, which is no multiple of cluster.x = 2"),
     ):
@@ -186,11 +185,7 @@ def test_local_memory_is_that_of_all_resident_threads():
 
 def test_wrong_sizes_are_named():
     for launch, error, said in (
-        (
-            ("4", 32),
-            TypeError,
-            r"f: grid: must be a whole number or a tuple of up to three, not '4'",
-        ),
+        (("4", 32), TypeError, "f: grid: must be a whole number or .* up to three, not '4'"),
         ((4.0, 32), TypeError, "f: grid: must be"),
         ((4, (32, 1.0)), TypeError, "f: block: must be"),
         ((4, None), TypeError, "f: block: must be"),
@@ -217,24 +212,16 @@ def test_sizes_may_be_numpys():
 
 
 def test_a_launch_error_is_a_cuda_error_that_can_be_retried():
-    assert issubclass(LaunchError, ndl.CudaError) and not issubclass(
-        LaunchError, ndl.CudaFatalError
-    )
+    assert issubclass(LaunchError, ndl.CudaError)
+    assert not issubclass(LaunchError, ndl.CudaFatalError)
 
 
 # ---- the table and the report --------------------------------------------------------------------
 
 
 def test_architectures_are_parsed():
-    for text, name in (
-        ("90a", "90a"),
-        ("sm_90", "90"),
-        ("9.0", "90"),
-        (80, "80"),
-        ("compute_120f", "120f"),
-        ("12.1", "121"),
-        (" SM_90A ", "90a"),
-    ):
+    names = {"90a": "90a", "sm_90": "90", "9.0": "90", 80: "80", "compute_120f": "120f"}
+    for text, name in (names | {"12.1": "121", " SM_90A ": "90a"}).items():
         with naming(text):
             assert limits.parse_arch(text) == name
             assert limits.of_arch(text).where == f"sm_{name}"

@@ -89,9 +89,8 @@ def test_bounds_that_a_dtype_does_not_hold():
         ("int32", 100, None),
     ):
         with naming(dtype):
-            with pytest.raises(
-                ValueError, match=f"Random: low and high are .*{dtype} takes numbers from"
-            ):
+            said = f"Random: low and high are .*{dtype} takes numbers from"
+            with pytest.raises(ValueError, match=said):
                 Random(3, dtype, low=low, high=high)
 
 
@@ -124,9 +123,8 @@ def test_tolerances_that_are_none():
         (float("inf"), ValueError),
     ):
         with naming(given):
-            with pytest.raises(
-                error, match="tolerance: must be a number, or .absolute, relative., not"
-            ):
+            said = "tolerance: must be a number, or .absolute, relative., not"
+            with pytest.raises(error, match=said):
                 both(given)
 
 
