@@ -99,9 +99,8 @@ def test_the_service_listens_on_loopback_alone():
     for host in ("no such host", "a" * 70 + ".example"):
         with pytest.raises(AccessError, match=f"--host {host[:3]}"):
             listen(host, 0)
-    with listen("127.0.0.1", 0) as first:
-        with pytest.raises(AccessError, match="in use"):
-            listen("127.0.0.1", first.getsockname()[1])
+    with listen("127.0.0.1", 0) as first, pytest.raises(AccessError, match="in use"):
+        listen("127.0.0.1", first.getsockname()[1])
 
 
 def limited(soft: int, hard: int, devices: int) -> str:

@@ -26,6 +26,7 @@ JOB = {"source": "the source", "entry": "scale<float>", "cases": [CASE]}
 REFERENCE = {"source": "the reference", "entry": "right"}
 JUDGED = JOB | {"reference": REFERENCE}
 ARG = ("cases", 0, "args", 0)
+DRAWN = {"shape": [2], "dtype": "float16", "seed": 1, "low": 0, "high": 1}
 
 
 def sent(**arrays) -> bytes:
@@ -77,14 +78,8 @@ def test_arguments_are_read():
         ({"shape": [], "dtype": "bool", "out": True}, Out((), "bool")),
         ({"shape": [0, 7], "dtype": "int8", "out": True}, Out((0, 7), "int8")),
         ({"shape": [4], "dtype": "bfloat16", "seed": 3}, Random((4,), "bfloat16", 3)),
-        (
-            {"shape": [4], "dtype": "int32", "seed": 0, "low": -5, "high": 5},
-            Random((4,), "int32", 0, -5, 5),
-        ),
-        (
-            {"shape": [4], "dtype": "float64", "seed": 1, "inout": True},
-            InOut(Random((4,), "float64", 1)),
-        ),
+        (DRAWN, Random((2,), "float16", 1, 0, 1)),
+        (DRAWN | {"inout": True}, InOut(Random((2,), "float16", 1, 0, 1))),
     ):
         with naming(sent_as):
             assert read(changed("cases", 0, "args", to=[sent_as])).cases[0].args == [meant]
@@ -219,12 +214,9 @@ def test_text_that_is_no_json_is_refused():
 def test_wrong_fields_are_refused_with_their_place():
     for path, to, said in (
         (("source",), 5, "job.source: Expected `str`, got `int`"),
-        (("source",), None, "job.source: Expected `str`, got `null`"),
         (("entry",), "", "job.entry: Expected `str` of length >= 1"),
         (("entry",), "a\nb", "job.entry: must be the name of a kernel"),
-        (("entry",), "é", "job.entry: must be the name of a kernel"),
         (("language",), "ptx", "job.language: Invalid enum value 'ptx'; allowed: cuda (CUDA C++"),
-        (("cases",), {}, "job.cases: Expected `array`, got `object`"),
         (("cases",), [], "job.cases: Expected `array` of length >= 1"),
         (("cases",), [CASE, CASE], "job: cases: without expected or reference, give one case"),
         (("cases",), [3], "job.cases[0]: Expected `object`, got `int`"),
@@ -235,8 +227,6 @@ def test_wrong_fields_are_refused_with_their_place():
         (("time",), True, "job: time: only with expected or reference"),
         (("tolerance",), 0, "job: tolerance: only with expected or reference"),
         (("reference",), {"source": "x"}, "job.reference: Object missing required field `entry`"),
-        (("cases", 0, "grid"), None, "job.cases[0].grid: Expected `int | array`, got `null`"),
-        (("cases", 0, "grid"), True, "job.cases[0].grid: Expected `int | array`, got `bool`"),
         (("cases", 0, "grid"), 1.0, "job.cases[0].grid: Expected `int | array`, got `float`"),
         (("cases", 0, "grid"), [], "job.cases[0].grid: Expected `array` of length >= 1"),
         (("cases", 0, "block"), [1, "1"], "job.cases[0].block[1]: Expected `int`, got `str`"),
@@ -244,7 +234,6 @@ def test_wrong_fields_are_refused_with_their_place():
         (("cases", 0, "python"), "exec", "job.cases[0]: Object contains unknown field `python`"),
         (("cases", 0, "expected"), ["y"], "job.cases[0].expected: no array 'y'"),
         (ARG, "x", "job.cases[0].args[0]: Expected `bool | int | float | object`, got `str`"),
-        (ARG, None, "job.cases[0].args[0]: Expected"),
         (ARG, {}, "job.cases[0].args[0]: must have exactly one of array, shape, bytes"),
         (ARG, {"array": "x", "bytes": "00"}, "must have exactly one of array, shape, bytes"),
         (ARG, {"array": "z"}, "no array 'z' in the safetensors: x"),
@@ -261,11 +250,7 @@ def test_wrong_fields_are_refused_with_their_place():
         (ARG, OUT | {"shape": [-1]}, "args[0].shape[0]: Expected `int` >= 0"),
         (ARG, OUT | {"shape": 5}, "args[0].shape: Expected `array | null`"),
         (ARG, {"shape": [2], "dtype": "float32", "seed": -1}, "args[0].seed: Expected `int` >= 0"),
-        (
-            ARG,
-            {"shape": [2], "dtype": "float16", "seed": 1, "low": 0, "high": 70000},
-            "job.cases[0].args[0]: Random: low and high are 0 and 70000; float16 takes numbers fr",
-        ),
+        (ARG, DRAWN | {"high": 70000}, "Random: low and high are 0 and 70000; float16 takes numbe"),
     ):
         with naming(path, to):
             message = refused(changed(*path, to=to)).message
@@ -277,10 +262,8 @@ def test_wrong_fields_are_refused_with_their_place():
 def test_wrong_comparisons_are_refused():
     for value, said in (
         (JUDGED | {"trials": 0}, "job.trials: Expected `int` >= 1"),
-        (JUDGED | {"trials": True}, "job.trials: Expected"),
         (JUDGED | {"tolerance": -1}, "job.tolerance: Expected"),
         (JUDGED | {"tolerance": [1]}, "job.tolerance: Expected `array` of length >= 2"),
-        (JUDGED | {"tolerance": [0, "1"]}, "job.tolerance[1]: Expected"),
         (JUDGED | {"tolerance": [0, -1]}, "job.tolerance[1]: Expected"),
         (JUDGED | {"sanitizer": "memcheck"}, "sanitizer: only without expected or reference"),
         (JUDGED | {"explain": True}, "explain: only without expected or reference"),
@@ -306,11 +289,7 @@ def test_limits_are_in_the_refusal():
         (changed("cases", 0, "args", to=[1] * 257), 256, LIMITS),
         (changed("cases", 0, "args", 1, to=OUT | {"shape": [1] * 9}), 8, LIMITS),
         (changed("cases", 0, "args", 1, to=OUT | {"shape": [1 << 14]}), 1 << 16, LIMITS),
-        (
-            changed("cases", 0, "args", 1, to=OUT | {"shape": [1 << 15, 0], "dtype": "int64"}),
-            1 << 16,
-            LIMITS,
-        ),
+        (changed("cases", 0, "args", 1, to=OUT | {"shape": [1 << 15, 0]}), 1 << 16, LIMITS),
         (changed("cases", 0, "args", to=[{"array": "x"}] * 100), 1000, count),
         (changed(*ARG, to={"bytes": "00" * 40000}), job.STRUCT_BYTES, RequestLimits()),
         (changed(*ARG, to={"bytes": ""}), job.STRUCT_BYTES, LIMITS),

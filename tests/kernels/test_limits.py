@@ -144,9 +144,8 @@ def test_each_limit_names_both_numbers():
         ),
         ({"cluster": (2, 1, 1)}, (3, 32), r"grid.x is 3, which is no multiple of cluster.x = 2"),
     ):
-        with naming(kernel):
-            with pytest.raises(LaunchError, match=rf"^f: .*{said}"):
-                limits.check(Kernel(**kernel), H, *launch)
+        with naming(kernel), pytest.raises(LaunchError, match=rf"^f: .*{said}"):
+            limits.check(Kernel(**kernel), H, *launch)
 
 
 def test_clusters_need_hopper():
@@ -197,9 +196,8 @@ def test_wrong_sizes_are_named():
         ((4, 32, 1.5), TypeError, "f: shared: must be a whole number of bytes"),
         ((4, 32, 0, "2"), TypeError, "f: cluster: must be"),
     ):
-        with naming(launch):
-            with pytest.raises(error, match=said):
-                limits.check(Kernel(), H, *launch)
+        with naming(launch), pytest.raises(error, match=said):
+            limits.check(Kernel(), H, *launch)
 
 
 def test_sizes_may_be_numpys():

@@ -224,9 +224,8 @@ def test_wrong_calls_name_the_argument_and_cost_no_process(pool, monkeypatch):
         (TypeError, "source and entry must be text", SOURCE.encode(), "no_results", 1, [], {}),
         (ValueError, "surrogates not allowed", "k \ud800", "k", 1, [], {}),
     ):  # fmt: skip
-        with naming(said):
-            with pytest.raises(error, match=said):
-                pool.run(source, entry, grid, 1, args, **more)
+        with naming(said), pytest.raises(error, match=said):
+            pool.run(source, entry, grid, 1, args, **more)
     assert pool.state() == before
     assert_next_is_right(pool)
 
@@ -252,9 +251,8 @@ def test_wrong_arguments_of_a_pool_are_named(monkeypatch):
         ("memory", "1 GB", TypeError, "whole number"),
         ("fresh", "never", ValueError, "must be"),
     ):
-        with naming(name, value):
-            with pytest.raises(error, match=f"{name}: .*{said}"):
-                FakePool(**{"devices": [0], name: value})
+        with naming(name, value), pytest.raises(error, match=f"{name}: .*{said}"):
+            FakePool(**{"devices": [0], name: value})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match="there is no 0, since CUDA_VISIBLE_DEVICES= shows none"):
         FakePool(devices=[0])
@@ -414,9 +412,8 @@ def test_wrong_evaluations_name_the_argument_and_cost_no_process(pool):
         ({"trials": 2.5}, TypeError, "trials: must be a whole number"),
         ({"trials": 0}, ValueError, "trials: must be 1 or more"),
     ):
-        with naming(said):
-            with pytest.raises(error, match=said):
-                evaluate(pool, "spills", **{"cases": [CASE], **arguments})
+        with naming(said), pytest.raises(error, match=said):
+            evaluate(pool, "spills", **{"cases": [CASE], **arguments})
     assert pool.state()[0] == before
 
 

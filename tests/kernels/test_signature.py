@@ -178,9 +178,8 @@ def test_a_declaration_must_fit_the_layout():
         ("float", [(0, 8)], r"parameter 0 is declared as float \(4 bytes\)"),
         ("float*", [(0, 4)], r"parameter 0 is declared as float\* \(8 bytes\)"),
     ):
-        with naming(text):
-            with pytest.raises(ValueError, match=said):
-                Signature.declared("f", text, layout)
+        with naming(text), pytest.raises(ValueError, match=said):
+            Signature.declared("f", text, layout)
 
 
 def test_no_parameters():
@@ -411,9 +410,8 @@ def test_wrong_plans_are_refused():
         ([("float*", "array", 8, 0, "float8", False, 1)], ValueError),
         ([("float*", "array", 8, 0, "float32", False, 0)], ValueError),
     ):
-        with naming(plan):
-            with pytest.raises(error):
-                _C.Parameters("f", plan)
+        with naming(plan), pytest.raises(error):
+            _C.Parameters("f", plan)
 
 
 def test_the_cpu_runs_no_kernels():

@@ -61,9 +61,8 @@ def test_a_strided_array_is_made_contiguous_and_zero_axes_stay():
 
 def test_other_arrays_are_refused():
     for array in (np.array(["a"]), np.zeros(2, ">f4"), np.zeros(2, "longdouble")):
-        with naming(array):
-            with pytest.raises(TypeError, match="there are float32, bfloat16"):
-                host_array(array)
+        with naming(array), pytest.raises(TypeError, match="there are float32, bfloat16"):
+            host_array(array)
 
 
 def test_shapes_and_dtypes_are_checked():
