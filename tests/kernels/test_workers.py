@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -327,32 +326,6 @@ def test_close_leaves_no_process_file_or_thread():
         assert children() != before[1]
     gc.collect()
     assert (fds(), children(), threading.active_count()) == before
-
-
-def test_the_processes_die_with_their_parent(tmp_path):
-    script = tmp_path / "parent.py"
-    for entry in ("no_results", "hangs"):
-        script.write_text(
-            textwrap.dedent(f"""
-                import sys, threading, time
-                sys.path[:0] = [{str(ROOT)!r}, {str(FAKE_WORKER.parent)!r}]
-                from fake_pool import SOURCE, FakePool, children
-                pool = FakePool(devices=[0], timeout=100, spares=0)
-                pool.run(SOURCE, "no_results", 1, 1, [])
-                threading.Thread(target=pool.run, args=(SOURCE, {entry!r}, 1, 1, [])).start()
-                time.sleep(0.3)
-                print(*children(), flush=True)
-                time.sleep(100)
-            """)
-        )
-        with naming(entry):
-            parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
-            pids = [int(pid) for pid in parent.stdout.readline().split()]
-            assert len(pids) == 2
-            parent.kill()
-            parent.wait()
-            parent.stdout.close()
-            wait_for(lambda pids=pids: not any(alive(pid) for pid in pids), 5)
 
 
 def test_a_worker_dies_with_its_parent_while_another_holds_its_socket(tmp_path):
