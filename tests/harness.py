@@ -82,6 +82,13 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
+def shared_library(source: str, out: Path, *more: str | Path) -> None:
+    """Compile a text in C, which may include the core's headers. more: words for the compiler."""
+    command = ["cc", "-w", "-std=gnu17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    command += ["-x", "c", "-", "-x", "none", "-o", out, *more]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
 def in_thread(function: Callable, *arguments) -> Future:
     """Call a function in a thread of its own. `result(60)` waits for what it returns or raises."""
     future: Future = Future()

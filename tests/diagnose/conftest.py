@@ -13,18 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, shared_library
 
 from needle.diagnose import examination
 from needle.diagnose.examination import Examination, Examinations, Reporter
 from needle.diagnose.finding import Finding
 
 HERE = Path(__file__).parent
-
-
-def compile_library(source: str, out: Path, *more) -> None:
-    command = ["cc", "-std=gnu17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", HERE / source]
-    subprocess.run([*command, "-o", out, *more], check=True)
 
 
 def objects() -> list[Path]:
@@ -77,11 +72,27 @@ def machine(tmp_path_factory) -> Machine:
     skip = shutil.ignore_patterns("_cuda*", "__pycache__")
     shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
     (folder / "lib").mkdir()
-    compile_library("fake_nvml.c", folder / "lib/libnvidia-ml.so.1")
-    compile_library("fake_driver.c", folder / "lib/libcuda.so.1")
     linked = ["-fvisibility=hidden", "-fopenmp", *objects(), *blas(), "-lm", "-Wl,-z,defs"]
-    compile_library("fake_backend.c", folder / "needle/_cuda.so", *linked)
+    for source, library, more in (
+        ("fake_nvml.c", "lib/libnvidia-ml.so.1", []),
+        ("fake_driver.c", "lib/libcuda.so.1", []),
+        ("fake_backend.c", "needle/_cuda.so", linked),
+    ):
+        shared_library(f'#include "{HERE / source}"', folder / library, *more)
     return Machine(folder)
+
+
+@pytest.fixture
+def here(machine, monkeypatch):
+    """here(injected): examinations of this process examine the fake machine."""
+    monkeypatch.setattr(examination, "ROOT", machine.folder)
+
+    def inject(injected: str) -> None:
+        environment = machine.environment(injected)
+        for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
+            monkeypatch.setenv(name, environment[name])
+
+    return inject
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from harness import ROOT, naming
+from harness import ROOT, naming, shared_library
 
 from needle.diagnose import command, examination, recovery
 from needle.diagnose.command import FULL, QUICK, Report, Times
@@ -45,12 +45,8 @@ def test_healthy_machine(pynvml, machine, tmp_path):
     assert [device["device"] for device in told["devices"]] == ["cpu()", "cuda()", "cuda(1)"]
     assert told["devices"][1]["rates"]["bfloat16"] > 0 and len(told["gpus"]) == 2
     assert told["cuda"]["usable"] and told["seconds"] > 0 and set(told["peers"]) == {"0-1", "1-0"}
-    assert {finding["where"] for finding in told["findings"]} >= {
-        "GPU 1",
-        "run",
-        "cuda(1)",
-        "cpu()",
-    }
+    where = {finding["where"] for finding in told["findings"]}
+    assert where >= {"GPU 1", "run", "cuda(1)", "cpu()"}
     said = [f["text"] for f in told["findings"] if f["what"] == "libraries"]
     assert len(said) == 2 and str(machine.folder / "lib/libnvidia-ml.so.1") in said[0]
     text = log.read_text()
@@ -74,13 +70,10 @@ def test_defect_is_a_line_with_its_remedy(pynvml, machine):
     assert not any(line.startswith(("GPU 0", "test cpu()")) for line in lines)
 
 
-def test_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys):
+def test_gpu_that_hangs_costs_its_deadline_alone(here, monkeypatch, capsys):
     """The hanging op is named, and the other checks are done."""
-    monkeypatch.setattr(examination, "ROOT", machine.folder)
     monkeypatch.setattr(command, "QUICK", Times(30, 4, 5, 6))
-    environment = machine.environment("hang=embedding_bwd")
-    for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, environment[name])
+    here("hang=embedding_bwd")
     start = time.monotonic()
     assert command.main(["--json", "--device", "0"]) == 1
     assert time.monotonic() - start < 60
@@ -112,14 +105,9 @@ def test_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypat
             (package / path.name).write_bytes(path.read_bytes())  # finds _cuda.so beside itself
         elif path.name != "_cuda.so":
             (package / path.name).symlink_to(path)
-    (tmp_path / "stub.c").write_text(STUB)
-    (tmp_path / "backend.c").write_text(BACKEND)
     lacking = tmp_path / "libcublasLt.so.13.99"
-    for words in (
-        [tmp_path / "stub.c", f"-Wl,-soname,{lacking.name}", "-o", lacking],
-        [tmp_path / "backend.c", lacking, "-o", package / "_cuda.so"],
-    ):
-        subprocess.run(["cc", "-shared", "-fPIC", *words], check=True)
+    shared_library(STUB, lacking, f"-Wl,-soname,{lacking.name}")
+    shared_library(BACKEND, package / "_cuda.so", lacking)
     lacking.unlink()
     monkeypatch.setattr(examination, "ROOT", tmp_path)
     child = examined("machine")
@@ -144,19 +132,15 @@ def torchrun(machine, tmp_path):
     (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
     for package in ("nvidia", "nvidia/nccl"):  # stands before an installed one
         (tmp_path / package / "__init__.py").touch()
-    source = ROOT / "tests/distributed/fake_nccl.c"
-    library = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
-    subprocess.run(["cc", "-std=gnu17", "-shared", "-fPIC", source, "-o", library], check=True)
+    source = f'#include "{ROOT}/tests/distributed/fake_nccl.c"'
+    shared_library(source, tmp_path / "nvidia/nccl/lib/libnccl.so.2")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
     def run(size, injected, of=None):
-        variables = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "TMPDIR": str(tmp_path),
-        }
+        variables = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables["TMPDIR"] = str(tmp_path)
         environ = machine.environment(injected, **variables)
         environ["PYTHONPATH"] += f":{tmp_path}"
         ranks = [
@@ -241,24 +225,17 @@ def test_full_disk_ends_the_log_alone(capsys):
 # ---- an injected fault ---------------------------------------------------------------------------
 
 
-def test_recovery_from_an_injected_fault(machine, monkeypatch):
-    monkeypatch.setattr(examination, "ROOT", machine.folder)
-    environment = machine.environment()
-    for name in ("LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, environment[name])
+def test_recovery_from_an_injected_fault(here):
     for injected, has_failed, said in (
-        ("", False, "an injected fault ended its process alone; a fresh one was right"),
-        (
-            "numb=1",
-            True,
-            "an injected fault was not reported: the process that examined it crashed with",
-        ),
-        ("wrong=matmul", True, "after an injected fault a fresh process is wrong: WRONG: matmul"),
+        ("", False, "ended its process alone; a fresh one was right"),
+        ("numb=1", True, "was not reported: the process that examined it crashed with"),
+        ("wrong=matmul", True, "a fresh process is wrong: WRONG: matmul"),
     ):
         with naming(injected), examination.Examinations() as examinations:
-            monkeypatch.setenv("NEEDLE_FAKE", injected)
+            here(injected)
             (finding,) = recovery.examine(examinations, "cuda()", 0, time.monotonic() + 60)
-            assert finding.has_failed == has_failed and said in finding.text
+            assert finding.has_failed == has_failed
+            assert "an injected fault" in finding.text and said in finding.text
 
 
 # ---- on a GPU ---------------------------------------------------------------------------------

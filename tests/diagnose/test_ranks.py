@@ -131,18 +131,18 @@ def test_rank_whose_own_device_fails_tells_the_others(injected):
 def test_ranks_on_the_cpu_of_another_launcher_are_a_note(injected):
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     environ |= {"PYTHONPATH": str(injected), "NEEDLE_REQUIRE_CUDA": "0"}
-    words = [sys.executable, "-m", "needle.diagnose"]
-    done = subprocess.run(
-        words, cwd=injected, env=os.environ | environ, capture_output=True, text=True
-    )
+
+    def run():
+        words, options = [sys.executable, "-m", "needle.diagnose"], {"env": os.environ | environ}
+        return subprocess.run(words, cwd=injected, capture_output=True, text=True, **options)
+
+    done = run()
     assert done.returncode == 0 and done.stderr == "", done.stdout
     (line,) = done.stdout.splitlines()
     assert line.startswith("rank 1 of 2: cpu() ok: ")
     assert "ranks on the CPU need mpirun or srun, and torchrun started these" in line
     del environ["LOCAL_RANK"]
-    done = subprocess.run(
-        words, cwd=injected, env=os.environ | environ, capture_output=True, text=True
-    )
+    done = run()
     assert done.returncode == 2 and "LOCAL_RANK is not set" in done.stderr
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from harness import ROOT, naming
+from harness import ROOT, naming, shared_library
 from kernel_sources import SCALES, SOURCE, needs_nvrtc
 
 from needle.kernels import Compiled, CompileError, build, toolkit
@@ -46,9 +46,7 @@ int cuInit(unsigned flags) { return 0 * (int)flags; }
 def test_compiling_opens_no_driver(tmp_path):
     """Not for NVRTC's cache on the disk either: a confined compiler is to have neither a thread nor
     a device file of a GPU."""
-    library = tmp_path / "libcuda.so.1"
-    (tmp_path / "driver.c").write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    shared_library(DRIVER, tmp_path / "libcuda.so.1")
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     for script, said in (
         (f"from needle.kernels import build; print(len(build({PLAIN!r}).entries))", "1"),
@@ -172,11 +170,8 @@ const char *nvrtcGetErrorString(int status) { return "no builtins"; }
 
 def test_nvrtc_of_a_package_has_its_builtins(tmp_path):
     """It opens them by name, and no path leads there."""
-    (tmp_path / "stub.c").write_text(STUB)
-    (tmp_path / "empty.c").write_text("")
-    for source, name in (("stub", "libnvrtc.so.99"), ("empty", "libnvrtc-builtins.so.99.0")):
-        words = ["-shared", "-fPIC", tmp_path / f"{source}.c", f"-Wl,-soname,{name}"]
-        subprocess.run(["cc", *words, "-o", tmp_path / name], check=True)
+    for source, name in ((STUB, "libnvrtc.so.99"), ("", "libnvrtc-builtins.so.99.0")):
+        shared_library(source, tmp_path / name, f"-Wl,-soname,{name}")
     found = toolkit.Toolkit(tmp_path / "libnvrtc.so.99", ())
     assert compile_module._Nvrtc(found).version() == (99, 99)
 

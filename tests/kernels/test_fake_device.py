@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT
+from harness import ROOT, shared_library
 
 BACKEND = r"""
 #include <stdarg.h>
@@ -170,10 +170,7 @@ def fake(tmp_path_factory):
         pytest.skip("needle: no cc to make the stand-in with")
     folder = tmp_path_factory.mktemp("fake")
     shutil.copytree(ROOT / "needle", folder / "needle", ignore=shutil.ignore_patterns("_cuda*"))
-    (folder / "fake.c").write_text(BACKEND)
-    library = folder / "needle" / "_cuda.so"
-    command = ["cc", "-w", "-std=gnu17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", "fake.c"]
-    subprocess.run([*command, "-o", str(library)], cwd=folder, check=True)
+    shared_library(BACKEND, folder / "needle" / "_cuda.so")
 
     def run(script: str, **environment) -> subprocess.CompletedProcess:
         facts = {"PYTHONPATH": str(folder), "FAKE_LOG": str(folder / "log"), "OMP_NUM_THREADS": "1"}

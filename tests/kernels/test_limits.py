@@ -5,11 +5,10 @@ import ctypes
 import dataclasses
 import random
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
-from harness import naming
+from harness import naming, shared_library
 from kernel_sources import MISSING
 
 import needle as ndl
@@ -54,11 +53,9 @@ def reference(tmp_path_factory):
     headers = [f for f in find_toolkit().include if (f / "cuda_occupancy.h").exists()]
     if not headers or not shutil.which("cc"):
         pytest.skip("needle: no cuda_occupancy.h beside NVRTC, or no cc")
-    folder = tmp_path_factory.mktemp("occupancy")
-    (folder / "reference.c").write_text(REFERENCE)
-    command = ["cc", "-w", "-shared", "-fPIC", f"-I{headers[0]}", "reference.c", "-o", "r.so"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "r.so")).blocks
+    library = tmp_path_factory.mktemp("occupancy") / "reference.so"
+    shared_library(REFERENCE, library, f"-I{headers[0]}")
+    return ctypes.CDLL(str(library)).blocks
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import re
-import subprocess
 import threading
 import time
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from fake_pool import SOURCE, FakePool
-from harness import ROOT, in_thread, naming
+from harness import ROOT, in_thread, naming, shared_library
 from serving import ARGS, JOB, SIMPLE, TOKEN, X, running
 from test_job import bfloat16
 
@@ -154,9 +153,7 @@ def fake_nvml(tmp_path, monkeypatch):
     """NVML of a machine with made-up GPUs; NEEDLE_FAKE sets their figures and errors."""
     pytest.importorskip("pynvml", reason="no pynvml (pip install nvidia-ml-py)")
     library = tmp_path / "libnvidia-ml.so.1"
-    source = ROOT / "tests/diagnose/fake_nvml.c"
-    command = ["cc", "-std=gnu17", "-shared", "-fPIC", f"-I{ROOT}/csrc", source, "-o", library]
-    subprocess.run(command, check=True)
+    shared_library(f'#include "{ROOT}/tests/diagnose/fake_nvml.c"', library)
     monkeypatch.setattr(serve, "open_nvml", functools.cache(lambda: Nvml(str(library))))
     monkeypatch.setattr(serve, "NVML_SECONDS", 5.0)
 
