@@ -4,11 +4,9 @@ how many connections it takes."""
 import os
 import resource
 import stat
-import subprocess
-import sys
 
 import pytest
-from harness import ROOT, naming
+from harness import naming, python
 
 from needle.files import FileError, read_secret
 from needle.kernels import access
@@ -116,9 +114,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    return subprocess.check_output(command, text=True, env=environment).strip()
+    return python(code).stdout.strip()
 
 
 def test_connections_leave_open_files_for_processes():

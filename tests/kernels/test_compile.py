@@ -2,14 +2,11 @@
 
 import ctypes
 import importlib
-import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
-from harness import ROOT, naming, shared_library
+from harness import naming, python, shared_library
 from kernel_sources import SCALES, SOURCE, needs_nvrtc
 
 from needle.kernels import Compiled, CompileError, build, toolkit
@@ -47,13 +44,11 @@ def test_compiling_opens_no_driver(tmp_path):
     """Not for NVRTC's cache on the disk either: a confined compiler is to have neither a thread nor
     a device file of a GPU."""
     shared_library(DRIVER, tmp_path / "libcuda.so.1")
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     for script, said in (
         (f"from needle.kernels import build; print(len(build({PLAIN!r}).entries))", "1"),
         ("import ctypes; ctypes.CDLL('libcuda.so.1')", "the driver is opened"),
     ):
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = python(script, LD_LIBRARY_PATH=str(tmp_path))
         assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
 
 

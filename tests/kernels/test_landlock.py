@@ -218,41 +218,42 @@ def test_a_confined_compiler_compiles_and_is_limited(compiler):
     assert "NoNewPrivs:\t1" in Path(f"/proc/{compiler.pid}/status").read_text()
 
 
-def test_a_compiler_that_cannot_be_confined_does_not_start(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import sys\n"
-        "from needle.kernels import landlock, worker\n"
-        "def version():\n    raise landlock.LandlockError('there is none')\n"
-        "landlock.version = version\n"
-        "class Needle(worker.Needle):\n    def confine(self):\n        landlock.confine([])\n"
-        "worker.main(sys.argv[1:], Needle())\n"
-    )
-    with Worker([sys.executable, str(script), "compiler"], environment()) as made:
+def test_a_compiler_that_cannot_be_confined_does_not_start():
+    code = """
+import sys
+from needle.kernels import landlock, worker
+def version():
+    raise landlock.LandlockError("there is none")
+landlock.version = version
+class Needle(worker.Needle):
+    def confine(self):
+        landlock.confine([])
+worker.main(sys.argv[1:], Needle())
+"""
+    with Worker([sys.executable, "-c", code, "compiler"], environment()) as made:
         made.greet(60.0)
-    with Worker([sys.executable, str(script), "confined"], environment()) as made:
+    with Worker([sys.executable, "-c", code, "confined"], environment()) as made:
         with pytest.raises(Ended, match="there is none"):
             made.greet(60.0)
 
 
-def test_a_compiler_ends_when_its_processor_time_is_used(tmp_path):
+def test_a_compiler_ends_when_its_processor_time_is_used():
     """Time may run out after an answer, or during a source that compiles for ever."""
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import sys, time\n"
-        "from needle.kernels import worker\n"
-        "class Needle(worker.Needle):\n    def build(self, source, entry, arch, debug):\n"
-        "        end = time.process_time() + float(source)\n"
-        "        while time.process_time() < end: pass\n"
-        "        raise ValueError('worked')\n"
-        "worker.COMPILER_SECONDS = int(time.process_time()) + 3\n"
-        "worker.main(sys.argv[1:], Needle())\n"
-    )
+    code = """
+import sys, time
+from needle.kernels import worker
+class Needle(worker.Needle):
+    def build(self, source, entry, arch, debug):
+        end = time.process_time() + float(source)
+        while time.process_time() < end:
+            pass
+        raise ValueError("worked")
+worker.COMPILER_SECONDS = int(time.process_time()) + 3
+worker.main(sys.argv[1:], Needle())
+"""
     for seconds, how in (("2", "exit code 0"), ("9", "SIGKILL")):
-        with (
-            naming(seconds),
-            Worker([sys.executable, str(script), "compiler"], environment()) as made,
-        ):
+        command = [sys.executable, "-c", code, "compiler"]
+        with naming(seconds), Worker(command, environment()) as made:
             made.greet(60.0)
             for source in ("0", seconds):
                 try:

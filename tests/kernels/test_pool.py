@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right, run, wait_for
-from harness import ROOT, naming
+from harness import ROOT, naming, python
 
 from needle._C import array, cpu
 from needle.kernels import Case, InOut, Out, Random, workers
@@ -291,8 +291,7 @@ def test_a_process_finds_needle_with_a_safe_path(monkeypatch):
 
 def test_the_pool_opens_no_gpu():
     code = "from needle.kernels.pool import Pool; print(open('/proc/self/maps').read())"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    maps = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    maps = python(code).stdout
     assert "needle/_C" in maps
     assert not any(name in maps for name in ("_cuda.so", "libcuda", "libnvrtc"))
 
