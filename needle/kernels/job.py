@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from needle import _C
 from needle.files import FileError
 from needle.kernels.pool import Pool, Result
 from needle.kernels.sanitizer import TOOLS
@@ -133,27 +132,13 @@ class Reference(Struct, forbid_unknown_fields=True):
     block: Size | None = None
     shared: Shared | None = None
 
-    def outputs(self, pool: Pool, case: Case, inputs: Sequence[Any]) -> tuple[np.ndarray, ...]:
-        """Run it. `inputs`: the arguments of the case without Out, bfloat16 as float32."""
-        given = iter(inputs)
-        args: list[Any] = []
-        for spec in case.args:
-            if isinstance(spec, Out):
-                args.append(spec)
-                continue
-            value = next(given)
-            if _dtype_of(spec) == "bfloat16":
-                value = _C.array(value, "bfloat16", _C.cpu())
-            args.append(InOut(value) if isinstance(spec, InOut) else value)
+    def outputs(self, pool: Pool, case: Case) -> tuple[np.ndarray, ...]:
+        """Run it on the arguments of a case."""
         grid, block, shared = (
-            of_case if own is None else own
-            for own, of_case in (
-                (self.grid, case.grid),
-                (self.block, case.block),
-                (self.shared, case.shared),
-            )
+            getattr(case if getattr(self, name) is None else self, name)
+            for name in ("grid", "block", "shared")
         )
-        result = pool.run(self.source, self.entry, grid, block, args, shared)
+        result = pool.run(self.source, self.entry, grid, block, case.args, shared)
         if result.status == "device_lost":
             raise Refused(503, f"no device for the reference: {result.message}")
         if result.status != "ok":
@@ -230,7 +215,7 @@ class Job:
                 fields.source,
                 fields.entry,
                 self.cases,
-                [self._right(pool, number, end) for number in range(len(self.cases))],
+                [_Right(self, number, pool, end) for number in range(len(self.cases))],
                 fields.tolerance,
                 trials=5 if fields.trials is None else fields.trials,
                 time=fields.time is not False,
@@ -241,26 +226,23 @@ class Job:
                 f"the job was ended after {seconds:g} s (--job-seconds): fewer cases or trials",
             )
 
-    def _right(self, pool: Pool, number: int, end: float) -> Callable[..., Sequence[Any]]:
-        """Return a function from the inputs of a case to its right outputs. A Pool calls it before
-        each launch, so it checks the deadline."""
 
-        def outputs(*inputs: Any) -> Sequence[Any]:
-            if time.monotonic() > end:
-                raise TimeoutError
-            if self.fields.reference is None:
-                return self.expected[number]
-            return self.fields.reference.outputs(pool, self.cases[number], inputs)
+@dataclass(frozen=True)
+class _Right:
+    """The right outputs of a case of a job. A Pool asks for them before each launch, so this checks
+    the deadline."""
 
-        return outputs
+    job: Job
+    number: int
+    pool: Pool
+    end: float
 
-
-def _dtype_of(value: Any) -> str | None:
-    """Return the dtype of an argument; None for a number."""
-    value = value.array if isinstance(value, InOut) else value
-    if isinstance(value, Random):
-        return value.dtype
-    return host_array(value)[0] if isinstance(value, (np.ndarray, _C.NDArray)) else None
+    def of_case(self, case: Case) -> Sequence[Any]:
+        if time.monotonic() > self.end:
+            raise TimeoutError
+        if self.job.fields.reference is None:
+            return self.job.expected[self.number]
+        return self.job.fields.reference.outputs(self.pool, case)
 
 
 def read_job(text: bytes | bytearray, arrays: bytes | bytearray, limits: RequestLimits) -> Job:

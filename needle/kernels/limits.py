@@ -222,34 +222,21 @@ def check(
     memory a thread that the context holds already. LaunchError names the limit, with both numbers
     and the remedy; TypeError and ValueError a wrong size."""
     try:
-        return _check(kernel, limits, grid, block, shared, cluster, cooperative, held_local)
+        grid = triple("grid", grid, GRID_SIZES, "; put the largest number into x")
+        block = triple("block", block, BLOCK_SIZES, "; use smaller blocks and more of them")
+        threads = block[0] * block[1] * block[2]
+        _check_threads(kernel, limits, block, threads)
+        shared_bytes = _check_shared(kernel, limits, shared)
+        cluster = _check_cluster(kernel, limits, grid, cluster)
+        allowed = _blocks(kernel, limits, threads, shared_bytes)
+        limiter = min(allowed, key=lambda name: allowed[name])
+        fits = allowed[limiter]
+        resident = fits * limits.processors if limits.processors is not None else None
+        if cooperative:
+            _check_cooperative(limits, grid, fits, resident)
+        _check_local(kernel, limits, held_local)
     except (LaunchError, TypeError, ValueError) as error:
         raise type(error)(f"{kernel.name}: {error}") from None
-
-
-def _check(
-    kernel: Resources,
-    limits: Limits,
-    grid: Size,
-    block: Size,
-    shared: int,
-    cluster: Size | None,
-    cooperative: bool,
-    held_local: int,
-) -> LaunchReport:
-    grid = triple("grid", grid, GRID_SIZES, "; put the largest number into x")
-    block = triple("block", block, BLOCK_SIZES, "; use smaller blocks and more of them")
-    threads = block[0] * block[1] * block[2]
-    _check_threads(kernel, limits, block, threads)
-    shared_bytes = _check_shared(kernel, limits, shared)
-    cluster = _check_cluster(kernel, limits, grid, cluster)
-    allowed = _blocks(kernel, limits, threads, shared_bytes)
-    limiter = min(allowed, key=lambda name: allowed[name])
-    fits = allowed[limiter]
-    resident = fits * limits.processors if limits.processors is not None else None
-    if cooperative:
-        _check_cooperative(limits, grid, fits, resident)
-    _check_local(kernel, limits, held_local)
     return LaunchReport(
         kernel=kernel.name,
         where=limits.where,

@@ -33,15 +33,9 @@ from needle.kernels import landlock
 from needle.kernels.guard import SharedBuffer
 from needle.kernels.launch import Code, Launch
 from needle.kernels.limits import Size
-from needle.kernels.sanitizer import (
-    TOOLS,
-    Finding,
-    find_sanitizer,
-    read_report,
-    sanitizer_command,
-    status_of,
-)
+from needle.kernels.sanitizer import TOOLS, Finding, read_report, sanitizer_command, status_of
 from needle.kernels.timing import FLUSH_BYTES, LEAST_CALLS, WARM_UP, Timing
+from needle.kernels.toolkit import find_tool
 from needle.kernels.values import Case, Tolerance, both, difference, whole
 from needle.kernels.workers import START_SECONDS, Ended, SetAside, Worker, WorkerPool
 
@@ -416,7 +410,7 @@ class Pool:
         """
         if sanitizer is not None and sanitizer not in TOOLS:
             raise ValueError(f"sanitizer: must be one of {', '.join(TOOLS)}, not {sanitizer!r}")
-        program = find_sanitizer() if sanitizer is not None or explain else None
+        program = find_tool("compute-sanitizer") if sanitizer is not None or explain else None
         if sanitizer is not None and program is None:
             raise ValueError(f"sanitizer: {NO_SANITIZER}")
         code = self._compile(source, entry, debug)
@@ -608,8 +602,11 @@ def _cases(cases: Any, reference: Any) -> list[Case]:
 
 
 def _expected(launch: Launch, reference: Any) -> list[np.ndarray]:
-    """Return the right outputs of a launch."""
-    if callable(reference):
+    """Return the right outputs of a launch. of_case: a method that takes the case, with its arrays
+    drawn (needle.kernels.job)."""
+    if hasattr(reference, "of_case"):
+        reference = reference.of_case(launch.case)
+    elif callable(reference):
         reference = reference(*launch.inputs())
     single = isinstance(reference, (np.ndarray, np.generic, NDArray))
     if not single and not isinstance(reference, Iterable):

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from needle.kernels.toolkit import find_tool
-
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MOST_FINDINGS = 8
 WHERE = re.compile(r"\bat (?P<where>.+?)[+:]0x[0-9a-f]+(?: in (?P<file>[^\s:]+):(?P<line>\d+))?")
@@ -44,11 +42,6 @@ class Finding:
         thread = f", thread {self.thread} of block {self.block}" if self.thread else ""
         detail = f": {self.detail}" if self.detail else ""
         return f"{self.what}{at}{line}{thread}{detail}"
-
-
-def find_sanitizer() -> str | None:
-    """Return compute-sanitizer's path; None if it is not installed."""
-    return find_tool("compute-sanitizer")
 
 
 def sanitizer_command(program: str, tool: str, report: Path) -> list[str]:

@@ -123,20 +123,21 @@ class Signature:
         """Read the compiled symbol. A type that does not fit the layout is unknown."""
         parts = _function_parts(symbol)
         types = [] if parts is None else _split(parts[1])
-        if len(types) != len(layout):
-            types = [""] * len(layout)
-        found = []
-        for text, (offset, size) in zip(types, layout):
-            parameter, own_size = _read(text, offset, size)
-            fits = own_size in (None, size)
-            found.append(parameter if fits else Parameter(text, "unknown", size, offset))
-        return Signature(short_name(symbol), tuple(found))
+        found = _parameters(types if len(types) == len(layout) else [""] * len(layout), layout)
+        return Signature(short_name(symbol), found)
 
     @staticmethod
     def declared(name: str, text: str, layout: Layout) -> Signature:
         """Read a declaration such as "const float*, float* out, int n". ValueError where the count
         or a size is not that of the machine code."""
-        return Signature(name, _parameters(name, _split(text), layout))
+        types = _split(text)
+        if len(types) != len(layout):
+            raise ValueError(
+                f"{name}: {len(types)} parameters are declared ({', '.join(types) or 'none'}), and "
+                f"the machine code has {len(layout)}, of "
+                f"{', '.join(str(s) for _, s in layout) or 'no'} bytes"
+            )
+        return Signature(name, _parameters(types, layout, declared_by=name))
 
 
 @functools.cache
@@ -229,21 +230,19 @@ def _split(text: str) -> list[str]:
     return [] if parts in ([""], ["void"]) else parts
 
 
-def _parameters(name: str, types: list[str], layout: Layout) -> tuple[Parameter, ...]:
-    if len(types) != len(layout):
-        raise ValueError(
-            f"{name}: {len(types)} parameters are declared ({', '.join(types) or 'none'}), and the "
-            f"machine code has {len(layout)}, of {', '.join(str(s) for _, s in layout) or 'no'} "
-            "bytes"
-        )
+def _parameters(types: list[str], layout: Layout, declared_by: str = "") -> tuple[Parameter, ...]:
+    """Read the types. One that does not fit the layout is unknown, or a ValueError if a kernel of
+    that name is declared so."""
     found = []
     for i, (text, (offset, size)) in enumerate(zip(types, layout)):
         parameter, own_size = _read(text, offset, size)
         if own_size not in (None, size):
-            raise ValueError(
-                f"{name}: parameter {i} is declared as {text} ({own_size} bytes), and the machine "
-                f"code has {size} bytes there"
-            )
+            if declared_by:
+                raise ValueError(
+                    f"{declared_by}: parameter {i} is declared as {text} ({own_size} bytes), and "
+                    f"the machine code has {size} bytes there"
+                )
+            parameter = Parameter(text, "unknown", size, offset)
         found.append(parameter)
     return tuple(found)
 

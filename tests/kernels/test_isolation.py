@@ -7,7 +7,7 @@ import pytest
 from faulty_kernels import FAULTS, GOOD, N, X, check, good, inject
 
 from needle.kernels import Case, Out, Pool, Random
-from needle.kernels.sanitizer import find_sanitizer
+from needle.kernels.toolkit import find_tool
 
 pytestmark = pytest.mark.cuda
 TIMEOUT = 2.0
@@ -133,7 +133,7 @@ def test_a_job_starts_with_fresh_globals(pool):
         assert (result.status, result.message) == ("ok", "")
 
 
-@pytest.mark.skipif(find_sanitizer() is None, reason="no compute-sanitizer here")
+@pytest.mark.skipif(find_tool("compute-sanitizer") is None, reason="no compute-sanitizer here")
 @pytest.mark.parametrize(
     "name, line", [("illegal read", 1), ("misaligned address", 1), ("written past the end", 1)]
 )
@@ -167,7 +167,7 @@ __global__ void k(const float* x, float* y) {
 """
 
 
-@pytest.mark.skipif(find_sanitizer() is None, reason="no compute-sanitizer here")
+@pytest.mark.skipif(find_tool("compute-sanitizer") is None, reason="no compute-sanitizer here")
 @pytest.mark.parametrize(
     "tool, source, status, line",
     [
@@ -186,7 +186,7 @@ def test_each_tool_names_the_line(pool, tool, source, status, line):
     good(pool)
 
 
-@pytest.mark.skipif(find_sanitizer() is None, reason="no compute-sanitizer here")
+@pytest.mark.skipif(find_tool("compute-sanitizer") is None, reason="no compute-sanitizer here")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_a_right_kernel_is_right_below_each_tool(pool, tool):
     result = pool.run(GOOD, "scale", 8, 128, [X, Out(N), 3.0, N], sanitizer=tool)

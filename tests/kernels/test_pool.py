@@ -444,7 +444,7 @@ def fake_sanitizer(tmp_path, monkeypatch):
         """)
     )
     program.chmod(0o755)
-    monkeypatch.setattr(pool_module, "find_sanitizer", lambda: str(program))
+    monkeypatch.setattr(pool_module, "find_tool", lambda name: str(program))
 
 
 def test_a_fault_is_explained(pool, fake_sanitizer):
@@ -496,7 +496,7 @@ def test_a_sanitized_process_that_outlives_sigkill_holds_its_device(fake_sanitiz
 
 
 def test_without_a_sanitizer_the_message_says_so(pool, monkeypatch):
-    monkeypatch.setattr(pool_module, "find_sanitizer", lambda: None)
+    monkeypatch.setattr(pool_module, "find_tool", lambda name: None)
     result = run(pool, "fails", 0, explain=True)
     assert result.status == "illegal_address" and "no compute-sanitizer here" in result.message
     with pytest.raises(ValueError, match="sanitizer: there is no compute-sanitizer here"):
