@@ -9,6 +9,7 @@ import numpy as np
 
 from needle._C import NDArray
 from needle.kernels import guard
+from needle.kernels.compile import Compiled, Entry
 from needle.kernels.guard import Place
 from needle.kernels.limits import Size, whole_numbers
 from needle.kernels.values import Case, InOut, Out, host_array, readable, whole
@@ -16,14 +17,23 @@ from needle.kernels.values import Case, InOut, Out, host_array, readable, whole
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel as the compiler's process returned it. allocates: it may leave allocations in the
-    heap of its context."""
+    """A kernel as the compiler's process returned it, by the name that was asked for. allocates: it
+    may leave allocations in the heap of its context."""
 
-    entry: str
+    name: str
     block: bytes  # Compiled.pack()
-    parameters: list[dict[str, Any]]
-    resources: dict[str, Any]
+    entry: Entry
     allocates: bool
+
+    @staticmethod
+    def unpack(name: str, block: bytes) -> Code:
+        compiled = Compiled.unpack(block)
+        return Code(name, block, compiled[name], b"\0malloc\0" in compiled.cubin)
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        names = ("registers", "shared_bytes", "local_bytes", "max_threads")
+        return {name: getattr(self.entry, name) for name in names}
 
 
 class Launch:
@@ -34,14 +44,14 @@ class Launch:
         self.code, self.case = code, case
         self.numbers: list[dict[str, Any] | None] = []  # None: an array
         self.values: list[np.ndarray | None] = []  # of each array; None: an Out
-        described = []
+        described, parameters = [], code.entry.signature.parameters
         for number, value in enumerate(case.args):
             if not isinstance(value, (Out, InOut, np.ndarray, NDArray)):
                 self.numbers.append(_plain(number, value))
                 continue
             self.numbers.append(None)
-            known = code.parameters[number] if number < len(code.parameters) else {}
-            name = f"args[{number}]" + (f" ({known['type']})" if known.get("type") else "")
+            known = parameters[number] if number < len(parameters) else None
+            name = f"args[{number}]" + (f" ({known.type})" if known and known.type else "")
             if isinstance(value, Out):
                 described.append((name, value.dtype, value.shape, "out"))
                 self.values.append(None)
@@ -50,17 +60,19 @@ class Launch:
                 dtype, array = host_array(getattr(value, "array", value))
             except TypeError as error:
                 raise TypeError(f"{name}: {error}") from None
-            role = {True: "const", False: "inout", None: "in"}[known.get("const")]
-            role = "inout" if isinstance(value, InOut) else role
+            if isinstance(value, InOut) or (known and known.written):
+                role = "inout"
+            else:
+                role = "in" if known is None or known.kind == "unknown" else "const"
             described.append((name, dtype, array.shape, role))
             self.values.append(array)
         self.places, self.size = guard.lay_out(described)
         self.message = {
-            "entry": code.entry,
+            "entry": code.name,
             "grid": _sizes("grid", case.grid),
             "block": _sizes("block", case.block),
             "shared": whole("shared", case.shared, -(2**63)),
-            "local_bytes": code.resources["local_bytes"],
+            "local_bytes": code.entry.local_bytes,
             "arguments": self.numbers,
             "places": [asdict(place) for place in self.places],
         }

@@ -247,7 +247,7 @@ class Pool:
             return Result("device_lost", str(error))
         if answer["status"] != "ok":
             return Result.of(answer)
-        return Code(entry, block, answer["parameters"], answer["resources"], answer["allocates"])
+        return Code.unpack(entry, block)
 
     def _free_compiler(self) -> WorkerPool | None:
         return self.compilers if self.compilers.reserved < self.compilers.parallel else None

@@ -88,7 +88,7 @@ class Needle:
         _C.cuda_init()
         return sum(device.name == "cuda" and device.enabled() for device in _C.all_devices())
 
-    def build(self, source: str, entry: str, arch: str, debug: bool) -> Any:
+    def build(self, source: str, entry: str, arch: str, debug: bool) -> Compiled:
         return build(source, (entry,), arch, debug=debug)
 
     def confine(self) -> None:
@@ -191,28 +191,14 @@ def next_job(channel: Channel) -> tuple[dict[str, Any], bytes, list[int]]:
 
 
 def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[dict, bytes]:
-    """Return (answer, machine code)."""
+    """Return (answer, Compiled.pack())."""
     entry = job["entry"]
     try:
         compiled = needle.build(source.decode(), entry, job["arch"], job["debug"])
-        facts = compiled[entry]
+        compiled[entry]  # KeyError
     except (ValueError, KeyError) as error:  # CompileError is a ValueError, and has the log
         return failure("compile_error", error), b""
-    names = ("registers", "shared_bytes", "local_bytes", "max_threads")
-    answer = {
-        "status": "ok",
-        "resources": {name: getattr(facts, name) for name in names},
-        "parameters": [
-            {
-                "type": parameter.type,
-                "const": None if parameter.kind == "unknown" else not parameter.written,
-            }
-            for parameter in facts.signature.parameters
-        ],
-        # Device code that allocates may leave the context's heap full.
-        "allocates": b"\0malloc\0" in compiled.cubin,
-    }
-    return answer, compiled.pack()
+    return {"status": "ok"}, compiled.pack()
 
 
 def compiler(needle: Needle, channel: Channel, confined: bool) -> None:

@@ -8,7 +8,6 @@ that gets a line for each proof, and FAKE_BROKEN one whose presence makes proofs
 """
 
 import ctypes
-import dataclasses
 import inspect
 import os
 import sys
@@ -20,42 +19,32 @@ import numpy as np
 
 from needle import _C
 from needle.kernels import worker
+from needle.kernels.compile import Compiled, Entry
 from needle.kernels.signature import Parameter, Signature
-
-
-@dataclasses.dataclass
-class Compiled:
-    source: str
-    log: str = ""
-
-    @property
-    def cubin(self) -> bytes:
-        return self.source.encode()
-
-    def pack(self) -> bytes:
-        return self.source.encode()
-
-    def __getitem__(self, entry: str) -> types.SimpleNamespace:
-        function = function_of(self.source, entry)
-        parameters = []
-        for parameter in list(inspect.signature(function).parameters.values())[2:]:
-            known = isinstance(parameter.annotation, str)
-            text = parameter.annotation if known else ""
-            kind = "unknown" if not known else "array" if text.endswith("*") else "int"
-            parameters.append(Parameter(text, kind, 8, 0, None, "const" not in text))
-        return types.SimpleNamespace(
-            signature=Signature(entry, tuple(parameters)),
-            registers=16,
-            shared_bytes=0,
-            local_bytes=8 if "spills" in entry else 0,
-            max_threads=1024,
-        )
 
 
 def function_of(source: str, entry: str):
     space = {"np": np, "os": os, "time": time, "ctypes": ctypes, "_C": _C}
     exec(compile(source.replace("\0", ""), "kernel.py", "exec"), space)
     return space[entry]
+
+
+def compiled(source: str, entry: str) -> Compiled:
+    parameters = []
+    for parameter in list(inspect.signature(function_of(source, entry)).parameters.values())[2:]:
+        known = isinstance(parameter.annotation, str)
+        text = parameter.annotation if known else ""
+        kind = "unknown" if not known else "array" if text.endswith("*") else "int"
+        parameters.append(Parameter(text, kind, 8, 0, None, known and "const" not in text))
+    made = Entry(
+        name=entry,
+        symbol=entry,
+        arch="90a",
+        signature=Signature(entry, tuple(parameters)),
+        registers=16,
+        local_bytes=8 if "spills" in entry else 0,
+    )
+    return Compiled("90a", source.encode(), "a remark", {entry: made})
 
 
 def memory_of(array: _C.NDArray) -> np.ndarray:
@@ -95,10 +84,9 @@ class FakeNeedle(worker.Needle):
         if "kill the compiler" in source:
             os.kill(os.getpid(), 11)
         try:
-            function_of(source, entry)
+            return compiled(source, entry)
         except SyntaxError as error:
             raise ValueError(f"kernel.py({error.lineno}): error: {error.msg}") from error
-        return Compiled(source, log="a remark")
 
     def open(self):
         return _C.cpu()
@@ -107,7 +95,7 @@ class FakeNeedle(worker.Needle):
         return "90a"
 
     def load(self, compiled, entry, device):
-        return Kernel(function_of(compiled.decode(), entry))
+        return Kernel(function_of(Compiled.unpack(compiled).cubin.decode(), entry))
 
     def check(self, device):
         if "FAKE_LOG" in os.environ:

@@ -208,7 +208,6 @@ def test_a_confined_compiler_compiles_and_is_limited(compiler):
     }"""
     answer = compiled(compiler, source, "k<__nv_bfloat16>")
     assert (answer["status"], answer.get("message")) == ("ok", None)
-    assert [p["type"] for p in answer["parameters"]][2] == "int"
     text = Path(f"/proc/{compiler.pid}/limits").read_text()
     for column in (0, 1):  # NVRTC may lift soft limits
         limits = {line[:26].strip(): line[26:].split()[column] for line in text.splitlines()}

@@ -5,6 +5,7 @@ from harness import naming, nvrtc_missing
 
 from needle._C import CudaError, CudaFatalError
 from needle.kernels import LaunchError
+from needle.kernels.launch import Code
 from needle.kernels.pool import Pool
 from needle.kernels.worker import failure, status_of
 
@@ -59,15 +60,14 @@ def test_the_compiler_returns_code_and_parameters():
     job = {"arch": "90a", "debug": False}
     with Pool.__new__(Pool)._starter("compiler")() as worker:
         worker.greet(60)
-        answer, code = worker.ask(job | {"entry": "k<__nv_bfloat16>"}, 60, TEMPLATE.encode())
-        assert answer["status"] == "ok" and not answer["allocates"] and len(code) > 1000
-        assert answer["resources"]["registers"] > 0 and answer["resources"]["max_threads"] == 1024
-        assert answer["parameters"] == [
-            {"type": "__nv_bfloat16 const*", "const": True},
-            {"type": "__nv_bfloat16*", "const": False},
-            {"type": "int", "const": True},
-        ]
-        answer, _ = worker.ask(job | {"entry": "leaks"}, 60, LEAKS.encode())
-        assert answer["allocates"] and answer["parameters"] == [{"type": "", "const": None}]
+        name = "k<__nv_bfloat16>"
+        answer, block = worker.ask(job | {"entry": name}, 60, TEMPLATE.encode())
+        code = Code.unpack(name, block)
+        assert answer == {"status": "ok"} and not code.allocates
+        assert code.resources["registers"] > 0 and code.resources["max_threads"] == 1024
+        signature = "k<__nv_bfloat16>(__nv_bfloat16 const*, __nv_bfloat16*, int)"
+        assert str(code.entry.signature) == signature
+        _, block = worker.ask(job | {"entry": "leaks"}, 60, LEAKS.encode())
+        assert Code.unpack("leaks", block).allocates
         answer, _ = worker.ask(job | {"entry": "k"}, 60, b"int 5;")
         assert answer["status"] == "compile_error" and "expected" in answer["message"]
