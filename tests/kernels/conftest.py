@@ -43,3 +43,4 @@ def fake(served_pool) -> Client:
     yield served_pool
     answer = served_pool.evaluate(JOB, safetensors.numpy.save({"x": X}))
     assert answer[1].get("status") == "ok", answer
+    assert served_pool.service.held == served_pool.service.refused[500] == 0

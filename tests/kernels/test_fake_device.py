@@ -196,6 +196,11 @@ assert [line for line in log() if line != "limits"] == [
     WAY("3 1 1", "4 1 1", 5, "0 0 0 0", 1),
 ]
 assert x.numpy().tolist() == [2.5] * 4
+y = _C.empty((3, 4), "float32", device)
+fill(1, 32, ndl.Tensor.from_ndarray(y[1:2]), 1.5, 4)
+assert y.numpy()[1].tolist() == [1.5] * 4
+assert repr(fill) == "<kernel fill(float*, float, int) on cuda()>", repr(fill)
+assert repr(module) == "<module fill, gone on cuda()>"
 """)
 
 

@@ -67,15 +67,6 @@ def test_the_pattern_is_nan_and_never_the_same(filled):
     assert (again != memory).any()
 
 
-def test_a_right_kernel_has_no_faults(filled):
-    places, memory = filled
-    after = write_all(places, memory)
-    place_of(places, "n").array_of(after)[...] = 9
-    place_of(places, "s").array_of(after)[...] = 9
-    assert guard.written_outside(memory, after, places) is None
-    assert guard.suspects(memory, after, places) == {}
-
-
 def test_a_write_outside_is_named(filled):
     after_end, before_start = "2 bytes were written after its end, the first ", "2 bytes were "
     before_start += "written before its start, the nearest "

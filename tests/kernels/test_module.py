@@ -16,7 +16,6 @@ from kernel_sources import SOURCE, needs_nvrtc
 import needle as ndl
 from needle import _C, kernels
 from needle.kernels import LaunchError, limits
-from needle.testing import to_ndarray
 
 pytestmark = [pytest.mark.cuda, needs_nvrtc]
 
@@ -118,33 +117,6 @@ def test_templates_in_every_dtype(device, dtype, name):
     want = _C.array(values * 2.5 + 3, dtype="float32", device=device)
     want = np.trunc(want.numpy()) if dtype in ("int32", "uint8") else want.astype(dtype).numpy()
     np.testing.assert_array_equal(y.numpy(), want)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_views_and_tensors(own, dtype):
-    kernel = own[f"add_one<{TYPES[dtype]}>"]
-    x = array(np.arange(64).reshape(8, 8), dtype)
-    y = ndl.Tensor.from_ndarray(array(np.zeros(16), dtype))
-    kernel((1,), (32, 1), x[2:4], y, 16)
-    np.testing.assert_array_equal(y.numpy(), np.arange(17, 33))
-    empty = array(np.zeros((0, 3)), dtype)
-    kernel(1, 32, empty, empty, 0)
-    for layout in ("transposed", "stepped", "reversed"):
-        view = to_ndarray(np.ones((4, 4)), dtype, ndl.cuda(), layout)
-        with pytest.raises(ValueError, match="not contiguous"):
-            kernel(1, 32, view, y, 16)
-
-
-def test_names_of_c_are_held_to_sizes_or_to_a_declaration(device):
-    module = kernels.compile(SOURCE)
-    x, y = array(np.arange(100)), array(np.zeros(100))
-    module["plain"](1, 128, x, y, np.float32(2.5), np.int32(100))
-    np.testing.assert_array_equal(y.numpy(), np.arange(100) * 2.5)
-    plain = module.kernel("plain", signature="const float* x, float* y, float s, int n")
-    plain(1, 128, x, y, 3, 100)
-    np.testing.assert_array_equal(y.numpy(), np.arange(100) * 3.0)
-    module["inner::fill"](1, 100, array(np.zeros(100), "int32"), 7)
-    module["twice(int*)"](1, 1, array([1], "int32"))
 
 
 def test_launches_stand_in_needles_stream(own):
@@ -470,12 +442,9 @@ def test_code_for_another_architecture_is_refused(device):
     source = "__global__ void f(float *x) { x[0] = 1; }"
     with pytest.raises(ValueError, match=rf"compiled for sm_{other}, and cuda.* is sm_"):
         kernels.compile(source, device=device, arch=other)
-    compiled = kernels.build(source)
+    garbage = dataclasses.replace(kernels.build(source), cubin=b"no machine code" + bytes(100))
     with pytest.raises(ndl.CudaError):
-        kernels.load(dataclasses.replace(compiled, cubin=b"no machine code" + bytes(100)), device)[
-            "f"
-        ]
-    assert kernels.compile(source)["f"].check(1, 32).threads == 32
+        kernels.load(garbage, device)["f"]
 
 
 # ---- resets and faults, in processes of their own ------------------------------------------------
@@ -532,10 +501,3 @@ gc.collect()
     assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)
     assert "illegal memory access" in done.stdout
     assert done.stdout.startswith("wild: ") == (sync == "1")
-
-
-def test_it_can_be_read(own):
-    assert repr(own["shape"]) == "<kernel shape(int*) on cuda()>"
-    assert repr(own).startswith("<module add_one<float>, ") and repr(own).endswith(" on cuda()>")
-    with pytest.raises(KeyError, match="no kernel 'none': there are add_one<float>"):
-        own["none"]
