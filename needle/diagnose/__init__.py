@@ -4,10 +4,10 @@
     needle.show_config()                 the facts alone, in Python
 
 `facts` has the facts, `command` the program. It gathers the findings of examinations, each in a
-process of its own because its object may hang or kill it (`examination`, `roles`): `machine` asks
-the driver about each GPU, `sweep` tries every op, `step` trains a tiny Pythia, `rates` and `peers`
-measure, `ranks` makes collectives, `recovery` injects a fault, `folder` reads a run, `server` asks
-a kernel service.
+process of its own because its object may hang or kill it (`examination`): `machine` asks the
+driver about each GPU; `device` measures one (`rates`), tries every op (`sweep`) and trains a tiny
+Pythia (`step`); `peers` measures copies, `ranks` makes collectives, `recovery` injects a fault,
+`folder` reads a run, `server` asks a kernel service.
 """
 
 from needle import _C

@@ -190,9 +190,9 @@ def examine(
     """Examine everything, in the order in which it is printed."""
     place, times, env = report.place, FULL if args.full else QUICK, dict(PLAIN)
 
-    def begin(until: float, where: str, role: str, *arguments: Any) -> Examination:
+    def begin(until: float, where: str, module: str, *arguments: Any) -> Examination:
         options = {"deadline": start + until, "is_full": args.full, "env": env}
-        return examinations.start(where, role, *arguments, **options)
+        return examinations.start(where, f"{module}.examine", *arguments, **options)
 
     def begin_cpu() -> Examination:
         return begin(times.devices, str(_C.cpu()), "device", "cpu", 0)
@@ -204,7 +204,7 @@ def examine(
     wanted = place.local_rank if place and args.device is None else args.device
     machine = begin(times.driver, "machine", "machine")
     cpu = begin_cpu() if wanted is None else None
-    folder = begin(times.all, "run", "run", str(args.run)) if args.run else None
+    folder = begin(times.all, "run", "folder", str(args.run)) if args.run else None
     server = (
         begin(times.peers, "server", "server", args.server) if args.server is not None else None
     )
@@ -257,7 +257,7 @@ def together(
     failed = [finding.text for finding in report.failures if finding.where.endswith(")")]
     problem = failed[0][:300] if failed else ""
     options = {"deadline": meet + TOGETHER, "env": env, "may_crash": True}
-    one = examinations.start("ranks", "ranks", *device, meet, problem, **options)
+    one = examinations.start("ranks", "ranks.examine", *device, meet, problem, **options)
     examinations.wait(one)
     report.facts["members"] = one.facts.get("members", [])
     found = ranks.findings(one)

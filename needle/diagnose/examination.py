@@ -1,7 +1,7 @@
 """Examinations in processes of their own, with deadlines: a hang or a crash there is a finding.
 
-An examination is a fresh interpreter that runs a function of `roles` and reports to its parent
-(needle/processes.py):
+An examination is a fresh interpreter that runs a function of this package, by its name, and reports
+to its parent (needle/processes.py):
 
     {"at": "gelu-31x33 float32", "op": "gelu"}     it starts this, which is named if it hangs
     {"fact": ["device", {...}]}                     for the parent
@@ -17,25 +17,24 @@ import os
 import selectors
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from needle import processes
+from needle import _C, processes
 from needle.diagnose.finding import Finding
 from needle.processes import MessageWriter, signal_name, starved
 
-BOOT = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from needle.diagnose.roles import serve
-serve(*sys.argv[1:])
-"""
 ROOT = Path(__file__).resolve().parent.parent.parent  # of the needle that runs
 LOOK = 0.1  # seconds between two looks at deadlines
 END_SECONDS = 2.0  # for a process to end after its last message
 KILL_SECONDS = 1.0  # for a killed process to be gone
 QUOTED = 300  # characters of a crashed process's output in its finding
+FATAL = (
+    "a kernel or the GPU itself is broken: look at the Xid and ECC lines, try another GPU, and "
+    "NEEDLE_ARCH=80, which takes the kernels for older GPUs"
+)
 SLOW = "see to its disk or its network; --full waits longer"
 HANGS = (
     "if another process computes on the device (`note` lines above), end it; if it hangs again, "
@@ -86,6 +85,38 @@ class Reporter:
         self._write(end=True)
 
 
+def script(function: str) -> str:
+    """Return the program that runs an examination, such as "machine.examine"."""
+    return f"""
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from needle.diagnose import examination, {function.partition(".")[0]}
+examination.run({function}, *sys.argv[1:])
+"""
+
+
+def run(
+    examine: Callable[..., None], subject: str, until: str, is_full: str, arguments: str
+) -> None:
+    """Run an examination and end the process; the texts are those that `Examination` gives."""
+    reporter = Reporter(MessageWriter.to_parent(), subject, float(until), is_full == "1")
+    try:
+        examine(reporter, *json.loads(arguments))
+    except _C.CudaFatalError as error:
+        reporter.failed(reporter.current_check, f"{error}".split("\n")[0], FATAL, reporter.op)
+    except (MemoryError, _C.CudaError) as error:
+        remedy = "free memory of the device: the lines of its GPU name the processes that hold it"
+        reporter.failed(reporter.current_check, f"{error}", remedy, reporter.op)
+    except Exception as error:
+        reporter.detail(traceback.format_exc())
+        text = f"{reporter.current_check}: {type(error).__name__}: {error}"
+        remedy = "this is a defect: report it with --log FILE"
+        reporter.failed("examination", text, remedy, reporter.op)
+    reporter.end()
+    sys.stdout.flush()
+    os._exit(0)  # destructors take time, and may hang
+
+
 class Examination(processes.Child):
     """The parent's end. Attributes: subject, facts, findings, current_check and op, ended (None
     while it runs, then "done", "crashed" or "late")."""
@@ -93,25 +124,26 @@ class Examination(processes.Child):
     def __init__(
         self,
         subject: str,
-        role: str,
+        function: str,
         *arguments: Any,
         deadline: float,
         is_full: bool = False,
         env: dict[str, str] | None = None,
         may_crash: bool = False,
     ) -> None:
-        """arguments: of the role, as JSON. deadline: by time.monotonic(); the process is killed
-        then, and is told to end a second earlier. may_crash: a crash is no finding."""
+        """function: of this package, such as "machine.examine"; arguments: of it, as JSON.
+        deadline: by time.monotonic(); the process is killed then, and is told to end a second
+        earlier. may_crash: a crash is no finding."""
         self.subject, self.current_check, self.may_crash = subject, "start", may_crash
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
         self.op: str | None = None
         self.ended: str | None = None
         self._has_said_end = False
-        words = [str(ROOT), subject, str(deadline - 1), str(int(is_full)), role]
+        words = [str(ROOT), subject, str(deadline - 1), str(int(is_full))]
         words.append(json.dumps(arguments))
         super().__init__(
-            [sys.executable, "-c", BOOT, *words],
+            [sys.executable, "-c", script(function), *words],
             os.environ | (env or {}),
             deadline,
             messages=True,
@@ -179,15 +211,15 @@ class Examinations:
         for one in self._all:
             one.close(KILL_SECONDS)
 
-    def start(self, subject: str, role: str, *arguments: Any, **options: Any) -> Examination:
-        started = Examination(subject, role, *arguments, **options)
+    def start(self, subject: str, function: str, *arguments: Any, **options: Any) -> Examination:
+        started = Examination(subject, function, *arguments, **options)
         self._all.append(started)
         self._selector.register(started, selectors.EVENT_READ, started)
         return started
 
-    def wait(self, *wanted: Examination) -> None:
-        """Receive the messages of all until the wanted ones have ended."""
-        while any(one.ended is None for one in wanted):
+    def wait(self, wanted: Examination) -> None:
+        """Receive the messages of all until the wanted one has ended."""
+        while wanted.ended is None:
             for key, _ in self._selector.select(LOOK):
                 key.data.receive(self._log)
             for one in [key.data for key in self._selector.get_map().values()]:

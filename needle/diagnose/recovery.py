@@ -60,7 +60,7 @@ def alive(reporter: Reporter, index: int) -> None:
 def examine(examinations: Examinations, where: str, index: int, deadline: float) -> list[Finding]:
     """Inject the fault, then try the device from a fresh process."""
     faulty = examinations.start(
-        where, "fault", index, deadline=deadline, env={"NEEDLE_SYNC": "1"}, may_crash=True
+        where, "recovery.fault", index, deadline=deadline, env={"NEEDLE_SYNC": "1"}, may_crash=True
     )
     examinations.wait(faulty)
     if faulty.ended == "late":
@@ -71,7 +71,7 @@ def examine(examinations: Examinations, where: str, index: int, deadline: float)
         text = f"an injected fault was not reported: {said[0].text}"
         return [Finding("failed", where, "recovery", text, remedy, "exp")]
     start = time.monotonic()
-    fresh: Examination = examinations.start(where, "alive", index, deadline=deadline)
+    fresh: Examination = examinations.start(where, "recovery.alive", index, deadline=deadline)
     examinations.wait(fresh)
     took = time.monotonic() - start
     if fresh.findings:

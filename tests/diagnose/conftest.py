@@ -134,17 +134,17 @@ def heard() -> Heard:
 
 @pytest.fixture
 def examined(machine, monkeypatch):
-    """examined(role, *words, injected=..., seconds=...) -> the Examination, which has ended, on the
-    fake machine."""
+    """examined(module, *words, injected=..., seconds=...) -> the Examination of the fake machine,
+    which has ended."""
     monkeypatch.setattr(examination, "ROOT", machine.folder)
 
     def examine(
-        role: str, *words, where: str = "machine", injected: str = "", seconds: float = 60
+        module: str, *words, where: str = "machine", injected: str = "", seconds: float = 60
     ) -> Examination:
         with Examinations() as examinations:
             deadline = time.monotonic() + seconds
             env = machine.environment(injected)
-            one = examinations.start(where, role, *words, deadline=deadline, env=env)
+            one = examinations.start(where, f"{module}.examine", *words, deadline=deadline, env=env)
             examinations.wait(one)
         return one
 

@@ -16,7 +16,7 @@ import os, signal, sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from needle.diagnose.examination import Reporter
 from needle.processes import MessageWriter
-where, until, is_full, role, arguments = sys.argv[1:]
+where, until, is_full, arguments = sys.argv[1:]
 reporter = Reporter(MessageWriter.to_parent(), where, float(until), is_full == "1")
 """
 
@@ -26,7 +26,7 @@ def run(monkeypatch):
     """run(program) -> the Examination, which has ended."""
 
     def start(body: str, seconds: float = 30, log=lambda text: None, **options):
-        monkeypatch.setattr(examination, "BOOT", BOOT + body)
+        monkeypatch.setattr(examination, "script", lambda function: BOOT + body)
         with Examinations(log) as examinations:
             deadline = time.monotonic() + seconds
             one = examinations.start("cuda()", "none", deadline=deadline, **options)
