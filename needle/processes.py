@@ -25,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -151,7 +150,9 @@ class Child:
         self.started, self.deadline = time.monotonic(), deadline
         self._starved, self._was_killed = 0.0, False
         self._reader = MessageReader() if messages else None
-        self._output = tempfile.TemporaryFile() if capture else None
+        self._output = None
+        if capture:
+            self._output = os.fdopen(os.memfd_create("needle-output", os.MFD_CLOEXEC), "rb")
         parent, env = os.getpid(), dict(os.environ if env is None else env)
         if self._output is not None:
             options |= {"stdout": self._output, "stderr": subprocess.STDOUT}
@@ -190,10 +191,18 @@ class Child:
         """True once no more messages can come."""
         return self._reader.at_end
 
-    def printed(self) -> str:
-        """Return its output until now (`capture`)."""
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace")
+    def printed(self, most: int = 1 << 62) -> str:
+        """Return its output until now, or since `forget_printed`, cut after `most` bytes
+        (`capture`)."""
+        size = os.fstat(self._output.fileno()).st_size
+        text = os.pread(self._output.fileno(), min(size, most), 0).decode(errors="replace")
+        cut = size - most
+        return f"{text}\n[{cut:,} more bytes were printed and cut off]\n" if cut > 0 else text
+
+    def forget_printed(self) -> None:
+        """Empty the captured output. It may go on printing."""
+        os.ftruncate(self._output.fileno(), 0)
+        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # of the process too, which shares the file
 
     def poll(self) -> int | None:
         """Return the exit code, -n where signal n killed it, None while it runs."""

@@ -95,10 +95,7 @@ def here() -> dict[str, Any]:
     if os.environ.get("OMP_NUM_THREADS"):
         threads = os.environ["OMP_NUM_THREADS"] + " (OMP_NUM_THREADS)"
     else:
-        usable = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
-        threads = str(usable)
+        threads = str(len(os.sched_getaffinity(0)))
     return {
         "needle": build["version"],
         "location": str(Path(_C.__file__).parent),

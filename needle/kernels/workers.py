@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import select
-import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,37 +43,32 @@ class SetAside(Exception):
     """The device is set aside; the text says why."""
 
 
-class Worker:
-    """A process, its socket, and the file that holds its output. For one thread at a time."""
+class Worker(Child):
+    """A process, its socket, and its output. For one thread at a time."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.checked = -1  # faults of its WorkerPool at its last health check
-        self.output = os.memfd_create("needle-output", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
             with theirs:
-                self.child = Child(
+                super().__init__(
                     [*command, str(theirs.fileno())],
                     environment,
                     messages=True,  # it ends with this process by itself, without a fork
-                    stdout=self.output,
-                    stderr=subprocess.STDOUT,
+                    capture=True,
                     pass_fds=(theirs.fileno(),),
                     cwd="/",
                 )
         except BaseException:
             self.channel.close()
-            os.close(self.output)
             raise
-        self.pid, self.process = self.child.pid, self.child.process
 
     def ask(
         self, message: dict[str, Any], seconds: float, block: bytes = b"", files: Sequence[int] = ()
     ) -> tuple[dict[str, Any], bytes]:
         """Return (answer, block). TimeoutError or Ended; `printed()` has its output since."""
-        os.ftruncate(self.output, 0)
-        os.lseek(self.output, 0, os.SEEK_SET)  # of the process too, which shares the file
+        self.forget_printed()
         return self._receive(
             seconds, "it failed: ", lambda: self.channel.send(message, block, files)
         )
@@ -102,16 +94,14 @@ class Worker:
             raise Ended(failed + answer["message"])
         return answer, block
 
-    def printed(self) -> str:
-        """Return its output since the last `ask`, cut after PRINTED_BYTES."""
-        text = os.pread(self.output, PRINTED_BYTES, 0).decode(errors="replace")
-        cut = os.fstat(self.output).st_size - PRINTED_BYTES
-        return f"{text}\n[{cut:,} more bytes were printed and cut off]\n" if cut > 0 else text
+    def printed(self, most: int = PRINTED_BYTES) -> str:
+        """Return its output since the last `ask`, cut after `most` bytes."""
+        return super().printed(most)
 
     def ended(self) -> bool:
         """True if it is gone, and so is each child that has its socket: under compute-sanitizer a
         child holds the device."""
-        if self.process.poll() is None:
+        if self.poll() is None:
             return False
         if self.channel.sock.fileno() < 0:
             return True
@@ -130,31 +120,20 @@ class Worker:
 
     def end(self, seconds: float | None = None) -> str:
         """Wait for its end, a moment by default, and describe it."""
-        try:
-            code = self.process.wait(REAP_SECONDS if seconds is None else seconds)
-        except subprocess.TimeoutExpired:
+        self.wait(REAP_SECONDS if seconds is None else seconds)
+        code = self.poll()
+        if code is None:
             return "closed its socket"
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
 
-    def kill(self) -> None:
+    def kill(self, seconds: float = 0.0) -> bool:
         """Send SIGKILL to it and its children; `ended` tells when they are gone."""
-        if not self.ended():
-            self.child.signal(signal.SIGKILL, group=True)
+        return self.ended() or super().kill(seconds)
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Kill it, wait for its end, and release its files."""
-        self.kill()
-        self.end()
-        self.close()
-
-    def close(self) -> None:
-        """Release the files of a process that has ended. Call it once."""
+    def close(self, seconds: float = REAP_SECONDS) -> None:
+        """Release the files of a process that has ended; kill one that has not."""
+        super().close(seconds)
         self.channel.close()
-        os.close(self.output)
-        self.child.close()
 
 
 class WorkerPool:
