@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from harness import ROOT
+from harness import ROOT, wait_until_gone
 
 from needle import processes
 from needle.processes import Child, MessageReader, MessageWriter
@@ -34,20 +34,6 @@ def all_of(child: Child) -> list[dict]:
         select.select([child], [], [])
         found += child.messages()
     return found
-
-
-def is_gone(pid: int) -> bool:
-    """True if a process ends within 10 s; one that no parent reaps counts as gone."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_messages_arrive_whole_and_in_order():
@@ -123,7 +109,7 @@ def test_a_child_ends_with_its_parent(messages):
         pid = int(parent.stdout.readline())
         assert os.path.exists(f"/proc/{pid}")
         parent.kill()
-    assert is_gone(pid)
+    wait_until_gone(pid)
 
 
 def test_a_child_whose_parent_is_gone_does_nothing():
@@ -140,7 +126,8 @@ def test_closing_kills_the_group_and_leaves_no_descriptor():
     with python(code, messages=True, capture=True) as child:
         select.select([child], [], [])
         grandchild = int(child.printed())
-    assert child.poll() == -signal.SIGKILL and is_gone(grandchild)
+    assert child.poll() == -signal.SIGKILL
+    wait_until_gone(grandchild)
     assert set(os.listdir("/proc/self/fd")) == before
     with pytest.raises(FileNotFoundError):
         Child(["/no/such/program"], messages=True, capture=True)

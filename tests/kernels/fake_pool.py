@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -105,13 +104,6 @@ def leaves_out(grid, block, y: "float*", n: "int"):
 '''
 
 ALLOCATES = SOURCE + "# \0malloc\0"  # a symbol, as machine code names it
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
 
 
 def run(pool, entry, *args, **more):

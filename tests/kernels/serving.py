@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
-from fake_pool import SOURCE, wait_for
-from harness import ROOT, in_thread
+from fake_pool import SOURCE
+from harness import ROOT, in_thread, wait_for
 
 from needle.kernels import serve
 from needle.kernels.access import LOOPBACK_NAMES, listen

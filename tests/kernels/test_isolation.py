@@ -5,6 +5,7 @@ its message, and the next job is right. (Without a GPU: test_pool.py.)
 import numpy as np
 import pytest
 from faulty_kernels import FAULTS, GOOD, N, X, check, good, inject
+from harness import naming
 
 from needle.kernels import Case, Out, Pool, Random
 from needle.kernels.toolkit import find_tool
@@ -45,19 +46,14 @@ template __global__ void twice<double>(const double*, double*, int);
 """
 
 
-@pytest.mark.parametrize(
-    "dtype, name",
-    [
-        ("bfloat16", "__nv_bfloat16"),
-        ("float64", "double"),
-        ("int32", "int"),
-        ("uint8", "unsigned char"),
-    ],
-)
-def test_dtypes_of_templates(pool, dtype, name):
-    case = Case(4, 256, [Random(N, dtype), Out(N, dtype), N])
-    result = pool.evaluate(BFLOAT16, f"twice<{name}>", [case], lambda x, n: x + x, time=False)
-    assert (result.status, result.message) == ("ok", "")
+def test_dtypes_of_templates(pool):
+    names = {"bfloat16": "__nv_bfloat16", "float64": "double", "int32": "int"}
+    for dtype, name in (names | {"uint8": "unsigned char"}).items():
+        with naming(dtype):
+            case = Case(4, 256, [Random(N, dtype), Out(N, dtype), N])
+            entry = f"twice<{name}>"
+            result = pool.evaluate(BFLOAT16, entry, [case], lambda x, n: x + x, time=False)
+            assert (result.status, result.message) == ("ok", "")
 
 
 def test_timing_of_a_kernel_that_is_bound_by_memory(pool):

@@ -10,9 +10,8 @@ import time
 
 import pytest
 import safetensors.numpy
-from fake_pool import wait_for
 from faulty_kernels import GOOD, N, X
-from harness import in_thread
+from harness import in_thread, wait_for
 from serving import running, started
 from test_landlock import missing as landlock_missing
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 import safetensors.numpy
-from fake_pool import SOURCE, wait_for
-from harness import naming
+from fake_pool import SOURCE
+from harness import naming, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import ARGS, JOB, LIMITS, SIMPLE, X, head, multipart, waiting

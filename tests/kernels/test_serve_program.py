@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_pool import SOURCE, children, wait_for
-from harness import ROOT, in_thread, naming
+from fake_pool import SOURCE, children
+from harness import ROOT, in_thread, naming, wait_for
 from serving import SIMPLE, MadeUpPool, running, started, waiting
 
 from needle.kernels import __main__ as program

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +25,8 @@ from fake_pool import (
     children,
     fds,
     run,
-    wait_for,
 )
-from harness import ROOT, in_thread, naming
+from harness import ROOT, in_thread, naming, state_of, wait_for, wait_until_gone
 
 from needle.kernels import Out, workers
 
@@ -45,14 +43,6 @@ def two_ready(pool) -> bool:
 
 def worker_pool(start) -> workers.WorkerPool:
     return workers.WorkerPool(7, start, 1, 1, threading.Condition())
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 # ---- replacing processes -------------------------------------------------------------------------
@@ -345,11 +335,11 @@ time.sleep(100)
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         pid = int(parent.stdout.readline())
-        assert ours.recv(1) == b"{" and alive(pid)
+        assert ours.recv(1) == b"{" and state_of(pid)
         parent.kill()
         parent.wait()
         parent.stdout.close()
-        wait_for(lambda: not alive(pid), 5)
+        wait_until_gone(pid)
 
 
 def test_a_busy_worker_under_a_tool_ends_with_its_socket():
