@@ -46,6 +46,12 @@ class Refused(Exception):
         self.status, self.message, self.limit = status, message, limit
 
 
+def check_size(what: str, size: int, most: int, hint: str) -> None:
+    """Raise Refused if something has more than `most` bytes. hint: a flag, or a remedy."""
+    if size > most:
+        raise Refused(413, f"{what}: {size:,} bytes; the limit is {most:,} ({hint})", most)
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """Limits of a request, in bytes and seconds. array_bytes: all arrays of a job together.
@@ -186,14 +192,6 @@ class Job:
     cases: list[Case]
     expected: list[list[Any]] = field(default_factory=list)
 
-    @property
-    def entry(self) -> str:
-        return self.fields.entry
-
-    @property
-    def outputs(self) -> bool:
-        return bool(self.fields.outputs)
-
     def do(self, pool: Pool, seconds: float) -> Result:
         """Run it, which blocks. Raise Refused, or the errors of a Pool for wrong calls."""
         fields = self.fields
@@ -247,38 +245,22 @@ class _Right:
 
 def read_job(text: bytes | bytearray, arrays: bytes | bytearray, limits: RequestLimits) -> Job:
     """Read a job from its JSON and its safetensors (b"": none). Raise Refused."""
-    if len(text) > limits.json_bytes:
-        raise Refused(
-            413,
-            f"job: {len(text):,} bytes of JSON; the limit is {limits.json_bytes:,} "
-            "(--max-source-bytes)",
-            limits.json_bytes,
-        )
+    check_size("job, its JSON", len(text), limits.json_bytes, "--max-source-bytes")
     try:
         fields = msgspec.json.decode(text, type=JobFields)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"job: no JSON: {error}") from None
-    for where, source in (
-        ("job.source", fields.source),
-        ("job.reference.source", fields.reference.source if fields.reference else ""),
-    ):
-        if len(source.encode()) > limits.source_bytes:
-            raise Refused(
-                413,
-                f"{where}: {len(source.encode()):,} bytes; the limit is {limits.source_bytes:,} "
-                "(--max-source-bytes)",
-                limits.source_bytes,
-            )
+    sources = {"job.source": fields.source}
+    if fields.reference is not None:
+        sources["job.reference.source"] = fields.reference.source
+    for where, source in sources.items():
+        check_size(where, len(source.encode()), limits.source_bytes, "--max-source-bytes")
     header = int.from_bytes(arrays[:8], "little")
-    if HEADER_BYTES < header <= len(arrays) - 8:
-        raise Refused(
-            413,
-            f"arrays: {header:,} bytes of JSON, the header of safetensors; the limit is "
-            f"{HEADER_BYTES:,}: fewer arrays, shorter names, less __metadata__",
-            HEADER_BYTES,
-        )
+    if header <= len(arrays) - 8:
+        hint = "fewer arrays, shorter names, less __metadata__"
+        check_size("arrays: the header of safetensors", header, HEADER_BYTES, hint)
     try:
         given = unpack(arrays, "arrays", HEADER_BYTES) if arrays else {}
     except FileError as error:
@@ -316,13 +298,9 @@ class _Reader:
             if case.expected is not None:
                 found = [self._named(name, f"{where}.expected") for name in case.expected]
                 expected.append([readable(*host_array(array)) for array in found])
-        if fields.outputs and self.bytes > self.limits.body_bytes:
-            raise Refused(
-                413,
-                f"job.outputs: {self.bytes:,} bytes of arrays; up to {self.limits.body_bytes:,} "
-                "(--max-body-bytes) are sent back",
-                self.limits.body_bytes,
-            )
+        if fields.outputs:
+            what = "job.outputs: the arrays, which are sent back"
+            check_size(what, self.bytes, self.limits.body_bytes, "--max-body-bytes")
         return Job(fields, cases, expected)
 
     def _argument(self, value: Any, where: str) -> Any:
@@ -354,13 +332,8 @@ class _Reader:
 
     def _count(self, nbytes: int, where: str) -> None:
         self.bytes += nbytes
-        if self.bytes > self.limits.array_bytes:
-            raise Refused(
-                413,
-                f"{where}: with it the arrays have {self.bytes:,} bytes; the limit is "
-                f"{self.limits.array_bytes:,} (--max-array-bytes)",
-                self.limits.array_bytes,
-            )
+        most = self.limits.array_bytes
+        check_size(f"{where}: the arrays, with it", self.bytes, most, "--max-array-bytes")
 
 
 def _struct(text: str, where: str) -> bytes:
@@ -369,11 +342,8 @@ def _struct(text: str, where: str) -> bytes:
     except ValueError:
         raise Refused(400, f"{where}: no hexadecimal digits: {text[:60]!r}") from None
     if not 0 < len(data) <= STRUCT_BYTES:
-        raise Refused(
-            413,
-            f"{where}: {len(data):,} bytes; a kernel takes from 1 to {STRUCT_BYTES:,}",
-            STRUCT_BYTES,
-        )
+        said = f"{where}: {len(data):,} bytes; a kernel takes from 1 to {STRUCT_BYTES:,}"
+        raise Refused(413, said, STRUCT_BYTES)
     return data
 
 

@@ -36,7 +36,15 @@ from typing import Any
 from aiohttp import web
 
 from needle.kernels.access import BACKLOG, MOST_CONNECTIONS, right_host, right_token
-from needle.kernels.job import Job, Refused, RequestLimits, read_job, to_json, write_result
+from needle.kernels.job import (
+    Job,
+    Refused,
+    RequestLimits,
+    check_size,
+    read_job,
+    to_json,
+    write_result,
+)
 from needle.kernels.pool import Pool, Result
 from needle.nvml import Nvml, NvmlError
 
@@ -306,8 +314,8 @@ class Service:
             self.statuses[result.status] += 1
             self.queued.append(seconds["queued"])
             self.ran.append(seconds["ran"])
-            body = await asyncio.to_thread(write_result, result, job.outputs, seconds)
-            note = f"job {job.entry}: {result.status} on device {result.device}, queued "
+            body = await asyncio.to_thread(write_result, result, bool(job.fields.outputs), seconds)
+            note = f"job {job.fields.entry}: {result.status} on device {result.device}, queued "
             note += f"{seconds['queued']:.3f} s, ran {seconds['ran']:.3f} s"
             return Answer(200, body, note=note)
         finally:
@@ -356,27 +364,22 @@ class Service:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Refused(415, "a body is taken as it is, without Content-Encoding")
         kind = request.content_type
-        limits = {
-            "application/json": (self.limits.json_bytes, "--max-source-bytes"),
-            "multipart/form-data": (self.limits.body_bytes, "--max-body-bytes"),
-        }
+        job = (self.limits.json_bytes, "--max-source-bytes")
+        arrays = (self.limits.body_bytes, "--max-body-bytes")
+        limits = {"application/json": job, "multipart/form-data": arrays}
+        parts = {"job": job, "arrays": arrays}
         if kind not in limits:
             raise Refused(
                 415,
                 "a job is application/json, or multipart/form-data with the parts job and arrays, "
                 f"not {ascii(kind)[:80]}",
             )
-        if (request.content_length or 0) > limits[kind][0]:
-            raise too_large("the body", *limits[kind])
+        check_size("the body", request.content_length or 0, *limits[kind])
         try:
             if kind == "application/json":
                 read = functools.partial(request.content.read, CHUNK)
                 return await _read(read, "the body", *limits[kind]), bytearray()
             found: dict[str, bytearray] = {}
-            parts = {
-                "job": (self.limits.json_bytes, "--max-source-bytes"),
-                "arrays": (self.limits.body_bytes, "--max-body-bytes"),
-            }
             reader = await request.multipart()
             while (part := await reader.next()) is not None:
                 name = getattr(part, "name", None)
@@ -498,16 +501,11 @@ class Service:
         self.runners.shutdown(wait=False, cancel_futures=True)
 
 
-def too_large(what: str, most: int, flag: str) -> Refused:
-    return Refused(413, f"{what} is too large; the limit is {most:,} bytes ({flag})", most)
-
-
 async def _read(read: Callable[[], Awaitable[bytes]], what: str, most: int, flag: str) -> bytearray:
     data = bytearray()
     while chunk := await read():
         data += chunk
-        if len(data) > most:
-            raise too_large(what, most, flag)
+        check_size(what, len(data), most, flag)
     return data
 
 

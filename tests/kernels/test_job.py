@@ -59,7 +59,7 @@ def refused(value, status=400, arrays=b"", limits=LIMITS) -> Refused:
 
 def test_a_job_is_read():
     found = read(JOB | {"language": "cuda", "outputs": True, "sanitizer": "racecheck"})
-    assert found.outputs and found.fields.sanitizer == "racecheck"
+    assert found.fields.outputs and found.fields.sanitizer == "racecheck"
     (case,) = found.cases
     assert (case.grid, case.block, case.shared) == (1, [32, 1, 1], 0)
     x, y, a, n = case.args
@@ -295,7 +295,7 @@ def test_limits_are_in_the_refusal():
     ):
         with naming(limit, str(value)[:100]):
             assert refused(value, 413, limits=limits).limit == limit
-    assert not read(JOB, limits=RequestLimits(body_bytes=40)).outputs
+    assert not read(JOB, limits=RequestLimits(body_bytes=40)).fields.outputs
     assert read(changed("cases", 0, "args", 1, to=OUT | {"shape": [(1 << 14) - 6]})).cases
     assert read(JOB | {"source": "x" * 1000}).cases
 
