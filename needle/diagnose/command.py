@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from needle import _C
-from needle.arguments import path
+from needle.arguments import path, whole
 from needle.diagnose import facts as known
 from needle.diagnose import ranks, recovery
 from needle.diagnose.examination import Examination, Examinations
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--full", action="store_true", help="all checks, within 2 minutes")
     made.add_argument("--json", action="store_true", help="print one JSON object")
-    made.add_argument("--device", type=int, metavar="N", help="examine cuda(N) alone")
+    made.add_argument("--device", type=whole(0), metavar="N", help="examine cuda(N) alone")
     made.add_argument("--log", type=path, metavar="FILE", help="write every detail there")
     made.add_argument(
         "--run", type=path, metavar="FOLDER", help="examine a run's folder: runs/NAME"
@@ -163,8 +163,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Return its exit code."""
     start, made = time.monotonic(), parser()
     args = made.parse_args(argv)
-    if args.device is not None and args.device < 0:
-        made.error(f"--device must be 0 or more, not {args.device}")
     try:
         place = environment.find()
     except ValueError as error:

@@ -69,8 +69,9 @@ class Reporter:
     def detail(self, text: str) -> None:
         self._write(detail=text)
 
-    def find(self, finding: Finding) -> None:
-        self._write(finding=finding.to_json())
+    def find(self, *findings: Finding) -> None:
+        for finding in findings:
+            self._write(finding=finding.to_json())
 
     def ok(self, what: str, text: str) -> None:
         self.find(Finding("ok", self.subject, what, text))

@@ -127,9 +127,7 @@ def state_of(reporter: Reporter, nvml: Nvml, index: int) -> dict[str, Any]:
         reporter.find(Finding("failed", where, "state", text, remedy))
         return {"index": index, "error": str(error)}
     gpu["holders"] = [one for one in gpu["holders"] if not is_ours(one["pid"])]
-    reporter.find(Finding("ok", where, "state", in_words(gpu)))
-    for finding in judge(gpu):
-        reporter.find(finding)
+    reporter.find(Finding("ok", where, "state", in_words(gpu)), *judge(gpu))
     return gpu
 
 
@@ -294,8 +292,7 @@ def examine_log(reporter: Reporter, gpus: list[dict[str, Any]]) -> None:
         text = f"Xid errors are not known: {problem}; as root: dmesg | grep Xid"
         reporter.note("Xid", text)
         return
-    for finding in judge_log(log, gpus):
-        reporter.find(finding)
+    reporter.find(*judge_log(log, gpus))
 
 
 def kernel_log() -> tuple[str | None, str]:

@@ -162,13 +162,8 @@ def examine(reporter: Reporter, device: Any) -> None:
     reporter.at("measuring launches", "add")
     enqueue = launch(device)
     device.empty_cache()
-    rates = {
-        "bfloat16": flops,
-        "memory": moved,
-        "to_device": up,
-        "from_device": down,
-        "launch": enqueue,
-    }
+    rates = {"bfloat16": flops, "memory": moved, "launch": enqueue}
+    rates |= {"to_device": up, "from_device": down}
     reporter.fact("rates", rates)
     reporter.ok("rates", in_words(rates))
     judge(reporter, name, rates, gpu)
@@ -219,12 +214,8 @@ def judge(
         text = f"a launch takes {rates['launch'] * 1e6:.0f} us: the host is busy or slow"
         reporter.note("launch", text)
     if gpu:
-        for finding in machine.throttling(
-            gpu["clocks"]["reasons"], reporter.subject, ", under load"
-        ):
-            reporter.find(finding)
         clocks = gpu["clocks"]
+        reporter.find(*machine.throttling(clocks["reasons"], reporter.subject, ", under load"))
         if clocks["sm"] and clocks["sm_max"]:
-            reporter.detail(
-                f"under load: {clocks['sm']} of {clocks['sm_max']} MHz, {gpu['power']} W"
-            )
+            mhz = f"{clocks['sm']} of {clocks['sm_max']} MHz"
+            reporter.detail(f"under load: {mhz}, {gpu['power']} W")

@@ -23,6 +23,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -205,18 +206,12 @@ def compiler(needle: Needle, channel: Channel, confined: bool) -> None:
     """Compile until half of the processor time is used: the pool starts another."""
     restrict(confined)
     channel.send({"ready": True})
-    while used_seconds() < COMPILER_SECONDS / 2:
+    while time.process_time() < COMPILER_SECONDS / 2:
         job, source, _ = next_job(channel)
         answer, code = compile_source(needle, job, source)
         if confined and "message" in answer:
             answer["message"] = REASON.sub(r"\1", answer["message"])
         channel.send(answer, code)
-
-
-def used_seconds() -> float:
-    """Return the processor time of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 # ---- the runner ----------------------------------------------------------------------------------
@@ -240,12 +235,11 @@ class Arrays:
         found = []
         for number, place in enumerate(self.places):
             memory, start = (self.each[number], 0) if self.each else (self.whole, place.start)
-            dtype, shape = PASSED_AS.get(place.dtype, place.dtype), place.shape
-            if dtype == "uint8":  # elements that are passed as bytes add an axis
-                shape = (*shape, place.itemsize) if place.itemsize > 1 else shape
-                offset = start
-            else:
-                offset = start // place.itemsize
+            dtype = PASSED_AS.get(place.dtype, place.dtype)
+            unit = 1 if dtype == "uint8" else place.itemsize
+            # Elements that are passed as bytes add an axis.
+            shape = (*place.shape, place.itemsize) if unit < place.itemsize else place.shape
+            offset = start // unit
             found.append(NDArray.make(shape, handle=memory._handle, offset=offset, dtype=dtype))
         return found
 

@@ -80,7 +80,7 @@ class FakeNeedle(worker.Needle):
         if "hang the compiler" in source:
             time.sleep(1000)
         if "tire the compiler" in source:
-            worker.used_seconds = lambda: float("inf")
+            worker.COMPILER_SECONDS = 0
         if "kill the compiler" in source:
             os.kill(os.getpid(), 11)
         try:
