@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,15 @@ def starved(pid: int | str = "self") -> float:
 # ---- messages -----------------------------------------------------------------------------------
 
 
+def json_objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the objects among lines of JSON. Skip lines that are none, such as one cut off."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict)]
+
+
 class MessageReader:
     """The parent's end of a pipe of JSON objects, one a line.
 
@@ -82,11 +91,7 @@ class MessageReader:
                 self._rest += data
             self.at_end = True
         *lines, self._rest = self._rest.split(b"\n")
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        return [message for message in found if isinstance(message, dict)]
+        return json_objects(lines)
 
     def close_writer(self) -> None:
         if self.writer >= 0:

@@ -21,7 +21,7 @@ from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints, ste
 from needle.diagnose.examination import Reporter
 from needle.diagnose.facts import gigabytes
 from needle.files import FileError, reading, regular
-from needle.processes import command_line
+from needle.processes import command_line, json_objects
 from needle.training.folder import again
 
 TAIL = 1 << 16  # bytes of the end of a file that are read
@@ -153,17 +153,12 @@ def last_lines(reporter: Reporter, path: Path, what: str) -> list[dict[str, Any]
     try:
         with open(path, "rb", opener=regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            data = file.read()
+            return json_objects(file.read().splitlines())
     except FileNotFoundError:
         return None
     except OSError as error:
         reporter.failed(what, f"{path}: {error.strerror}", UNREADABLE)
         return None
-    found = []
-    for text in data.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):  # a line that was cut off
-            found.append(json.loads(text))
-    return [line for line in found if isinstance(line, dict)]
 
 
 def metrics(reporter: Reporter, folder: Path, is_held: bool) -> dict[str, Any]:

@@ -470,23 +470,29 @@ def test_a_run_under_a_sanitizer(pool, fake_sanitizer, monkeypatch):
             assert_next_is_right(pool)
 
 
-def test_a_sanitized_process_that_outlives_sigkill_holds_its_device(fake_sanitizer, monkeypatch):
-    undying, real = [], workers.Worker.ended
-    monkeypatch.setattr(workers.Worker, "ended", lambda w: w.pid not in undying and real(w))
-    monkeypatch.setattr(workers, "REAP_SECONDS", 0.2)
-    monkeypatch.setattr(workers.Worker, "kill", lambda w, kill=workers.Worker.kill: (
-        undying.append(w.pid) if "traced" in w.process.args else None, kill(w)
-    ))  # fmt: skip
+def test_a_process_that_outlives_sigkill_holds_its_device(fake_sanitizer, monkeypatch):
+    """Also one under compute-sanitizer."""
+    undying, ended, kill = [], workers.Worker.ended, workers.Worker.kill
+    monkeypatch.setattr(workers.Worker, "ended", lambda w: w.pid not in undying and ended(w))
+    monkeypatch.setattr(workers.Worker, "kill", lambda w: (undying.append(w.pid), kill(w)))
+    monkeypatch.setattr(workers, "REAP_SECONDS", 0.1)
     monkeypatch.setattr(pool_module, "SLOWER", 1)
-    with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
-        assert_next_is_right(pool)
-        pool.timeout = SHORT
-        assert run(pool, "hangs", sanitizer="synccheck").status == "timeout"
-        pool.timeout = SECONDS
+    with FakePool(devices=[0, 1], timeout=SECONDS, spares=0) as pool:
+        wait_for(lambda: all(len(d["ready"]) == 1 for d in pool.state()))
+        for device, more in ((0, {}), (1, {"sanitizer": "synccheck"})):
+            pool.timeout = SHORT
+            result = run(pool, "hangs", **more)
+            assert (result.status, result.device) == ("timeout", device)
+            pool.timeout = SECONDS
+            if device == 0:
+                assert_next_is_right(pool)  # on the other device
         result = run(pool, "no_results")
-        assert result.status == "device_lost" and "after SIGKILL and holds" in result.message
-        undying.clear()
-        pool.reset(0)
+        assert result.status == "device_lost" and "still there 0 s after SIGKILL" in result.message
+        with pytest.raises(RuntimeError, match="still does not end"):
+            pool.reset(0)
+        monkeypatch.undo()
+        for device in (0, 1):
+            pool.reset(device)
         assert_next_is_right(pool)
 
 

@@ -133,29 +133,6 @@ def test_a_device_that_fails_its_health_check_is_set_aside_until_reset(tmp_path,
         assert_next_is_right(pool)
 
 
-def test_a_process_that_outlives_sigkill_holds_its_device(monkeypatch):
-    undying, real = [], workers.Worker.ended
-    monkeypatch.setattr(workers, "REAP_SECONDS", 0.1)
-    monkeypatch.setattr(workers.Worker, "ended", lambda w: w.pid not in undying and real(w))
-    with FakePool(devices=[0, 1], timeout=SECONDS, spares=0) as pool:
-        wait_for(lambda: all(len(d["ready"]) == 1 for d in pool.state()))
-        for device in (0, 1):
-            undying += pool.state()[device]["ready"]
-            pool.timeout = SHORT
-            result = run(pool, "hangs")
-            assert (result.status, result.device) == ("timeout", device)
-            pool.timeout = SECONDS
-            if device == 0:
-                assert_next_is_right(pool)  # on the other device
-        result = run(pool, "no_results")
-        assert result.status == "device_lost" and "still there 0 s after SIGKILL" in result.message
-        with pytest.raises(RuntimeError, match="still does not end"):
-            pool.reset(0)
-        undying.clear()
-        pool.reset(0)
-        assert_next_is_right(pool)
-
-
 def test_a_device_that_the_driver_reports_lost_is_set_aside_until_reset():
     with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
         assert run(pool, "fails", 1).status == "device_lost"
