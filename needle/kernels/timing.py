@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from needle._C import Device, Event, empty
 
 FLUSH_BYTES = 256 << 20  # as Triton's do_bench: five times an H100's L2
+L2_BYTES = FLUSH_BYTES // 4
 MOST_FLUSHES = 500
 WARM_UP = 3
 MOST_CALLS = 100
@@ -123,7 +124,6 @@ def judge(
     touched: int,
     local_bytes: int,
     warm: bool = True,
-    l2_bytes: int = FLUSH_BYTES // 4,
 ) -> Timing:
     """Return a Timing of the result of `measure`. written: bytes of outputs, all of which were
     written; touched: bytes of all arrays, some of which a kernel may leave unread."""
@@ -133,7 +133,7 @@ def judge(
     fastest = device_rate * MARGIN
     reason, hints = "", []
     # Data in the L2 cache at the end need not have reached memory.
-    least = max(written - l2_bytes, 0) / fastest * 1e6
+    least = max(written - L2_BYTES, 0) / fastest * 1e6
     if median < SHORTEST:
         reason = f"{median:.3g} us are less than a launch takes"
     elif median < least:

@@ -133,15 +133,13 @@ def test_a_confined_process_reads_the_allowed_folder_alone(tmp_path):
 # ---- the compiler --------------------------------------------------------------------------------
 
 
-def environment() -> dict[str, str]:
-    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return os.environ | {"PYTHONPATH": str(ROOT)} | threads
+ENVIRONMENT = Pool._environment(None, None)
 
 
 @pytest.fixture(scope="session")
 def compiler():
     """The service's compiler, with NVRTC."""
-    with Worker([*Pool.worker, "confined"], environment()) as made:
+    with Worker([*Pool.worker, "confined"], ENVIRONMENT) as made:
         made.greet(120.0)
         yield made
 
@@ -229,9 +227,9 @@ class Needle(worker.Needle):
         landlock.confine([])
 worker.main(sys.argv[1:], Needle())
 """
-    with Worker([sys.executable, "-c", code, "compiler"], environment()) as made:
+    with Worker([sys.executable, "-c", code, "compiler"], ENVIRONMENT) as made:
         made.greet(60.0)
-    with Worker([sys.executable, "-c", code, "confined"], environment()) as made:
+    with Worker([sys.executable, "-c", code, "confined"], ENVIRONMENT) as made:
         with pytest.raises(Ended, match="there is none"):
             made.greet(60.0)
 
@@ -252,7 +250,7 @@ worker.main(sys.argv[1:], Needle())
 """
     for seconds, how in (("2", "exit code 0"), ("9", "SIGKILL")):
         command = [sys.executable, "-c", code, "compiler"]
-        with naming(seconds), Worker(command, environment()) as made:
+        with naming(seconds), Worker(command, ENVIRONMENT) as made:
             made.greet(60.0)
             for source in ("0", seconds):
                 try:

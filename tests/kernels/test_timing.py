@@ -63,11 +63,9 @@ def test_the_code_is_gone_before_it_is_loaded_anew():
 
 def test_the_number_of_calls_follows_the_time():
     def calls(seconds, load=lambda: lambda: time.sleep(0.001)):
-        return len(
-            timing.measure(load, lambda _: None, lambda _: None, 1, False, _C.cpu(), 4096, seconds)[
-                0
-            ]
-        )
+        nothing = lambda _: None
+        times, _, _ = timing.measure(load, nothing, nothing, 1, False, _C.cpu(), 4096, seconds)
+        return len(times)
 
     def slowly():
         time.sleep(0.02)
@@ -80,7 +78,7 @@ def test_the_number_of_calls_follows_the_time():
 
 
 def judged(times, nothing=2.0, rate=4000 * GB, written=0, touched=0, local=0) -> Timing:
-    return judge(times, nothing, rate, written, touched, local, l2_bytes=50 << 20)
+    return judge(times, nothing, rate, written, touched, local)
 
 
 def test_median_and_quartiles():
@@ -93,11 +91,13 @@ def test_median_and_quartiles():
 
 def test_a_time_that_cannot_be_is_an_error():
     assert judged([0.5]).reason == "0.5 us are less than a launch takes"
-    written = (50 << 20) + 5_000_000_000  # 1 ms at 1.25 times 4,000 GB/s, and what the cache keeps
+    written = (
+        timing.L2_BYTES + 5_000_000_000
+    )  # 1 ms at 1.25 times 4,000 GB/s, and what the cache keeps
     assert judged([1001.0], written=written).valid
     short = judged([999.0], written=written)
-    assert not short.valid and short.reason.startswith("999 us for 5,052,428,800 bytes of outputs;")
-    assert judged([20.0], written=50 << 20).valid
+    assert not short.valid and short.reason.startswith("999 us for 5,067,108,864 bytes of outputs;")
+    assert judged([20.0], written=timing.L2_BYTES).valid
 
 
 def test_hints():
