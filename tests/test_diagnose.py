@@ -1,29 +1,19 @@
 """show_config() and `python -m needle.diagnose` tell the truth and mend nothing."""
 
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import run
 
 import needle as ndl
 from needle import diagnose
 from needle.diagnose import command, facts
 from needle.kernels.compile import Toolkit
 
-
-def run(*words: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "needle.diagnose", *words],
-        cwd=ROOT,
-        text=True,
-        env={**os.environ, **env},
-        capture_output=True,
-    )
+DIAGNOSE = (sys.executable, "-m", "needle.diagnose")
 
 
 def test_show_config_prints_its_result():
@@ -40,18 +30,18 @@ def test_show_config_prints_its_result():
 
 
 def test_command_line_tests_each_device():
-    done = run(NEEDLE_REQUIRE_CUDA="0")
+    done = run(*DIAGNOSE, NEEDLE_REQUIRE_CUDA="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test cpu()     ok" in done.stdout
     assert done.stderr == ""
 
 
 def test_gpu_that_is_required_and_missing_is_a_failure():
-    assert run(NEEDLE_REQUIRE_CUDA="1", CUDA_VISIBLE_DEVICES="").returncode == 1
+    assert run(*DIAGNOSE, NEEDLE_REQUIRE_CUDA="1", CUDA_VISIBLE_DEVICES="").returncode == 1
 
 
 def test_gpu_that_is_asked_for_and_missing_is_a_failure():
-    done = run("--device", "0", NEEDLE_REQUIRE_CUDA="0", CUDA_VISIBLE_DEVICES="")
+    done = run(*DIAGNOSE, "--device", "0", NEEDLE_REQUIRE_CUDA="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and "test cuda()    FAILED: " in done.stdout
     assert "To mend it: " in done.stdout and "test cpu()     ok" in done.stdout
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, shared_library
+from harness import ROOT, run, shared_library
 
 from needle.diagnose import examination
 from needle.diagnose.examination import Examination, Examinations, Reporter
@@ -51,13 +51,8 @@ class Machine:
         }
 
     def run(self, *words: str, injected: str = "", **more: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-m", "needle.diagnose", *words],
-            cwd=self.folder,
-            env=self.environment(injected, **more),
-            capture_output=True,
-            text=True,
-        )
+        words = (sys.executable, "-m", "needle.diagnose", *words)
+        return run(*words, cwd=self.folder, **self.environment(injected, **more))
 
     def told(self, *words: str, injected: str = "", **more: str) -> tuple[int, dict]:
         """(exit code, the JSON object)."""

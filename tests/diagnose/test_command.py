@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from harness import ROOT, naming, shared_library
+from harness import ROOT, naming, run, shared_library
 
 from needle.diagnose import command, examination, recovery
 from needle.diagnose.command import FULL, QUICK, Report, Times
@@ -243,8 +243,7 @@ def test_recovery_from_an_injected_fault(here):
 
 def diagnose(*words: str) -> tuple[int, dict, float]:
     start = time.monotonic()
-    command_line = [sys.executable, "-m", "needle.diagnose", "--json", *words]
-    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True)
+    done = run(sys.executable, "-m", "needle.diagnose", "--json", *words)
     assert done.stderr == "", done.stderr
     return done.returncode, json.loads(done.stdout), time.monotonic() - start
 

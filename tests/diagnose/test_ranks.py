@@ -9,14 +9,13 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, naming
+from harness import ROOT, naming, run
 
 from needle import _C
 from needle.diagnose import ranks
@@ -45,6 +44,7 @@ def exchange(self, sends, receives):
     return right(self, sends, receives)
 MPITransport.exchange = exchange
 """
+DIAGNOSE = (sys.executable, "-m", "needle.diagnose")
 NOTHING = {"rank": -1, "call": 0, "what": "corrupt"}
 
 
@@ -72,7 +72,7 @@ def injected(tmp_path_factory):
 
 def diagnose(folder, count, *words, plan=NOTHING, **more):
     """(exit code, lines, seconds)."""
-    environ = os.environ | {
+    environ = {
         "PLAN": json.dumps(plan),
         "PYTHONPATH": str(folder),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -81,11 +81,8 @@ def diagnose(folder, count, *words, plan=NOTHING, **more):
         **more,
     }
     start = time.monotonic()
-    done = subprocess.run(
-        [mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", str(count), sys.executable]
-        + ["-m", "needle.diagnose", *words],
-        cwd=folder, env=environ, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    command = (mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", count, *DIAGNOSE, *words)
+    done = run(*command, cwd=folder, **environ)
     return done.returncode, done.stdout.splitlines(), time.monotonic() - start
 
 
@@ -131,18 +128,13 @@ def test_rank_whose_own_device_fails_tells_the_others(injected):
 def test_ranks_on_the_cpu_of_another_launcher_are_a_note(injected):
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     environ |= {"PYTHONPATH": str(injected), "NEEDLE_REQUIRE_CUDA": "0"}
-
-    def run():
-        words, options = [sys.executable, "-m", "needle.diagnose"], {"env": os.environ | environ}
-        return subprocess.run(words, cwd=injected, capture_output=True, text=True, **options)
-
-    done = run()
+    done = run(*DIAGNOSE, cwd=injected, **environ)
     assert done.returncode == 0 and done.stderr == "", done.stdout
     (line,) = done.stdout.splitlines()
     assert line.startswith("rank 1 of 2: cpu() ok: ")
     assert "ranks on the CPU need mpirun or srun, and torchrun started these" in line
     del environ["LOCAL_RANK"]
-    done = run()
+    done = run(*DIAGNOSE, cwd=injected, **environ)
     assert done.returncode == 2 and "LOCAL_RANK is not set" in done.stderr
 
 

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import ROOT, naming
+from harness import ROOT, naming, run
 from kernel_sources import SCALES, SOURCE, needs_nvrtc
 
 from needle import _C
@@ -225,14 +225,7 @@ kernel = kernels.compile({SCALE!r}, "scale<float>", debug=True)["scale<float>"]
 
 def on_gpu(code: str) -> subprocess.CompletedProcess:
     folder = os.environ.get("NEEDLE_TEST_BUILD", str(ROOT))
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": folder},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run(sys.executable, "-c", PRELUDE + code, cwd=folder, PYTHONPATH=folder)
 
 
 @pytest.mark.cuda

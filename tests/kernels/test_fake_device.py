@@ -2,13 +2,12 @@
 C stands in for CUDA. Its memory is the host's, its one kernel fills an array, and it logs
 its calls."""
 
-import os
 import shutil
 import subprocess
 import sys
 
 import pytest
-from harness import ROOT, shared_library
+from harness import ROOT, run, shared_library
 
 BACKEND = r"""
 #include <stdarg.h>
@@ -172,17 +171,15 @@ def fake(tmp_path_factory):
     shutil.copytree(ROOT / "needle", folder / "needle", ignore=shutil.ignore_patterns("_cuda*"))
     shared_library(BACKEND, folder / "needle" / "_cuda.so")
 
-    def run(script: str, **environment) -> subprocess.CompletedProcess:
+    def beside(script: str, **environment) -> subprocess.CompletedProcess:
         facts = {"PYTHONPATH": str(folder), "FAKE_LOG": str(folder / "log"), "OMP_NUM_THREADS": "1"}
         (folder / "log").unlink(missing_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-X", "dev", "-c", BEGIN + script], cwd=folder,
-            env=os.environ | facts | environment, capture_output=True, text=True,
-        )  # fmt: skip
+        words = (sys.executable, "-X", "dev", "-c", BEGIN + script)
+        done = run(*words, cwd=folder, **facts | environment)
         assert done.returncode == 0, done.stderr
         return done
 
-    return run
+    return beside
 
 
 def test_a_launch_arrives_as_it_was_asked_for(fake):

@@ -1,16 +1,14 @@
 """needle/kernels/landlock.py, and what a confined process, above all the compiler, can still do."""
 
 import json
-import os
 import re
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fake_pool import FakePool
-from harness import ROOT, naming, nvrtc_missing
+from harness import ROOT, naming, nvrtc_missing, run
 
 from needle.kernels import landlock, worker
 from needle.kernels.pool import Pool
@@ -120,13 +118,8 @@ def test_a_confined_process_reads_the_allowed_folder_alone(tmp_path):
     (allowed / "header.h").write_text("text")
     (outside / "secret").write_text("secret")
     (allowed / "link").symlink_to(outside / "secret")
-    done = subprocess.run(
-        [sys.executable, "-c", CONFINED, allowed, outside / "secret", outside],
-        cwd=ROOT,
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command = (sys.executable, "-c", CONFINED, allowed, outside / "secret", outside)
+    done = run(*command, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
     assert (done.stdout, done.returncode) == ("confined\n", 0), done.stderr
 
 

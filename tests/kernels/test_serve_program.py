@@ -5,14 +5,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fake_pool import SOURCE, children
-from harness import ROOT, in_thread, naming, wait_for
+from harness import ROOT, in_thread, naming, run, wait_for
 from serving import SIMPLE, MadeUpPool, running, started, waiting
 
 from needle.kernels import __main__ as program
@@ -96,7 +95,7 @@ def test_it_does_not_start_without_landlock_or_unsafely(tmp_path):
         (["--log", "/nowhere/log"], "--log /nowhere/log: No such file"),
     ):
         with naming(*flags):
-            done = subprocess.run(command(tmp_path, *flags), capture_output=True, text=True)
+            done = run(*command(tmp_path, *flags))
             error = done.stderr
             assert (done.returncode, done.stdout) == (1, ""), error
             assert error.startswith("needle: error: ") and said in error
@@ -171,7 +170,7 @@ def test_the_unit_of_the_docs(tmp_path):
     unit.write_text(text.replace(command[0], sys.executable))
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze here")
-    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    done = run("systemd-analyze", "verify", unit)
     said = [line for line in done.stderr.splitlines() if unit.name in line]
     assert (done.returncode, said) == (0, []), done.stderr
 
