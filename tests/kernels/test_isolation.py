@@ -2,12 +2,16 @@
 its message, and the next job is right. (Without a GPU: test_pool.py.)
 """
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 from faulty_kernels import FAULTS, GOOD, N, X, check, good, inject
-from harness import naming
+from harness import in_thread, naming, wait_for
 
-from needle.kernels import Case, Out, Pool, Random
+from needle.kernels import Case, InOut, Out, Pool, Random
 from needle.kernels.toolkit import find_tool
 
 pytestmark = pytest.mark.cuda
@@ -36,6 +40,30 @@ def test_a_fault_has_its_name_and_the_next_job_is_right(pool, name):
         )
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_worker_that_is_killed_or_stopped(pool, number, busy):
+    """While a kernel runs in it, or while it waits."""
+    good(pool)
+    if busy:
+        loops = in_thread(inject, pool, "endless loop")
+        wait_for(lambda: pool.state()[0]["used"])
+        time.sleep(0.5)
+        os.kill(pool.state()[0]["used"][0], number)
+        result = loops.result(60)
+    else:
+        os.kill(pool.state()[0]["ready"][-1], number)
+        time.sleep(0.05)
+        result = pool.run(GOOD, "scale", 8, 128, [X, Out(N), 3.0, N])
+    if busy and number == signal.SIGSTOP:
+        assert result.status == "timeout" and "was killed" in result.message
+    elif busy:
+        assert result.status == "crashed" and "SIGKILL" in result.message
+    else:
+        assert result.status == "ok"
+    good(pool)
+
+
 BFLOAT16 = """
 #include <cuda_bf16.h>
 template <class T> __global__ void twice(const T* x, T* y, int n) {
@@ -54,6 +82,16 @@ def test_dtypes_of_templates(pool):
             entry = f"twice<{name}>"
             result = pool.evaluate(BFLOAT16, entry, [case], lambda x, n: x + x, time=False)
             assert (result.status, result.message) == ("ok", "")
+
+
+def test_structs_and_arrays_in_place(pool):
+    source = """
+    struct P { float a; int b; };
+    __global__ void k(float* x, P p) { x[threadIdx.x] += p.a + p.b; }
+    """
+    bits, x = np.float32(0.5).tobytes() + np.int32(7).tobytes(), np.arange(32, dtype=np.float32)
+    result = pool.run(source, "k", 1, 32, [InOut(x), bits])
+    assert (result.status, result.message) == ("ok", "") and (result.outputs[0] == x + 7.5).all()
 
 
 def test_timing_of_a_kernel_that_is_bound_by_memory(pool):
@@ -121,6 +159,40 @@ def test_a_kernel_that_works_once_is_found(pool):
     case = Case(1, 256, [Random(256), Out(256), 256])
     result = pool.evaluate(LEANS, "k", [case], lambda x, n: 2 * x)
     assert result.status == "wrong_result" and "timed" in result.message
+
+
+REMEMBERS = """
+__device__ float kept[64][256], keys[64];
+__device__ int count;
+__global__ void k(const float* x, float* y) {
+    __shared__ int found;
+    int i = threadIdx.x;
+    if (i == 0) {
+        found = -1;
+        for (int j = 0; j < count; j++)
+            if (keys[j] == x[0]) found = j;
+    }
+    __syncthreads();
+    if (found >= 0) {
+        y[i] = kept[found][i];
+        return;
+    }
+    for (long long end = clock64() + 2000000; clock64() < end;) {}
+    y[i] = kept[count][i] = 2 * x[i];
+    __syncthreads();
+    if (i == 0) keys[count++] = x[0];
+}
+"""
+
+
+@pytest.mark.parametrize("x", [Random(256), X[:256]], ids=["drawn", "given"])
+def test_a_kernel_that_remembers_gains_nothing(pool, x):
+    """A millisecond for each set of inputs that it does not know yet: for each timed call."""
+    result = pool.evaluate(REMEMBERS, "k", [Case(1, 256, [x, Out(256)])], lambda x: 2 * x)
+    assert (result.status, result.message) == ("ok", "")
+    (timing,) = result.timing
+    assert timing.lower > 500 and timing.upper < 10_000
+    assert any("the first of its code" in hint for hint in timing.hints) != isinstance(x, Random)
 
 
 def test_a_job_starts_with_fresh_globals(pool):

@@ -117,6 +117,16 @@ def test_templates_in_every_dtype(device, dtype, name):
     np.testing.assert_array_equal(y.numpy(), want)
 
 
+def test_views_and_tensors(own):
+    kernel, x = own["add_one<float>"], array(np.arange(64).reshape(8, 8))
+    y = ndl.Tensor.from_ndarray(array(np.zeros(16)))
+    kernel((1,), (32, 1), x[2:4], y, 16)
+    np.testing.assert_array_equal(y.numpy(), np.arange(17, 33))
+    kernel(1, 32, array(np.zeros((0, 3))), array(np.zeros((0, 3))), 0)
+    with pytest.raises(ValueError, match="not contiguous"):
+        kernel(1, 32, x.permute((1, 0)), y, 16)
+
+
 def test_launches_stand_in_needles_stream(own):
     """Launches run after earlier work and before later work; nothing is waited for."""
     x = array(np.ones(1 << 20))
@@ -144,6 +154,39 @@ def test_sizes_arrive(own):
 
 
 # ---- limits of the device ------------------------------------------------------------------------
+
+
+def test_limits_before_the_launch(own, device):
+    """Messages have both numbers; the next launch is right."""
+    kernel, x = own["add_one<float>"], array(np.ones(8))
+    y, facts = array(np.zeros(8)), device.limits()
+    most_shared = facts["block_shared"]
+    for launch, options, said in (
+        ((1, 2048), {}, "2,048.* 1,024"),
+        ((1, (32, 32, 2)), {}, "2,048 threads, and cuda.* allows 1,024"),
+        (((1, 65536), 32), {}, "grid.y is 65,536, and at most 65,535"),
+        (((1, 1, 65536), 32), {}, "grid.z is 65,536, and at most 65,535"),
+        ((2**31, 32), {}, "2,147,483,648, and at most 2,147,483,647"),
+        ((0, 32), {}, "grid.x is 0"),
+        ((1, 32), {"shared": 300 * 1024}, f"307,200 .* has {most_shared:,}"),
+        ((1, 32), {"shared": most_shared + 1}, f"{most_shared + 1:,} .* has {most_shared:,}"),
+        ((16, 32), {"cluster": 16}, "16 blocks, and at most 8"
+         if facts["arch"] >= 90 else "needs compute capability 9.0"),
+        ((10**6, 1024), {"cooperative": True}, "cooperative grid of 1,000,000 blocks, and cuda"),
+    ):  # fmt: skip
+        with pytest.raises(LaunchError, match=said):
+            kernel(*launch, x, y, 8, **options)
+        with pytest.raises(LaunchError, match=said):
+            kernel.check(*launch, **options)
+    wide = own["many_registers"]
+    assert wide.registers > 64
+    with pytest.raises(LaunchError, match=rf"registers \({wide.registers} a thread\).* has 65,536"):
+        wide(1, 1024, array(np.zeros(160 * 1024)))
+    with pytest.raises(LaunchError, match="129 threads, and the source promises at most 128"):
+        kernels.compile(SOURCE)["bounded"](1, 129, y)
+    assert issubclass(LaunchError, ndl.CudaError)
+    kernel(1, 32, x, y, 8)
+    np.testing.assert_array_equal(y.numpy(), np.full(8, 2))
 
 
 def test_a_block_that_just_fits_by_registers_runs(own):

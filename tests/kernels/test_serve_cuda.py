@@ -25,7 +25,7 @@ TIMEOUT = 2.0
 ARGS = [{"array": "x"}, {"shape": [N], "dtype": "float32", "out": True}, 3.0, N]
 CASE = {"grid": 8, "block": 128, "args": ARGS}
 JOB = {"source": GOOD, "entry": "scale", "cases": [CASE]}
-ARRAYS = safetensors.numpy.save({"x": X})
+ARRAYS = safetensors.numpy.save({"x": X, "y": 3 * X, "wrong": 4 * X})
 ENDLESS = 'extern "C" __global__ void k(volatile int *x) { while (!x[0]) {} }'
 READS_NOTHING = 'extern "C" __global__ void k(int *x) { x[1ll << 40] = 1; }'
 DRAWN = [{"shape": [1 << 20], "dtype": "bfloat16", "seed": 7}]
@@ -57,6 +57,18 @@ def assert_good(service):
     status, answer = service.evaluate(JOB | {"outputs": True}, ARRAYS)
     assert (status, answer["status"], answer["message"]) == (200, "ok", "")
     assert (safetensors.numpy.load(base64.b64decode(answer["outputs"]))["0"] == 3 * X).all()
+
+
+def test_a_good_and_a_wrong_kernel(service):
+    assert_good(service)
+    right = JOB | {"cases": [CASE | {"expected": ["y"]}], "trials": 2}
+    status, answer = service.evaluate(right, ARRAYS)
+    assert (status, answer["status"]) == (200, "ok"), answer
+    assert answer["timing"][0]["median"] > 1 and answer["resources"]["registers"] > 0
+    wrong = JOB | {"cases": [CASE | {"expected": ["wrong"]}]}
+    status, answer = service.evaluate(wrong, ARRAYS)
+    assert (status, answer["status"]) == (200, "wrong_result") and "expected" in answer["message"]
+    assert service.evaluate(JOB | {"source": "no CUDA"}, ARRAYS)[1]["status"] == "compile_error"
 
 
 @pytest.mark.parametrize("factor, status", [("0.5f", "ok"), ("0.625f", "wrong_result")])
