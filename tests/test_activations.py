@@ -6,14 +6,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, naming
+from harness import naming
 from test_hooks import IDS, small
 
 import needle as ndl
 from needle import Tensor, patching
 from needle.activations import get_act_name
 
-both = pytest.mark.parametrize("device", DEVICES)
 CLEAN = np.random.default_rng(8).integers(0, 29, IDS.shape)
 NAMES = sorted(name for name in dir(patching) if name.startswith("get_act_patch"))
 PATCHES = [name for name in NAMES if not name.endswith("every")]
@@ -53,10 +52,9 @@ def test_short_names_of_activations():
         model.run_with_cache(IDS, "hook_embed")[1]["z", 0]
 
 
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_components_add_up_to_the_stream_and_the_logits(device, parallel):
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     logits, cache = model.run_with_cache(IDS)
     stream = cache["resid_post", -1]
     parts, labels = cache.decompose_resid(return_labels=True)
@@ -92,9 +90,8 @@ def test_components_add_up_to_the_stream_and_the_logits(device, parallel):
         cache.accumulated_resid(3)
 
 
-@both
 def test_weights_by_head_are_those_of_the_forward(device):
-    model = small(device_of(device))
+    model = small(device)
     _, cache = model.run_with_cache(IDS)
     x, z = cache["normalized", 1, "ln1"].numpy(), cache["z", 1].numpy()
     norm = model.layers[1].input_layernorm
@@ -261,11 +258,10 @@ def test_what_a_model_does_not_compute_says_why():
 # ---- patching ------------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_patches_equal_one_run_after_another(device, parallel):
     """Compares each element of each function with a forward with a NumPy hook."""
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     logits, clean = model.run_with_cache(CLEAN)
     # A metric subtracts logits: its error is that of the logits, however near 0 it is.
     tolerance = 2e-6 * np.abs(logits.numpy()).max()
@@ -301,10 +297,9 @@ def test_patches_equal_one_run_after_another(device, parallel):
         close(patching.get_act_patch_resid_pre(model, IDS, clean, last, logits_at=at), whole)
 
 
-@both
 def test_attribution_is_the_first_order_of_a_patch(device):
     """The clean run is the corrupted one with a small change."""
-    model = small(device_of(device))
+    model = small(device)
     _, corrupted = model.run_with_cache(IDS)
     random = np.random.default_rng(3)
     near = type(corrupted)({}, model)

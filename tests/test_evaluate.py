@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, naming, python
+from harness import naming, python
 
 import needle as ndl
 from needle import evaluate
@@ -16,7 +16,6 @@ from needle.checkpoint import CheckpointError
 from needle.data import DataError
 from needle.models.pythia import Pythia, PythiaConfig
 
-both = pytest.mark.parametrize("device", DEVICES)
 VOCABULARY = 300
 
 
@@ -47,9 +46,8 @@ def reference(model: Pythia, context: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum())
 
 
-@both
 def test_score(device):
-    model = small(device_of(device))
+    model = small(device)
     random = np.random.default_rng(1)
     rows = []
     for length in (3, 24, 1, 7, 7, 24, 12):

@@ -5,13 +5,12 @@ import itertools
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, live_bytes, naming
+from harness import device_of, live_bytes, naming
 
 import needle as ndl
 from needle import _C, generation, sampling
 from needle.models.pythia import Pythia, PythiaConfig
 
-both = pytest.mark.parametrize("device", DEVICES)
 GREEDY = {"temperature": 0.0}
 SHAPES = [
     {},
@@ -23,10 +22,10 @@ SHAPES = [
 ]
 
 
-def model_of(device="cpu", seed=0, **changes) -> Pythia:
+def model_of(device=None, seed=0, **changes) -> Pythia:
     np.random.seed(seed)
     config = {"vocab_size": 41, "hidden_size": 32, "num_layers": 2, "num_heads": 2} | changes
-    return Pythia(PythiaConfig(**({"max_seq_len": 96} | config)), device=device_of(device))
+    return Pythia(PythiaConfig(**({"max_seq_len": 96} | config)), device=device)
 
 
 def prompts(*lengths: int, seed=1) -> list[np.ndarray]:
@@ -42,7 +41,6 @@ def full_logits(model, ids) -> np.ndarray:
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_cache_changes_nothing(shape, device, monkeypatch):
     """64 greedy tokens of two rows, and the logits after each, against the whole context computed
@@ -69,12 +67,11 @@ def test_the_cache_changes_nothing(shape, device, monkeypatch):
             assert logits.argmax() == drawn[number][len(row) + step]
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_of_different_lengths_are_as_alone(dtype, device):
     np.random.seed(2)
     config = PythiaConfig(vocab_size=41, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=96)
-    model = Pythia(config, device=device_of(device), dtype=dtype)
+    model = Pythia(config, device=device, dtype=dtype)
     rows = prompts(1, 17, 4, 30, 17)
     together = model.generate(rows, 40, **GREEDY)
     assert isinstance(together, list)
@@ -85,7 +82,6 @@ def test_rows_of_different_lengths_are_as_alone(dtype, device):
         assert got.shape == (len(row) + 40,)
 
 
-@both
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_prompts(side, device):
     model = model_of(device)
@@ -99,7 +95,6 @@ def test_padded_prompts(side, device):
         np.testing.assert_array_equal(got, expected)
 
 
-@both
 def test_past_the_longest_context(device):
     """The last part of a context beyond max_seq_len is read, row by row."""
     model = model_of(device, max_seq_len=16)
@@ -111,7 +106,6 @@ def test_past_the_longest_context(device):
     assert model.generate(long, 3, **GREEDY)[30] == full_logits(model, long[-16:]).argmax()
 
 
-@both
 def test_block_sparse_models(device):
     model = model_of(device, use_sparse_attention=True, sparse_pattern="local", sparse_window=8,
                      sparse_block=4)  # fmt: skip
@@ -131,7 +125,6 @@ def penalized_by_hand(logits, seen, penalty):
     return logits
 
 
-@both
 @pytest.mark.parametrize("penalty", [1.3, 3.0, 0.7])
 def test_repetition_penalty(penalty, device):
     model = model_of(device, seed=5)
@@ -151,7 +144,6 @@ def test_the_penalty_lowers_logits_of_either_sign():
     np.testing.assert_array_equal(sampling.penalized(logits, seen, 0.5), [[4, -1, 0, 1, -1]])
 
 
-@both
 def test_seeds(device):
     model = model_of(device)
     rows = prompts(3, 6)
@@ -214,7 +206,6 @@ def test_likeliest_breaks_ties_by_index():
 # ---- stopping ------------------------------------------------------------------------------------
 
 
-@both
 def test_text_is_continued_as_text(device):
     model = model_of(device, vocab_size=280)
     tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat "] * 9), 280)
@@ -231,7 +222,6 @@ def test_text_is_continued_as_text(device):
     assert len(model.generate(rows[0])) == len(rows[0]) + 20
 
 
-@both
 def test_stop_tokens(device):
     model = model_of(device)
     rows = prompts(6, 6)
@@ -362,7 +352,6 @@ def test_arguments_of_other_types_are_refused():
                 generation.generate_text(model_of(), Letters(), "abc", 2)
 
 
-@both
 @pytest.mark.parametrize("options", [GREEDY, {"seed": 1}])
 def test_broken_weights(device, options):
     model = model_of(device)
@@ -371,7 +360,6 @@ def test_broken_weights(device, options):
         model.generate([1, 2, 3], 9, **options)
 
 
-@both
 @pytest.mark.parametrize("options", [GREEDY, {"seed": 1}])
 def test_generation_frees_its_memory(device, options):
     model = model_of(device)
@@ -400,39 +388,39 @@ def test_the_cpu_records_nothing():
 
 
 @pytest.fixture
-def device():
+def gpu():
     """The GPU; afterwards all memory is back."""
-    cuda = device_of("cuda")
-    before = live_bytes(cuda)
-    yield cuda
-    assert live_bytes(cuda) == before
+    device = device_of("cuda")
+    before = live_bytes(device)
+    yield device
+    assert live_bytes(device) == before
 
 
 @pytest.mark.cuda
-def test_graph(device):
-    x = _C.array(np.arange(1000.0), device=device)
+def test_graph(gpu):
+    x = _C.array(np.arange(1000.0), device=gpu)
 
     def step():
         y = x * 2.0
         x[:] = y + y.sum() * 0.0 + 1.0
 
-    graph = _C.Graph(device, step)
+    graph = _C.Graph(gpu, step)
     expected = np.arange(1000.0) * 2 + 1
     np.testing.assert_array_equal(x.numpy(), expected)  # the first call was real, the second not
     for _ in range(5):
         graph.replay()
-        device.empty_cache()
+        gpu.empty_cache()
         expected = expected * 2 + 1
     np.testing.assert_array_equal(x.numpy(), expected)
 
 
 @pytest.mark.cuda
-def test_graph_drops_an_array_of_before(device):
+def test_graph_drops_an_array_of_before(gpu):
     """Memory released while the step is recorded goes back then, and not at each replay."""
-    device.empty_cache()
-    x, size = _C.array(np.zeros(5), device=device), 64 << 20
-    others, calls = [_C.empty((size,), "uint8", device)], []
-    reserved = device.memory_stats()["reserved_bytes"]
+    gpu.empty_cache()
+    x, size = _C.array(np.zeros(5), device=gpu), 64 << 20
+    others, calls = [_C.empty((size,), "uint8", gpu)], []
+    reserved = gpu.memory_stats()["reserved_bytes"]
 
     def step():
         calls.append(1)
@@ -440,19 +428,19 @@ def test_graph_drops_an_array_of_before(device):
             others.clear()
         x[:] = x + 1.0
 
-    graph = _C.Graph(device, step)
+    graph = _C.Graph(gpu, step)
     for _ in range(3):
         graph.replay()
     np.testing.assert_array_equal(x.numpy(), np.full(5, 4))
     del graph, step
-    device.empty_cache()
-    assert device.memory_stats()["reserved_bytes"] <= reserved - size
+    gpu.empty_cache()
+    assert gpu.memory_stats()["reserved_bytes"] <= reserved - size
 
 
 @pytest.mark.cuda
-def test_graph_refuses(device):
-    x, kept, calls = _C.array(np.ones(5), device=device), [], []
-    buffer = _C.PinnedBuffer(20, device)
+def test_graph_refuses(gpu):
+    x, kept, calls = _C.array(np.ones(5), device=gpu), [], []
+    buffer = _C.PinnedBuffer(20, gpu)
 
     def raises():
         raise KeyError("mine")
@@ -469,12 +457,12 @@ def test_graph_refuses(device):
         (lambda: kept.append(x + 1.0), _C.CudaError, "graph: .*allocates"),
         (lambda: x.numpy(), ValueError, "download: a graph"),
         (lambda: _C.AsyncCopy(x), ValueError, "async_copy: a graph"),
-        (lambda: _C.array(np.ones(5), device=device), ValueError, "upload: a graph"),
+        (lambda: _C.array(np.ones(5), device=gpu), ValueError, "upload: a graph"),
         (lambda: buffer.send((5,), "float32"), ValueError, "pinned_buffer: a graph"),
-        (device.synchronize, ValueError, "synchronize: a graph"),
-        (lambda: _C.Graph(device, raises), ValueError, "already"),
+        (gpu.synchronize, ValueError, "synchronize: a graph"),
+        (lambda: _C.Graph(gpu, raises), ValueError, "already"),
     ]:
         with pytest.raises(exception, match=message):
-            _C.Graph(device, step)
+            _C.Graph(gpu, step)
         np.testing.assert_array_equal((x + 1.0).numpy(), 2)  # all is as before
     kept.clear()

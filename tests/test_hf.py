@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, run
+from harness import run
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -18,8 +18,6 @@ from needle import _C, hf, nn, optim, safetensors
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia, PythiaConfig
-
-both = pytest.mark.parametrize("device", DEVICES)
 
 # No two axes are equal, so that none can be confused.
 CONFIG = PythiaConfig(
@@ -92,11 +90,10 @@ def assert_equal(left: Pythia, right: Pythia) -> None:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-@both
 def test_a_folder_is_read(tmp_path, device):
     model = model_of()
-    read = Pythia.from_pretrained(write(tmp_path / "a", theirs(model)), device_of(device))
-    assert read.config == CONFIG and read.device == device_of(device)
+    read = Pythia.from_pretrained(write(tmp_path / "a", theirs(model)), device)
+    assert read.config == CONFIG and read.device == device
     assert_equal(read, model)
     ids = np.arange(20)[None] % 37
     np.testing.assert_allclose(read(ids)[0].numpy(), model(ids)[0].numpy(), rtol=0, atol=2e-6)
@@ -174,7 +171,6 @@ def test_activations(tmp_path):
         assert read.layers[0].mlp.approximate == form
 
 
-@both
 def test_any_dtype_into_any(tmp_path, device):
     """Values read are the source's, rounded once."""
     names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -185,7 +181,7 @@ def test_any_dtype_into_any(tmp_path, device):
             assert {file.get_slice(key).get_dtype() for key in file.keys()} == {names[source]}
         expected = dict(model.named_parameters())
         for dtype in names:
-            read = Pythia.from_pretrained(tmp_path / source, device_of(device), dtype)
+            read = Pythia.from_pretrained(tmp_path / source, device, dtype)
             assert read.config.dtype == dtype
             for name, parameter in read.named_parameters():
                 assert parameter.dtype == dtype
@@ -246,11 +242,9 @@ def test_shards(tmp_path):
 # ---- tied embeddings -----------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tied_embeddings(tmp_path, dtype, device):
     """One matrix, read and written once, whose gradient is the sum of both uses."""
-    device = device_of(device)
     tied = model_of(device, tie_word_embeddings=True, dtype=dtype)
     assert "embed_out.weight" not in dict(tied.named_parameters())
     tied.save_pretrained(tmp_path / "a")

@@ -8,14 +8,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, run
+from harness import run
 
 import needle as ndl
 from needle import Tensor, hooks, nn
 from needle.models.pythia import Pythia, PythiaConfig
 from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT, rotary_tables
 
-both = pytest.mark.parametrize("device", DEVICES)
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
 PATTERN = "blocks.1.attn.hook_pattern"
 EPS = 2e-3  # no default, nor is the base of the angles
@@ -138,10 +137,9 @@ def near(got, wanted, tolerance=2e-5):
 # ---- capturing -----------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_everything_is_captured(device, parallel):
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     logits, cache = model.run_with_cache(IDS)
     wanted = forward(model, IDS)
     near(logits.numpy(), wanted.pop("logits"))
@@ -152,11 +150,10 @@ def test_everything_is_captured(device, parallel):
     near(cache[PATTERN].numpy().sum(-1), np.ones((2, 3, 9)))
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_names_alone_change_no_bit(device, dtype):
     """Hooks that do not need the plain attention leave the kernels of the model as they are."""
-    model = small(device_of(device), dtype)
+    model = small(device, dtype)
     plain = model(IDS)[0].numpy()
     others = (*PROJECTIONS, *PATTERNS, RESULT, *NORM, *INSIDE)
     names = [n for n in hooks.hook_names(model.config) if not n.endswith(others)]
@@ -226,14 +223,13 @@ def test_hidden_states():
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore::Warning")
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_transformers_says_the_same(device, parallel, tmp_path):
     """Hidden states and attentions of GPT-NeoX in transformers, on the exported model."""
     import torch
     import transformers
 
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     model.save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float32
@@ -252,7 +248,6 @@ def test_transformers_says_the_same(device, parallel, tmp_path):
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore::Warning")
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_transformer_lens_says_the_same(device, parallel, tmp_path):
     """Every name in TransformerLens, on the exported model: what it captures, and the logits after
@@ -264,7 +259,7 @@ def test_transformer_lens_says_the_same(device, parallel, tmp_path):
     import transformers
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     model.save_pretrained(tmp_path)
     peer = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float32
@@ -301,18 +296,16 @@ def test_transformer_lens_says_the_same(device, parallel, tmp_path):
 # ---- replacing -----------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_each_name_can_be_replaced(device, parallel):
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     for name in hooks.hook_names(model.config):
         with model.hooks({name: lambda x: x * 0.5}):
             got = model(IDS)[0].numpy()
         wanted = forward(model, IDS, {name: lambda x: x * 0.5})["logits"]
         near(got, wanted, 3e-5)
     np.testing.assert_array_equal(
-        model(IDS)[0].numpy(),
-        small(device_of(device), use_parallel_residual=parallel)(IDS)[0].numpy(),
+        model(IDS)[0].numpy(), small(device, use_parallel_residual=parallel)(IDS)[0].numpy()
     )
 
 
@@ -359,11 +352,10 @@ def test_generation_sees_hooks():
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-@both
 def test_gradients_reach_replacements_and_their_inputs(device):
     """The loss as a function of a replacement, against finite differences in float64; and of the
     embedding through a hook that scales what passes."""
-    model = small(device_of(device))
+    model = small(device)
     random = np.random.default_rng(3)
     weight = random.standard_normal((2, 9, 29))
     given = random.random((2, 3, 9, 9)) * np.tri(9)
@@ -412,11 +404,10 @@ def test_gradients_reach_replacements_and_their_inputs(device):
     assert alone and abs(got - wanted) < 1e-4 * abs(wanted) + 1e-3
 
 
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_captured_tensors_keep_their_gradients(device, parallel):
     """Compares every name at once with finite differences in float64 along a random direction."""
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     random = np.random.default_rng(3)
     weight = random.standard_normal((2, 9, 29))
     zeros = Tensor(np.zeros((2, 9, 24)), device=model.device)
@@ -439,10 +430,9 @@ def test_captured_tensors_keep_their_gradients(device, parallel):
         assert abs((grad * direction).sum() - wanted) < bound, name
 
 
-@both
 def test_gradients_through_the_plain_attention(device):
     """Asking for every name changes no gradient beyond rounding."""
-    model = small(device_of(device))
+    model = small(device)
     grads = []
     for names in ((), hooks.hook_names(model.config)):
         with model.hooks({name: lambda x: None for name in names}):
@@ -455,13 +445,12 @@ def test_gradients_through_the_plain_attention(device):
         np.testing.assert_allclose(grads[1][name], wanted, rtol=0, atol=1e-5 * scale, err_msg=name)
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_names_alone_change_no_bit_of_gradients_and_norms(device, dtype, parallel):
     """Those that need nothing but what the fused ops have: the logits, every gradient, and what the
     norms give, which is what each gives alone."""
-    model = small(device_of(device), dtype, use_parallel_residual=parallel)
+    model = small(device, dtype, use_parallel_residual=parallel)
     plain = (*PROJECTIONS, *PATTERNS, RESULT, *NORM)
     # A fused MLP keeps GELU's derivative, rounded to the dtype, and on a GPU adds up otherwise.
     same_inside = model.device.is_host and dtype == "float32" and not parallel

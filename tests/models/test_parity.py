@@ -23,7 +23,6 @@ import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import hf, nn, optim
@@ -32,7 +31,6 @@ from needle.models.pythia import PRESETS, Pythia, PythiaConfig
 from needle.testing.bounds import EPS32
 
 pytestmark = pytest.mark.parity
-both = pytest.mark.parametrize("device", DEVICES)
 
 # hidden size, heads, layers, vocabulary, batch, time, further fields. Head dims 32, 64, 80, 128 and
 # 256; vocabularies that no tile divides; lengths that leave remainders of 16, 32, 64 and 128.
@@ -172,22 +170,20 @@ def compare(config: PythiaConfig, batch: int, time: int, device, folder, flat: b
 # ---- logits, loss and gradients ------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(tmp_path, shape, device):
     width, heads, layers, vocabulary, batch, time, fields = SHAPES[shape]
     config = PythiaConfig(**{"vocab_size": vocabulary, "hidden_size": width, "num_layers": layers,
                              "num_heads": heads, "max_seq_len": max(time, 8), "hidden_act": "gelu",
                              **fields})  # fmt: skip
-    compare(config, batch, time, device_of(device), tmp_path / "a", flat=layers % 2 == 0)
+    compare(config, batch, time, device, tmp_path / "a", flat=layers % 2 == 0)
 
 
-@both
 @pytest.mark.parametrize("name", FULL)
 def test_small_sizes(tmp_path, name, device):
     batch, time = FULL[name]
     config = PythiaConfig.preset(name, hidden_act="gelu")
-    compare(config, batch, time, device_of(device), tmp_path / "a", flat=True)
+    compare(config, batch, time, device, tmp_path / "a", flat=True)
 
 
 @pytest.mark.cuda
@@ -207,7 +203,6 @@ def test_presets_have_the_published_head_dims():
 # ---- generation ----------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("shape", ["head 32", "head 32 sequential", "head 64 tied", "head 80"])
 def test_greedy_generation_is_equal_token_for_token(tmp_path, shape, device):
     width, heads, layers, vocabulary, *_, fields = SHAPES[shape]
@@ -235,7 +230,7 @@ def test_greedy_generation_is_equal_token_for_token(tmp_path, shape, device):
         .numpy()
     )
     assert expected.shape == (2, 267)
-    got = Pythia.from_pretrained(tmp_path, device_of(device)).generate(prompts, 256, temperature=0)
+    got = Pythia.from_pretrained(tmp_path, device).generate(prompts, 256, temperature=0)
     np.testing.assert_array_equal(got, expected)
     assert len(np.unique(got[:, 11:])) > 20  # more than a loop of a few tokens
 
@@ -253,7 +248,6 @@ def text_ids(vocabulary: int, count: int) -> np.ndarray:
     return ids
 
 
-@both
 @pytest.mark.parametrize("changes", [{}, {"use_parallel_residual": False, "hidden_act": "gelu"},
                                      {"tie_word_embeddings": True}])  # fmt: skip
 def test_a_model_trained_here_has_the_same_losses_there(tmp_path, changes, device):
@@ -263,7 +257,7 @@ def test_a_model_trained_here_has_the_same_losses_there(tmp_path, changes, devic
     config = PythiaConfig(
         vocab_size=199, hidden_size=96, num_layers=3, num_heads=3, max_seq_len=48, **changes
     )
-    model = Pythia(config, device=device_of(device))
+    model = Pythia(config, device=device)
     optimizer = optim.AdamW(nn.flatten_parameters(model), lr=3e-3, weight_decay=0.1)
     rows = text_ids(199, 60 * 8 * 41).reshape(60, 8, 41)
     losses = []
@@ -282,7 +276,7 @@ def test_a_model_trained_here_has_the_same_losses_there(tmp_path, changes, devic
     for batch in rows[50:]:
         ids, targets = batch[:, :-1], batch[:, 1:]
         # A fresh model, whose gradients are zero, so that those of a trained one are compared too.
-        ours = run_needle(Pythia.from_pretrained(tmp_path, device_of(device)), ids, targets, True)
+        ours = run_needle(Pythia.from_pretrained(tmp_path, device), ids, targets, True)
         assert float(ours["loss"]) == float(model(ids, targets)[1].numpy())
         assert_parity(ours, run_peer(there, ids, targets), run_peer(exact, ids, targets))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, live_bytes
+from harness import live_bytes
 from safetensors.numpy import load_file
 
 import needle as ndl
@@ -20,7 +20,6 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 FACTS = json.loads((GOLDEN / "gpt_neox.json").read_text())
 VARIANTS = list(FACTS["variants"])
 PATTERNS = ("mixed", "local", "strided", "global", "dense")
-both = pytest.mark.parametrize("device", DEVICES)
 
 
 @functools.cache
@@ -75,11 +74,10 @@ def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
 # ---- ways through a layer ------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_norms_of_unlike_eps_are_each_computed_with_their_own(parallel, device):
     """Forward and backward equal the plain steps that a hook asks for."""
-    model = small(device_of(device), use_parallel_residual=parallel)
+    model = small(device, use_parallel_residual=parallel)
     norms = [m for _, m in model.named_modules() if isinstance(m, nn.LayerNorm1d)]
     for i, norm in enumerate(norms):
         norm.eps = 0.02 * 4**i
@@ -138,7 +136,6 @@ def test_the_fused_mlp_has_the_bits_of_its_steps(act, dtype, flat):
         assert off[0] <= 1.25 * off[1], (name, off)
 
 
-@both
 def test_an_mlp_of_other_layers_goes_step_by_step(device):
     """One without a bias, and one that is no Linear of ours."""
 
@@ -146,7 +143,6 @@ def test_an_mlp_of_other_layers_goes_step_by_step(device):
         def forward(self, x):
             return super().forward(x) * 2.0
 
-    device = device_of(device)
     x = Tensor(np.random.default_rng(0).standard_normal((5, 32)), device=device)
     mlp = small(device).layers[0].mlp
     plain = mlp(x).numpy()
@@ -159,7 +155,6 @@ def test_an_mlp_of_other_layers_goes_step_by_step(device):
     )
 
 
-@both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
     """Norms, parts and projections of a user take no residual and share no pass."""
@@ -180,7 +175,7 @@ def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
     logits = {}
     for way in ("plain", "norms", "dense", "part", "plain packed", "packed"):
         np.random.seed(0)
-        model = small(device_of(device), use_parallel_residual=parallel)
+        model = small(device, use_parallel_residual=parallel)
         for layer in model.layers:
             packed = layer.attention.query_key_value
             if way == "norms":
@@ -253,10 +248,9 @@ def test_matrices_of_one_axis_are_refused():
 # ---- against transformers ------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_loss(variant, device):
-    model = golden_model(variant, device_of(device))
+    model = golden_model(variant, device)
     logits, loss = model(golden()["ids"], golden()["targets"])
     expected = golden()[f"{variant}/logits"]
     assert logits.shape == expected.shape
@@ -267,11 +261,10 @@ def test_logits_and_loss(variant, device):
     np.testing.assert_array_equal(alone.numpy(), logits.numpy())
 
 
-@both
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients(variant, flat, device):
-    model = golden_model(variant, device_of(device))
+    model = golden_model(variant, device)
     if flat:
         nn.flatten_parameters(model)
     _, loss = model(golden()["ids"], golden()["targets"])
@@ -286,12 +279,11 @@ def test_gradients(variant, flat, device):
     assert not expected
 
 
-@both
 @pytest.mark.parametrize("flat", [False, True])
 def test_training_trace(flat, device):
     """Ten AdamW steps with clipping and decay on matrices only, as torch takes them."""
     trace = FACTS["trace"]
-    model = golden_model(trace["variant"], device_of(device))
+    model = golden_model(trace["variant"], device)
     beta1, beta2 = trace["betas"]
     options = {name: trace[name] for name in ("lr", "eps", "weight_decay")} | {
         "beta1": beta1,
@@ -322,11 +314,10 @@ def test_training_trace(flat, device):
         assert abs(norm - trace["norms"][step]) < 1e-3 * trace["norms"][0], step
 
 
-@both
 def test_bfloat16_is_near(device):
     """The model stays within a few per cent of float32."""
     for variant in VARIANTS:
-        model = golden_model(variant, device_of(device), dtype="bfloat16")
+        model = golden_model(variant, device, dtype="bfloat16")
         logits, loss = model(golden()["ids"], golden()["targets"])
         assert logits.dtype == "bfloat16"
         expected = golden()[f"{variant}/logits"]
@@ -344,11 +335,10 @@ def test_bfloat16_is_near(device):
             assert cosine > 0.99, (variant, name, cosine)
 
 
-@both
 def test_training_in_bfloat16_keeps_up(device):
     losses = {}
     for dtype in ("float32", "bfloat16"):
-        model = small(device_of(device), dtype=dtype)
+        model = small(device, dtype=dtype)
         optimizer = optim.AdamW(nn.flatten_parameters(model), lr=3e-3)
         ids = tokens(1, 4, 33)
         for _ in range(30):
@@ -364,10 +354,9 @@ def test_training_in_bfloat16_keeps_up(device):
 # ---- rows and time -------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize("sparse", [False, True])
 def test_rows_are_independent(sparse, device):
-    model = small(device_of(device), use_sparse_attention=sparse, sparse_window=16, sparse_block=16)
+    model = small(device, use_sparse_attention=sparse, sparse_window=16, sparse_block=16)
     ids = tokens(2, 2, 50)
     together = model(ids)[0].numpy()
     for row in range(2):
@@ -379,7 +368,6 @@ def test_rows_are_independent(sparse, device):
     assert (model(other)[0].numpy()[1] != together[1]).any()
 
 
-@both
 @pytest.mark.parametrize("pattern", [None, *PATTERNS])
 def test_the_model_is_causal(pattern, device):
     """A later token moves no earlier logit; the loss at a position sends no gradient past it."""
@@ -393,7 +381,7 @@ def test_the_model_is_causal(pattern, device):
             "sparse_block": 16,
         }
     )
-    model = small(device_of(device), **sparse)
+    model = small(device, **sparse)
     ids = tokens(4, 1, 75)
     before = model(ids)[0].numpy()
     for j in (1, 33, 74):
@@ -435,9 +423,7 @@ def test_sparse_patterns_leave_blocks_out_and_stay_close_to_dense():
 # ---- ids -----------------------------------------------------------------------------------------
 
 
-@both
 def test_ids_outside_the_vocabulary_raise_before_upload(device):
-    device = device_of(device)
     model = small(device)
     good = tokens(6, 2, 5)
     before = live_bytes(device)
@@ -471,9 +457,7 @@ def test_wrong_inputs():
         model(good, good[:, :4])
 
 
-@both
 def test_inputs_of_any_kind(device):
-    device = device_of(device)
     model = small(device)
     ids = tokens(7, 2, 6)
     expected = model(ids)[0].numpy()
@@ -491,9 +475,8 @@ def test_inputs_of_any_kind(device):
         np.testing.assert_array_equal(model(form)[0].numpy(), expected)
 
 
-@both
 def test_negative_targets_are_ignored(device):
-    model = small(device_of(device))
+    model = small(device)
     ids = tokens(8, 2, 6)
     targets = np.roll(ids, -1, 1)
     targets[:, 3:] = -100
@@ -599,14 +582,13 @@ def test_shapes_without_memory(changes):
         meta.embed_in.weight.cached_data.fill(1)
 
 
-@both
 def test_a_seed_makes_the_same_model(device):
-    one, other = small(device_of(device), seed=3), small(ndl.cpu(), seed=3)
+    one, other = small(device, seed=3), small(ndl.cpu(), seed=3)
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         np.testing.assert_array_equal(p.numpy(), q.numpy())
-    low = small(device_of(device), seed=3, dtype="bfloat16")
+    low = small(device, seed=3, dtype="bfloat16")
     np.random.seed(3)
-    also = Pythia(one.config, device_of(device), dtype="bfloat16")  # not the configuration's
+    also = Pythia(one.config, device, dtype="bfloat16")  # not the configuration's
     assert also.config == low.config
     for p, *lows in zip(one.parameters(), low.parameters(), also.parameters(), strict=True):
         for q in lows:
@@ -660,9 +642,8 @@ def test_configuration_round_trip():
 # ---- generation ----------------------------------------------------------------------------------
 
 
-@both
 def test_generate(device):
-    model = small(device_of(device))
+    model = small(device)
     prompt = tokens(9, 2, 5)
     for options in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5}, {"top_p": 0.9}):
         np.random.seed(11)
