@@ -86,9 +86,10 @@ def stream(
         )
     stops = _stop_ids(stop)
     check_sampling(temperature, top_k, top_p, repetition_penalty)
-    rows = prompt_rows(_ids_of(model, input_ids), model.config.vocab_size, attention_mask)
-    chooser = _Chooser(temperature, top_k, top_p, seed, repetition_penalty)
-    chooser.begin(rows, model.config.vocab_size)
+    vocabulary = model.config.vocab_size
+    rows = prompt_rows(_ids_of(model, input_ids), vocabulary, attention_mask)
+    settings = temperature, top_k, top_p
+    chooser = _Chooser(settings, seed, repetition_penalty, rows, vocabulary)
     contexts = [row.tolist() for row in rows]
     stopped = np.zeros(len(rows), bool)
     tokens = _tokens(model, contexts, max_new_tokens, chooser)
@@ -234,10 +235,10 @@ def stream_text(
     could be the beginning of a stop string is held back until it is clear. tokenizer: a
     `tokenizers.Tokenizer`; an empty prompt begins after `end`. options: of stream().
     """
-    text = _Text(tokenizer, stop_strings)
+    text = _Text(tokenizer, stop_strings, end)
     ids = [_encoded(tokenizer, prompt, end)]
     for drawn in stream(model, ids, max_new_tokens, stop=_stops(end), **options):
-        yield text.push(int(drawn[0]), end)
+        yield text.push(int(drawn[0]))
         if text.done:
             break
     yield text.rest()
@@ -265,14 +266,14 @@ def generate_text(
     """
     if isinstance(prompts, str):
         raise TypeError("generate_text: prompts must be a list of strings, not one string")
-    texts = [_Text(tokenizer, stop_strings) for _ in prompts]
+    texts = [_Text(tokenizer, stop_strings, end) for _ in prompts]
     ids = [_encoded(tokenizer, prompt, end) for prompt in prompts]
     for drawn in stream(model, ids, max_new_tokens, stop=_stops(end), **options):
         for text, token in zip(texts, drawn):
-            text.push(int(token), end)
+            text.push(int(token))
         if all(text.done for text in texts):
             break
-    return [text.whole() for text in texts]
+    return [text.text for text in texts]
 
 
 def _stops(end: int | None) -> tuple[int, ...]:
@@ -293,18 +294,18 @@ def _encoded(tokenizer, prompt: str, end: int | None) -> list[int]:
 class _Text:
     """The text of one row as its tokens come."""
 
-    def __init__(self, tokenizer, stop_strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer, stop_strings: Sequence[str], end: int | None) -> None:
         if isinstance(stop_strings, str) or not all(stop_strings):
             raise ValueError(
                 f"stop_strings must be a list of strings that are not empty, not {stop_strings!r}"
             )
-        self.tokenizer, self.stops = tokenizer, tuple(stop_strings)
+        self.tokenizer, self.stops, self.end = tokenizer, tuple(stop_strings), end
         self.tokens: list[int] = []
         self.text, self.shown, self.done = "", 0, False
 
-    def push(self, token: int, end: int | None) -> str:
+    def push(self, token: int) -> str:
         """The text that has become certain with this token."""
-        if self.done or token == end:
+        if self.done or token == self.end:
             self.done = True
             return ""
         self.tokens.append(token)
@@ -332,32 +333,22 @@ class _Text:
     def rest(self) -> str:
         return self._show(len(self.text))
 
-    def whole(self) -> str:
-        return self.text
-
 
 # ---- choosing -----------------------------------------------------------------------------------
 
 
 class _Chooser:
-    """The settings of sampling, and the tokens that each row has seen."""
+    """The settings of sampling: temperature, top_k and top_p; and the tokens that each row has
+    seen."""
 
     def __init__(
-        self,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        seed: int | None,
-        penalty: float,
+        self, settings: tuple, seed: int | None, penalty: float, rows: list[np.ndarray], vocab: int
     ) -> None:
-        self.options = (temperature, top_k, top_p)
-        self.penalty = penalty
+        self.settings, self.penalty = settings, penalty
         self.random = np.random if seed is None else np.random.RandomState(seed)
-        self.on_device = temperature == 0 and penalty == 1
-
-    def begin(self, rows: list[np.ndarray], vocab_size: int) -> None:
-        if self.penalty != 1:
-            self.seen = np.zeros((len(rows), vocab_size), bool)
+        self.on_device = settings[0] == 0 and penalty == 1
+        if penalty != 1:
+            self.seen = np.zeros((len(rows), vocab), bool)
             for seen, row in zip(self.seen, rows):
                 seen[row] = True
 
@@ -365,7 +356,7 @@ class _Chooser:
         """float32 logits (B, V) -> ids (B,)."""
         if self.penalty != 1:
             logits = penalized(logits, self.seen, self.penalty)
-        drawn = sample(logits, *self.options, self.random)
+        drawn = sample(logits, *self.settings, self.random)
         if self.penalty != 1:
             self.seen[np.arange(len(drawn)), drawn] = True
         return drawn

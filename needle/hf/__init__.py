@@ -294,16 +294,14 @@ def save(
         for name, p in model.named_parameters()
     }
     shards = _split(parameters, shard_size)
-    names = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    )
+    count = len(shards)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [WEIGHTS]
     for name, shard in zip(names, shards):
         tensors = {mapping.hf_name(key): parameters[key] for key in shard}
         with replacing(folder / name) as file:
             file.writelines(chunks(tensors, {"format": "pt"}))
-    if len(shards) > 1:
+    if count > 1:
         places = {mapping.hf_name(key): name for name, shard in zip(names, shards) for key in shard}
         total = {
             "total_parameters": sum(value.size for value in parameters.values()),
@@ -375,12 +373,8 @@ def _tokenizer_files(
             f"save_pretrained: {source} has token {highest}, but the model's "
             f"vocabulary is {config.vocab_size}: they do not belong together"
         )
-    special = {
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "unk_token": END_OF_TEXT,
-        "pad_token": PADDING,
-    }
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    special |= {"pad_token": PADDING}
     special = {role: token for role, token in special.items() if token in ids}
     if not files:
         files = {

@@ -76,31 +76,20 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="from a run or a checkpoint to a folder")
-    out.add_argument(
-        "source",
-        metavar="RUN_OR_CHECKPOINT",
-        help="a checkpoint, or the folder of a run: its newest one",
-    )
-    out.add_argument("folder", metavar="FOLDER", help="what transformers will open")
-    out.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="a tokenizer.json, where none lies in the folder of the run",
-    )
     into = commands.add_parser("import", help="from a folder to a checkpoint")
+    text = "a checkpoint, or the folder of a run: its newest one"
+    out.add_argument("source", metavar="RUN_OR_CHECKPOINT", help=text)
+    out.add_argument("folder", metavar="FOLDER", help="what transformers will open")
+    text = "a tokenizer.json, where none lies in the folder of the run"
+    out.add_argument("--tokenizer", metavar="PATH", help=text)
     into.add_argument("folder", metavar="FOLDER", help="what save_pretrained of transformers wrote")
     into.add_argument("checkpoint", metavar="CHECKPOINT", help="the file to write")
-    into.add_argument(
-        "--dtype",
-        choices=FLOAT_DTYPES,
-        default="float32",
-        help="of the parameters (default: float32, which holds all others)",
-    )
+    text = "of the parameters (default: float32, which holds all others)"
+    into.add_argument("--dtype", choices=FLOAT_DTYPES, default="float32", help=text)
     for command in out, into:
         command.add_argument("--import", type=imported, metavar="FILE", help=IMPORT)
-        command.add_argument(
-            "--overwrite", action="store_true", help="replace files that are there"
-        )
+        text = "replace files that are there"
+        command.add_argument("--overwrite", action="store_true", help=text)
     return top
 
 

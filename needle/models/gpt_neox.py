@@ -37,13 +37,8 @@ def config_from_hf(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a PythiaConfig that the dictionary of a GPTNeoXConfig describes, in any
     version's names. ValueError lists all that is missing or that needle cannot do."""
     problems: list[str] = []
-    names = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "intermediate_size",
-    }
+    names = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    names |= {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
     read: dict[str, Any] = {}
     for theirs, name in names.items():
         if fields.get(theirs) is None:

@@ -17,10 +17,10 @@ vocabulary, L layers.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,8 @@ from needle.models.registry import Config, register
 MOST = 3.4028234663852886e38  # the largest float32
 SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
 # Hugging Face's names of the two forms; the three tanh names differ only in how they compute it.
-ACTIVATIONS = {
-    "gelu": "none",
-    "gelu_new": "tanh",
-    "gelu_fast": "tanh",
-    "gelu_tanh": "tanh",
-    "gelu_pytorch_tanh": "tanh",
-}
+TANH = ("gelu_new", "gelu_fast", "gelu_tanh", "gelu_pytorch_tanh")
+ACTIVATIONS = {"gelu": "none", **dict.fromkeys(TANH, "tanh")}
 
 # name: layers, hidden size, heads, vocabulary. `tiny` is not of the suite: it is what a CPU trains
 # in minutes.
@@ -68,7 +63,7 @@ PRESETS = {
 # ---- configuration ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PythiaConfig(Config):
     """The shape of a model. `hidden_act` as Hugging Face names it: "gelu" is the erf form, which
     the published configurations say; "gelu_new" the tanh form, with which Pythia was trained."""
@@ -95,32 +90,20 @@ class PythiaConfig(Config):
     def __post_init__(self) -> None:
         if not self.intermediate_size and isinstance(self.hidden_size, int):
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "intermediate_size",
-            "max_seq_len",
-            "sparse_window",
-            "sparse_block",
-        ):
+        own = dataclasses.fields(PythiaConfig)  # those of a subclass have rules of their own
+        of_type = lambda kind: (field.name for field in own if field.type == kind)
+        for name in of_type("int"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
                 raise ValueError(
                     f"PythiaConfig: {name} must be an int of 1 to 2^63 - 1, not {value!r:.40}"
                 )
-        for name in (
-            "use_parallel_residual",
-            "tie_word_embeddings",
-            "use_sparse_attention",
-            "attention_only",
-        ):
+        for name in of_type("bool"):
             if not isinstance(getattr(self, name), bool):  # "false" would be true
                 raise ValueError(
                     f"PythiaConfig: {name} must be True or False, not {getattr(self, name)!r:.40}"
                 )
-        for name in ("rotary_pct", "rotary_base", "layer_norm_eps"):
+        for name in of_type("float"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= MOST or (name, value) == ("rotary_base", 0):
@@ -192,14 +175,8 @@ class PythiaConfig(Config):
     d_mlp = property(lambda self: self.intermediate_size)
     n_ctx = property(lambda self: self.max_seq_len)
     d_vocab = property(lambda self: self.vocab_size)
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.num_layers
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.num_heads
+    num_hidden_layers = property(lambda self: self.num_layers)
+    num_attention_heads = property(lambda self: self.num_heads)
 
 
 # ---- parts ------------------------------------------------------------------------------------
