@@ -119,12 +119,13 @@ def measure(config: models.Config, rows: int) -> dict[Product, int]:
 
 
 def main() -> None:
-    parser = bench.parser(__doc__)
-    parser.add_argument("--model", choices=models.preset_names(), default="pythia-70m")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[4, 16, 32, 64], metavar="B")
-    parser.add_argument("--seq-len", type=int, default=2048, metavar="T")
-    parser.add_argument("--write", action="store_true", help="change cuda/algorithms.def")
-    args = parser.parse_args()
+    args = bench.parser(
+        __doc__,
+        bench.MODEL,
+        ("--batch-size", [4, 16, 32, 64], "B", ""),
+        ("--seq-len", 2048, "T", ""),
+        ("--write", bool, None, "change cuda/algorithms.def"),
+    ).parse_args()
     facts = bench.need_gpu().properties()
     major, minor, patch = map(int, re.search(r"(\d+)\.(\d+)\.(\d+)", facts["products"]).groups())
     version = major * 10000 + minor * 100 + patch

@@ -406,14 +406,11 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         ("--alone", bool, None, "time needle only (default: beside PyTorch, if found)"),
         ("--block", 128, "N", "of --densities"),
         ("--plot", str, "FILE", "of --densities: a picture of them"),
+        ("--dtype", "bfloat16", None, "", "bfloat16", "float16", "float32"),
+        ("--shapes", [shape], "TxB", "causal, S = T (default: 64 Ki tokens at several T)"),
+        ("--densities", [float], "SHARE", "time random blocks of these shares, and no baseline"),
+        ("--dilated", [branch], "SEGMENT:DILATION", "time dilated attention, and no baseline"),
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    for flag, kind, metavar, about in (
-        ("--shapes", shape, "TxB", "causal, S = T (default: 64 Ki tokens at several T)"),
-        ("--densities", float, "SHARE", "time random blocks of these shares, and no baseline"),
-        ("--dilated", branch, "SEGMENT:DILATION", "time dilated attention, and no baseline"),
-    ):
-        parser.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=about)
     args = parser.parse_args(words)
     if args.rounds < 2:
         parser.error(f"--rounds: quartiles need 2 samples at least, not {args.rounds}")

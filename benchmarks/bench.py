@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -30,37 +32,46 @@ Timer = Callable[[Call, int], float]  # milliseconds of so many calls
 # ---- programs and their baselines ----------------------------------------------------------------
 
 
-def parser(text: str, *flags: tuple[str, Any, str | None, str]) -> argparse.ArgumentParser:
+def parser(text: str, *flags: tuple[Any, ...]) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of the program.
 
-    A flag is (name, default, metavar, help). Its type is that of the default, or the default itself
-    where it is a type, which leaves None. A list takes one value or more, a bool is a switch.
+    A flag is (name, default, metavar, help, *choices). Its type is that of the default, or the
+    default itself where it is a type or a function of text, which leaves None. A list takes one
+    value or more, a bool is a switch.
     """
     made = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default, metavar, about in flags:
+    for name, default, metavar, about, *choices in flags:
         if default is bool:
             made.add_argument(name, action="store_true", help=about)
             continue
-        many, known = isinstance(default, list), not isinstance(default, type)
-        kind = type(default[0] if many else default) if known else default
-        shown = " ".join(map(str, default)) if many else default
+        many = isinstance(default, list)
+        one = default[0] if many else default
+        known, shown = not callable(one), " ".join(map(str, default)) if many else default
         made.add_argument(
             name,
-            type=kind,
+            type=type(one) if known else one,
             default=default if known else None,
             nargs="+" if many else None,
+            choices=choices or None,
             metavar=metavar,
             help=f"{about} (default: {shown})".strip() if known else about,
         )
     return made
 
 
-def add_model(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--model", choices=models.preset_names(), default="pythia-70m", help="default: pythia-70m"
-    )
+MODEL = ("--model", "pythia-70m", None, "", *models.preset_names())
+DEVICE = ("--device", str, None, "default: cuda where there is one", "cpu", "cuda")
+DTYPE = ("--dtype", str, None, "default: bfloat16 on a GPU, else float32", "float32", "bfloat16")
+
+
+def device_of(args: argparse.Namespace) -> ndl.Device:
+    """Return the device that DEVICE names, and set args.device and args.dtype where they are None.
+    SystemExit for a GPU where there is none."""
+    args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    return need_gpu() if args.device == "cuda" else ndl.cpu()
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -87,6 +98,10 @@ def need_gpu() -> ndl.Device:
     if not ndl.cuda().enabled():
         raise SystemExit(f"{Path(sys.argv[0]).name}: no CUDA device: {ndl.cuda().reason()}")
     return ndl.cuda()
+
+
+def machine(device: ndl.Device) -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}"
 
 
 def describe(device: ndl.Device) -> str:
@@ -117,16 +132,7 @@ def normal(
 def needle_timer(device: ndl.Device) -> Timer:
     """Times calls between two events of needle's stream."""
     start, end = _C.Event(device), _C.Event(device)
-
-    def milliseconds(call: Call, count: int) -> float:
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        device.synchronize()
-        return start.elapsed(end)
-
-    return milliseconds
+    return _timer(start, end, device.synchronize, start.elapsed)
 
 
 def torch_timer() -> Timer:
@@ -134,14 +140,17 @@ def torch_timer() -> Timer:
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    return _timer(start, end, torch.cuda.synchronize, start.elapsed_time)
 
+
+def _timer(start: Any, end: Any, synchronize: Call, elapsed: Callable[[Any], float]) -> Timer:
     def milliseconds(call: Call, count: int) -> float:
         start.record()
         for _ in range(count):
             call()
         end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        synchronize()
+        return elapsed(end)
 
     return milliseconds
 

@@ -14,8 +14,6 @@ one batch costs the reading thread.
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import tempfile
 from pathlib import Path
@@ -25,7 +23,6 @@ import bench
 import numpy as np
 from train_step import NeedleSide, block
 
-import needle as ndl
 from needle.data import Batches, Prefetch, megatron, open_data
 from needle.models.pythia import PythiaConfig
 
@@ -90,23 +87,21 @@ def main() -> None:
         ("--seq-len", int, "T", "default: 2048, on a CPU 128"),
         ("--steps", 20, "N", "of a block"),
         ("--blocks", 7, "N", "of a side; the first is not timed"),
+        bench.DEVICE,
+        bench.DTYPE,
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     args = parser.parse_args()
 
-    args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
-    on_gpu = args.device == "cuda"
-    device = ndl.cuda() if on_gpu else ndl.cpu()
-    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    device = bench.device_of(args)
+    on_gpu = not device.is_host
     args.model = args.model or ("pythia-70m" if on_gpu else "tiny")
     shape = args.batch_size or (16 if on_gpu else 4), args.seq_len or (2048 if on_gpu else 128)
-    config = PythiaConfig.preset(args.model, max_seq_len=shape[1], dtype=dtype)
+    config = PythiaConfig.preset(args.model, max_seq_len=shape[1], dtype=args.dtype)
     tokens = np.zeros(shape[0] * shape[1] + 1, np.uint16)  # each side brings its own
     side = NeedleSide(config, device, tokens, shape, graph=False)
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
+    print(bench.machine(device))
     print(
-        f"{args.model}, {shape[0]} x {shape[1]}, {dtype}, {args.blocks - 1} blocks of "
+        f"{args.model}, {shape[0]} x {shape[1]}, {args.dtype}, {args.blocks - 1} blocks of "
         f"{args.steps} steps a side, alternating"
     )
 

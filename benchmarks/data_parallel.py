@@ -29,7 +29,7 @@ from typing import Any
 import bench
 import numpy as np
 from bench import spread
-from groups import Workers, gpus_of, join, own_gpu, serve, torch_group
+from groups import WORKER, Workers, gpus_of, join, own_gpu, serve, torch_group
 from train_step import BATCHES, NeedleSide, block
 
 import needle as ndl
@@ -225,9 +225,9 @@ def main() -> None:
         ("--steps", 20, "N", "a block"),
         ("--load", 5.0, "SECONDS", "before the blocks"),
         ("--alone", bool, None, "without PyTorch"),
+        bench.MODEL,
+        WORKER,
     )
-    bench.add_model(parser)
-    parser.add_argument("--worker", choices=("needle", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(args)

@@ -13,8 +13,6 @@ decoding step; `eager` has the growing cache. Without torch and transformers onl
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -68,7 +66,6 @@ def agreement(one: np.ndarray, other: np.ndarray, prompt: int) -> float:
 DEFAULTS = {
     "cuda": {
         "model": "pythia-70m",
-        "dtype": "bfloat16",
         "batch_size": [1, 32],
         "new_tokens": 256,
         "samples": 7,
@@ -76,7 +73,6 @@ DEFAULTS = {
     },
     "cpu": {
         "model": "pythia-14m",
-        "dtype": "float32",
         "batch_size": [1, 4],
         "new_tokens": 32,
         "samples": 3,
@@ -92,19 +88,18 @@ def main() -> None:
         ("--prompt", 128, "N", "tokens of each prompt"),
         ("--new-tokens", int, "N", ""),
         ("--samples", int, "N", "calls of each side"),
+        ("--batch-size", [int], "B", ""),
+        bench.DEVICE,
+        bench.DTYPE,
+        ("--baseline", str, None, "", "compiled", "eager", "none"),
     )
-    parser.add_argument("--batch-size", type=int, nargs="+", metavar="B")
-    parser.add_argument("--device", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--baseline", choices=["compiled", "eager", "none"])
     args = parser.parse_args()
-    args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
+    device = bench.device_of(args)
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
 
     np.random.seed(0)
-    device = ndl.cuda() if args.device == "cuda" else ndl.cpu()
     model = Pythia(PythiaConfig.preset(args.model), device=device, dtype=args.dtype)
     sides = {"needle": needle_side(model, args.new_tokens)}
     versions = f"needle {ndl.__version__}"
@@ -114,7 +109,7 @@ def main() -> None:
 
         sides[f"transformers {args.baseline}"] = transformers_side(model, args)
         versions += f", torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
+    print(bench.machine(device))
     print(versions)
     print(
         f"{args.model}, {args.dtype}, prompt {args.prompt}, {args.new_tokens} new tokens, "

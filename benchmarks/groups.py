@@ -22,6 +22,7 @@ from needle.distributed.spawn import environments
 from needle.processes import die_with
 
 MARK = "@"  # an answer; other lines go to stderr
+WORKER = ("--worker", str, None, argparse.SUPPRESS, "needle", "torch")  # a flag of bench.parser
 
 
 class Workers:

@@ -102,51 +102,42 @@ def copies(s: Shapes) -> Iterator[Case]:
     )
 
 
-# op -> the same in PyTorch, given the torch module, two matrices and a row
+# Calls of PyTorch, given the torch module, two matrices and a row.
+
+
+def unary(name: str) -> Callable:
+    return lambda t, a, b, c: getattr(t, name)(a)
+
+
+def binary(name: str) -> Callable:
+    return lambda t, a, b, c: getattr(t, name)(a, b)
+
+
+SAME_NAMES = "relu exp log sqrt tanh sigmoid sign floor ceil round sin cos erf log1p expm1 rsqrt"
 UNARY = {
-    "negate": lambda t, a, b, c: t.neg(a),
-    "absolute": lambda t, a, b, c: t.abs(a),
-    "relu": lambda t, a, b, c: t.relu(a),
-    "exp": lambda t, a, b, c: t.exp(a),
-    "log": lambda t, a, b, c: t.log(a),
-    "sqrt": lambda t, a, b, c: t.sqrt(a),
-    "tanh": lambda t, a, b, c: t.tanh(a),
-    "sigmoid": lambda t, a, b, c: t.sigmoid(a),
+    **{op: unary(op) for op in SAME_NAMES.split()},
+    "negate": unary("neg"),
+    "absolute": unary("abs"),
     "gelu": lambda t, a, b, c: t.nn.functional.gelu(a),
     "gelu_tanh": lambda t, a, b, c: t.nn.functional.gelu(a, approximate="tanh"),
-    "sign": lambda t, a, b, c: t.sign(a),
-    "floor": lambda t, a, b, c: t.floor(a),
-    "ceil": lambda t, a, b, c: t.ceil(a),
-    "round": lambda t, a, b, c: t.round(a),
-    "sin": lambda t, a, b, c: t.sin(a),
-    "cos": lambda t, a, b, c: t.cos(a),
-    "erf": lambda t, a, b, c: t.erf(a),
-    "log1p": lambda t, a, b, c: t.log1p(a),
-    "expm1": lambda t, a, b, c: t.expm1(a),
-    "rsqrt": lambda t, a, b, c: t.rsqrt(a),
     "silu": lambda t, a, b, c: t.nn.functional.silu(a),
     "softplus": lambda t, a, b, c: t.nn.functional.softplus(a),
 }
 BINARY = {
-    "add": lambda t, a, b, c: t.add(a, b),
-    "subtract": lambda t, a, b, c: t.sub(a, b),
-    "multiply": lambda t, a, b, c: t.mul(a, b),
-    "divide": lambda t, a, b, c: t.div(a, b),
-    "power": lambda t, a, b, c: t.pow(a, b),
-    "maximum": lambda t, a, b, c: t.maximum(a, b),
-    "minimum": lambda t, a, b, c: t.minimum(a, b),
-    "floor_divide": lambda t, a, b, c: t.floor_divide(a, b),
-    "remainder": lambda t, a, b, c: t.remainder(a, b),
+    **{op: binary(op) for op in ("add", "maximum", "minimum", "floor_divide", "remainder")},
+    "subtract": binary("sub"),
+    "multiply": binary("mul"),
+    "divide": binary("div"),
+    "power": binary("pow"),
     "gelu_bwd": lambda t, a, b, c: t.ops.aten.gelu_backward(b, a),
     "gelu_tanh_bwd": lambda t, a, b, c: t.ops.aten.gelu_backward(b, a, approximate="tanh"),
 }
 COMPARISONS = {
-    "equal": lambda t, a, b, c: t.eq(a, b),
-    "not_equal": lambda t, a, b, c: t.ne(a, b),
-    "less": lambda t, a, b, c: t.lt(a, b),
-    "less_equal": lambda t, a, b, c: t.le(a, b),
-    "greater": lambda t, a, b, c: t.gt(a, b),
-    "greater_equal": lambda t, a, b, c: t.ge(a, b),
+    op: binary(name)
+    for name, op in zip(
+        ("eq", "ne", "lt", "le", "gt", "ge"),
+        ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
+    )
 }
 
 
@@ -485,9 +476,9 @@ def main() -> None:
         ("--seq-len", 2048, "T", ""),
         ("--samples", 9, "N", "of each side"),
         ("--alone", bool, None, "time needle only"),
+        ("--dtype", "bfloat16", None, "", *ITEM_SIZE),
+        ("--only", [*FAMILIES], None, "", *FAMILIES),
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(ITEM_SIZE))
-    parser.add_argument("--only", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
     args = parser.parse_args()
 
     bench.need_gpu()

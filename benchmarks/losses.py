@@ -111,9 +111,9 @@ def main() -> int:
         ("--seq-len", 2048, "T", ""),
         ("--baseline", "compile", "MODE", "see torch_training.py"),
         ("--gradients", bool, None, "of one step, beside float64"),
+        ("--device", "cuda", None, "", "cpu", "cuda"),
+        bench.MODEL,
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    bench.add_model(parser)
     args = parser.parse_args()
     bench.need("torch")
     import torch

@@ -45,8 +45,8 @@ def main() -> int:
         ("--rounds", 5, "N", "samples of each side"),
         ("--patches", 24, "N", "that TransformerLens runs in a sample"),
         ("--device", "auto", "NAME", "auto, cpu or cuda"),
+        bench.MODEL,
     )
-    bench.add_model(made)
     args = made.parse_args()
     gpu = args.device == "cuda" or (args.device == "auto" and ndl.cuda().enabled())
     device = bench.need_gpu() if gpu else ndl.cpu()

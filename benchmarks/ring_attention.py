@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import bench
-from groups import Workers, gpus_of, join, own_gpu, serve, torch_group
+from groups import WORKER, Workers, gpus_of, join, own_gpu, serve, torch_group
 
 import needle as ndl
 from needle import ops
@@ -188,8 +188,8 @@ def main() -> None:
         ("--lengths", [16384, 65536, 131072], "T", ""),
         ("--head-dims", [64, 128], "D", ""),
         ("--alone", bool, None, "without PyTorch"),
+        WORKER,
     )
-    parser.add_argument("--worker", choices=("needle", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return {"needle": needle_worker, "torch": torch_worker}[args.worker]()

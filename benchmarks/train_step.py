@@ -249,6 +249,9 @@ def torch_baseline(
 
 
 def main() -> None:
+    hows = ("eager", "compile", "autotune", "graphs")
+    ways = [how + low for how in hows for low in ("", "-bf16")]
+    sizes = "one after the other (default: 4 16 32 64 on a GPU, 4 on the CPU)"
     parser = bench.parser(
         __doc__,
         ("--seq-len", int, "T", "default: 2048 on a GPU, 512 on the CPU"),
@@ -257,37 +260,20 @@ def main() -> None:
         ("--load", LOAD_SECONDS, "SECONDS", "before the first block"),
         ("--alone", bool, None, "time needle only"),
         ("--profile", bool, None, "needle's step by operation"),
+        bench.MODEL,
+        bench.DEVICE,
+        bench.DTYPE,
+        ("--batch-size", [int], "B", sizes),
+        ("--baseline", str, None, "default: the fastest that is found", *ways),
     )
-    bench.add_model(parser)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="default: bfloat16 on a GPU, float32 on the CPU",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        nargs="+",
-        metavar="B",
-        help="one after the other (default: 4 16 32 64 on a GPU, 4 on the CPU)",
-    )
-    ways = [
-        how + low for how in ("eager", "compile", "autotune", "graphs") for low in ("", "-bf16")
-    ]
-    parser.add_argument("--baseline", choices=ways, help="default: the fastest that is found")
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
         help="needle's micro-batch as a CUDA graph (default: as the trainer, where it is faster)",
     )
     args = parser.parse_args()
-    args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
-    on_gpu = args.device == "cuda"
-    device = bench.need_gpu() if on_gpu else ndl.cpu()
-    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    device = bench.device_of(args)
+    on_gpu = not device.is_host
     if args.seq_len is None:
         args.seq_len = 2048 if on_gpu else 512
     sizes = args.batch_size or ([4, 16, 32, 64] if on_gpu else [4])
