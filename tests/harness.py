@@ -18,6 +18,7 @@ import pytest
 
 import needle as ndl
 from needle import _C
+from needle.models.pythia import Pythia, PythiaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -145,6 +146,20 @@ def bits(array) -> np.ndarray:
     if array.dtype in names:
         array = array.compact().view(names[array.dtype])
     return array.numpy()
+
+
+def small_pythia(device=None, seed: int = 0, **changes) -> Pythia:
+    """A Pythia of random numbers, small unless `changes` of its configuration say otherwise."""
+    np.random.seed(seed)
+    fields = dict(vocab_size=41, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=96)
+    return Pythia(PythiaConfig(**fields | changes), device=device)
+
+
+def assert_same_parameters(one, other) -> None:
+    left, right = (dict(model.named_parameters()) for model in (one, other))
+    assert left.keys() == right.keys()
+    for name, parameter in left.items():
+        np.testing.assert_array_equal(parameter.numpy(), right[name].numpy(), err_msg=name)
 
 
 def assert_same_bits(one, other, what: str = "") -> None:

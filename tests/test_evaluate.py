@@ -8,28 +8,19 @@ import sys
 
 import numpy as np
 import pytest
-from harness import naming, python
+from harness import naming, python, small_pythia
 
 import needle as ndl
 from needle import evaluate
 from needle.checkpoint import CheckpointError
 from needle.data import DataError
-from needle.models.pythia import Pythia, PythiaConfig
+from needle.models.pythia import Pythia
 
 VOCABULARY = 300
 
 
-def small(device=None, dtype="float32", **changes) -> Pythia:
-    np.random.seed(3)
-    fields = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "max_seq_len": 24,
-        "dtype": dtype,
-    }
-    model = Pythia(PythiaConfig(**fields | changes), device=device)
+def small(device=None, **changes) -> Pythia:
+    model = small_pythia(device, 3, **{"vocab_size": VOCABULARY, "max_seq_len": 24} | changes)
     head = model.embed_out.weight
     head.cached_data[:, :] = np.random.standard_normal(head.shape)
     return model

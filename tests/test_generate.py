@@ -6,10 +6,10 @@ import itertools
 import numpy as np
 import pytest
 from harness import device_of, live_bytes, naming
+from harness import small_pythia as model_of
 
 import needle as ndl
 from needle import _C, generation, sampling
-from needle.models.pythia import Pythia, PythiaConfig
 
 GREEDY = {"temperature": 0.0}
 SHAPES = [
@@ -20,12 +20,6 @@ SHAPES = [
     {"hidden_size": 40, "num_heads": 1, "vocab_size": 53},
     {"hidden_size": 512, "num_heads": 2, "num_layers": 1},
 ]
-
-
-def model_of(device=None, seed=0, **changes) -> Pythia:
-    np.random.seed(seed)
-    config = {"vocab_size": 41, "hidden_size": 32, "num_layers": 2, "num_heads": 2} | changes
-    return Pythia(PythiaConfig(**({"max_seq_len": 96} | config)), device=device)
 
 
 def prompts(*lengths: int, seed=1) -> list[np.ndarray]:
@@ -69,9 +63,7 @@ def test_the_cache_changes_nothing(shape, device, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_of_different_lengths_are_as_alone(dtype, device):
-    np.random.seed(2)
-    config = PythiaConfig(vocab_size=41, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=96)
-    model = Pythia(config, device=device, dtype=dtype)
+    model = model_of(device, seed=2, dtype=dtype)
     rows = prompts(1, 17, 4, 30, 17)
     together = model.generate(rows, 40, **GREEDY)
     assert isinstance(together, list)

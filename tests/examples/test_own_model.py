@@ -2,13 +2,12 @@
 the application's loop, saved, resumed bit for bit, generates with the cache, and is hooked."""
 
 import math
-import os
-import subprocess
 import sys
 
+import harness
 import numpy as np
 import pytest
-from harness import ROOT, run
+from harness import ROOT, assert_same_parameters
 
 import needle as ndl
 from needle import generation, hooks, models, nn, optim
@@ -24,8 +23,8 @@ SMALL = own_model.OwnConfig(
 IDS = np.arange(18).reshape(2, 9)
 
 
-def small(device=None, seed: int = 0) -> own_model.OwnModel:
-    np.random.seed(seed)
+def small(device=None) -> own_model.OwnModel:
+    np.random.seed(0)
     return own_model.OwnModel(SMALL, device)
 
 
@@ -38,17 +37,14 @@ def test_it_trains_saves_and_goes_on(device, tmp_path):
     np.save(tmp_path / "tokens.npy", np.random.RandomState(3).randint(0, 60, 430).astype(np.uint16))
 
     def run(name: str, *flags: str) -> str:
-        command = [sys.executable, str(ROOT / "examples" / "own_model.py"), "--name", name]
+        command = [sys.executable, ROOT / "examples" / "own_model.py", "--name", name]
         settings = {"--model": "own", "--data": tmp_path / "tokens.npy", "--batch-size": 2,
                     "--seq-len": 16, "--steps": 6, "--save-every": 2, "--grad-accum": 2,
                     "--out": tmp_path, "--device": device.name}  # fmt: skip
-        done = subprocess.run(
-            [*command, *(str(x) for pair in settings.items() for x in pair), *flags],
-            env={**os.environ, "NEEDLE_CACHE": str(tmp_path / "cache")},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        words = [x for pair in settings.items() for x in pair]
+        done = harness.run(*command, *words, *flags, NEEDLE_CACHE=tmp_path / "cache")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
 
     for dtype in ("float32", *(["bfloat16"] if device.name == "cuda" else [])):
         whole, stopped = (tmp_path / f"{name}-{dtype}" / "checkpoints" for name in ("whole", "cut"))
@@ -62,8 +58,7 @@ def test_it_trains_saves_and_goes_on(device, tmp_path):
         for ours, theirs in zip(*(end.restore()[1].state_dict()["arrays"].items() for end in ends)):
             assert ours[0] == theirs[0]
             np.testing.assert_array_equal(ours[1].numpy(), theirs[1].numpy())
-        for ours, theirs in zip(*(end.restore_model().parameters() for end in ends)):
-            np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+        assert_same_parameters(*(end.restore_model() for end in ends))
 
 
 def test_a_checkpoint_is_the_model(device, tmp_path):
@@ -81,8 +76,7 @@ def test_a_checkpoint_is_the_model(device, tmp_path):
         _, loss = each(IDS[:, :-1], IDS[:, 1:])
         loss.backward()
         its.step()
-    for ours, theirs in zip(model.parameters(), again.parameters()):
-        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    assert_same_parameters(model, again)
 
 
 def test_the_cache_changes_nothing(device, monkeypatch):
@@ -146,7 +140,7 @@ def test_the_registry_refuses_taken_names():
 def test_a_checkpoint_of_an_unregistered_model(tmp_path):
     path = ndl.save_checkpoint(small(), None, 0, 1.0, tmp_path / "a.safetensors")
     code = f"import needle as ndl; ndl.load_checkpoint({str(path)!r})"
-    done = run(sys.executable, "-c", code)
+    done = harness.run(sys.executable, "-c", code)
     assert done.returncode == 1
     assert "no model 'own' is registered" in done.stderr and "Import the module" in done.stderr
     with pytest.raises(CheckpointError, match="cannot be used: no model 'unknown'"):
