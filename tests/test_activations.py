@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from harness import naming
-from test_hooks import IDS, small
+from test_hooks import IDS, in_transformer_lens, small
 
 import needle as ndl
 from needle import Tensor, patching
@@ -339,20 +339,12 @@ def test_wrong_patches_say_why():
 def test_analyses_are_those_of_transformer_lens(parallel, tmp_path):
     """Stacks, labels, attributions of token differences with the final norm folded, patching, and
     weights by head."""
-    lens = pytest.importorskip("transformer_lens.model_bridge", reason="no transformer_lens")
+    model = small(use_parallel_residual=parallel)
+    theirs = in_transformer_lens(model, tmp_path)
     import torch
-    import transformers
     from transformer_lens import patching as their_patching
     from transformer_lens.utilities import get_act_name as their_name
 
-    model = small(use_parallel_residual=parallel)
-    model.save_pretrained(tmp_path)
-    peer = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    )
-    theirs = lens.TransformerBridge.boot_transformers(str(tmp_path), hf_model=peer, device="cpu")
-    theirs.cfg.use_attn_result = True
-    theirs.enable_compatibility_mode(no_processing=True)
     for short in (("q", 3), ("scale", 1, "ln2"), ("scale",), ("k6",), ("resid_post", 2)):
         assert get_act_name(*short) == their_name(*short)
     with torch.no_grad():
@@ -389,11 +381,8 @@ def test_analyses_are_those_of_transformer_lens(parallel, tmp_path):
         for name in "n_layers", "n_heads", "d_model", "d_head", "d_mlp", "n_ctx", "d_vocab":
             assert getattr(model.cfg, name) == getattr(theirs.cfg, name), name
 
-        def torch_metric(logits):
-            return logits[0, -1, 5] - logits[0, -1, 6] + logits[1, 3, 2]
-
         every = "block_every", "attn_head_all_pos_every", "attn_head_by_pos_every"
         for name in ("attn_head_out_by_pos", "resid_pre", "attn_head_pattern_all_pos", *every):
             full = f"get_act_patch_{name}"
-            stack = getattr(their_patching, full)(theirs, ids, wanted, torch_metric)
+            stack = getattr(their_patching, full)(theirs, ids, wanted, metric)
             close(getattr(patching, full)(model, IDS, cache, metric), stack.numpy(), 1e-4)

@@ -8,11 +8,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from harness import run
+from harness import run, small_pythia
 
 import needle as ndl
 from needle import Tensor, hooks, nn
-from needle.models.pythia import Pythia, PythiaConfig
+from needle.models.pythia import Pythia
 from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT, rotary_tables
 
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
@@ -24,26 +24,19 @@ NORM = ("hook_scale", "hook_normalized")  # what the fused norm never stores
 INSIDE = ("hook_z", "hook_pre", "hook_post", "hook_attn_out", "hook_mlp_out")
 
 
-def forget_gradients(model):
+def gradients_of(model, loss) -> dict[str, np.ndarray]:
+    """The gradients of this loss alone, by name."""
     for p in model.parameters():
         p.grad = None
+    loss.backward()
+    return {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
 
 
 def small(device=None, dtype="float32", **changes) -> Pythia:
-    np.random.seed(7)
-    fields = {
-        "vocab_size": 29,
-        "hidden_size": 24,
-        "num_layers": 2,
-        "num_heads": 3,
-        "max_seq_len": 16,
-        "dtype": dtype,
-        "hidden_act": "gelu",
-        "layer_norm_eps": EPS,
-        "rotary_base": 50,
-        "rotary_pct": 0.75,  # with one pair of dims no base would count
-    }
-    model = Pythia(PythiaConfig(**fields | changes), device=device)
+    fields = dict(vocab_size=29, hidden_size=24, num_heads=3, max_seq_len=16, dtype=dtype)
+    fields |= dict(hidden_act="gelu", layer_norm_eps=EPS, rotary_base=50)
+    fields |= dict(rotary_pct=0.75)  # with one pair of dims no base would count
+    model = small_pythia(device, 7, **fields | changes)
     for parameter in model.parameters():  # far from the start: norms and biases count too
         noise = 0.3 * np.random.standard_normal(parameter.shape)
         parameter.data = Tensor(parameter.numpy() + noise, device=model.device, dtype=dtype)
@@ -110,12 +103,10 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
         heads = f8(layer.attention.dense.weight).reshape(config.num_heads, config.head_dim, -1)
         result = at_layer("attn.hook_result", np.einsum("bthd,hdc->bthc", z, heads))
         added = at_layer("hook_attn_out", result.sum(2) + f8(layer.attention.dense.bias))
-        if config.use_parallel_residual:
-            read = x
-        else:
-            read = x = at_layer("hook_resid_mid", x + added)
+        if not config.use_parallel_residual:
+            x = at_layer("hook_resid_mid", x + added)
         pre = linear(
-            norm(read, layer.post_attention_layernorm, at_layer, "ln2."), layer.mlp.dense_h_to_4h
+            norm(x, layer.post_attention_layernorm, at_layer, "ln2."), layer.mlp.dense_h_to_4h
         )
         post = at_layer("mlp.hook_post", gelu(at_layer("mlp.hook_pre", pre)))
         written = at_layer("hook_mlp_out", linear(post, layer.mlp.dense_4h_to_h))
@@ -162,28 +153,14 @@ def test_names_alone_change_no_bit(device, dtype):
     assert list(cache) == names and {x.dtype for x in cache.values()} == {dtype}
     logits, cache = model.run_with_cache(IDS, PATTERN)
     assert list(cache) == [PATTERN] and cache[PATTERN].dtype == "float32"
-    names = [
-        "blocks.0.ln1.hook_scale",
-        "blocks.0.ln2.hook_normalized",
-        "blocks.0.attn.hook_result",
-        "blocks.1.ln2.hook_scale",
-        "ln_final.hook_normalized",
-    ]
+    names = ["blocks.0.ln1.hook_scale", "blocks.0.ln2.hook_normalized", "blocks.0.attn.hook_result"]
+    names += ["blocks.1.ln2.hook_scale", "ln_final.hook_normalized"]
     exact = forward(model, IDS)
     for name in names:
         logits, cache = model.run_with_cache(IDS, name)
         assert list(cache) == [name] and cache[name].dtype == "float32"
         near(cache[name].numpy(), exact[name], 1e-5 if dtype == "float32" else 0.03)
-        near(
-            logits.numpy().astype(np.float64),
-            plain.astype(np.float64),
-            2e-6 if dtype == "float32" else 0.03,
-        )
-    near(
-        logits.numpy().astype(np.float64),
-        plain.astype(np.float64),
-        2e-6 if dtype == "float32" else 0.03,
-    )
+        near(f8(logits), plain.astype(np.float64), 2e-6 if dtype == "float32" else 0.03)
 
 
 def test_only_the_layer_that_is_asked_computes_patterns(monkeypatch):
@@ -221,19 +198,37 @@ def test_hidden_states():
         near(state.numpy(), wanted[name])
 
 
+def in_transformers(model: Pythia, folder):
+    """The model as transformers reads it from `folder`."""
+    import torch
+    import transformers
+
+    model.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+
+
+def in_transformer_lens(model: Pythia, folder):
+    """The model in TransformerLens, on the CPU."""
+    reason = "transformer_lens not installed (pip install .[parity])"
+    lens = pytest.importorskip("transformer_lens.model_bridge", reason=reason)
+    peer = in_transformers(model, folder)
+    theirs = lens.TransformerBridge.boot_transformers(str(folder), hf_model=peer, device="cpu")
+    theirs.cfg.use_attn_result = True
+    theirs.enable_compatibility_mode(no_processing=True)  # masks with -inf, folds no weight
+    return theirs
+
+
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore::Warning")
 @pytest.mark.parametrize("parallel", [True, False])
 def test_transformers_says_the_same(device, parallel, tmp_path):
     """Hidden states and attentions of GPT-NeoX in transformers, on the exported model."""
     import torch
-    import transformers
 
     model = small(device, use_parallel_residual=parallel)
-    model.save_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    )
+    theirs = in_transformers(model, tmp_path)
     with torch.no_grad():
         out = theirs(torch.from_numpy(IDS), output_hidden_states=True, output_attentions=True)
     states = model.hidden_states(IDS)
@@ -253,20 +248,11 @@ def test_transformer_lens_says_the_same(device, parallel, tmp_path):
     """Every name in TransformerLens, on the exported model: what it captures, and the logits after
     a replacement. It never calls the points after rotary of a GPT-NeoX: those are turned here; and
     what it replaces at hook_resid_mid reaches the MLP alone."""
-    reason = "transformer_lens not installed (pip install .[parity])"
-    lens = pytest.importorskip("transformer_lens.model_bridge", reason=reason)
     import torch
-    import transformers
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
     model = small(device, use_parallel_residual=parallel)
-    model.save_pretrained(tmp_path)
-    peer = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    )
-    theirs = lens.TransformerBridge.boot_transformers(str(tmp_path), hf_model=peer, device="cpu")
-    theirs.cfg.use_attn_result = True
-    theirs.enable_compatibility_mode(no_processing=True)  # masks with -inf, folds no weight
+    theirs = in_transformer_lens(model, tmp_path)
     ids = torch.from_numpy(IDS)
     with torch.no_grad():
         logits, wanted = theirs.run_with_cache(ids)
@@ -367,26 +353,12 @@ def test_gradients_reach_replacements_and_their_inputs(device):
             x[0, 4] += row
             return x
 
-        out = forward(
-            model,
-            IDS,
-            {
-                "blocks.1.attn.hook_pattern": lambda x: pattern,
-                mid: lambda x: x * 0.7,
-                "hook_embed": embedded,
-            },
-        )
-        return (out["logits"] * weight).sum()
+        hooked = {PATTERN: lambda x: pattern, mid: lambda x: x * 0.7, "hook_embed": embedded}
+        return (forward(model, IDS, hooked)["logits"] * weight).sum()
 
     place = Tensor(given, device=model.device)
-    seen = {}
-    with model.hooks(
-        {
-            PATTERN: lambda x: place,
-            mid: lambda x: x * 0.7,
-            "hook_embed": lambda x: seen.setdefault("embedded", x),
-        }
-    ):
+    hooked = {PATTERN: lambda x: place, mid: lambda x: x * 0.7, "hook_embed": lambda x: x}
+    with model.hooks(hooked):
         logits, _ = model(IDS)
     (logits * Tensor(weight, device=model.device, requires_grad=False)).sum().backward()
     h = 1e-5
@@ -437,9 +409,7 @@ def test_gradients_through_the_plain_attention(device):
     for names in ((), hooks.hook_names(model.config)):
         with model.hooks({name: lambda x: None for name in names}):
             _, loss = model(IDS[:, :-1], IDS[:, 1:])
-        forget_gradients(model)
-        loss.backward()
-        grads.append({n: p.grad.numpy().copy() for n, p in model.named_parameters()})
+        grads.append(gradients_of(model, loss))
     for name, wanted in grads[0].items():
         scale = np.abs(wanted).max() + 1e-6
         np.testing.assert_allclose(grads[1][name], wanted, rtol=0, atol=1e-5 * scale, err_msg=name)
@@ -461,9 +431,7 @@ def test_names_alone_change_no_bit_of_gradients_and_norms(device, dtype, paralle
     for functions in ({}, {name: partial(seen.__setitem__, name) for name in names}):
         with model.hooks(functions):
             logits, loss = model(IDS[:, :-1], IDS[:, 1:])
-        forget_gradients(model)
-        loss.backward()
-        found.append([logits.numpy(), *(p.grad.numpy().copy() for p in model.parameters())])
+        found.append([logits.numpy(), *gradients_of(model, loss).values()])
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
     assert list(seen) == names
