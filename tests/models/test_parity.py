@@ -23,6 +23,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness import assert_same_parameters
 
 import needle as ndl
 from needle import hf, nn, optim
@@ -49,6 +50,11 @@ SHAPES = {
 FULL = {"pythia-14m": (2, 67), "pythia-31m": (1, 131)}
 FULL_CUDA = {"pythia-70m": (2, 517), "pythia-160m": (2, 257), "pythia-410m": (1, 261),
              "pythia-1b": (1, 131), "pythia-1.4b": (1, 259)}  # fmt: skip
+
+
+def config_of(shape: str, **fields) -> PythiaConfig:
+    names = ("hidden_size", "num_heads", "num_layers", "vocab_size")
+    return PythiaConfig(**dict(zip(names, SHAPES[shape])), **fields)
 
 
 @functools.cache
@@ -172,11 +178,9 @@ def compare(config: PythiaConfig, batch: int, time: int, device, folder, flat: b
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(tmp_path, shape, device):
-    width, heads, layers, vocabulary, batch, time, fields = SHAPES[shape]
-    config = PythiaConfig(**{"vocab_size": vocabulary, "hidden_size": width, "num_layers": layers,
-                             "num_heads": heads, "max_seq_len": max(time, 8), "hidden_act": "gelu",
-                             **fields})  # fmt: skip
-    compare(config, batch, time, device, tmp_path / "a", flat=layers % 2 == 0)
+    *_, batch, time, fields = SHAPES[shape]
+    config = config_of(shape, max_seq_len=max(time, 8), **{"hidden_act": "gelu", **fields})
+    compare(config, batch, time, device, tmp_path / "a", flat=config.num_layers % 2 == 0)
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -205,30 +209,14 @@ def test_presets_have_the_published_head_dims():
 
 @pytest.mark.parametrize("shape", ["head 32", "head 32 sequential", "head 64 tied", "head 80"])
 def test_greedy_generation_is_equal_token_for_token(tmp_path, shape, device):
-    width, heads, layers, vocabulary, *_, fields = SHAPES[shape]
-    config = PythiaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_layers=layers,
-        num_heads=heads,
-        max_seq_len=300,
-        **fields,
-    )
+    config = config_of(shape, max_seq_len=300, **SHAPES[shape][-1])
     peer = random_peer(config, seed=2, gain=3.0)
     peer.save_pretrained(tmp_path)
-    prompts = np.random.default_rng(3).integers(0, vocabulary, (2, 11))
-    expected = (
-        peer.generate(
-            torch().tensor(prompts, device=peer.device),
-            max_new_tokens=256,
-            do_sample=False,
-            attention_mask=torch().ones((2, 11), dtype=torch().long, device=peer.device),
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        .cpu()
-        .numpy()
-    )
+    prompts = np.random.default_rng(3).integers(0, config.vocab_size, (2, 11))
+    ids = torch().tensor(prompts, device=peer.device)
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    options |= dict(max_new_tokens=256, attention_mask=torch().ones_like(ids))
+    expected = peer.generate(ids, **options).cpu().numpy()
     assert expected.shape == (2, 267)
     got = Pythia.from_pretrained(tmp_path, device).generate(prompts, 256, temperature=0)
     np.testing.assert_array_equal(got, expected)
@@ -318,8 +306,7 @@ def test_folders_open_there_with_no_flag(tmp_path, dtype):
     opened.save_pretrained(tmp_path / "again")
     back = Pythia.from_pretrained(tmp_path / "again", dtype=dtype)
     assert back.config == model.config
-    for (name, left), (_, right) in zip(model.named_parameters(), back.named_parameters()):
-        np.testing.assert_array_equal(left.numpy(), right.numpy(), err_msg=name)
+    assert_same_parameters(model, back)
     for name, given in (("third", tmp_path / "again"), ("fourth", opened), ("fifth", None)):
         back.save_pretrained(tmp_path / name, given)
         third = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
@@ -343,10 +330,7 @@ def test_the_line_that_converts_a_pickle(tmp_path, tied):
     peer = random_peer(config)
     peer.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    state = {
-        name.replace("lm_head", "embed_out"): value.cpu()
-        for name, value in peer.state_dict().items()
-    }
+    state = {n.replace("lm_head", "embed_out"): x.cpu() for n, x in peer.state_dict().items()}
     torch().save(state, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="a pickle") as error:
         Pythia.from_pretrained(folder)
@@ -377,9 +361,7 @@ def test_rotary_spellings_mean_the_same_there():
     ):  # fmt: skip
         there = transformers.GPTNeoXConfig(**base, **fields).rope_parameters
         here = hf.read_config(Pythia, base | fields)
-        assert (here.rotary_pct, here.rotary_base) == (
-            there["partial_rotary_factor"],
-            there["rope_theta"],
-        ), fields
+        expected = there["partial_rotary_factor"], there["rope_theta"]
+        assert (here.rotary_pct, here.rotary_base) == expected, fields
     there = transformers.GPTNeoXConfig(**base, rope_theta=500).rope_parameters
     assert there["rope_theta"] == 10000  # so needle refuses the name by itself
