@@ -154,14 +154,8 @@ SPECIAL = [
     ),
 ]
 
-COMPARISONS = {
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-}
+COMPARED = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+COMPARISONS = {op: getattr(np, op) for op in COMPARED}
 
 REDUCTIONS = {
     "sum": (np.sum, FLOATS + INTEGERS),
@@ -224,12 +218,8 @@ def formula_case(op: str, shape: tuple[int, ...], axes: int = 1) -> Case:
 
         return Case(op, label, inputs, reference, ulps=entry.ulps, unit=entry.unit)
     if op in COMPARISONS:
-        return Case(
-            op,
-            label,
-            lambda rng: {name: rng.integers(0, 4, shape) for name in "xy"},
-            lambda r, x, y: {"out": COMPARISONS[op](x, y)},
-        )
+        pair = lambda rng: {name: rng.integers(0, 4, shape) for name in "xy"}
+        return Case(op, label, pair, lambda r, x, y: {"out": COMPARISONS[op](x, y)})
 
     def reduced(r, x, axes):
         kept = x.shape[: x.ndim - axes]  # NumPy's argmax takes one axis

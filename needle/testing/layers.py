@@ -208,6 +208,10 @@ def losses_inputs(n, v, ignored=(), std=3.0, backward=False):
 NORMS = [(1, 3), (31, 257), (257, 31), (3, 1024), (300, 5), (0, 8)]
 NORMS += [(7000, 8), (1100, 264), (9, 776), (5, 4096)]
 
+ROWS = [(1, 1), (31, 257), (257, 31), (3, 1024), (5, 4100), (0, 8)]  # of a norm forward
+BACKWARD = {f"{n}x{c}": (n, c) for n, c in NORMS}
+BACKWARD |= {f"{n}x{c}-alone": (n, c, False) for n, c in NORMS[1:4]}
+
 LOSSES = {
     "one": (1, 1),
     "31x257": (31, 257),
@@ -361,7 +365,7 @@ CASES = [
         lambda n, c: draw(
             x=normal(n, c, mean=1, std=2), w=normal(c, mean=1), b=normal(c), eps=1e-5
         ),
-        [(1, 1), (31, 257), (257, 31), (3, 1024), (5, 4100), (0, 8)],
+        ROWS,
         lambda n, c: c,
     ),
     # Far from zero, where E[x^2] - E[x]^2 has no digits left.
@@ -371,13 +375,7 @@ CASES = [
         {"far": (7, 300)},
         lambda n, c: c * 64**2,
     ),
-    *cases_of(
-        layernorm_bwd,
-        layernorm_bwd_inputs,
-        {f"{n}x{c}": (n, c) for n, c in NORMS}
-        | {f"{n}x{c}-alone": (n, c, False) for n, c in NORMS[1:4]},
-        lambda n, c, *more: max(n, c),
-    ),
+    *cases_of(layernorm_bwd, layernorm_bwd_inputs, BACKWARD, lambda n, c, *more: max(n, c)),
     *cases_of(
         layernorm_pair_fwd,
         lambda n, c: draw(
@@ -388,14 +386,13 @@ CASES = [
             b2=normal(c),
             eps=1e-5,
         ),
-        [(1, 1), (31, 257), (257, 31), (3, 1024), (5, 4100), (0, 8)],
+        ROWS,
         lambda n, c: c,
     ),
     *cases_of(
         layernorm_pair_bwd,
         partial(layernorm_bwd_inputs, norms="12"),
-        {f"{n}x{c}": (n, c) for n, c in NORMS}
-        | {f"{n}x{c}-alone": (n, c, False) for n, c in NORMS[1:4]},
+        BACKWARD,
         lambda n, c, *more: max(n, c),
     ),
     *cases_of(

@@ -73,11 +73,10 @@ def prepare(case: Case, dtype: str, layouts: dict[str, str] | None = None) -> di
             )
             stored = dtype_of(operand, dtype)
             if stored in FLOATS:
-                values[operand.name] = rounder(stored)(value)
-            else:
-                values[operand.name] = (
-                    value.astype(stored) if operand.dtype in ("ANY", "T") else value
-                )
+                value = rounder(stored)(value)
+            elif operand.dtype in ("ANY", "T"):
+                value = value.astype(stored)
+            values[operand.name] = value
     return values
 
 

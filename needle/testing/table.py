@@ -8,12 +8,8 @@ from needle import _C
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTEGERS = ("int32", "int64", "uint8", "uint16", "bool")
-STORED = {
-    "f4": "float32",
-    "i4": "int32",
-    "i8": "int64",
-    "b1": "bool",
-}  # dtypes that the table fixes
+# Dtypes that the table fixes.
+STORED = {"f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 
 
 @dataclass(frozen=True)
