@@ -231,8 +231,8 @@ def run(sides: list[Side], rounds: int) -> None:
     print(f"clock, power, temperature in the last round: {state.text()}")
 
 
-def show(side: Side, D: int, what: str) -> None:
-    row = f"{what}  {side.name:31}"
+def show(side: Side, T: int, B: int, D: int) -> None:
+    row = f"{T:6d} {B:4d} {D:4d}  {side.name:31}"
     for way, operations in enumerate((4, 10)):
         low, middle, high = statistics.quantiles(side.times[way], n=4)
         row += f"{middle:9.3f} ({low:.3f} to {high:.3f}) {side.rate(way, operations * D):7.1f}"
@@ -251,21 +251,17 @@ def compare(T: int, B: int, args: argparse.Namespace) -> None:
     sparse = window_mask(T, 128)
     pairs, kept = (n * B * args.heads for n in (causal_pairs(T), kept_pairs(sparse)))
     timer = bench.needle_timer(ndl.cuda())
+    masks = ("needle", None, pairs), ("needle, window 256 + first", sparse, kept)
     sides = [
-        Side("needle", needle_calls(packed, dout, args.dtype, None), timer, pairs),
-        Side(
-            "needle, window 256 + first",
-            needle_calls(packed, dout, args.dtype, sparse),
-            timer,
-            kept,
-        ),
+        Side(name, needle_calls(packed, dout, args.dtype, mask), timer, counted)
+        for name, mask, counted in masks
     ]
     if not args.alone and bench.has("torch"):
         operands = torch_operands(packed, dout, args.dtype)
         sides += torch_sides(operands, T, sparse, kept, pairs)
     run(sides, args.rounds)
     for side in sides:
-        show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
+        show(side, T, B, args.head_dim)
     by_name = {side.name: side for side in sides}
     for baseline, ours in (
         ("torch cuDNN", "needle"),
@@ -315,7 +311,7 @@ def over_densities(T: int, B: int, args: argparse.Namespace) -> list[tuple[float
     run(sides, args.rounds)
     dense, found = sides[0], []
     for side in sides:
-        show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
+        show(side, T, B, args.head_dim)
         share = side.pairs / dense.pairs
         gains = speeds(side, dense)
         print(
@@ -357,7 +353,7 @@ def over_branches(T: int, B: int, args: argparse.Namespace) -> None:
     ]
     run(sides, args.rounds)
     for side in sides:
-        show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
+        show(side, T, B, args.head_dim)
     dense, dilated = sides
     costs = [dense.rate(way, 1.0) / dilated.rate(way, 1.0) for way in (0, 1)]
     print(

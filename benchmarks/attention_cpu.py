@@ -11,6 +11,7 @@ contiguous (B, H, T, D). Without torch needle is timed alone.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -90,13 +91,12 @@ def main() -> None:
     o, *gradients = (_C.empty(q.shape, "float32", device) for _ in range(4))
     lse = _C.attention_fwd(q, k, v, D**-0.5, 1, o)
     ways = ("forward", "backward")
-    calls: dict[str, Call] = {
+    last = D**-0.5, 1, None, None, *gradients, None
+    dense: dict[str, Call] = {
         "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1, o),
-        "needle backward": lambda: _C.attention_bwd(
-            dout, q, k, v, o, lse, D**-0.5, 1, None, None, *gradients, None
-        ),
+        "needle backward": lambda: _C.attention_bwd(dout, q, k, v, o, lse, *last),
     }
-    dense = dict(calls)
+    calls = dict(dense)
     if bench.has("torch"):
         import torch
 
@@ -118,20 +118,13 @@ def main() -> None:
         so = _C.empty(q.shape, "float32", device)
         sparse = (q, k, v, *lists[:3], block, D**-0.5, 1, so)
         slse = _C.block_sparse_attention_fwd(*sparse)
-        tail = (so, slse, *lists, block, D**-0.5, 1, None, None, *gradients, None)
+        tail = (so, slse, *lists, block, *last)
         what = f"window {window}, blocks of {block}"
-        took = timed(
-            dense
-            | {
-                f"{what}, forward": lambda sparse=sparse: _C.block_sparse_attention_fwd(*sparse),
-                f"{what}, backward": lambda tail=tail: (
-                    _C.block_sparse_attention_bwd(dout, q, k, v, *tail)
-                ),
-            }
-        )
-        costs = [
-            ratio(took[f"{what}, {way}"], took[f"needle {way}"]) * pairs / kept for way in ways
-        ]
+        forward = functools.partial(_C.block_sparse_attention_fwd, *sparse)
+        backward = functools.partial(_C.block_sparse_attention_bwd, dout, q, k, v, *tail)
+        took = timed(dense | {f"{what}, forward": forward, f"{what}, backward": backward})
+        ratios = (ratio(took[f"{what}, {way}"], took[f"needle {way}"]) for way in ways)
+        costs = [each * pairs / kept for each in ratios]
         print(f"times ideal: forward {costs[0]:.2f}, backward {costs[1]:.2f}")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from typing import Any
 
 import bench
 import numpy as np
@@ -33,8 +34,12 @@ FAULTS = {
 }
 
 
+def scaled(pool: Pool, source: str) -> Any:
+    return pool.run(source, "scale", N // 256, 256, [X, Out(N), 3.0, N])
+
+
 def good(pool: Pool) -> None:
-    result = pool.run(GOOD, "scale", N // 256, 256, [X, Out(N), 3.0, N])
+    result = scaled(pool, GOOD)
     if result.status != "ok" or not (result.outputs[0] == 3 * X).all():
         sys.exit(f"a good job went wrong: {result.status}: {result.message}")
 
@@ -66,24 +71,15 @@ def main() -> None:
             good(pool)
 
     row("a pool, its first job, and its end", [seconds(start) for _ in range(3)])
-    row(
-        "compiling a kernel, in process",
-        [seconds(lambda n=n: build(f"{GOOD}// {n}", "scale")) for n in range(runs)],
-    )
+    built = [seconds(lambda n=n: build(f"{GOOD}// {n}", "scale")) for n in range(runs)]
+    row("compiling a kernel, in process", built)
     row("the same, cached", [seconds(lambda: build(f"{GOOD}// 0", "scale")) for _ in range(runs)])
     with Pool(devices=[0], timeout=0.5) as pool:
         good(pool)
-        row(
-            "a warm job (256 KiB in, 256 KiB out)", [seconds(lambda: good(pool)) for _ in range(99)]
-        )
+        warm = [seconds(lambda: good(pool)) for _ in range(99)]
+        row("a warm job (256 KiB in, 256 KiB out)", warm)
         new = [f"{GOOD}// of this run: {n}" for n in range(runs)]
-        row(
-            "a job with a new source",
-            [
-                seconds(lambda s=s: pool.run(s, "scale", N // 256, 256, [X, Out(N), 3.0, N]))
-                for s in new
-            ],
-        )
+        row("a job with a new source", [seconds(lambda s=s: scaled(pool, s)) for s in new])
         for name, source in FAULTS.items():
             row(f"next good result after {name}, with a spare", after(pool, source, runs, True))
     with Pool(devices=[0], timeout=0.5, spares=0) as pool:

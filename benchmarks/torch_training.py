@@ -61,13 +61,9 @@ class TorchSide:
             threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
             torch.set_num_threads(int(threads))
         torch.manual_seed(0)
-        self.model = TorchPythia(
-            config.vocab_size,
-            config.hidden_size,
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            shape[1],
-        ).to(self.device, torch.bfloat16 if low else torch.float32)
+        sizes = config.vocab_size, config.hidden_size, config.num_layers, config.num_heads
+        self.model = TorchPythia(*sizes, shape[1])
+        self.model.to(self.device, torch.bfloat16 if low else torch.float32)
         self.optimizer = self.model.optimizer(1e-3)
         self.forward = self.model
         if how in COMPILED:
