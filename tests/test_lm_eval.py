@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import DEVICES, run
+from harness import DEVICES, run, small_pythia
 
 import needle as ndl
 from needle import data
-from needle.models.pythia import Pythia, PythiaConfig
 
 pytestmark = [
     pytest.mark.parity,
@@ -29,6 +28,37 @@ SENTENCES = [
 ]
 
 
+TASKS = {
+    "needle_choice": """output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: " "
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+""",
+    "needle_text": """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: byte_perplexity
+  - metric: bits_per_byte
+""",
+    "needle_write": """output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{text}}"
+generation_kwargs:
+  until: ["e"]
+  max_gen_toks: 12
+  do_sample: false
+metric_list:
+  - metric: bypass
+""",
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """step_1.safetensors, exported/ (for transformers), and the tasks."""
@@ -40,11 +70,8 @@ def folder(tmp_path_factory):
     top = tmp_path_factory.mktemp("lm_eval")
     tokenizer = data.train_tokenizer(iter(SENTENCES * 4), 350)
     tokenizer.save(str(top / "tokenizer.json"))
-    np.random.seed(11)
-    config = PythiaConfig(
-        vocab_size=384, hidden_size=64, num_layers=2, num_heads=4, max_seq_len=CONTEXT
-    )
-    model = Pythia(config)
+    sizes = dict(vocab_size=384, hidden_size=64, num_heads=4, max_seq_len=CONTEXT)
+    model = small_pythia(seed=11, **sizes)
     for parameter in model.parameters():  # far from the start, so that answers differ
         noise = 0.15 * np.random.standard_normal(parameter.shape)
         parameter.data = ndl.Tensor(parameter.numpy() + noise)
@@ -59,12 +86,8 @@ def write_tasks(top) -> None:
     with open(top / "questions.jsonl", "w") as file:
         for i, sentence in enumerate(SENTENCES):
             choices = [sentence[j : j + int(random.integers(1, 30))] for j in (0, 5, 12)]
-            row = {
-                "question": SENTENCES[i - 1],
-                "choices": choices,
-                "answer": i % 3,
-                "text": " ".join(SENTENCES[: i + 1]),
-            }
+            row = {"question": SENTENCES[i - 1], "choices": choices, "answer": i % 3}
+            row["text"] = " ".join(SENTENCES[: i + 1])
             file.write(json.dumps(row) + "\n")
     head = f"""dataset_path: json
 dataset_kwargs:
@@ -72,45 +95,8 @@ dataset_kwargs:
     test: {top}/questions.jsonl
 test_split: test
 """
-    (top / "needle_choice.yaml").write_text(
-        head
-        + """task: needle_choice
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: answer
-target_delimiter: " "
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-    )
-    (top / "needle_text.yaml").write_text(
-        head
-        + """task: needle_text
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list:
-  - metric: word_perplexity
-  - metric: byte_perplexity
-  - metric: bits_per_byte
-"""
-    )
-    (top / "needle_write.yaml").write_text(
-        head
-        + """task: needle_write
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{text}}"
-generation_kwargs:
-  until: ["e"]
-  max_gen_toks: 12
-  do_sample: false
-metric_list:
-  - metric: bypass
-"""
-    )
+    for name, body in TASKS.items():
+        (top / f"{name}.yaml").write_text(f"task: {name}\n{head}{body}")
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -185,12 +171,8 @@ def test_generate_until(models):
 
 
 def test_sampling_follows_the_seed(models):
-    asked = requests(
-        *[
-            (s, {"temperature": 1.0, "do_sample": True, "top_k": 20, "max_gen_toks": 8})
-            for s in SENTENCES
-        ]
-    )
+    options = {"temperature": 1.0, "do_sample": True, "top_k": 20, "max_gen_toks": 8}
+    asked = requests(*[(sentence, options) for sentence in SENTENCES])
     drawn = []
     for seed in (1, 1, 2):
         np.random.seed(seed)
@@ -224,8 +206,6 @@ def test_no_tokenizer(folder, tmp_path):
 
 
 # ---- whole tasks ---------------------------------------------------------------------------------
-
-TASKS = ("needle_choice", "needle_text", "needle_write")
 
 
 def command(folder, tmp_path, start: str, model: str, model_args: str) -> tuple[dict, dict]:
