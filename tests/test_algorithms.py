@@ -4,12 +4,9 @@ was made for another version of cuBLASLt, and how benchmarks/algorithms.py write
 import shutil
 import sys
 
+import algorithms
 import pytest
 from harness import ROOT, run
-
-sys.path.append(str(ROOT / "benchmarks"))  # after apps/, which has a generate of its own
-
-import algorithms  # noqa: E402
 
 TABLE = algorithms.TABLE.read_text()
 LISTED = (32768, 1536, 512, 0, 0, "BF16", 1, 0, 0)

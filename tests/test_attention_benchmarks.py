@@ -2,18 +2,13 @@
 They time a GPU, or for minutes, so no run of them is among the tests."""
 
 import argparse
-import sys
 
+import attention
+import attention_cpu
 import numpy as np
 import pytest
-from harness import ROOT
 
 from needle.block_mask import BlockMask
-
-sys.path.append(str(ROOT / "benchmarks"))  # after apps/, which has a generate of its own
-
-import attention  # noqa: E402
-import attention_cpu  # noqa: E402
 
 USUAL = argparse.Namespace(heads=8, head_dim=64, dtype="bfloat16")
 

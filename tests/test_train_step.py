@@ -6,15 +6,12 @@ import re
 import sys
 from types import SimpleNamespace
 
+import profile_step
 import pytest
+import train_step
 from harness import ROOT, run
 
 from needle import _C
-
-sys.path.append(str(ROOT / "benchmarks"))  # after apps/, which has a generate of its own
-
-import profile_step  # noqa: E402
-import train_step  # noqa: E402
 
 PROGRAM = str(ROOT / "benchmarks" / "train_step.py")
 SMALL = "--device cpu --model tiny --batch-size 2 --seq-len 16 --load 0 --blocks 2 --steps 2"

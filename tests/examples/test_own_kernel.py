@@ -5,15 +5,12 @@ import re
 import sys
 
 import numpy as np
+import own_kernel
 import pytest
 from harness import ROOT, nvrtc_missing, run
 
 import needle as ndl
 from needle.testing import assert_within, rounder
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-import own_kernel  # noqa: E402
 
 NO_NVRTC = nvrtc_missing()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))]

@@ -6,16 +6,13 @@ import sys
 
 import harness
 import numpy as np
+import own_model
 import pytest
 from harness import ROOT, assert_same_parameters
 
 import needle as ndl
 from needle import generation, hooks, models, nn, optim
 from needle.checkpoint import Checkpoint, CheckpointError, checkpoint_path
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-import own_model  # noqa: E402
 
 SMALL = own_model.OwnConfig(
     vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=48
