@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from words import from_16, poison, to_16
+from words import call, from_16, poison, to_16
 
 import needle as ndl
 from needle.block_mask import BlockMask
@@ -84,19 +84,17 @@ class Problem:
             self.q, self.k, self.v = (
                 to_16(rng.standard_normal((B, n, H, D)), is_half) for n in (T, S, S)
             )
+        q, k = (from_16(x, is_half) for x in (self.q, self.k))
         if rise is not None:
-            q, k = (from_16(x, is_half) / 4 for x in (self.q, self.k))
+            q, k = q / 4, k / 4
             q[..., 0] = 8
             k[..., 0] = (rise / 64 * math.log(2) / self.scale / 8) * np.arange(S)[None, :, None]
-            self.q, self.k = to_16(q, is_half), to_16(k, is_half)
         if low:
-            q, k = (from_16(x, is_half) for x in (self.q, self.k))
             q[..., 0], k[..., 0] = -low / self.scale, 1  # dS sums to 0: times k it stays small
-            self.q, self.k = to_16(q, is_half), to_16(k, is_half)
         if infinite:
-            q, k = (from_16(x, is_half) for x in (self.q, self.k))
             q[..., 0], k[..., 0] = abs(q[..., 0]) + 1, abs(k[..., 0]) + 1
             k[:, 3::7, 0, 0] = q[:, 3::7, 1, 0] = -np.inf
+        if rise is not None or low or infinite:
             self.q, self.k = to_16(q, is_half), to_16(k, is_half)
         self.dout = to_16(rng.standard_normal((B, T, H, D)), is_half)
         i, j = np.arange(T)[:, None], np.arange(S)[None, :]
@@ -128,8 +126,7 @@ class Problem:
 
     def rotation(self) -> tuple:
         """cos, sin and half for C."""
-        pointers = (None if x is None else ctypes.c_void_p(x.ctypes.data) for x in self.angles)
-        return *pointers, self.half or 0
+        return *self.angles, self.half or 0
 
     def blocks(self, transposed: bool, change=None):
         mask = self.mask.causal() if self.mask is not None and self.causal else self.mask
@@ -236,32 +233,31 @@ def infinite():
         yield pytest.param(more, id=f"infinite-{blocks}-{D}-{causal}")
 
 
-def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
-    """o and lse; what is not written stays 0x7FC1 and 12345."""
-    o = poison(p.dout.shape)
+def forward(compiled, p: Problem, change=None, o=None) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse; what is not written stays 0x7FC1 and 12345. o: where it shall lie."""
+    o = poison(p.dout.shape) if o is None else o
     lse = np.full(p.lse.shape, 12345, np.float32)
     lists, _kept = p.blocks(False, change)
-    said = compiled("forward", "forward")(
-        *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, o)), ctypes.c_void_p(lse.ctypes.data),
+    call(
+        compiled("forward", "forward"),
+        *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, o)), lse,
         ctypes.byref(lists), int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
-    assert said == b"", said
     return o, lse
 
 
-def backward(compiled, p: Problem, keys: bool, change=None, sums=None) -> list[np.ndarray]:
+def backward(compiled, p: Problem, keys, change=None, sums=None, into=None) -> list[np.ndarray]:
     """dq, dk, dv, of which the kernel for `keys` writes the last two, else the first; and `sums` of
-    64 rows each where that is given."""
-    gradients = [poison(x.shape) for x in (p.q, p.k, p.v)]
+    64 rows each where that is given. into: where they shall lie."""
+    gradients = into or [poison(x.shape) for x in (p.q, p.k, p.v)]
     stats, stride = p.stats()
     lists, _kept = p.blocks(keys, change)
-    said = compiled("backward", "backward")(
+    call(
+        compiled("backward", "backward"),
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
-        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), *p.rotation(),
-        None if sums is None else ctypes.c_void_p(sums.ctypes.data), int(keys), int(p.causal),
+        stats, stride, ctypes.byref(lists), *p.rotation(), sums, int(keys), int(p.causal),
         ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
-    assert said == b"", said
     return gradients
 
 
@@ -325,24 +321,12 @@ def neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_views_of_neighbouring_heads(compiled, D):
     """Operands and results; memory between the rows is not touched."""
     p = Problem(2, 150, 150, 3, D, True)
-    q, k, v, dout = (neighbours(x)[1] for x in (p.q, p.k, p.v, p.dout))
+    p.q, p.k, p.v, p.dout = (neighbours(x)[1] for x in (p.q, p.k, p.v, p.dout))
     written = {name: neighbours(poison(p.q.shape)) for name in ("o", "dq", "dk", "dv")}
-    views = [view for _, view in written.values()]
-    lse = np.empty(p.lse.shape, np.float32)
-    stats, stride = p.stats()
-    last = ctypes.c_double(p.scale), int(p.is_half), 1
-    said = compiled("forward", "forward")(
-        *(ctypes.byref(Given.of(x)) for x in (q, k, v, views[0])), ctypes.c_void_p(lse.ctypes.data),
-        ctypes.byref(Lists()), int(p.causal), *last,
-    )  # fmt: skip
-    assert said == b"", said
+    o, *gradients = (view for _, view in written.values())
+    forward(compiled, p, o=o)
     for keys in (False, True):
-        said = compiled("backward", "backward")(
-            *(ctypes.byref(Given.of(x)) for x in (q, k, v, dout, *views[1:])),
-            ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(Lists()), None, None, 0, None,
-            int(keys), int(p.causal), *last,
-        )  # fmt: skip
-        assert said == b"", said
+        backward(compiled, p, keys, into=gradients)
     for name, (whole, view) in written.items():
         p.close(view, getattr(p, name), name)
         view[...] = 0x7FC1

@@ -1,10 +1,8 @@
 """The Hopper product with GELU on the CPU (emulated.h), against float64: its logic is tried."""
 
-import ctypes
-
 import numpy as np
 import pytest
-from words import from_16, poison, to_16
+from words import answer, call, from_16, poison, to_16
 
 from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
@@ -27,11 +25,6 @@ SHAPES = [
 def drawn(is_half: int, *shapes_and_stds) -> list[np.ndarray]:
     rng = np.random.default_rng(7)
     return [to_16(rng.standard_normal(shape) * std, is_half) for shape, std in shapes_and_stds]
-
-
-def call(function, arrays, *numbers) -> None:
-    said = function(*(ctypes.c_void_p(array.ctypes.data) for array in arrays), *numbers)
-    assert said == b"", said
 
 
 def close(bits: np.ndarray, want: np.ndarray, is_half: int, what: str) -> np.ndarray:
@@ -60,7 +53,7 @@ def test_forward(compiled, n, k, m, tanh, is_half):
     dgelu, y = poison((n, m)), poison((n, m + beside))
     around = y[:, m:].copy()
     numbers = n, k, m, m + beside, tanh, is_half, 1
-    call(compiled("linear", "forward"), (x, w, b, dgelu, y), *numbers)
+    call(compiled("linear", "forward"), x, w, b, dgelu, y, *numbers)
     close(y[:, :m], (gelu_tanh if tanh else gelu)(pre), is_half, "y")
     close(dgelu, (gelu_tanh_grad if tanh else gelu_grad)(pre), is_half, "dgelu")
     np.testing.assert_array_equal(y[:, m:], around)
@@ -71,7 +64,7 @@ def test_forward(compiled, n, k, m, tanh, is_half):
 def test_backward(compiled, n, m, k, is_half):
     dy, w, dgelu = drawn(is_half, ((n, m), 1), ((k, m), m**-0.5), ((n, k), 1))
     dpre, db = poison((n, k)), np.full(k, 3, np.float32)
-    call(compiled("linear", "backward"), (dy, w, dgelu, dpre, db), n, m, k, is_half, 1)
+    call(compiled("linear", "backward"), dy, w, dgelu, dpre, db, n, m, k, is_half, 1)
     want = from_16(dy, is_half) @ from_16(w, is_half).T * from_16(dgelu, is_half)
     got = close(dpre, want, is_half, "dpre")
     np.testing.assert_allclose(db, 3 + got.sum(0), rtol=1e-5, atol=1e-4)
@@ -80,8 +73,8 @@ def test_backward(compiled, n, m, k, is_half):
 def test_rows_that_run_backwards_are_left_to_others(compiled):
     x, w, b = drawn(0, ((130, 64), 1), ((64, 72), 0.1), ((72,), 1))
     dgelu, y = poison((130, 72)), poison((130, 72))
-    arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, w, b, dgelu, y[-1]))
-    assert compiled("linear", "forward")(*arrays, 130, 64, 72, -72, 0, 0, 1) == b"not served"
+    given = x, w, b, dgelu, y[-1], 130, 64, 72, -72, 0, 0, 1
+    assert answer(compiled("linear", "forward"), *given) == b"not served"
 
 
 def gelu_inputs(is_half: int) -> np.ndarray:
@@ -102,7 +95,7 @@ def test_gelu_of_every_number(compiled, tanh, is_half):
     b = gelu_inputs(is_half)
     x, w = np.zeros((1, 8), np.uint16), np.zeros((8, len(b)), np.uint16)
     dgelu, y = poison((1, len(b))), poison((1, len(b)))
-    call(compiled("linear", "forward"), (x, w, b, dgelu, y), 1, 8, len(b), len(b), tanh, is_half, 1)
+    call(compiled("linear", "forward"), x, w, b, dgelu, y, 1, 8, len(b), len(b), tanh, is_half, 1)
     at = from_16(b, is_half)
     finite = np.isfinite(at)
     unit, smallest = (2.0**-11, 2.0**-25) if is_half else (2.0**-8, 0)
@@ -122,7 +115,7 @@ def test_when_threads_run_changes_no_bit(compiled):
     results = []
     for seed in range(4):
         dpre, db = poison((500, 392)), np.zeros(392, np.float32)
-        call(compiled("linear", "backward"), (dy, w, dgelu, dpre, db), 500, 520, 392, 0, seed)
+        call(compiled("linear", "backward"), dy, w, dgelu, dpre, db, 500, 520, 392, 0, seed)
         results.append((dpre.tobytes(), db.tobytes()))
     assert results == results[:1] * 4
 
@@ -152,9 +145,6 @@ def test_rotary(compiled, b, t, k, heads, dim, parts, is_half):
             c, s = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
             q[..., :r], q[..., r : 2 * r] = one * c - other * s, other * c + one * s
         y = poison((b * t, columns))
-        arrays = [x, w, bias if with_bias else None, cos, sin, y]
-        arrays = (None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays)
-        numbers = b, t, k, heads, dim, r, parts, is_half, 1
-        said = compiled("linear", "rotary")(*arrays, *numbers)
-        assert said == b"", said
+        arrays = x, w, bias if with_bias else None, cos, sin, y
+        call(compiled("linear", "rotary"), *arrays, b, t, k, heads, dim, r, parts, is_half, 1)
         close(y, want.reshape(y.shape), is_half, "y")
