@@ -175,11 +175,9 @@ TEXT = "The cat sat on the mat, and the café by the sea was never quite as quie
 def run(tmp_path, monkeypatch):
     """The folder of a run: a checkpoint and its tokenizer, a byte-level one."""
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
-    tokenizer = ndl.data.train_tokenizer(iter([TEXT]), VOCABULARY)
     folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
     ndl.save_checkpoint(small(), None, 0, 1.0, folder / "checkpoints" / "step_3.safetensors")
+    ndl.data.train_tokenizer(iter([TEXT]), VOCABULARY).save(str(folder / "tokenizer.json"))
     (tmp_path / "text.txt").write_text(TEXT)
     return folder
 
@@ -219,8 +217,7 @@ def test_perplexity_bytes_of_a_vocabulary_larger_than_the_tokenizers(run):
 
 
 def test_command(run, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    scores = tmp_path / "scores.f4"
+    text, scores = tmp_path / "text.txt", tmp_path / "scores.f4"
     sizes = "--json --seq-len 16 --stride 8"
     code, out, err = command(capsys, run, "--data", text, sizes, "--per-token", scores)
     assert code == 0, err

@@ -115,13 +115,13 @@ def test_the_fused_mlp_has_the_bits_of_its_steps(act, dtype, flat):
         assert off[0] <= 1.25 * off[1], (name, off)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2.0
+
+
 def test_an_mlp_of_other_layers_goes_step_by_step(device):
     """One without a bias, and one that is no Linear of ours."""
-
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 2.0
-
     x = Tensor(np.random.default_rng(0).standard_normal((5, 32)), device=device)
     mlp = small(device).layers[0].mlp
     plain = mlp(x).numpy()
@@ -129,9 +129,8 @@ def test_an_mlp_of_other_layers_goes_step_by_step(device):
     np.testing.assert_allclose(mlp(x).numpy(), 2 * plain, rtol=1e-5, atol=1e-6)
     mlp.dense_4h_to_h = nn.Linear(128, 32, False, device)
     hidden = ndl.ops.gelu(mlp.dense_h_to_4h(x), mlp.approximate)
-    np.testing.assert_allclose(
-        mlp(x).numpy(), (hidden @ mlp.dense_4h_to_h.weight).numpy(), rtol=1e-5, atol=1e-6
-    )
+    expected = (hidden @ mlp.dense_4h_to_h.weight).numpy()
+    np.testing.assert_allclose(mlp(x).numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -139,10 +138,6 @@ def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
     """Norms, parts and projections of a user take no residual and share no pass."""
 
     class Norm(nn.LayerNorm1d):
-        def forward(self, x):
-            return super().forward(x) * 2.0
-
-    class Dense(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2.0
 
@@ -159,19 +154,18 @@ def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
             if way == "norms":
                 layer.input_layernorm.__class__ = Norm
             elif way == "dense":
-                layer.attention.dense.__class__ = Dense
+                layer.attention.dense.__class__ = Doubled
             elif way == "part":
                 layer.attention.__class__ = Part
             elif way == "packed":
-                packed.__class__ = Dense
+                packed.__class__ = Doubled
             elif way == "plain packed":
                 packed.weight.data = packed.weight.data * 2.0
             else:  # what the others compute, by weights
                 layer.attention.dense.weight.data = layer.attention.dense.weight.data * 2.0
         logits[way] = model(ids)[0].numpy()
-    np.testing.assert_allclose(logits["dense"], logits["plain"], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(logits["part"], logits["plain"], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(logits["packed"], logits["plain packed"], rtol=1e-4, atol=1e-5)
+    for way, same in (("dense", "plain"), ("part", "plain"), ("packed", "plain packed")):
+        np.testing.assert_allclose(logits[way], logits[same], rtol=1e-4, atol=1e-5, err_msg=way)
     assert np.abs(logits["norms"] - logits["plain"]).max() > 1e-3
 
 
@@ -201,16 +195,13 @@ def test_loss_of_a_head_with_a_bias_is_that_of_its_logits():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("call", ["linear", "gelu_mlp"])
-def test_a_residual_of_another_shape_is_refused(call):
-    x, w, v = ndl.ones(2, 3), ndl.ones(3, 4), ndl.ones(4, 5)
-    b, c = ndl.zeros(4), ndl.zeros(5)
-    for shape in ((2, 3), (1, 5), (5,)):
-        with pytest.raises(ValueError, match=f"{call}: residual must be"):
-            if call == "linear":
-                ndl.ops.linear(x, w, b, residual=ndl.ones(*shape))
-            else:
-                ndl.ops.gelu_mlp(x, w, b, v, c, residual=ndl.ones(*shape))
+def test_a_residual_of_another_shape_is_refused():
+    linear = ndl.ones(2, 3), ndl.ones(3, 4), ndl.zeros(4)
+    mlp = *linear, ndl.ones(4, 5), ndl.zeros(5)
+    for call, operands in (("linear", linear), ("gelu_mlp", mlp)):
+        for shape in ((2, 3), (1, 5), (5,)):
+            with pytest.raises(ValueError, match=f"{call}: residual must be"):
+                getattr(ndl.ops, call)(*operands, residual=ndl.ones(*shape))
 
 
 def test_matrices_of_one_axis_are_refused():
@@ -469,11 +460,8 @@ def test_presets(name):
     config = PythiaConfig.preset(f"pythia-{name}")
     assert count(config) == PARAMETERS[name]
     assert config == PythiaConfig.preset(name)
-    assert (config.max_seq_len, config.rotary_pct, config.use_parallel_residual) == (
-        2048,
-        0.25,
-        True,
-    )
+    assert (config.max_seq_len, config.rotary_pct) == (2048, 0.25)
+    assert config.use_parallel_residual is True
     if name in ("14m", "70m"):
         assert Pythia(config, initialise=False).num_parameters() == PARAMETERS[name]
 
@@ -492,22 +480,14 @@ def test_a_model_without_numbers_of_its_own_takes_those_of_another(tied):
 def test_create_pythia_70m():
     model, config = pythia.create_pythia_70m(vocab_size=1000)  # the rest as it is, and drawn faster
     assert config == PythiaConfig.preset("pythia-70m", vocab_size=1000)
-    assert (config.hidden_size, config.num_layers, config.num_heads, config.max_seq_len) == (
-        512,
-        6,
-        8,
-        2048,
-    )
+    sizes = config.hidden_size, config.num_layers, config.num_heads, config.max_seq_len
+    assert sizes == (512, 6, 8, 2048)
     named = dict(model.named_parameters())
-    for name, wanted in {
-        "embed_in.weight": 0.027951,
-        "embed_out.weight": 0.027951,
-        "layers.3.attention.query_key_value.weight": 0.027951,
-        "layers.3.mlp.dense_h_to_4h.weight": 0.027951,
-        "layers.3.attention.dense.weight": 0.014731,
-        "layers.3.mlp.dense_4h_to_h.weight": 0.014731,
-    }.items():
-        values = named[name].numpy()
+    reading = ("embed_in", "embed_out", "layers.3.attention.query_key_value")
+    writing = ("layers.3.attention.dense", "layers.3.mlp.dense_4h_to_h")
+    stds = dict.fromkeys((*reading, "layers.3.mlp.dense_h_to_4h"), 0.027951)
+    for name, wanted in (stds | dict.fromkeys(writing, 0.014731)).items():
+        values = named[f"{name}.weight"].numpy()
         assert abs(values.std() / wanted - 1) < 0.01, name
         assert abs(values.mean()) < 5 * wanted / np.sqrt(values.size), name
     for name, parameter in named.items():
@@ -580,11 +560,9 @@ def test_wrong_configurations(wrong):
 
 @pytest.mark.parametrize("share, turned", [(0, 0), (0.0, 0), (0.5, 4), (1, 8), (1.0, 8)])
 def test_any_share_of_a_head_is_turned(share, turned):
-    config = PythiaConfig(
-        vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, max_seq_len=4, rotary_pct=share
-    )
-    assert config.rotary_dims == turned
-    assert Pythia(config)(np.arange(4)[None])[0].shape == (1, 4, 11)
+    model = small(hidden_size=16, num_layers=1, max_seq_len=4, rotary_pct=share)
+    assert model.config.rotary_dims == turned
+    assert model(np.arange(4)[None])[0].shape == (1, 4, 41)
 
 
 def test_configuration_round_trip():
@@ -610,9 +588,8 @@ def test_generate(device):
         np.testing.assert_array_equal(one[:, :5], prompt)
     greedy = model.generate(prompt, 7, temperature=0.0)
     for t in range(5, 12):  # each token is the likeliest of what the model says before it
-        np.testing.assert_array_equal(
-            model(greedy[:, :t])[0].numpy()[:, -1].argmax(-1), greedy[:, t]
-        )
+        likeliest = model(greedy[:, :t])[0].numpy()[:, -1].argmax(-1)
+        np.testing.assert_array_equal(likeliest, greedy[:, t])
     np.testing.assert_array_equal(model.generate(prompt[0], 7, temperature=0.0), greedy[0])
     np.testing.assert_array_equal(model.generate(prompt, 7, top_k=1), greedy)
     np.testing.assert_array_equal(model.generate(prompt, 0), prompt)
