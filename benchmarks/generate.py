@@ -38,12 +38,8 @@ def transformers_side(model: Pythia, args: argparse.Namespace) -> Side:
         model.save_pretrained(folder)
         baseline = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
     baseline = baseline.to(args.device).eval()
-    options = {
-        "max_new_tokens": args.new_tokens,
-        "min_new_tokens": args.new_tokens,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    options = dict.fromkeys(("max_new_tokens", "min_new_tokens"), args.new_tokens)
+    options |= {"do_sample": False, "pad_token_id": 0}
     if args.baseline == "compiled":
         options["cache_implementation"] = "static"
 
@@ -62,22 +58,10 @@ def agreement(one: np.ndarray, other: np.ndarray, prompt: int) -> float:
     return float(same.mean())
 
 
-# Values that no flag gives.
+# Values that no flag gives: model, batch size, new tokens, samples, baseline.
 DEFAULTS = {
-    "cuda": {
-        "model": "pythia-70m",
-        "batch_size": [1, 32],
-        "new_tokens": 256,
-        "samples": 7,
-        "baseline": "compiled",
-    },
-    "cpu": {
-        "model": "pythia-14m",
-        "batch_size": [1, 4],
-        "new_tokens": 32,
-        "samples": 3,
-        "baseline": "eager",
-    },
+    "cuda": ("pythia-70m", [1, 32], 256, 7, "compiled"),
+    "cpu": ("pythia-14m", [1, 4], 32, 3, "eager"),
 }
 
 
@@ -95,7 +79,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = bench.device_of(args)
-    for name, value in DEFAULTS[args.device].items():
+    names = ("model", "batch_size", "new_tokens", "samples", "baseline")
+    for name, value in zip(names, DEFAULTS[args.device], strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
 
