@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import naming
 from test_hooks import IDS, in_transformer_lens, small
+from test_hooks import near as close
 
 import needle as ndl
 from needle import Tensor, patching
@@ -20,11 +21,6 @@ PATCHES = [name for name in NAMES if not name.endswith("every")]
 
 def metric(logits):
     return logits[0, -1, 5] - logits[0, -1, 6] + logits[1, 3, 2]
-
-
-def close(got, wanted, tolerance=2e-5):
-    got, wanted = (x.numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (got, wanted))
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
 
 # ---- the cache -----------------------------------------------------------------------------------

@@ -319,29 +319,31 @@ def test_refusals():
         ([1], {"top_k": 0}, "top_k"),
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"top_p": 1.5}, "top_p"),
+        (
+            [1],
+            {"max_new_tokens": 2.5},
+            "max_new_tokens must be a whole number of 0 or more, not 2.5",
+        ),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens"),
+        ([1], {"max_new_tokens": None}, "max_new_tokens"),
+        ("abc", {}, "Pythia has no tokenizer, so it takes ids"),
     ]:
-        with naming(ids, options, message):
-            with pytest.raises(ValueError, match=message):
-                model_of().generate(ids, 2, **options)
+        with naming(ids, options), pytest.raises(ValueError, match=message):
+            model_of().generate(ids, **{"max_new_tokens": 2} | options)
 
 
 def test_arguments_of_other_types_are_refused():
-    for ids, count, options, kind, message in [
-        ([1], 2.5, {}, ValueError, "max_new_tokens must be a whole number of 0 or more, not 2.5"),
-        ([1], -1, {}, ValueError, "max_new_tokens"),
-        ([1], None, {}, ValueError, "max_new_tokens"),
-        ([1], 2, {"stop": "a"}, TypeError, "stop must be a list of token ids.*stop_strings"),
-        ([1], 2, {"stop": ["a"]}, TypeError, "stop must be a list of token ids.*stop_strings"),
-        ([1], 2, {"stop": 3}, TypeError, "stop must be a list of token ids, not 3"),
-        (3, 2, {}, TypeError, "input_ids must be token ids.*not int"),
-        (None, 2, {}, TypeError, "input_ids must be token ids.*not NoneType"),
-        ("abc", 2, {}, ValueError, "Pythia has no tokenizer, so it takes ids"),
+    for ids, options, message in [
+        ([1], {"stop": "a"}, "stop must be a list of token ids.*stop_strings"),
+        ([1], {"stop": ["a"]}, "stop must be a list of token ids.*stop_strings"),
+        ([1], {"stop": 3}, "stop must be a list of token ids, not 3"),
+        (3, {}, "input_ids must be token ids.*not int"),
+        (None, {}, "input_ids must be token ids.*not NoneType"),
     ]:
-        with naming(ids, count, options, kind, message):
-            with pytest.raises(kind, match=message):
-                model_of().generate(ids, count, **options)
-            with pytest.raises(TypeError, match="prompts must be a list"):
-                generation.generate_text(model_of(), Letters(), "abc", 2)
+        with naming(ids, options), pytest.raises(TypeError, match=message):
+            model_of().generate(ids, 2, **options)
+    with pytest.raises(TypeError, match="prompts must be a list"):
+        generation.generate_text(model_of(), Letters(), "abc", 2)
 
 
 @pytest.mark.parametrize("options", [GREEDY, {"seed": 1}])

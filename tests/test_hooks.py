@@ -119,6 +119,8 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
 
 
 def near(got, wanted, tolerance=2e-5):
+    got, wanted = (x.numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (got, wanted))
+    assert got.shape == wanted.shape
     finite = np.isfinite(wanted)
     np.testing.assert_array_equal(np.isfinite(got), finite)
     scale = np.abs(wanted[finite]).max()
