@@ -35,6 +35,14 @@ def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(out))
 
 
+def normal_axis(op: str, axis: Any, ndim: int) -> int:
+    """Return one axis as a non-negative number. TypeError for several, or None; ValueError for one
+    that does not exist."""
+    if not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{op}: takes one axis, a whole number, not {axis!r}")
+    return normal_axes(op, axis, ndim)[0]
+
+
 def fixed_axes(axes: Axes) -> Axes:
     """Return `axes` in an immutable form, for an op to keep."""
     return axes if axes is None or isinstance(axes, (int, np.integer)) else tuple(axes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from needle.autograd import Tensor
 from needle.ops.broadcast import broadcast_to, reshape, summation
-from needle.ops.common import normal_axes
+from needle.ops.common import normal_axis
 from needle.ops.elementwise import multiply
 from needle.ops.indexing import get_item
 from needle.ops.matmul import matmul
@@ -44,7 +44,7 @@ def tensordot(a: Tensor, b: Tensor, axes: Any = 2) -> Tensor:
     """
     pair = (range(a.ndim - axes, a.ndim), range(axes)) if isinstance(axes, int) else axes
     left, right = (
-        [normal_axes("tensordot", i, x.ndim)[0] for i in ([of] if isinstance(of, int) else of)]
+        [normal_axis("tensordot", i, x.ndim) for i in ([of] if isinstance(of, int) else of)]
         for of, x in zip(pair, (a, b))
     )
     if len(left) != len(right):

@@ -18,7 +18,7 @@ from needle._C import Device, NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import reshape
-from needle.ops.common import id_array, normal_axes
+from needle.ops.common import id_array, normal_axis
 
 ROWS = 2**31  # fewer than these can be told apart by the ids of a kernel
 INTEGERS = ("int32", "int64", "uint8", "uint16")
@@ -221,7 +221,7 @@ def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
     >>> print(ndl.ops.index_select(ndl.Tensor([[1, 2, 3]]), 1, [2, 2, -3]))
     [[3. 3. 1.]]
     """
-    axis = normal_axes("index_select", axis, len(a.shape))[0]
+    axis = normal_axis("index_select", axis, len(a.shape))
     n, ndim = a.shape[axis], indices.ndim if hasattr(indices, "ndim") else np.ndim(indices)
     if ndim != 1:
         raise ValueError(f"index_select: indices must have one axis, not {ndim}")

@@ -12,7 +12,7 @@ from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, reshape
-from needle.ops.common import const, normal_axes, rows_of
+from needle.ops.common import const, normal_axis, rows_of
 from needle.ops.elementwise import multiply
 from needle.ops.indexing import five_axes
 from needle.ops.select import gather
@@ -23,7 +23,7 @@ def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, int]:
     """`a` with `axis` last (None: flat), and where that axis belongs."""
     if axis is None:
         return reshape(a, (-1,)), 0
-    axis = normal_axes(op, axis, a.ndim)[0]
+    axis = normal_axis(op, axis, a.ndim)
     return moveaxis(a, axis, -1), axis
 
 

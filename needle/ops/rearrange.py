@@ -14,7 +14,7 @@ from needle._C import NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import Axes, full
 from needle.ops.broadcast import astype, broadcast_to, reshape, summation
-from needle.ops.common import const, normal_axes
+from needle.ops.common import const, normal_axes, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import PlaceItem, get_item, index_select
 from needle.ops.select import set_item
@@ -34,7 +34,7 @@ def squeeze(a: Tensor, axes: Axes = None, dim: Axes = None) -> Tensor:
 
 def unsqueeze(a: Tensor, axis: int) -> Tensor:
     """`a` with a new axis of size 1, which becomes axis `axis`."""
-    axis = normal_axes("unsqueeze", axis, a.ndim + 1)[0]
+    axis = normal_axis("unsqueeze", axis, a.ndim + 1)
     return reshape(a, (*a.shape[:axis], 1, *a.shape[axis:]))
 
 
@@ -42,7 +42,7 @@ def flatten(a: Tensor, start: int = 0, end: int = -1) -> Tensor:
     """`a` with its axes from `start` to `end` merged into one."""
     if a.ndim == 0:
         return reshape(a, (1,))
-    first, last = (normal_axes("flatten", axis, a.ndim)[0] for axis in (start, end))
+    first, last = (normal_axis("flatten", axis, a.ndim) for axis in (start, end))
     if first > last:
         raise ValueError(f"flatten: start {start} comes after end {end} in shape {a.shape}")
     size = math.prod(a.shape[first : last + 1])
@@ -76,7 +76,7 @@ def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
     """
     if axis is None:
         a, axis = reshape(a, (-1,) if a.size else (0,)), 0
-    (axis,) = normal_axes("repeat", axis, a.ndim)
+    axis = normal_axis("repeat", axis, a.ndim)
     if isinstance(repeats, (Tensor, NDArray)):
         repeats = repeats.numpy()
     return index_select(a, axis, np.repeat(np.arange(a.shape[axis]), repeats))
@@ -88,7 +88,7 @@ def chunk(a: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
     >>> print(*ndl.chunk(ndl.Tensor([1, 2, 3]), 2))
     [1. 2.] [3.]
     """
-    axis = normal_axes("chunk", axis, a.ndim)[0]
+    axis = normal_axis("chunk", axis, a.ndim)
     if chunks < 1:
         raise ValueError(f"chunk: chunks must be 1 or more, but is {chunks}")
     return split_sizes(a, int(max(1, -(-a.shape[axis] // chunks))), axis)
@@ -106,7 +106,7 @@ def roll(a: Tensor, shifts: int | Sequence[int], axes: Axes = None) -> Tensor:
     listed = (axes,) if isinstance(axes, int) else tuple(axes)
     steps = (shifts,) * len(listed) if isinstance(shifts, int) else tuple(shifts)
     for step, axis in zip(steps, listed, strict=True):
-        axis = normal_axes("roll", axis, a.ndim)[0]
+        axis = normal_axis("roll", axis, a.ndim)
         n = a.shape[axis]
         if n and step % n:
             a = concatenate(split_sizes(a, [n - step % n, step % n], axis)[::-1], axis)

@@ -15,7 +15,7 @@ from needle.autograd import FLOATS, Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import full
 from needle.graph import find_topo_sort, memory_of
 from needle.ops.broadcast import astype, reduced_to, reshape
-from needle.ops.common import const, normal_axes
+from needle.ops.common import const, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import (
     IndexAdd,
@@ -63,7 +63,7 @@ def gather(a: Tensor, axis: int, index: Any) -> Tensor:
     [[1. 1.]
      [4. 3.]]
     """
-    axis = normal_axes("gather", axis, a.ndim)[0]
+    axis = normal_axis("gather", axis, a.ndim)
     index = places_on("gather", index, a, axis)
     _check_shape("gather", a.shape, axis, index)
     if any(have < n and i != axis for i, (have, n) in enumerate(zip(index.shape, a.shape))):
@@ -84,7 +84,7 @@ def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
         a = reshape(a, (-1,))
         index = places_on("take_along_axis", indices, a, 0)
         return gather(a, 0, index.reshape((index.size,)))
-    axis = normal_axes("take_along_axis", axis, a.ndim)[0]
+    axis = normal_axis("take_along_axis", axis, a.ndim)
     index = places_on("take_along_axis", indices, a, axis)
     if index.ndim != a.ndim:
         raise ValueError(f"take_along_axis: indices have {index.ndim} axes, but a has {a.ndim}")
@@ -106,7 +106,7 @@ def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:
     >>> print(ndl.scatter_add(ndl.zeros(3), 0, [0, 2, 2], ndl.Tensor([1, 2, 3])))
     [1. 0. 5.]
     """
-    axis = normal_axes("scatter_add", axis, a.ndim)[0]
+    axis = normal_axis("scatter_add", axis, a.ndim)
     ids = places_on("scatter_add", index, a, axis)
     _check_shape("scatter_add", a.shape, axis, ids)
     part = _covering("scatter_add", src, ids)
@@ -121,7 +121,7 @@ def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
     >>> print(ndl.index_add(ndl.zeros(3), 0, [2, 2], ndl.Tensor([1, 2])))
     [0. 0. 3.]
     """
-    axis = normal_axes("index_add", axis, a.ndim)[0]
+    axis = normal_axis("index_add", axis, a.ndim)
     ids = places_on("index_add", index, a, axis)
     shape = (*a.shape[:axis], ids.size, *a.shape[axis + 1 :])
     if ids.ndim != 1 or source.shape != shape:
@@ -269,7 +269,7 @@ def scatter(a: Tensor, axis: int, index: Any, src: Tensor | float) -> Tensor:
     >>> print(ndl.scatter(ndl.zeros(3), 0, [2, 0], ndl.Tensor([5, 7])))
     [7. 0. 5.]
     """
-    axis = normal_axes("scatter", axis, a.ndim)[0]
+    axis = normal_axis("scatter", axis, a.ndim)
     ids = places_on("scatter", index, a, axis)
     _check_shape("scatter", a.shape, axis, ids)
     if isinstance(src, Tensor):

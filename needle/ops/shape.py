@@ -10,7 +10,7 @@ from typing import Any
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from needle.ops.common import fixed_axes, kept_shape, normal_axes
+from needle.ops.common import fixed_axes, kept_shape, normal_axes, normal_axis
 from needle.ops.indexing import get_item
 
 
@@ -174,7 +174,7 @@ class Stack(TensorOp):
                 )
             if a.dtype != first.dtype:
                 raise TypeError(f"stack: Tensor {i} is {a.dtype}, but the first is {first.dtype}")
-        axis = normal_axes("stack", self.axis, first.ndim + 1)[0]
+        axis = normal_axis("stack", self.axis, first.ndim + 1)
         shape = first.shape[:axis] + (len(arrays),) + first.shape[axis:]
         out = _C.empty(shape, first.dtype, first.device)
         for i, a in enumerate(arrays):
@@ -212,7 +212,7 @@ class Concatenate(TensorOp):
 
     def compute(self, arrays: tuple) -> NDArray:
         first = arrays[0]
-        axis = normal_axes("concatenate", self.axis, first.ndim)[0]
+        axis = normal_axis("concatenate", self.axis, first.ndim)
         for i, a in enumerate(arrays):
             if a.ndim != first.ndim or kept_shape(a.shape, [axis]) != kept_shape(
                 first.shape, [axis]
@@ -268,7 +268,8 @@ def vstack(args: Sequence[Tensor]) -> Tensor:
 def moveaxis(a: Tensor, source: int, destination: int) -> Tensor:
     """`a` with axis `source` moved to `destination`; the others stay in their order."""
     order = list(range(a.ndim))
-    order.insert(destination % a.ndim, order.pop(source))
+    taken = order.pop(normal_axis("moveaxis", source, a.ndim))
+    order.insert(normal_axis("moveaxis", destination, a.ndim), taken)
     return permute(a, order)
 
 
@@ -279,7 +280,7 @@ class Split(TensorTupleOp):
         self.axis = axis
 
     def compute(self, a: NDArray) -> tuple:
-        axis = normal_axes("split", self.axis, a.ndim)[0]
+        axis = normal_axis("split", self.axis, a.ndim)
         return tuple(_nth_slice(a, axis, i) for i in range(a.shape[axis]))
 
     def gradient(self, out_grad: TensorTuple, node: TensorTuple) -> Tensor:
@@ -307,7 +308,7 @@ def split_sizes(a: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[T
     >>> print(*ndl.Tensor([1, 2, 3]).split(2))
     [1. 2.] [3.]
     """
-    axis = normal_axes("split", axis, a.ndim)[0]
+    axis = normal_axis("split", axis, a.ndim)
     n = a.shape[axis]
     if isinstance(sizes, int):
         if sizes < 1:

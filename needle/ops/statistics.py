@@ -10,7 +10,7 @@ from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, reshape, summation
-from needle.ops.common import const, kept_shape, normal_axes
+from needle.ops.common import const, kept_shape, normal_axes, normal_axis
 from needle.ops.elementwise import add, divide_scalar, multiply, power_scalar, sqrt, subtract, where
 from needle.ops.indexing import get_item, index_select
 from needle.ops.order import TopK, sort, topk
@@ -61,7 +61,7 @@ def median(
     2.5 2.0 2
     """
     if dim is not None:
-        axis = normal_axes("median", dim, a.ndim)[0]
+        axis = normal_axis("median", dim, a.ndim)
         values, places = topk(a, (a.shape[axis] + 1) // 2, axis, largest=False)
         last = (*[slice(None)] * axis, slice(-1, None) if keepdims else -1)
         return TopK(values[last], places[last])

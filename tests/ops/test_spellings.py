@@ -190,6 +190,17 @@ def test_other_words_errors_say_what_is_wrong():
     for text in ("x.max(0, dim=1)", "x.squeeze(0, dim=1)", "x.min(axes=0, axis=1)"):
         with naming(text), pytest.raises(TypeError, match="are the same: give one of them"):
             eval(text, {"x": x})
+    for text in (
+        "x.max(dim=(0, 1))", "x.median(dim=(0, 1))", "x.median((0, 1))", "x.sort(dim=(0, 1))",
+        "x.cumsum((0, 1))", "x.cumprod((0, 1))", "x.unsqueeze((0, 1))", "x.chunk(2, (0, 1))",
+        "x.gather((0, 1), [[0]])", "ndl.concatenate([x, x], (0, 1))", "ndl.stack([x], (0, 1))",
+        "x.repeat(2, (0, 1))", "x.topk(1, (0, 1))", "x.index_select((0, 1), [0])",
+    ):  # fmt: skip
+        with naming(text), pytest.raises(TypeError, match="takes one axis, a whole number, not"):
+            eval(text, {"x": x, "ndl": ndl})
+    for text in ("x.moveaxis(2, 0)", "x.moveaxis(0, 2)"):
+        with naming(text), pytest.raises(ValueError, match="moveaxis: axis 2 does not exist"):
+            eval(text, {"x": x})
 
 
 def test_spellings_of_the_first_day():
