@@ -321,7 +321,7 @@ def power_scalar(a: Tensor, scalar: float) -> Tensor:
     if a.dtype in FLOATS or not isinstance(scalar, (int, np.integer)) or scalar < 0:
         return PowerScalar(scalar)(a)
     if scalar < 2:
-        return a if scalar else add_scalar(multiply_scalar(a, 0), 1)
+        return a.clone() if scalar else add_scalar(multiply_scalar(a, 0), 1)
     even = power_scalar(multiply(a, a), scalar // 2)
     return multiply(even, a) if scalar % 2 else even
 

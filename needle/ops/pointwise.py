@@ -48,7 +48,7 @@ class Pointwise(TensorOp):
 
     def compute(self, a: NDArray) -> NDArray:
         if self.kernel in ("floor", "ceil", "round") and a.dtype not in FLOATS:
-            return a
+            return a.copy()
         return getattr(_C, self.kernel)(a)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def nan_to_num(
     [ 0.  1. -9.]
     """
     if a.dtype not in FLOATS:
-        return a
+        return a.clone()
     most = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}.get(a.dtype, LARGEST)
     for found, number, default in (
         (isnan(a), nan, 0.0),

@@ -64,7 +64,7 @@ def tile(a: Tensor, reps: int | Sequence[int]) -> Tensor:
             lead, rest = a.shape[:axis], a.shape[axis:]
             a = broadcast_to(unsqueeze(a, axis), (*lead, count, *rest))
             a = reshape(a, (*lead, count * rest[0], *rest[1:]))
-    return a
+    return a if any(count != 1 for count in times) else a.clone()
 
 
 def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
@@ -108,7 +108,7 @@ def roll(a: Tensor, shifts: int | Sequence[int], axes: Axes = None) -> Tensor:
     for step, axis in zip(steps, listed, strict=True):
         axis = normal_axis("roll", axis, a.ndim)
         n = a.shape[axis]
-        if n and step % n:
+        if n:
             a = concatenate(split_sizes(a, [n - step % n, step % n], axis)[::-1], axis)
     return a
 

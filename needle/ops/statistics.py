@@ -54,22 +54,37 @@ def median(
     a: Tensor, axes: int | None = None, keepdims: bool = False, dim: int | None = None
 ) -> Any:
     """The middle along `axes` (None: of all elements), of an even number the mean of the two, NaN
-    where there is one; along `dim`, as PyTorch has it, (values, indices), of two the lower;
-    NaN counts there as the largest.
+    where there is one; along `dim`, as PyTorch has it, (values, indices), of two the lower, of
+    NaN the first. ValueError where there are no elements.
 
     >>> print(ndl.median(ndl.Tensor([4, 1, 2, 3])), *ndl.median(ndl.Tensor([4, 1, 2, 3]), dim=0))
     2.5 2.0 2
     """
+    if axes is not None and dim is not None:
+        raise TypeError("median: axes and dim are the same: give one of them")
+    given = axes if dim is None else dim
+    axis = 0 if given is None else normal_axis("median", given, a.ndim)
+    n = a.size if given is None else a.shape[axis]
+    if n == 0:
+        raise ValueError(f"median: a, of shape {a.shape}, has no elements to choose from")
     if dim is not None:
-        axis = normal_axis("median", dim, a.ndim)
-        values, places = topk(a, (a.shape[axis] + 1) // 2, axis, largest=False)
-        last = (*[slice(None)] * axis, slice(-1, None) if keepdims else -1)
-        return TopK(values[last], places[last])
-    ordered, axis = sort(a, axes), 0 if axes is None else axes
-    n = ordered.shape[axis]
+        return _lower_median(a, axis, keepdims)
+    ordered = sort(a, axes)
     last = amax(index_select(ordered, axis, [-1]), axis, keepdims)
     out = mean(index_select(ordered, axis, [(n - 1) // 2, n // 2]), axis, keepdims)
     return where(isnan(last), last, out) if a.dtype in FLOATS else out
+
+
+def _lower_median(a: Tensor, axis: int, keepdims: bool) -> TopK:
+    lower = topk(a, (a.shape[axis] + 1) // 2, axis, largest=False)
+    last = (*[slice(None)] * axis, slice(-1, None) if keepdims else -1)
+    values, indices = (x[last] for x in lower)
+    if a.dtype in FLOATS:
+        top = extremum(Max, a, None, keepdims, axis)
+        values, indices = (
+            where(isnan(top.values), of_nan, x) for of_nan, x in zip(top, (values, indices))
+        )
+    return TopK(values, indices)
 
 
 def argmax(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -99,6 +114,8 @@ def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     out = reshape(permute(a, (*kept, *gone)), (*sizes, n))
     if n == 0:
         return const(ones(shape, a.dtype, a.device))
+    if n == 1:
+        return reshape(a, shape).clone()
     while n > 1:
         half = n // 2
         pair = [get_item(out, (..., slice(i * half, (i + 1) * half))) for i in (0, 1)]

@@ -187,7 +187,12 @@ def test_other_words_errors_say_what_is_wrong():
     ):  # fmt: skip
         with naming(text), pytest.raises(ValueError, match=message):
             eval(text, {"x": x, "F": nn.functional, "ndl": ndl})
-    for text in ("x.max(0, dim=1)", "x.squeeze(0, dim=1)", "x.min(axes=0, axis=1)"):
+    for text in (
+        "x.max(0, dim=1)",
+        "x.squeeze(0, dim=1)",
+        "x.min(axes=0, axis=1)",
+        "x.median(0, dim=1)",
+    ):
         with naming(text), pytest.raises(TypeError, match="are the same: give one of them"):
             eval(text, {"x": x})
     for text in (
@@ -201,6 +206,33 @@ def test_other_words_errors_say_what_is_wrong():
     for text in ("x.moveaxis(2, 0)", "x.moveaxis(0, 2)"):
         with naming(text), pytest.raises(ValueError, match="moveaxis: axis 2 does not exist"):
             eval(text, {"x": x})
+
+
+def test_median_along_dim_of_nan_is_the_first_nan():
+    x = ndl.Tensor([[1, np.nan, 2, np.nan], [4, 3, 1, np.inf]])
+    for keepdim in (False, True):
+        values, indices = x.median(dim=1, keepdim=keepdim)
+        np.testing.assert_array_equal(values.numpy().ravel(), [np.nan, 3])
+        assert indices.numpy().ravel().tolist() == [1, 1] and values.ndim == 1 + keepdim
+    values.sum().backward()
+    assert x.grad.numpy().tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
+    for words in ({}, {"axis": 0}, {"dim": 0}, {"dim": 0, "keepdim": True}):
+        with naming(words), pytest.raises(ValueError, match="median: a, of shape .0, 3., has no"):
+            ndl.median(ndl.zeros(0, 3), **words)
+
+
+def test_a_result_has_memory_of_its_own():
+    for dtype in ("float32", "int64", "bool"):
+        for text in (
+            "x ** 1", "x.floor()", "x.ceil()", "x.round()", "x.trunc()", "x.nan_to_num()",
+            "ndl.roll(x, 0)", "ndl.roll(x, 2)", "x.tile(1)", "x[None].prod(0)", "x.repeat(1)",
+        ):  # fmt: skip
+            x = ndl.tensor([1, 0], dtype=dtype)
+            with naming(f"{text} of {dtype}"):
+                y = eval(text, {"x": x, "ndl": ndl})
+                assert y.numpy().tolist() == [1, 0]
+                y[0] = 0
+                assert x.numpy().tolist() == [1, 0]
 
 
 def test_spellings_of_the_first_day():
