@@ -393,7 +393,7 @@ class Operators(Generic[Result]):
         def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Result, Result]: ...
         def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
 
-        median = min = sort = max
+        equal = median = min = sort = max
         _in_place = _cast = _moved = _of_ops
     else:
         _of_ops = _Methods(_method)
@@ -402,7 +402,7 @@ class Operators(Generic[Result]):
         )
         _cast = _Methods(lambda name: lambda x: ops.astype(x, CASTS.get(name, name)))
         _moved = _Methods(lambda name: lambda x: x.to(name))
-        chunk = max = median = min = nonzero = sort = topk = unique = _of_ops
+        chunk = equal = max = median = min = nonzero = sort = topk = unique = _of_ops
 
     abs = absolute = add = all = allclose = amax = amin = any = argmax = argmin = argsort = _of_ops
     bmm = broadcast_to = ceil = clamp = clip = cos = cumprod = cumsum = diag = diagonal = _of_ops

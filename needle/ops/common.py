@@ -50,7 +50,8 @@ def fixed_axes(axes: Axes) -> Axes:
 
 WORDS = {"axis": ("axes", "dim", "dims"), "axes": ("axis", "dim", "dims")}
 WORDS |= {"keepdims": ("keepdim",), "correction": ("ddof", "unbiased"), "ord": ("p",)}
-WORDS |= {"start": ("start_dim",), "end": ("end_dim",), "k": ("diagonal",)}
+WORDS |= {"start": ("start_dim",), "end": ("end_dim",), "k": ("diagonal", "offset")}
+WORDS |= {"axis1": ("dim1",), "axis2": ("dim2",)}
 WORDS |= {"min": ("a_min",), "max": ("a_max",), "widths": ("pad_width",)}
 WORDS |= {"value": ("constant_values",), "src": ("value",)}
 

@@ -42,11 +42,18 @@ def tensordot(a: Tensor, b: Tensor, axes: Any = 2) -> Tensor:
     >>> ndl.tensordot(ndl.ones(2, 3, 4), ndl.ones(4, 5, 3), ([2, 1], [0, 2])).shape
     (2, 5)
     """
-    pair = (range(a.ndim - axes, a.ndim), range(axes)) if isinstance(axes, int) else axes
+    if isinstance(axes, (int, np.integer)):
+        if not 0 <= axes <= min(a.ndim, b.ndim):
+            raise ValueError(f"tensordot: axes is {axes}, but a has {a.ndim} and b {b.ndim} axes")
+        axes = range(a.ndim - axes, a.ndim), range(axes)
+    if len(axes) != 2:
+        raise ValueError(f"tensordot: axes must be a number or ([of a], [of b]), not {axes}")
     left, right = (
         [normal_axis("tensordot", i, x.ndim) for i in ([of] if isinstance(of, int) else of)]
-        for of, x in zip(pair, (a, b))
+        for of, x in zip(axes, (a, b))
     )
+    if len({*left}) != len(left) or len({*right}) != len(right):
+        raise ValueError(f"tensordot: an axis is named twice in {axes}")
     if len(left) != len(right):
         raise ValueError(f"tensordot: axes {axes} name {len(left)} axes of a and {len(right)} of b")
     first, second = LETTERS[: a.ndim], list(LETTERS[a.ndim : a.ndim + b.ndim])

@@ -20,7 +20,7 @@ def _norm(a: Tensor, ord: Any = None, axes: Axes = None, keepdims: bool = False)
     count = (a.ndim if axes is None else 1) if not isinstance(axes, (tuple, list)) else len(axes)
     if ord not in (None, "fro") and count != 1:
         raise ValueError(f"linalg.norm: ord {ord!r} of {count} axes is no norm of vectors")
-    return statistics.norm(a, 2 if ord in (None, "fro") else ord, axes, keepdims)
+    return statistics.norm(a, 2 if ord is None else ord, axes, keepdims)
 
 
 norm = with_other_words(_norm, "linalg.norm")

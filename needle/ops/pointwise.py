@@ -9,6 +9,8 @@ from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
+import numpy as np
+
 from needle import _C
 from needle._C import NDArray
 from needle.array_methods import bitwise, inverted
@@ -328,9 +330,10 @@ def allclose(a: Tensor, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
     return bool(isclose(a, b, rtol, atol).all())
 
 
-def equal(a: Tensor, b: Tensor) -> bool:
-    """True if a and b have one shape and the same elements; waits for the device."""
-    return a.shape == b.shape and bool((a == b).all())
+def equal(a: Tensor, b: Any) -> bool:
+    """True if a and b have one shape and the same elements: PyTorch's equal, NumPy's array_equal;
+    waits for the device."""
+    return a.shape == np.shape(b) and bool((a == b).all())
 
 
 eq, ne, lt, le, gt, ge = (

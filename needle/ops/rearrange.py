@@ -18,7 +18,7 @@ from needle.ops.common import const, normal_axes, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import PlaceItem, get_item, index_select
 from needle.ops.select import set_item
-from needle.ops.shape import concatenate, moveaxis, split_sizes
+from needle.ops.shape import concatenate, moveaxis, permute, split_sizes
 
 
 def squeeze(a: Tensor, axes: Axes = None, dim: Axes = None) -> Tensor:
@@ -152,10 +152,14 @@ def triu(a: Tensor, k: int = 0) -> Tensor:
     return _triangle(a, ~np.tri(*a.shape[-2:], k - 1, dtype=bool))
 
 
-def diagonal(a: Tensor, k: int = 0) -> Tensor:
-    """The k-th diagonal above the main one of the first two axes, as the last axis."""
+def diagonal(a: Tensor, k: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
+    """The k-th diagonal above the main one of the matrices of two axes, as the last axis."""
     if a.ndim < 2:
         raise ValueError(f"diagonal: a must have 2 axes or more, but is {a.shape}")
+    pair = [normal_axis("diagonal", axis, a.ndim) for axis in (axis1, axis2)]
+    if pair[0] == pair[1]:
+        raise ValueError(f"diagonal: axis1 and axis2 are both {axis1}")
+    a = permute(a, [*pair, *(i for i in range(a.ndim) if i not in pair)])
     rows, columns = a.shape[:2]
     places = np.arange(max(0, min(rows + min(k, 0), columns - max(k, 0))))
     return moveaxis(get_item(a, (places - min(k, 0), places + max(k, 0))), 0, -1)
@@ -176,9 +180,9 @@ def diag(a: Tensor, k: int = 0) -> Tensor:
     return out
 
 
-def trace(a: Tensor) -> Tensor:
-    """The sum of the main diagonal of the first two axes."""
-    return summation(diagonal(a), -1)
+def trace(a: Tensor, k: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
+    """The sum of a `diagonal`, which has the arguments."""
+    return summation(diagonal(a, k, axis1, axis2), -1)
 
 
 def meshgrid(*tensors: Any, indexing: str = "xy") -> tuple[Tensor, ...]:

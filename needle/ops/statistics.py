@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Number
 from typing import Any
 
 from needle import _C
@@ -192,18 +193,23 @@ def std_mean(
     return std(a, axes, keepdims, correction), mean(a, axes, keepdims)
 
 
-def norm(a: Tensor, ord: float = 2, axes: Axes = None, keepdims: bool = False) -> Tensor:
+def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """The vector norm over `axes`: sum(|a|^ord)^(1 / ord); the largest |a| for inf, the smallest
-    for -inf. Computed in float32. The gradient of the 2-norm at 0 is 0.
+    for -inf, the number of elements that are not 0 for 0; "fro" is 2. Computed in float32. The
+    gradient of the 2-norm at 0 is 0. TypeError for another ord.
 
     >>> print(ndl.norm(ndl.Tensor([3, 4])), ndl.norm(ndl.Tensor([3, -4]), 1))
     5.0 7.0
     """
     wide = astype(a, "float32")
-    if ord == 2:
+    if ord != "fro" and not isinstance(ord, Number):
+        raise TypeError(f"norm: ord must be a number or 'fro', not {ord!r}")
+    if ord in (2, "fro"):
         out = _root(summation(multiply(wide, wide), axes, keepdims))
     elif ord in (math.inf, -math.inf):
         out = (amax if ord > 0 else amin)(abs(wide), axes, keepdims)
+    elif ord == 0:
+        out = summation(astype(wide != 0, "float32"), axes, keepdims)
     else:
         out = summation(power_scalar(abs(wide), ord) if ord != 1 else abs(wide), axes, keepdims)
         out = out if ord == 1 else power_scalar(out, 1 / ord)

@@ -35,7 +35,7 @@ SAME = """
     round sign sin sqrt square squeeze stack std subtract sum tanh tile tril triu true_divide var
     where add max min roll argsort cumsum sort unique reciprocal log2 log10 isinf isclose allclose
     logical_and logical_or logical_not swapaxes amax amin ravel hstack vstack moveaxis bincount
-    cumprod diag diagonal equal median meshgrid nan_to_num tan tensordot trace trunc
+    cumprod diag diagonal median meshgrid nan_to_num tan tensordot trace trunc
 """.split()
 TORCH_ONLY = """
     cat chunk clamp cross_entropy div dropout erf flatten gather index_add index_select kl_div
@@ -53,7 +53,7 @@ TORCH = {
     "linear": "linear", "layer_norm": "layer_norm", "get_item": "x[i]", "set_item": "x[i] = y",
     "split": "unbind", "attention": "scaled_dot_product_attention", "permute": "permute",
     "negative": "negative", "split_sizes": "split",
-    "movedim": "movedim",
+    "movedim": "movedim", "equal": "equal",
 }  # fmt: skip
 NUMPY = {
     "negate": "negative", "power": "power", "power_scalar": "power", "summation": "sum",
@@ -67,7 +67,7 @@ NUMPY = {
     "concat": "concatenate", "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal",
     "gt": "greater",
     "ge": "greater_equal", "bmm": "matmul", "mm": "matmul", "mv": "matmul",
-    "movedim": "moveaxis",
+    "movedim": "moveaxis", "equal": "array_equal",
 }  # fmt: skip
 HOST = "bincount repeat repeat_interleave scatter set_item unique".split()
 NOT_OPS = {"convert_to_block_mask", "ring_chunks"}

@@ -128,6 +128,12 @@ ndl.lerp(x, y, 0.25) = x + (y - x) / 4 ; ndl.zeros(2, dtype=ndl.long) = np.zeros
 ndl.linalg.norm(x) = np.linalg.norm(x) ; ndl.linalg.norm(x, 1, dim=1) = np.linalg.norm(x, 1, 1)
 ndl.tensordot(x, y, dims=2) = (x * y).sum() ; nn.ModuleDict({"a": nn.ELU()})["a"].alpha = 1.0
 ndl.equal(x, x.clone()) = True ; ndl.equal(x, x.T) = False ; ndl.equal(x, y) = False
+x.equal(x) = True ; ndl.equal(i, 1) = False ; ndl.equal(r, [0, 3, 1]) = True
+ndl.norm(b, 0) = b.sum().astype("f4") ; ndl.norm(x, "fro") = np.linalg.norm(x)
+ndl.linalg.norm(i, 0, axis=1) = np.linalg.norm(i, 0, axis=1) ; x.equal(0 * x) = False
+t.diagonal(dim1=-2, dim2=-1) = t.diagonal(0, 1, 2) ; t.diagonal(1, 2, 0) = t.diagonal(1, 2, 0)
+t.diagonal(offset=-1) = t.diagonal(-1) ; ndl.trace(t, offset=1, axis1=2) = t.trace(1, 2, 1)
+ndl.tensordot(x, y[0], 0) = np.tensordot(x, y[0], 0)
 x.var(dim=1) = x.var(1, ddof=1) ; x.std(dim=0) = x.std(0, ddof=1) ; ndl.std(x, 0) = x.std(0)
 ndl.var_mean(x, 1)[0] = x.var(1, ddof=1) ; x.sort(dim=1)[0] = np.sort(x) ; i.pow(3) = i**3
 x.sort(dim=0, descending=True).indices = np.argsort(-x, 0) ; i**0 = i**0
@@ -182,6 +188,11 @@ def test_other_words_errors_say_what_is_wrong():
         ("ndl.meshgrid(x, indexing='x')", "must be 'ij' or 'xy'"),
         ("ndl.diag(x.sum())", "diagonal: a must have 2 axes or more"),
         ("ndl.tensordot(x, x, ([0], [0, 1]))", "name 1 axes of a and 2 of b"),
+        ("ndl.tensordot(x, x, ([0, 0], [0, 1]))", "an axis is named twice"),
+        ("ndl.tensordot(x, x, -1)", "axes is -1, but a has 2 and b 2 axes"),
+        ("ndl.tensordot(x, x, 3)", "axes is 3, but a has 2 and b 2 axes"),
+        ("ndl.tensordot(x, x, ([0],))", "must be a number or"),
+        ("x.diagonal(0, 1, -1)", "axis1 and axis2 are both 1"),
         ("ndl.bincount(ndl.tensor([1, -1]))", "bincount: a must be whole numbers from 0 on"),
         ("x.scatter(1, [[0, 1]], x[:, :1])", "scatter: src is .3, 1., too small"),
     ):  # fmt: skip
