@@ -29,6 +29,7 @@ reveal_type(x @ x.T + 1)
 reveal_type(net.layer.weight / 2)
 reveal_type(x == x)
 reveal_type([row.exp() for row in x])
+reveal_type(net.to("cpu").apply(print).eval().train(False).layer(x))
 reveal_type(x.sum(0, keepdims=True).to(ndl.cpu()).contiguous())
 net("x")
 net(x, y=1)
@@ -40,7 +41,7 @@ SEEN = [
     "tuple[Tensor, Tensor | None]",
     *["Tensor"] * 4,
     "list[Tensor]",
-    "Tensor",
+    *["Tensor"] * 2,
 ]
 
 

@@ -14,6 +14,7 @@ from needle.backend_ndarray import commit, given_device
 
 P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
+M = TypeVar("M", bound="Module")
 
 
 class HasForward(Protocol[P, Result]):
@@ -175,17 +176,20 @@ class Module:
     def _children(self) -> list[Module]:
         return [m for _, m in self.named_modules()[1:]]
 
-    def train(self) -> Module:
+    def train(self: M, mode: bool = True) -> M:
         """Training mode for this module and all below: dropout drops, batch norms look at the
-        batch."""
-        return self._set_training(True)
+        batch. With `mode` False evaluation mode."""
+        for _, module in self.named_modules():
+            module.training = mode
+        return self
 
-    def eval(self) -> Module:
+    def eval(self: M) -> M:
         """Evaluation mode for this module and all below."""
-        return self._set_training(False)
+        return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients, as an optimizer's reset_grad."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as an optimizer's reset_grad, which takes no account of
+        `set_to_none`."""
         for p in self.parameters():
             p.reset_grad()
 
@@ -193,13 +197,13 @@ class Module:
         """The modules directly below, also inside dicts, lists and tuples."""
         return [module for _, module in _members(vars(self), "")]
 
-    def apply(self, function: Callable[[Module], Any]) -> Module:
+    def apply(self: M, function: Callable[[Module], Any]) -> M:
         """Call `function` with every module below, then with this one, and return this."""
         for _, module in reversed(self.named_modules()):
             function(module)
         return self
 
-    def to(self, device: Device | str) -> Module:
+    def to(self: M, device: Device | str) -> M:
         """Move parameters, gradients, buffers and other arrays to a device, and return this. Make
         optimizers and flat parameters afterwards: ValueError where parameters are flat already."""
         device = given_device(device)
@@ -213,18 +217,13 @@ class Module:
                 setattr(module, name, device if name == "device" else _moved(value, device))
         return self
 
-    def cpu(self) -> Module:
+    def cpu(self: M) -> M:
         """Move to the CPU, by `to`."""
         return self.to("cpu")
 
-    def cuda(self) -> Module:
+    def cuda(self: M) -> M:
         """Move to the first GPU, by `to`."""
         return self.to("cuda")
-
-    def _set_training(self, training: bool) -> Module:
-        for _, module in self.named_modules():
-            module.training = training
-        return self
 
     # -- state
 

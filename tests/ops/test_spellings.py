@@ -128,6 +128,8 @@ ndl.lerp(x, y, 0.25) = x + (y - x) / 4 ; ndl.zeros(2, dtype=ndl.long) = np.zeros
 ndl.linalg.norm(x) = np.linalg.norm(x) ; ndl.linalg.norm(x, 1, dim=1) = np.linalg.norm(x, 1, 1)
 ndl.tensordot(x, y, dims=2) = (x * y).sum() ; nn.ModuleDict({"a": nn.ELU()})["a"].alpha = 1.0
 ndl.equal(x, x.clone()) = True ; ndl.equal(x, x.T) = False ; ndl.equal(x, y) = False
+nn.Sequential(nn.ReLU()).train(False).modules[0].training = False
+nn.ReLU().train(True).training = True ; nn.ReLU().zero_grad(set_to_none=True) = None
 x.equal(x) = True ; ndl.equal(i, 1) = False ; ndl.equal(r, [0, 3, 1]) = True
 ndl.norm(b, 0) = b.sum().astype("f4") ; ndl.norm(x, "fro") = np.linalg.norm(x)
 ndl.linalg.norm(i, 0, axis=1) = np.linalg.norm(i, 0, axis=1) ; x.equal(0 * x) = False
