@@ -267,7 +267,7 @@ def tensor(
     """
     if not isinstance(data, (Tensor, NDArray)):
         data = np.asarray(data)
-        dtype = dtype or {"i": "int64", "b": "bool"}.get(data.dtype.kind)
+        dtype = dtype or {"i": "int64", "u": "int64", "b": "bool"}.get(data.dtype.kind)
     return Tensor(data, device, dtype, requires_grad)
 
 

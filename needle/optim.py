@@ -331,7 +331,7 @@ class Adam(_PerParameter):
         betas: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(params)
-        beta1, beta2 = betas or (beta1, beta2)
+        beta1, beta2 = (beta1, beta2) if betas is None else betas
         self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
 
     def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
@@ -373,7 +373,7 @@ class AdamW(Optimizer):
         betas: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(params)
-        beta1, beta2 = betas or (beta1, beta2)
+        beta1, beta2 = (beta1, beta2) if betas is None else betas
         self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
         if self.flat is not None:
             for name, offset in zip(self.flat.names, self.flat.offsets):

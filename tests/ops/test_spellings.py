@@ -74,6 +74,7 @@ ndl.triu(x, diagonal=1) = np.triu(x, 1) ; ndl.where(x > 0, 1.0, 0) = (x > 0).ast
 ndl.where(b, 1, 0) = np.where(b, 1, 0)
 ndl.linspace(0, 1, steps=3) = np.linspace(0, 1, 3).astype("f4")
 ndl.full_like(i, 7) = np.full_like(i, 7) ; ndl.tensor([[1, 2]]) = np.array([[1, 2]])
+ndl.tensor(np.array([3, 1], "u2")) = np.array([3, 1]) ; ndl.tensor(np.uint8(3)) = np.int64(3)
 ndl.tensor([True]) = np.array([True]) ; ndl.tensor(0.5) = np.float32(0.5)
 x[ndl.tensor([2, 0])] = x[[2, 0]]
 ndl.from_numpy(np.arange(3)) = np.arange(3) ; ndl.topk(x, 1, dim=0).values = x.max(0, keepdims=True)
