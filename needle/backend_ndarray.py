@@ -59,7 +59,8 @@ BackendDevice = Device  # the course's name of the type
 
 
 class _Cuda:
-    """`cuda(index)` is a GPU; `is_available` and `device_count` are those of torch.cuda."""
+    """The type of `needle.cuda`: `cuda(index)` is a GPU; `is_available` and `device_count` are as
+    in torch.cuda."""
 
     def __call__(self, index: int = 0) -> Device:
         return _C.cuda(index)

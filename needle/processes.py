@@ -58,7 +58,7 @@ def starved(pid: int | str = "self") -> float:
 
 
 def json_objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the objects among lines of JSON. Skip lines that are none, such as one cut off."""
+    """Return the objects among lines of JSON. Skip other lines, such as one that was cut off."""
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):

@@ -18,22 +18,22 @@ def _filled(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def constant_(tensor: Tensor, val: float) -> Tensor:
-    """Every element `val`."""
+    """Fill with `val`."""
     return _filled(tensor, init.full_like(tensor, val))
 
 
 def zeros_(tensor: Tensor) -> Tensor:
-    """Every element 0."""
+    """Fill with 0."""
     return constant_(tensor, 0)
 
 
 def ones_(tensor: Tensor) -> Tensor:
-    """Every element 1."""
+    """Fill with 1."""
     return constant_(tensor, 1)
 
 
 def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0) -> Tensor:
-    """Uniform in [a, b), from NumPy's generator.
+    """Draw uniformly from [a, b), by NumPy's generator (ndl.manual_seed).
 
     >>> bool((nn.init.uniform_(nn.Parameter(np.zeros((2, 3))), -2, -1) < 0).all())
     True
@@ -42,13 +42,14 @@ def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0) -> Tensor:
 
 
 def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Normal, from NumPy's generator."""
+    """Draw from the normal distribution, by NumPy's generator (ndl.manual_seed)."""
     return _filled(tensor, init.randn(*tensor.shape, mean=mean, std=std, device=tensor.device))
 
 
 def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """The factor that keeps the variance behind a function; `param` is leaky_relu's slope, 0.01 by
-    default. ValueError for another function."""
+    """Return the factor of the standard deviation of weights whose result goes through a function:
+    "linear", "sigmoid", "tanh", "relu", "leaky_relu" or "selu". param: the slope of leaky_relu,
+    0.01 by default. ValueError for another function."""
     slope = 0.01 if param is None else param
     gains = {"leaky_relu": math.sqrt(2 / (1 + slope**2)), "relu": math.sqrt(2), "tanh": 5 / 3}
     gains |= {"linear": 1.0, "sigmoid": 1.0, "selu": 0.75}
@@ -66,12 +67,14 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
 
 
 def xavier_uniform_(tensor: Tensor, gain: float = 1.0) -> Tensor:
-    """init.xavier_uniform: uniform in +-gain sqrt(6 / (fan_in + fan_out))."""
+    """Draw uniformly from +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010). tensor:
+    (fan_in, fan_out); ValueError for another number of axes."""
     return _filled(tensor, init.xavier_uniform(*_fans(tensor), gain, device=tensor.device))
 
 
 def xavier_normal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
-    """init.xavier_normal: normal with std gain sqrt(2 / (fan_in + fan_out))."""
+    """Draw from the normal distribution of std gain sqrt(2 / (fan_in + fan_out)). tensor: (fan_in,
+    fan_out); ValueError for another number of axes."""
     return _filled(tensor, init.xavier_normal(*_fans(tensor), gain, device=tensor.device))
 
 
@@ -84,7 +87,9 @@ def _kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> floa
 def kaiming_uniform_(
     tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
 ) -> Tensor:
-    """Uniform in +-gain sqrt(3 / fan) (He et al. 2015); a: the slope of leaky_relu."""
+    """Draw uniformly from +-gain sqrt(3 / fan) (He et al. 2015). tensor: (fan_in, fan_out); a: the
+    slope of leaky_relu; mode: "fan_in" or "fan_out"; nonlinearity: as calculate_gain takes it.
+    ValueError for other ones."""
     bound = math.sqrt(3.0) * _kaiming_std(tensor, a, mode, nonlinearity)
     return uniform_(tensor, -bound, bound)
 
@@ -92,5 +97,6 @@ def kaiming_uniform_(
 def kaiming_normal_(
     tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
 ) -> Tensor:
-    """Normal with std gain / sqrt(fan)."""
+    """Draw from the normal distribution of std gain / sqrt(fan), with the arguments of
+    kaiming_uniform_."""
     return normal_(tensor, 0.0, _kaiming_std(tensor, a, mode, nonlinearity))

@@ -1,4 +1,4 @@
-"""NumPy's and PyTorch's `linalg`, of which here is the norm."""
+"""The vector norm of NumPy's and PyTorch's `linalg`; no other linear algebra is here."""
 
 from __future__ import annotations
 
