@@ -74,7 +74,7 @@ float32, float16, bfloat16, uint8, uint16, int32, int64 = (
 )  # fmt: skip
 inf, nan, pi, newaxis = _np.inf, _np.nan, _np.pi, None
 array = asarray = tensor
-empty, from_numpy = zeros, from_dlpack
+empty, empty_like, from_numpy = zeros, zeros_like, from_dlpack
 inference_mode = no_grad
 
 if _TYPE_CHECKING:  # names that __getattr__ finds
@@ -107,9 +107,9 @@ __all__ = [
     "CudaError", "CudaFatalError", "Device", "Event", "NDArray", "Tensor", "TensorTuple",
     "all_devices", "arange", "array", "asarray", "autograd", "backend_ndarray", "bfloat16",
     "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
-    "default_device", "device", "empty", "eye", "float16", "float32", "from_dlpack", "from_numpy",
-    "full", "full_like", "inf", "inference_mode", "init", "int32", "int64", "linalg", "linspace",
-    "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad", "one_hot", "ones",
+    "default_device", "device", "empty", "empty_like", "eye", "float16", "float32", "from_dlpack",
+    "from_numpy", "full", "full_like", "inf", "inference_mode", "init", "int32", "int64", "linalg",
+    "linspace", "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad", "one_hot", "ones",
     "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint", "randn",
     "randn_like", "randperm", "tensor", "uint16", "uint8", "zeros", "zeros_like",
 ]  # fmt: skip

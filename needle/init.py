@@ -219,38 +219,52 @@ def zeros(
 
 
 def zeros_like(
-    array: Tensor | NDArray, *, device: Device | str | None = None, requires_grad: bool = False
+    array: Tensor | NDArray,
+    *,
+    dtype: str | None = None,
+    device: Device | str | None = None,
+    requires_grad: bool = False,
 ) -> Tensor:
-    """Zeros of the shape, dtype and device of `array`.
+    """Zeros of the shape, dtype and device of `array`, unless another is given.
 
     >>> print(ndl.init.zeros_like(ndl.Tensor([1, 2])))
     [0. 0.]
     """
-    device = array.device if device is None else device
-    return zeros(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
+    return full_like(array, 0, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def ones_like(
-    array: Tensor | NDArray, *, device: Device | str | None = None, requires_grad: bool = False
+    array: Tensor | NDArray,
+    *,
+    dtype: str | None = None,
+    device: Device | str | None = None,
+    requires_grad: bool = False,
 ) -> Tensor:
-    """Ones of the shape, dtype and device of `array`."""
-    device = array.device if device is None else device
-    return ones(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
+    """Ones of the shape, dtype and device of `array`, unless another is given."""
+    return full_like(array, 1, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
-def full_like(array: Tensor | NDArray, fill_value: float) -> Tensor:
-    """`fill_value` in the shape, dtype and device of `array`."""
-    return full(array.shape, fill_value, device=array.device, dtype=array.dtype)
+def full_like(
+    array: Tensor | NDArray,
+    fill_value: float,
+    *,
+    dtype: str | None = None,
+    device: Device | str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """`fill_value` in the shape, dtype and device of `array`, unless another is given."""
+    device, dtype = array.device if device is None else device, dtype or array.dtype
+    return full(array.shape, fill_value, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
-def rand_like(array: Tensor | NDArray) -> Tensor:
-    """`rand` of the shape, dtype and device of `array`."""
-    return rand(*array.shape, device=array.device, dtype=array.dtype)
+def rand_like(array: Tensor | NDArray, *, dtype: str | None = None) -> Tensor:
+    """`rand` of the shape, device and, unless one is given, dtype of `array`."""
+    return rand(*array.shape, device=array.device, dtype=dtype or array.dtype)
 
 
-def randn_like(array: Tensor | NDArray) -> Tensor:
-    """`randn` of the shape, dtype and device of `array`."""
-    return randn(*array.shape, device=array.device, dtype=array.dtype)
+def randn_like(array: Tensor | NDArray, *, dtype: str | None = None) -> Tensor:
+    """`randn` of the shape, device and, unless one is given, dtype of `array`."""
+    return randn(*array.shape, device=array.device, dtype=dtype or array.dtype)
 
 
 def tensor(

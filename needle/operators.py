@@ -137,6 +137,9 @@ class Operators(Generic[Result]):
             return ops.scalar_power(other, self)
         return ops.power(self._operand(other), self)
 
+    def __pos__(self) -> Result:
+        return self  # type: ignore[return-value]
+
     def __neg__(self) -> Result:
         return ops.negate(self)
 

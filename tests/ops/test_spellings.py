@@ -73,6 +73,10 @@ x.split(3, dim=-1)[1] = x[:, 3:] ; x.split([1, 3], 1)[1] = x[:, 1:] ; x.unbind(1
 ndl.triu(x, diagonal=1) = np.triu(x, 1) ; ndl.where(x > 0, 1.0, 0) = (x > 0).astype("f4")
 ndl.where(b, 1, 0) = np.where(b, 1, 0)
 ndl.linspace(0, 1, steps=3) = np.linspace(0, 1, 3).astype("f4")
+ndl.zeros_like(x, dtype=ndl.int32) = np.zeros_like(x, "i4") ; +x = x ; ndl.empty_like(i) = 0 * i
+ndl.ones_like(i, dtype=ndl.float32) = np.ones_like(i, "f4")
+ndl.randn_like(i, dtype="float16").dtype = "float16"
+ndl.full_like(x, 7, dtype="int64") = np.full_like(x, 7, "i8") ; ndl.zeros_like(b) = b & False
 ndl.full_like(i, 7) = np.full_like(i, 7) ; ndl.tensor([[1, 2]]) = np.array([[1, 2]])
 ndl.tensor(np.array([3, 1], "u2")) = np.array([3, 1]) ; ndl.tensor(np.uint8(3)) = np.int64(3)
 ndl.tensor([True]) = np.array([True]) ; ndl.tensor(0.5) = np.float32(0.5)
