@@ -96,9 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = {}
         for run in args.runs:
-            lines = read_lines(run / "metrics.jsonl") if run.is_dir() else None
+            if not run.is_dir():
+                raise ValueError(f"{run}: no such folder")
+            lines = read_lines(run / "metrics.jsonl")
             if not lines:
-                raise ValueError(f"{run}: {'no step yet' if run.is_dir() else 'no such folder'}")
+                is_run = (run / "config.json").exists()
+                raise ValueError(f"{run}: no step yet{'' if is_run else ', or not a run'}")
             name = run.resolve().name
             found[str(run) if name in found else name] = lines
         draw(found, out)

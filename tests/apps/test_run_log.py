@@ -163,10 +163,16 @@ def test_figure_of_several_runs_and_of_one(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     pyplot.close("all")
     capsys.readouterr()
+    (tmp_path / "other").mkdir()
     (tmp_path / "new").mkdir()
-    for folder, text in (("no", "no such folder"), ("new", "no step yet")):
+    (tmp_path / "new" / "config.json").touch()
+    for folder, text in (
+        ("no", "no: no such folder\n"),
+        ("new", "new: no step yet\n"),
+        ("other", "other: no step yet, or not a run\n"),
+    ):
         assert plots.main([str(tmp_path / folder)]) == 1
-        assert text in capsys.readouterr().err
+        assert capsys.readouterr().err.endswith(text)
 
 
 def test_tokenising_shows_a_bar_on_a_terminal_alone(tmp_path, monkeypatch):
