@@ -39,6 +39,7 @@ from needle.autograd import Tensor, TensorTuple, no_grad
 from needle.backend_ndarray import choose_device as device
 from needle.backend_ndarray import cuda, default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
+from needle.grad_mode import enable_grad
 from needle.init import (
     arange,
     constant,
@@ -107,11 +108,11 @@ __all__ = [
     "CudaError", "CudaFatalError", "Device", "Event", "NDArray", "Tensor", "TensorTuple",
     "all_devices", "arange", "array", "asarray", "autograd", "backend_ndarray", "bfloat16",
     "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
-    "default_device", "device", "empty", "empty_like", "eye", "float16", "float32", "from_dlpack",
-    "from_numpy", "full", "full_like", "inf", "inference_mode", "init", "int32", "int64", "linalg",
-    "linspace", "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad", "one_hot", "ones",
-    "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint", "randn",
-    "randn_like", "randperm", "tensor", "uint16", "uint8", "zeros", "zeros_like",
+    "default_device", "device", "empty", "enable_grad", "empty_like", "eye", "float16", "float32",
+    "from_dlpack", "from_numpy", "full", "full_like", "inf", "inference_mode", "init", "int32",
+    "int64", "linalg", "linspace", "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad",
+    "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint",
+    "randn", "randn_like", "randperm", "tensor", "uint16", "uint8", "zeros", "zeros_like",
 ]  # fmt: skip
 __all__ += ops.__all__
 

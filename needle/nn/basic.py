@@ -173,6 +173,23 @@ class Softmax(Module):
         return ops.softmax(x, self.dim)
 
 
+class LogSoftmax(Module):
+    """ops.logsoftmax over the axis `dim`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.logsoftmax(x, self.dim)
+
+
+class Softplus(_Elementwise):
+    """log(1 + e^x)."""
+
+    function = staticmethod(ops.softplus)
+
+
 class Sigmoid(_Elementwise):
     """1 / (1 + e^-x)."""
 

@@ -187,6 +187,12 @@ class Module:
         """Evaluation mode for this module and all below."""
         return self.train(False)
 
+    def requires_grad_(self: M, requires_grad: bool = True) -> M:
+        """Set whether the parameters below get gradients, and return this: False freezes it."""
+        for p in self.parameters():
+            p.requires_grad = requires_grad
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as an optimizer's reset_grad, which takes no account of
         `set_to_none`."""

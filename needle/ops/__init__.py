@@ -58,8 +58,8 @@ unbind = split
 # Results outside of the graph, or in place.
 _WITHOUT_GRADIENT = """
     all allclose any argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or
-    bitwise_xor eq equal floor_divide ge gt isclose isfinite isinf isnan le logical_and
-    logical_not logical_or lt ne nonzero set_item unique
+    bitwise_xor count_nonzero eq equal floor_divide ge gt isclose isfinite isinf isnan le
+    logical_and logical_not logical_or lt ne nonzero set_item unique
 """.split()
 
 # Written out for type checkers; a test compares it with what is there.
@@ -78,26 +78,26 @@ __all__ = [
     "argmin", "argsort", "astype", "attention", "attention_mlp", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "bincount", "bitwise_and", "bitwise_not", "bitwise_or",
     "bitwise_xor", "block_sparse_attention", "bmm", "broadcast_to", "cat", "ceil", "chunk", "clamp",
-    "clip", "concat", "concatenate", "contiguous", "convert_to_block_mask", "cos", "cross_entropy",
-    "cumprod", "cumsum", "diag", "diagonal", "dilated_attention", "div", "divide", "divide_scalar",
-    "dot", "dropout", "einsum", "elu", "embedding", "eq", "equal", "erf", "exp", "expand_dims",
-    "expm1", "flatten", "flip", "floor", "floor_divide", "gather", "ge", "gelu", "gelu_mlp",
-    "get_item", "gt", "hstack", "index_add", "index_select", "isclose", "isfinite", "isinf",
-    "isnan", "kl_div", "l1_loss", "layer_norm", "layer_norm_pair", "layer_norm_residual", "le",
-    "leaky_relu", "lerp", "linear", "linear_cross_entropy", "linear_transposed", "log", "log10",
-    "log1p", "log2", "log_softmax", "logical_and", "logical_not", "logical_or", "logsoftmax",
-    "logsumexp", "lt", "make_tuple", "matmul", "max", "maximum", "mean", "median", "meshgrid",
-    "min", "minimum", "mm", "moveaxis", "movedim", "mse_loss", "mul", "multiply", "multiply_scalar",
-    "mv", "nan_to_num", "ne", "neg", "negate", "negative", "nonzero", "norm", "outer", "pad",
-    "permute", "pow", "power", "power_scalar", "prod", "qkv_attention", "ravel", "reciprocal",
-    "relu", "remainder", "repeat", "repeat_interleave", "reshape", "ring_attention", "ring_chunks",
-    "ring_dilated_attention", "roll", "rotary", "round", "rsqrt", "scalar_divide", "scalar_power",
-    "scatter", "scatter_add", "set_item", "sigmoid", "sign", "silu", "sin", "softmax", "softplus",
-    "sort", "split", "split_sizes", "sqrt", "square", "squeeze", "stack", "std", "std_mean", "sub",
-    "subtract", "subtract_scalar", "sum", "summation", "swapaxes", "take_along_axis",
-    "take_along_dim", "tan", "tanh", "tensordot", "tile", "to_device", "topk", "trace", "transpose",
-    "tril", "triu", "true_divide", "trunc", "tuple_get_item", "unbind", "unique", "unsqueeze",
-    "var", "var_mean", "vstack", "where",
+    "clip", "concat", "concatenate", "contiguous", "convert_to_block_mask", "cos", "count_nonzero",
+    "cross_entropy", "cumprod", "cumsum", "diag", "diagonal", "dilated_attention", "div", "divide",
+    "divide_scalar", "dot", "dropout", "einsum", "elu", "embedding", "eq", "equal", "erf", "exp",
+    "expand_dims", "expm1", "flatten", "flip", "floor", "floor_divide", "gather", "ge", "gelu",
+    "gelu_mlp", "get_item", "gt", "hstack", "index_add", "index_select", "isclose", "isfinite",
+    "isinf", "isnan", "kl_div", "l1_loss", "layer_norm", "layer_norm_pair", "layer_norm_residual",
+    "le", "leaky_relu", "lerp", "linear", "linear_cross_entropy", "linear_transposed", "log",
+    "log10", "log1p", "log2", "log_softmax", "logical_and", "logical_not", "logical_or",
+    "logsoftmax", "logsumexp", "lt", "make_tuple", "matmul", "max", "maximum", "mean", "median",
+    "meshgrid", "min", "minimum", "mm", "moveaxis", "movedim", "mse_loss", "mul", "multiply",
+    "multiply_scalar", "mv", "nan_to_num", "ne", "neg", "negate", "negative", "nonzero", "norm",
+    "outer", "pad", "permute", "pow", "power", "power_scalar", "prod", "qkv_attention", "ravel",
+    "reciprocal", "relu", "remainder", "repeat", "repeat_interleave", "reshape", "ring_attention",
+    "ring_chunks", "ring_dilated_attention", "roll", "rotary", "round", "rsqrt", "scalar_divide",
+    "scalar_power", "scatter", "scatter_add", "set_item", "sigmoid", "sign", "silu", "sin",
+    "softmax", "softplus", "sort", "split", "split_sizes", "sqrt", "square", "squeeze", "stack",
+    "std", "std_mean", "sub", "subtract", "subtract_scalar", "sum", "summation", "swapaxes",
+    "take_along_axis", "take_along_dim", "tan", "tanh", "tensordot", "tile", "to_device", "topk",
+    "trace", "transpose", "tril", "triu", "true_divide", "trunc", "tuple_get_item", "unbind",
+    "unique", "unsqueeze", "var", "var_mean", "vstack", "where",
 ]  # fmt: skip
 
 _define_operators(_sys.modules[__name__])

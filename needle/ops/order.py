@@ -88,6 +88,8 @@ def sort(a: Tensor, axis: int | None = -1, descending: bool = False, dim: int | 
     """
     if dim is None:
         return _sorted("sort", a, axis, descending, None)[0]
+    if axis != -1:
+        raise TypeError("sort: axis and dim are the same: give one of them")
     return TopK(*_sorted("sort", a, dim, descending, None))
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp, is_grad_enabled
-from needle.backend_ndarray import full
+from needle.backend_ndarray import Axes, full
 from needle.graph import find_topo_sort, memory_of
-from needle.ops.broadcast import astype, reduced_to, reshape
+from needle.ops.broadcast import astype, reduced_to, reshape, summation
 from needle.ops.common import const, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import (
@@ -151,6 +151,11 @@ def nonzero(a: Tensor, as_tuple: bool = True) -> Any:
     for i, array in enumerate(places):
         _C.assign(together[:, i : i + 1], array.reshape((array.size, 1)))
     return const(together)
+
+
+def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The number of elements over `axes` (None: all) that are not 0, as int64."""
+    return summation(astype(a != 0, "int64"), axes, keepdims)
 
 
 # ---- assignment ----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ SAME = """
     round sign sin sqrt square squeeze stack std subtract sum tanh tile tril triu true_divide var
     where add max min roll argsort cumsum sort unique reciprocal log2 log10 isinf isclose allclose
     logical_and logical_or logical_not swapaxes amax amin ravel hstack vstack moveaxis bincount
-    cumprod diag diagonal median meshgrid nan_to_num tan tensordot trace trunc
+    count_nonzero cumprod diag diagonal median meshgrid nan_to_num tan tensordot trace trunc
 """.split()
 TORCH_ONLY = """
     cat chunk clamp cross_entropy div dropout erf flatten gather index_add index_select kl_div
