@@ -68,9 +68,9 @@ ROW = re.compile(r"^--([\w-]+)(?: ([A-Z]+))?  (.*?)(?=^--|\Z)", re.MULTILINE | r
 def rows(
     table: str, kinds: Mapping[str, Callable], options: Mapping[str, dict]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, help, keywords of add_argument) of each flag of a table. Its value is read as
-    `kinds` says of the value's name, unless `options` says otherwise of the flag; one without a
-    value, and not in `options`, is true where it is given."""
+    """Yield (name, help, keywords of add_argument) of each flag of a table. kinds: the type of a
+    value by the value's name. options: keywords by the flag's name, which come first. A flag
+    without a value and options is a switch."""
     for name, value, text in ROW.findall(table):
         more = dict(options.get(name, {} if value else {"action": "store_true"}))
         if value:

@@ -13,7 +13,8 @@ LIBRARY = re.compile(r"/\S*/lib(?:cuda|cudart|cublas|cublasLt|nvrtc|nccl|nvidia-
 
 
 def examine(reporter: Reporter, kind: str, index: int) -> None:
-    """Findings about the device, which is reported as the fact `device`."""
+    """Report findings about a device, `cpu` or `cuda` and its number, and its facts, named
+    `device`."""
     device = getattr(_C, kind)(index)
     reporter.at("opening the device")
     device.synchronize()

@@ -43,9 +43,9 @@ HANGS = (
 
 
 class Reporter:
-    """The examination's end. subject: of its findings. until: when it should end, by
-    time.monotonic(). is_full: True to include the checks that take long. current_check: the check
-    that runs now."""
+    """Report from the process of an examination to its parent. subject: of its findings. until:
+    when it should end, by time.monotonic(). is_full: True to include the checks that take long.
+    current_check: the check that runs now."""
 
     def __init__(self, messages: MessageWriter, subject: str, until: float, is_full: bool) -> None:
         self._messages, self.subject, self._until, self.is_full = messages, subject, until, is_full
