@@ -606,10 +606,10 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
 
 
 def test_time_in_which_all_are_stopped_is_no_hang(tmp_path):
-    code = "beat(step=0); say(os.getpid()); time.sleep(3.5); say('end')"
-    with supervised_process(tmp_path, code, hang="2.5") as process:
-        [pid] = said_by(tmp_path, 1)
-        for number, pause in ((signal.SIGSTOP, 3), (signal.SIGCONT, 0)):
+    code = "beat(step=0); say(os.getpid()); time.sleep(6.5); say('end')"
+    with supervised_process(tmp_path, code, hang="5") as process:
+        [pid] = said_by(tmp_path, 1)  # on a busy machine seconds later, which count
+        for number, pause in ((signal.SIGSTOP, 6), (signal.SIGCONT, 0)):
             for one in (process.pid, int(pid)):
                 os.kill(one, number)
             time.sleep(pause)
