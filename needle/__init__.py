@@ -108,7 +108,7 @@ __all__ = [
     "CudaError", "CudaFatalError", "Device", "Event", "NDArray", "Tensor", "TensorTuple",
     "all_devices", "arange", "array", "asarray", "autograd", "backend_ndarray", "bfloat16",
     "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
-    "default_device", "device", "empty", "enable_grad", "empty_like", "eye", "float16", "float32",
+    "default_device", "device", "empty", "empty_like", "enable_grad", "eye", "float16", "float32",
     "from_dlpack", "from_numpy", "full", "full_like", "inf", "inference_mode", "init", "int32",
     "int64", "linalg", "linspace", "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad",
     "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint",

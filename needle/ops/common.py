@@ -43,6 +43,14 @@ def normal_axis(op: str, axis: Any, ndim: int) -> int:
     return normal_axes(op, axis, ndim)[0]
 
 
+def axes_or_dim(op: str, axes: Any, dim: Any) -> Any:
+    """Return the axes of a function in which `dim` has PyTorch's meaning and `axes` NumPy's.
+    TypeError for both."""
+    if axes is not None and dim is not None:
+        raise TypeError(f"{op}: axes and dim are the same: give one of them")
+    return axes if dim is None else dim
+
+
 def fixed_axes(axes: Axes) -> Axes:
     """Return `axes` in an immutable form, for an op to keep."""
     return axes if axes is None or isinstance(axes, (int, np.integer)) else tuple(axes)

@@ -187,9 +187,11 @@ class Where(TensorOp):
 
 def _beside(number: Any, x: Tensor) -> Tensor:
     """A number as a Tensor, of the dtype that it has in a sum with x; 0 and 1 are bool there."""
-    nothing = _C.empty((0,), x.dtype, x.device)
-    keeps = isinstance(number, (bool, np.bool_)) or (x.dtype == "bool" and number in (0, 1))
-    return const(full((), number, x.dtype if keeps else _C.add(nothing, number).dtype, x.device))
+    keeps = x.dtype in FLOATS or isinstance(number, (bool, np.bool_))
+    if keeps or (x.dtype == "bool" and number in (0, 1)):
+        return const(full((), number, x.dtype, x.device))
+    dtype = _C.add(_C.empty((0,), x.dtype, x.device), number).dtype
+    return const(full((), number, dtype, x.device))
 
 
 def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -14,7 +14,7 @@ from needle._C import NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import Axes, full
 from needle.ops.broadcast import astype, broadcast_to, reshape, summation
-from needle.ops.common import const, normal_axes, normal_axis
+from needle.ops.common import axes_or_dim, const, normal_axes, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import PlaceItem, get_item, index_select
 from needle.ops.select import set_item
@@ -24,9 +24,7 @@ from needle.ops.shape import concatenate, moveaxis, permute, split_sizes
 def squeeze(a: Tensor, axes: Axes = None, dim: Axes = None) -> Tensor:
     """`a` without its axes of size 1, or without those of `axes`, which must have size 1, as NumPy
     has it; longer ones of `dim` stay, as PyTorch has it."""
-    if axes is not None and dim is not None:
-        raise TypeError("squeeze: axes and dim are the same: give one of them")
-    gone = normal_axes("squeeze", axes if dim is None else dim, a.ndim)
+    gone = normal_axes("squeeze", axes_or_dim("squeeze", axes, dim), a.ndim)
     if axes is not None and any(a.shape[i] != 1 for i in gone):
         raise ValueError(f"squeeze: axes {axes} of shape {a.shape} are not all of size 1")
     return reshape(a, [n for i, n in enumerate(a.shape) if i not in gone or n != 1])

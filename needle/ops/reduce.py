@@ -12,7 +12,15 @@ from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.broadcast import astype, reshape, spread, summation
-from needle.ops.common import LARGEST, const, fixed_axes, kept_shape, normal_axes, normal_axis
+from needle.ops.common import (
+    LARGEST,
+    axes_or_dim,
+    const,
+    fixed_axes,
+    kept_shape,
+    normal_axes,
+    normal_axis,
+)
 from needle.ops.elementwise import divide_scalar, multiply, subtract
 from needle.ops.indexing import IndexSelect
 from needle.ops.order import TopK
@@ -93,9 +101,7 @@ def extremum(op: type[Max], a: Tensor, axes: Any, keepdims: bool, dim: int | Non
         return {"max": maximum, "min": minimum}[op.kernel](a, axes)
     if dim is None:
         return op(axes, keepdims)(a)
-    if axes is not None:
-        raise TypeError(f"{op.kernel}: axes and dim are the same: give one of them")
-    axis = normal_axis(op.kernel, dim, a.ndim)
+    axis = normal_axis(op.kernel, axes_or_dim(op.kernel, axes, dim), a.ndim)
     places = getattr(a.cached_data, f"arg{op.kernel}")(axis=axis, keepdims=True)
     values = IndexSelect((axis,), axis, places)(a)
     shape = values.shape if keepdims else (*a.shape[:axis], *a.shape[axis + 1 :])

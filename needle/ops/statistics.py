@@ -11,7 +11,7 @@ from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, reshape, summation
-from needle.ops.common import const, kept_shape, normal_axes, normal_axis
+from needle.ops.common import axes_or_dim, const, kept_shape, normal_axes, normal_axis
 from needle.ops.elementwise import add, divide_scalar, multiply, power_scalar, sqrt, subtract, where
 from needle.ops.indexing import get_item, index_select
 from needle.ops.order import TopK, sort, topk
@@ -61,9 +61,7 @@ def median(
     >>> print(ndl.median(ndl.Tensor([4, 1, 2, 3])), *ndl.median(ndl.Tensor([4, 1, 2, 3]), dim=0))
     2.5 2.0 2
     """
-    if axes is not None and dim is not None:
-        raise TypeError("median: axes and dim are the same: give one of them")
-    given = axes if dim is None else dim
+    given = axes_or_dim("median", axes, dim)
     axis = 0 if given is None else normal_axis("median", given, a.ndim)
     n = a.size if given is None else a.shape[axis]
     if n == 0:
@@ -141,7 +139,8 @@ def var(
     >>> print(ndl.var(ndl.Tensor([1, 3])), ndl.var(ndl.Tensor([1, 3]), dim=0))
     1.0 2.0
     """
-    axes, correction = _axes_and_correction("var", axes, dim, correction)
+    correction = _correction(correction, dim)
+    axes = axes_or_dim("var", axes, dim)
     count = math.prod(a.shape[i] for i in normal_axes("var", axes, a.ndim))
     wide = astype(a, "float32")
     off = subtract(wide, mean(wide, axes, True))
@@ -150,13 +149,8 @@ def var(
     return astype(out, a.dtype) if a.dtype in FLOATS else out
 
 
-def _axes_and_correction(
-    op: str, axes: Axes, dim: Axes, correction: float | None
-) -> tuple[Axes, float]:
-    if axes is not None and dim is not None:
-        raise TypeError(f"{op}: axes and dim are the same: give one of them")
-    default = 0 if dim is None else 1
-    return axes if dim is None else dim, default if correction is None else correction
+def _correction(given: float | None, dim: Axes) -> float:
+    return (0 if dim is None else 1) if given is None else given
 
 
 def std(
@@ -168,7 +162,7 @@ def std(
 ) -> Tensor:
     """The standard deviation, the root of `var`, which has the arguments; its gradient at 0 is
     0."""
-    axes, correction = _axes_and_correction("std", axes, dim, correction)
+    axes, correction = axes_or_dim("std", axes, dim), _correction(correction, dim)
     out = _root(var(astype(a, "float32"), axes, keepdims, correction))
     return astype(out, a.dtype) if a.dtype in FLOATS else out
 
