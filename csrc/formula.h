@@ -32,6 +32,8 @@
 
 #ifdef __CUDACC__
 
+ND_FN uint32_t nd_float_bits(float x) { return __float_as_uint(x); }
+ND_FN float nd_bits_float(uint32_t x) { return __uint_as_float(x); }
 ND_FN float nd_exp(float x) { return expf(x); }
 ND_FN float nd_log(float x) { return logf(x); }
 ND_FN float nd_sqrt(float x) { return sqrtf(x); }

@@ -170,6 +170,10 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                         const float *base, int64_t base_row, float *c, int64_t ldc, int64_t more,
                         uint32_t *panels);
 
+/* ---- cross_entropy.c ----------------------------------------------------------------------------
+ * ND_EVALUE, with the name of the op, for a target that is not below `vocabulary`. */
+nd_status cpu_check_targets(const char *name, const nd_array *targets, int64_t vocabulary);
+
 /* ---- matmul.c -----------------------------------------------------------------------------------
  * linear_fwd without a residual. The thread that computed rows [i, i + rows) and columns
  * [j, j + columns) of y then calls finish(of, i, j, rows, columns), which may change them. */

@@ -12,7 +12,7 @@
 
 enum { RUN = 4 * CPU_RUN, PREFETCHED = 256 };
 
-static nd_status check_targets(const char *name, const nd_array *targets, int64_t vocabulary) {
+nd_status cpu_check_targets(const char *name, const nd_array *targets, int64_t vocabulary) {
     const int32_t *target = targets->data;
     for (int64_t n = 0; n < targets->shape[0]; n++) {
         if (target[n] >= vocabulary) {
@@ -110,7 +110,7 @@ static double sum_losses(const nd_array *logits, const int32_t *targets, float *
 nd_status cpu_cross_entropy_fwd(int device, const cross_entropy_fwd_args *args) {
     (void)device;
     int64_t count;
-    ND_TRY(check_targets("cross_entropy_fwd", args->targets, args->logits->shape[1]));
+    ND_TRY(cpu_check_targets("cross_entropy_fwd", args->targets, args->logits->shape[1]));
     double total = sum_losses(args->logits, args->targets->data, args->losses->data,
                               args->lse->data, NULL, &count);
     *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
@@ -121,7 +121,7 @@ nd_status cpu_cross_entropy_fwd(int device, const cross_entropy_fwd_args *args) 
 nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) {
     (void)device;
     float count = *(const float *)args->count->data, dloss = *(const float *)args->dloss->data;
-    ND_TRY(check_targets("cross_entropy_bwd", args->targets, args->logits->shape[1]));
+    ND_TRY(cpu_check_targets("cross_entropy_bwd", args->targets, args->logits->shape[1]));
     const int32_t *targets = args->targets->data;
     const float *lse = args->lse->data;
     float weight = count > 0 ? dloss / count : 0.0f;
@@ -137,7 +137,7 @@ nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) 
 nd_status cpu_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_args *args) {
     int64_t count;
     void *lse;
-    ND_TRY(check_targets("cross_entropy_fwd_bwd", args->targets, args->logits->shape[1]));
+    ND_TRY(cpu_check_targets("cross_entropy_fwd_bwd", args->targets, args->logits->shape[1]));
     ND_TRY(cpu_scratch(device, (size_t)args->logits->shape[0] * sizeof(float), &lse));
     double total = sum_losses(args->logits, args->targets->data, args->losses->data, lse,
                               args->logits, &count);

@@ -17,9 +17,13 @@ static const char *const class_texts[] = {[CLASS_F] = "float32, bfloat16, float1
                                           [CLASS_f4] = "float32",
                                           [CLASS_i4] = "int32",
                                           [CLASS_i8] = "int64",
+                                          [CLASS_u1] = "uint8",
                                           [CLASS_b1] = "bool"};
-static const nd_dtype class_dtypes[] = {
-    [CLASS_f4] = ND_F32, [CLASS_i4] = ND_I32, [CLASS_i8] = ND_I64, [CLASS_b1] = ND_BOOL};
+static const nd_dtype class_dtypes[] = {[CLASS_f4] = ND_F32,
+                                        [CLASS_i4] = ND_I32,
+                                        [CLASS_i8] = ND_I64,
+                                        [CLASS_u1] = ND_U8,
+                                        [CLASS_b1] = ND_BOOL};
 
 static bool class_allows(dtype_class class, nd_dtype dtype) {
     return class == CLASS_ANY || class == CLASS_T ||

@@ -22,7 +22,16 @@ typedef enum {
 
 static inline bool nd_is_number(field_kind kind) { return kind == KIND_F64 || kind == KIND_I64; }
 
-typedef enum { CLASS_F, CLASS_f4, CLASS_i4, CLASS_i8, CLASS_b1, CLASS_T, CLASS_ANY } dtype_class;
+typedef enum {
+    CLASS_F,
+    CLASS_f4,
+    CLASS_i4,
+    CLASS_i8,
+    CLASS_u1,
+    CLASS_b1,
+    CLASS_T,
+    CLASS_ANY
+} dtype_class;
 typedef enum { TYPES_ANY, TYPES_FLOAT } op_types;
 typedef enum {
     OP_KIND_EW1,

@@ -9,7 +9,7 @@ from needle import _C
 FLOATS = ("float32", "bfloat16", "float16")
 INTEGERS = ("int32", "int64", "uint8", "uint16", "bool")
 # Dtypes that the table fixes.
-STORED = {"f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
+STORED = {"f4": "float32", "i4": "int32", "i8": "int64", "u1": "uint8", "b1": "bool"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,203 @@
+/* fp8.c - FP8 for training: fp8_quantize, fp8_matmul, fp8_cross_entropy.
+ *
+ *   quantize       scale from the largest |x|, q = x / scale in e4m3, and its transpose
+ *   matmul         c (+)= scale a b^T
+ *   cross_entropy  logits = scale x w^T, their losses, d = 2^15 (softmax - onehot) in e5m2
+ * Operands of a product become bfloat16, which holds each number of FP8, and matmul.c multiplies.
+ * The loss takes ROWS rows at a time, whose float32 logits cross_entropy.c turns into their
+ * gradient. Threads take strips of rows; the largest |x| is found among bits, in any order.
+ */
+#include "../fp8.h"
+
+#include "cpu.h"
+
+enum { ROWS = 128, STRIP = 16 };
+
+/* b^T of a matrix b. */
+static nd_array transposed(const nd_array *b) {
+    nd_array t = *b;
+    for (int axis = 0; axis < 2; axis++) {
+        t.shape[axis] = b->shape[1 - axis];
+        t.strides[axis] = b->strides[1 - axis];
+    }
+    return t;
+}
+
+static nd_array matrix_of(void *data, nd_dtype dtype, int64_t rows, int64_t columns) {
+    nd_array a = {.data = data, .dtype = dtype, .ndim = 2, .shape = {rows, columns}};
+    nd_contiguous_strides(a.ndim, a.shape, a.strides);
+    return a;
+}
+
+/* to[j, i] = from[i, j]; rows of `to` are `stride` bytes apart. */
+static void transpose(const uint8_t *from, int64_t rows, int64_t columns, uint8_t *to,
+                      int64_t stride) {
+    for (int64_t j = 0; j < columns; j++) {
+        for (int64_t i = 0; i < rows; i++) {
+            to[j * stride + i] = from[i * columns + j];
+        }
+    }
+}
+
+/* ---- fp8_quantize ---------------------------------------------------------------------------- */
+static uint32_t largest_bits(const nd_array *x) {
+    int64_t n = nd_size(x), runs = cpu_ceil_div(n, CPU_RUN);
+    uint32_t largest = 0;
+
+#pragma omp parallel for reduction(max : largest) num_threads(cpu_threads()) if (n > CPU_GRAIN)
+    for (int64_t r = 0; r < runs; r++) {
+        cpu_run from;
+        int64_t run = min_of(CPU_RUN, n - r * CPU_RUN);
+        const float *some = cpu_read(x, r * CPU_RUN, run, from.f32);
+        for (int64_t k = 0; k < run; k++) {
+            uint32_t bits = nd_float_bits(some[k]) & 0x7fffffffu;
+            largest = bits > largest ? bits : largest;
+        }
+    }
+    return largest;
+}
+
+nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
+    int64_t n = args->x->shape[0], c = args->x->shape[1];
+    uint8_t *q = args->q->data, *q_t = args->q_t->data;
+    float scale = nd_e4m3_scale(largest_bits(args->x)), times = 1.0f / scale;
+    *(float *)args->scale->data = scale;
+
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
+    for (int64_t i = 0; i < n; i += STRIP) {
+        int64_t rows = min_of(STRIP, n - i), to = (i + rows) * c;
+        for (int64_t at = i * c; at < to; at += CPU_RUN) {
+            cpu_run from;
+            int64_t run = min_of(CPU_RUN, to - at);
+            const float *x = cpu_read(args->x, at, run, from.f32);
+            for (int64_t k = 0; k < run; k++) {
+                q[at + k] = nd_to_e4m3(x[k] * times); /* all NaN where the scale is */
+            }
+        }
+        transpose(q + i * c, rows, c, q_t + i, n);
+    }
+    return ND_OK;
+}
+
+/* ---- fp8_matmul ------------------------------------------------------------------------------ */
+/* `to`: q as bfloat16, in memory that the caller releases. */
+static nd_status decode(int device, const nd_array *q, bool e5m2, nd_array *to) {
+    int64_t n = nd_size(q);
+    const uint8_t *from = q->data;
+    void *memory;
+    ND_TRY(cpu_allocate(device, (size_t)n * sizeof(uint16_t), &memory));
+    *to = matrix_of(memory, ND_BF16, q->shape[0], q->shape[1]);
+    uint16_t table[256], *values = memory;
+    for (int i = 0; i < 256; i++) {
+        table[i] = cpu_to_bf16(e5m2 ? nd_from_e5m2((uint8_t)i) : nd_from_e4m3((uint8_t)i));
+    }
+
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n > CPU_GRAIN)
+    for (int64_t i = 0; i < n; i++) {
+        values[i] = table[from[i]];
+    }
+    return ND_OK;
+}
+
+/* c (+)= scale a b^T, all of them float32 or bfloat16; 16 bits of c through float32. */
+static nd_status multiply(int device, const nd_array *a, const nd_array *b, const nd_array *scale,
+                          bool add, nd_array *c) {
+    nd_array b_t = transposed(b), sums = *c;
+    int64_t n = nd_size(c);
+    if (c->dtype != ND_F32) {
+        void *memory;
+        ND_TRY(cpu_allocate(device, (size_t)n * sizeof(float), &memory));
+        sums = matrix_of(memory, ND_F32, c->shape[0], c->shape[1]);
+        if (add) {
+            cpu_load_f32(memory, c->data, c->dtype, 1, n);
+        }
+    }
+    matmul_acc_args product = {.a = a, .b = &b_t, .scale = scale, .add = add, .c = &sums};
+    nd_status status = cpu_matmul_acc(device, &product);
+    if (c->dtype != ND_F32) {
+        if (status == ND_OK) {
+            cpu_store_f32(c->data, c->dtype, 1, sums.data, n);
+        }
+        cpu_release(device, sums.data);
+    }
+    return status;
+}
+
+nd_status cpu_fp8_matmul(int device, const fp8_matmul_args *args) {
+    nd_array a = {0}, b = {0};
+    if (args->a_e5m2 && args->b_e5m2) {
+        return nd_error(ND_EVALUE, "fp8_matmul: b_e5m2: a and b are both e5m2; one must be e4m3");
+    }
+    nd_status status = decode(device, args->a, args->a_e5m2 != 0, &a);
+    if (status == ND_OK) {
+        status = decode(device, args->b, args->b_e5m2 != 0, &b);
+    }
+    if (status == ND_OK) {
+        status = multiply(device, &a, &b, args->scale, args->add != 0, args->c);
+    }
+    cpu_release(device, b.data);
+    cpu_release(device, a.data);
+    return status;
+}
+
+/* ---- fp8_cross_entropy ----------------------------------------------------------------------- */
+/* Rows [at, at + rows): losses and d. `logits` is memory for as many. */
+static nd_status take_rows(int device, const fp8_cross_entropy_args *args, const nd_array *x,
+                           const nd_array *w, int64_t at, int64_t rows, float *logits) {
+    int64_t n = x->shape[0], c = x->shape[1], v = w->shape[0];
+    nd_array some = matrix_of((uint16_t *)x->data + at * c, ND_BF16, rows, c);
+    nd_array gradient = matrix_of(logits, ND_F32, rows, v);
+    ND_TRY(multiply(device, &some, w, args->scale, false, &gradient));
+
+    float mean, share;
+    nd_array targets = {.data = (int32_t *)args->targets->data + at, .shape = {rows}};
+    nd_array losses = {.data = (float *)args->losses->data + at};
+    nd_array loss = {.data = &mean}, factor = {.data = &share};
+    cross_entropy_fwd_bwd_args both = {&gradient, &targets, &losses, &loss, &factor};
+    ND_TRY(cpu_cross_entropy_fwd_bwd(device, &both));
+
+    uint8_t *d = args->d->data, *d_t = args->d_t->data;
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (rows * v > CPU_GRAIN)
+    for (int64_t i = 0; i < rows; i += STRIP) {
+        int64_t strip = min_of(STRIP, rows - i);
+        uint8_t *to = d + (at + i) * v;
+        for (int64_t k = 0; k < strip * v; k++) {
+            to[k] = nd_to_e5m2(logits[i * v + k] * 0x1p15f);
+        }
+        transpose(to, strip, v, d_t + at + i, n);
+    }
+    return ND_OK;
+}
+
+nd_status cpu_fp8_cross_entropy(int device, const fp8_cross_entropy_args *args) {
+    int64_t n = args->x->shape[0], v = args->w->shape[0];
+    ND_TRY(cpu_check_targets("fp8_cross_entropy", args->targets, v));
+    nd_array x = {0}, w = {0};
+    void *logits = NULL;
+    nd_status status = decode(device, args->x, false, &x);
+    if (status == ND_OK) {
+        status = decode(device, args->w, false, &w);
+    }
+    if (status == ND_OK) {
+        status = cpu_allocate(device, (size_t)(min_of(ROWS, n) * v) * sizeof(float), &logits);
+    }
+    for (int64_t i = 0; i < n && status == ND_OK; i += ROWS) {
+        status = take_rows(device, args, &x, &w, i, min_of(ROWS, n - i), logits);
+    }
+    cpu_release(device, logits);
+    cpu_release(device, w.data);
+    cpu_release(device, x.data);
+    ND_TRY(status);
+
+    const float *losses = args->losses->data;
+    const int32_t *targets = args->targets->data;
+    double total = 0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        total += losses[i];
+        count += targets[i] >= 0;
+    }
+    *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
+    *(float *)args->share->data = count > 0 ? 1.0f / (float)count : 0.0f;
+    return ND_OK;
+}

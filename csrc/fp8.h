@@ -1,0 +1,45 @@
+/* fp8.h - FP8 numbers in bytes, and the scale of an array; for the C compiler and nvcc.
+ *
+ *   e4m3   sign, 4 bits of exponent, 3 of mantissa, bias 7:  448 at most, no infinity, NaN 0x7f
+ *   e5m2   sign, 5 bits of exponent, 2 of mantissa, bias 15: 57344 at most, infinity 0x7c
+ * Rounded to nearest even. Larger numbers, and infinities, become the largest; a NaN 0x7f. Each
+ * number of both is one of bfloat16 too. Branch-free, so that loops over them vectorise.
+ */
+#ifndef NEEDLE_FP8_H
+#define NEEDLE_FP8_H
+
+#include "formula.h"
+
+/* Below 2^(1 - bias) adding 2^(24 - bias - mantissa) rounds to the spacing of denormals. */
+ND_FN uint8_t nd_to_fp8(float x, uint32_t mantissa, uint32_t bias, uint32_t largest) {
+    uint32_t bits = nd_float_bits(x), a = bits & 0x7fffffffu, shift = 23u - mantissa;
+    uint32_t half = (1u << (shift - 1u)) - 1u + ((a >> shift) & 1u);
+    uint32_t normal = ((a + half) >> shift) - ((127u - bias) << mantissa);
+    uint32_t spacing = (127u + 24u - bias - mantissa) << 23;
+    uint32_t denormal = nd_float_bits(nd_bits_float(a) + nd_bits_float(spacing)) - spacing;
+    uint32_t magnitude = a < (128u - bias) << 23 ? denormal : normal;
+    magnitude = a >= 0x47800000u || magnitude > largest ? largest : magnitude;
+    return (uint8_t)(a > 0x7f800000u ? 0x7fu : ((bits >> 24) & 0x80u) | magnitude);
+}
+ND_FN uint8_t nd_to_e4m3(float x) { return nd_to_fp8(x, 3, 7, 0x7e); }
+ND_FN uint8_t nd_to_e5m2(float x) { return nd_to_fp8(x, 2, 15, 0x7b); }
+
+/* As in cpu_from_f16: one exact product serves normal and denormal numbers. */
+ND_FN float nd_from_fp8(uint32_t q, uint32_t mantissa, uint32_t bias, uint32_t special) {
+    uint32_t sign = (q & 0x80u) << 24, field = (q & 0x7fu) << (23u - mantissa);
+    float least = nd_bits_float((254u - bias) << 23);
+    uint32_t finite = nd_float_bits(nd_bits_float(field) * least);
+    return nd_bits_float(sign | ((q & 0x7fu) >= special ? field | 0x7f800000u : finite));
+}
+ND_FN float nd_from_e4m3(uint8_t q) { return nd_from_fp8(q, 3, 7, 0x7f); }
+ND_FN float nd_from_e5m2(uint8_t q) { return nd_from_fp8(q, 2, 15, 0x7c); }
+
+/* The smallest power of two, from 2^-126 on, of which 448 = 1.75 x 2^8 are not less than a number,
+ * given by its bits: 1 for 0, NaN for an infinity or a NaN. */
+ND_FN float nd_e4m3_scale(uint32_t largest) {
+    int32_t exponent = (int32_t)(largest >> 23) - 8 + ((largest & 0x7fffffu) > 0x600000u);
+    float scale = nd_bits_float((uint32_t)(exponent < 1 ? 1 : exponent) << 23);
+    return largest >= 0x7f800000u ? nd_bits_float(0x7fc00000u) : largest == 0u ? 1.0f : scale;
+}
+
+#endif

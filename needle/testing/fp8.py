@@ -1,0 +1,206 @@
+"""FP8: numbers of a byte, quantizing, products, and the loss of the head."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from needle.testing.bounds import assert_near
+from needle.testing.case import cases_of, draw, normal
+from needle.testing.layers import cross_entropy_fwd
+
+# Format: bits of the mantissa, bias of the exponent, numbers that are not negative.
+FORMATS = {"e4m3": (3, 7, 0x7F), "e5m2": (2, 15, 0x7C)}
+
+
+def _numbers(kind: str) -> np.ndarray:
+    """The numbers of the bytes 0 to 127; NaN, and infinities of e5m2, at the end."""
+    mantissa, bias, count = FORMATS[kind]
+    values = []
+    for exponent, fraction in itertools.product(range(2 ** (7 - mantissa)), range(2**mantissa)):
+        whole = 2**mantissa if exponent else 0
+        values.append((whole + fraction) * 2.0 ** (max(exponent, 1) - bias - mantissa))
+    values[count:] = [np.nan] * (128 - count)
+    if kind == "e5m2":
+        values[count] = np.inf
+    return np.array(values)
+
+
+NUMBERS = {kind: _numbers(kind) for kind in FORMATS}
+
+
+def decoded(q: Any, kind: str) -> np.ndarray:
+    """The float64 numbers of bytes."""
+    q = np.asarray(q, np.uint8)
+    return NUMBERS[kind][q & 0x7F] * np.where(q & 0x80, -1.0, 1.0)
+
+
+def encoded(x: Any, kind: str) -> np.ndarray:
+    """The byte of the nearest number, of two equally near ones the even byte; the largest beyond
+    it; 0x7f of NaN."""
+    x, numbers = np.asarray(x, np.float64), NUMBERS[kind][: FORMATS[kind][2]]
+    low = np.clip(np.searchsorted(numbers, np.abs(x), "right") - 1, 0, len(numbers) - 2)
+    below, above = np.abs(x) - numbers[low], numbers[low + 1] - np.abs(x)
+    q = low + ((above < below) | ((above == below) & (low % 2 == 1)))
+    return np.where(np.isnan(x), 0x7F, q | np.signbit(x) * 0x80).astype(np.uint8)
+
+
+def scale_of(x: np.ndarray) -> np.float64:
+    """The scale of fp8_quantize."""
+    largest = np.abs(x).max(initial=0)
+    if not np.isfinite(largest):
+        return np.float64(np.nan)
+    exponent = np.frexp(largest)[1] - 9  # largest = m 2^e, m in [0.5, 1); 448 = 0.875 * 2^9
+    exponent += largest > 448 * 2.0**exponent
+    return np.float64(2.0 ** max(exponent, -126) if largest else 1.0)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Numbers that a result in bytes holds, each the nearest one to a number at most `ulps` units
+    in the last place of `unit`, in float32, from the exact one."""
+
+    exact: np.ndarray
+    unit: np.ndarray
+    ulps: float
+    kind: str
+
+    @property
+    def T(self) -> Rounded:
+        return Rounded(self.exact.T, self.unit.T, self.ulps, self.kind)
+
+    def check(self, got: np.ndarray, what: str) -> None:
+        """Raise AssertionError at the first element that is beyond the bound."""
+        assert_near(decoded(got, self.kind), self.exact, self.unit, self.ulps, self.kind, what)
+
+
+def fp8_quantize(r, x):
+    scale = scale_of(x)
+    with np.errstate(invalid="ignore"):
+        q = encoded(x / scale, "e4m3")
+    return {"q": q, "q_t": q.T, "scale": scale}
+
+
+def fp8_matmul(r, a, a_e5m2, b, b_e5m2, scale, add, c):
+    a, b = (decoded(q, ("e4m3", "e5m2")[wide]) for q, wide in ((a, a_e5m2), (b, b_e5m2)))
+    return {"c": (c if add else 0) + scale * (a @ b.T)}
+
+
+def fp8_cross_entropy(r, x, w, scale, targets):
+    logits = r(scale * (decoded(x, "e4m3") @ decoded(w, "e4m3").T))
+    forward, valid = cross_entropy_fwd(r, logits, targets), targets[:, None] >= 0
+    p = np.exp(logits - forward["lse"][:, None]) * valid
+    hit = (np.arange(len(w)) == targets[:, None]) & valid
+    d = Rounded((p - hit) * 2.0**15, (p + hit) * 2.0**15, 256, "e5m2")
+    share = 1 / forward["count"] if forward["count"] else np.float64(0)
+    return {name: forward[name] for name in ("losses", "loss")} | {
+        "share": share,
+        "d": d,
+        "d_t": d.T,
+    }
+
+
+def numbers(*shape: int, kind: str = "e4m3", std: float = 60.0):
+    """Make a maker of bytes of normally distributed numbers."""
+    return lambda rng: encoded(rng.standard_normal(shape) * std, kind)
+
+
+def quantized_inputs(n, c, std=1.0, at=(), value=0.0):
+    def inputs(rng):
+        x = rng.standard_normal((n, c)) * std
+        x.reshape(-1)[list(at)] = value
+        return {"x": x}
+
+    return inputs
+
+
+def product_inputs(m, n, k, wide="", add=1):
+    return draw(
+        a=numbers(m, k, kind="e5m2" if wide == "a" else "e4m3"),
+        a_e5m2=int(wide == "a"),
+        b=numbers(n, k, kind="e5m2" if wide == "b" else "e4m3"),
+        b_e5m2=int(wide == "b"),
+        scale=np.float64(2.0**-12),
+        add=add,
+        # written without being read: a NaN would stay
+        c=normal(m, n) if add else np.full((m, n), np.nan),
+    )
+
+
+def loss_inputs(n, c, v, ignored=()):
+    def inputs(rng):
+        targets = rng.integers(0, v, n)
+        targets[list(ignored)] = -100
+        scale = np.float64(2.0 ** -np.round(np.log2(1200 * max(c, 1) ** 0.5)))  # logits about 3
+        return {
+            **draw(x=numbers(n, c), w=numbers(v, c))(rng),
+            **{"scale": scale, "targets": targets},
+        }
+
+    return inputs
+
+
+QUANTIZED = {
+    "1x1": (1, 1),
+    "31x257": (31, 257),
+    "257x31": (257, 31, 1e4),
+    "144x512": (144, 512, 1e-3),
+    "300x1040": (300, 1040),
+    "zeros": (31, 5, 0.0),
+    "448": (16, 48, 1.0, (5,), -448.0),
+    "above-448": (16, 48, 1.0, (5,), 450.0),
+    "tiny": (7, 33, 1e-39),
+    "nan": (16, 33, 1.0, (200,), np.nan),
+    "infinity": (16, 33, 1.0, (200,), -np.inf),
+    "none": (0, 8),
+}
+
+# Multiples of 16, which is what CUDA takes, also beyond tiles of 128 and 256.
+PRODUCTS = {
+    "x".join(map(str, shape[:3])) + "".join(f"-{x}" for x in shape[3:]): shape
+    for shape in [
+        (16, 32, 48),
+        (64, 272, 48, "a", 0),
+        (48, 272, 64, "b", 1),
+        (144, 1040, 512, "", 0),
+        (144, 512, 1040, "a", 1),
+        (512, 1040, 144, "b", 0),
+    ]
+}
+LOSSES = {
+    "16x32x48": (16, 32, 48),
+    "64x48x272": (64, 48, 272, (0, 3, 63)),
+    "144x512x1040": (144, 512, 1040, (1, 130)),
+    "272x64x4096": (272, 64, 4096),
+    "all-ignored": (16, 48, 32, range(16)),
+}
+
+# Sizes that the CPU alone takes.
+ODD = [
+    *cases_of(
+        fp8_matmul,
+        product_inputs,
+        {
+            "1": (1, 1, 1),
+            "31x257x1": (31, 257, 1, "a"),
+            "257x1x31": (257, 1, 31, "b", 0),
+            "empty": (3, 5, 0),
+        },
+        lambda m, n, k, *more: k,
+    ),
+    *cases_of(
+        fp8_cross_entropy,
+        loss_inputs,
+        {"1": (1, 1, 1), "31": (31, 257, 1), "257": (257, 1, 31, (256,)), "none": (0, 4, 5)},
+        lambda n, c, v, *more: max(c, v),
+    ),
+]
+
+CASES = [
+    *cases_of(fp8_quantize, quantized_inputs, QUANTIZED),
+    *cases_of(fp8_matmul, product_inputs, PRODUCTS, lambda m, n, k, *more: k),
+    *cases_of(fp8_cross_entropy, loss_inputs, LOSSES, lambda n, c, v, *more: max(c, v)),
+]
