@@ -184,44 +184,57 @@ class LinearCrossEntropy(FusedOp):
     def _oriented(self, w: NDArray) -> NDArray:
         return w.permute((1, 0)) if self.transposed else w
 
-    def _weight_grad(
-        self, x: NDArray, dlogits: NDArray, into: tuple[NDArray, bool], scale: NDArray | None
-    ) -> None:
-        weight_grad(*((dlogits, x) if self.transposed else (x, dlogits)), into, scale)
-
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
         rows = rows_of(x)
         if rows.shape[0] > self.ROWS:
             return self._in_runs(rows, w)
-        logits = rows @ self._oriented(w)
         if not is_grad_enabled():
-            return _C.cross_entropy_fwd(logits, self.targets)[2]
-        _, loss, self.share = _C.cross_entropy_fwd_bwd(logits, self.targets)
-        self.dlogits = logits
+            return self._losses_alone(rows, w, self.targets)[2]
+        _, loss, self.share = self._losses(rows, w, self.targets)
         return loss
 
+    def _losses_alone(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
+        return _C.cross_entropy_fwd(x @ self._oriented(w), targets)
+
+    def _losses(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
+        """Return losses, loss and share of some rows, and keep their dlogits."""
+        self.dlogits = x @ self._oriented(w)
+        return _C.cross_entropy_fwd_bwd(self.dlogits, targets)
+
+    def _input_grad(self, x: NDArray, w: NDArray, scale: NDArray) -> NDArray:
+        return _C.matmul(self.dlogits, self._oriented(w).permute((1, 0)), scale)
+
+    def _input_grad_into(self, dx: NDArray, w: NDArray) -> None:
+        w_t, dlogits = self._oriented(w).permute((1, 0)), self.dlogits
+        dlogits, w_t, dx = (a.reshape((1, *a.shape)) for a in (dlogits, w_t, dx))
+        _C.matmul_acc(dlogits, w_t, None, 0, dx)
+
+    def _weight_grad(
+        self, x: NDArray, into: tuple[NDArray, int], scale: NDArray | None = None
+    ) -> None:
+        factors = (self.dlogits, x) if self.transposed else (x, self.dlogits)
+        weight_grad(*factors, into, scale)
+
+    def _drop_dlogits(self) -> None:
+        self.dlogits = None
+
     def _in_runs(self, x: NDArray, w: NDArray) -> NDArray:
-        count, head = x.shape[0], self._oriented(w)
+        count = x.shape[0]
         losses = _C.empty((count,), "float32", x.device)
         needs = self.needs if is_grad_enabled() else (False, False)
         self.dx, self.dw = (
             _C.empty(of.shape, "float32", x.device) if need else None
             for of, need in zip((x, w), needs)
         )
-        head_t = head.permute((1, 0)).reshape((1, *head.shape[::-1]))
+        of_run = self._losses if any(needs) else self._losses_alone
         for start in range(0, count, self.ROWS):
             run = slice(start, min(start + self.ROWS, count))
-            logits, targets = x[run] @ head, self.targets[run]
-            kernel = _C.cross_entropy_fwd_bwd if any(needs) else _C.cross_entropy_fwd
-            losses[run] = kernel(logits, targets)[0]
+            losses[run] = of_run(x[run], w, self.targets[run])[0]
             if self.dx is not None:
-                dx = self.dx[run]
-                dlogits, dx = logits.reshape((1, *logits.shape)), dx.reshape((1, *dx.shape))
-                _C.matmul_acc(dlogits, head_t, None, 0, dx)
-                del dlogits
+                self._input_grad_into(self.dx[run], w)
             if self.dw is not None:
-                self._weight_grad(x[run], logits, (self.dw, start > 0), None)
-            del logits  # their memory is the next run's
+                self._weight_grad(x[run], (self.dw, start > 0))
+            self._drop_dlogits()  # their memory is the next run's
         valid = (self.targets >= 0).astype("float32").sum()
         self.share = 1.0 / _C.maximum(valid, 1.0)
         return losses.sum() * self.share
@@ -243,22 +256,72 @@ class LinearCrossEntropy(FusedOp):
                 else:
                     _C.assign(into, dw)
             return grads
+        rows = rows_of(x.cached_data)
         if x.requires_grad:
-            w_t = self._oriented(w.cached_data).permute((1, 0))
-            grads[0] = _C.matmul(self.dlogits, w_t, scale).reshape(x.shape)
+            grads[0] = self._input_grad(rows, w.cached_data, scale).reshape(x.shape)
         if w.requires_grad:
-            into = accumulator_and_beta(accumulators, grads, node, 1)
-            self._weight_grad(rows_of(x.cached_data), self.dlogits, into, scale)
+            self._weight_grad(rows, accumulator_and_beta(accumulators, grads, node, 1), scale)
         return grads
 
 
-def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = False) -> Tensor:
+class LinearCrossEntropyFP8(LinearCrossEntropy):
+    """The same with products in FP8, for rows, C and V that are multiples of MULTIPLE.
+
+    x and w are rounded to e4m3, the gradient of the logits to e5m2, each times a power of two: of w
+    and of each run of x from the largest element, of the gradient, from -1 to 1, always 2^15."""
+
+    MULTIPLE = 16
+    D_SCALE = 2.0**-15
+
+    def compute(self, x: NDArray, w: NDArray) -> NDArray:
+        q, q_t, self.w_scale = _C.fp8_quantize(w)
+        self.w_rows, self.w_columns = (q, q_t) if self.transposed else (q_t, q)
+        return super().compute(x, w)
+
+    def _losses(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
+        q, self.x_t, self.x_scale = _C.fp8_quantize(x)
+        scale = _C.multiply(self.x_scale, self.w_scale)
+        *found, self.dlogits, self.dlogits_t = _C.fp8_cross_entropy(q, self.w_rows, scale, targets)
+        return tuple(found)
+
+    def _input_grad(self, x: NDArray, w: NDArray, scale: NDArray | None = None) -> NDArray:
+        dx = _C.empty(x.shape, x.dtype, x.device)
+        self._input_grad_into(dx, w, scale)
+        return dx
+
+    def _input_grad_into(self, dx: NDArray, w: NDArray, scale: NDArray | None = None) -> None:
+        scale = self._scale(self.w_scale, scale)
+        _C.fp8_matmul(self.dlogits, 1, self.w_columns, 0, scale, 0, dx)
+
+    def _weight_grad(
+        self, x: NDArray, into: tuple[NDArray, int], scale: NDArray | None = None
+    ) -> None:
+        factors = [(self.x_t, 0), (self.dlogits_t, 1)]
+        (a, a_e5m2), (b, b_e5m2) = reversed(factors) if self.transposed else factors
+        dw, add = into
+        _C.fp8_matmul(a, a_e5m2, b, b_e5m2, self._scale(self.x_scale, scale), add, dw)
+
+    def _scale(self, of: NDArray, scale: NDArray | None) -> NDArray:
+        of = _C.multiply(of, self.D_SCALE)
+        return of if scale is None else _C.multiply(of, scale)
+
+    def _drop_dlogits(self) -> None:
+        self.dlogits = self.dlogits_t = None
+
+
+def linear_cross_entropy(
+    x: Tensor, w: Tensor, targets: Any, transposed: bool = False, fp8: bool = False
+) -> Tensor:
     """cross_entropy(x @ w, targets), for which the logits are stored once, at most 32,768 rows of
     them, and each is read and written once between the products.
 
     x: (..., C); w: (C, V), or (V, C) with `transposed`, as an embedding lies; targets: a whole
     number below V for each row of x, as in cross_entropy. The gradient of w is float32 in every
     dtype.
+
+    fp8: compute the products in FP8 where a gradient is wanted, and C, V and the number of rows are
+    multiples of 16: x and w in e4m3, the gradient of the logits in e5m2, each times a power of two.
+    Other calls are computed as without it. On a GPU: compute capability 9.0 or newer.
 
     >>> x, w = ndl.randn(2, 4), ndl.randn(4, 3)
     >>> both = ndl.ops.linear_cross_entropy(x, w, [0, 2]), ndl.ops.cross_entropy(x @ w, [0, 2])
@@ -278,4 +341,10 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = 
         )
     rows, v = math.prod(x.shape[:-1]), w.shape[not transposed]
     ids = _target_ids("linear_cross_entropy", targets, rows, v, x.device)
-    return LinearCrossEntropy(ids, transposed, (x.requires_grad, w.requires_grad))(x, w)
+    needs = x.requires_grad, w.requires_grad
+    op = LinearCrossEntropy
+    if fp8 and is_grad_enabled() and any(needs):
+        sizes = rows, x.shape[-1], v
+        if not any(size % LinearCrossEntropyFP8.MULTIPLE for size in sizes):
+            op = LinearCrossEntropyFP8
+    return op(ids, transposed, needs)(x, w)

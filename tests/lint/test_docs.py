@@ -94,7 +94,7 @@ def untyped(body: list[ast.stmt], owner: str = "") -> list[str]:
 
 # References are formulas of operands, whose kinds are those of the table.
 REFERENCES = {
-    PACKAGE / "testing" / name for name in ("attention.py", "elementwise.py", "layers.py")
+    PACKAGE / "testing" / f"{name}.py" for name in ("attention", "elementwise", "fp8", "layers")
 }
 
 
