@@ -162,6 +162,8 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     np.random.seed(settings.get("init_seed", settings["seed"]))
     if model is None:
         model = config.model_class(config, device=device)
+    if "fp8" in settings:
+        model.use_fp8()
     batches = Prefetch(ranks.own_batches(group, settings, data, model.config.vocab_size), device)
     optimizer = optim.AdamW(
         nn.flatten_parameters(model),
@@ -209,6 +211,8 @@ def resumed_run(
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
+    if "fp8" in settings:
+        model.use_fp8()
     micro_batches, context = settings["grad_accum"], settings["context_parallel"]
     parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
     step = saved["step"]
@@ -263,6 +267,8 @@ def main(argv: list[str] | None = None) -> int:
         ending.run = run = make_run(args, group)
         ranks.tell_gpus(group, run.settings, args.verify > 0)
         print(textwrap.fill(str(run.model), COLUMNS, subsequent_indent="  "))
+        if run.model.fp8:
+            print("head in FP8 (e4m3 forward, e5m2 gradients)")
         print(f"{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)

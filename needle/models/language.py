@@ -35,6 +35,8 @@ class LanguageModel(Texts, Hooked):
     # True to compute layers again in the backward, which saves memory (nn.recompute); None for a
     # class whose `hidden` does not support it.
     recompute: bool | None = None
+    # True to compute the head of loss() in FP8; use_fp8() sets it where that is possible.
+    fp8: bool = False
     # The ranks that share each sequence; `shares` is True for a class whose `hidden` supports it.
     group: Any = None
     shares: bool = False
@@ -64,6 +66,35 @@ class LanguageModel(Texts, Hooked):
         for _, module in self.named_modules():
             if isinstance(module, nn.Attention):
                 module.group = group
+
+    def use_fp8(self) -> None:
+        """Compute the head's products of loss() in FP8 where gradients are wanted
+        (ops.linear_cross_entropy). ValueError where the model or its GPU cannot."""
+        if not self._has_plain_head:
+            raise ValueError(
+                f"fp8: the head of a {self._name} must be nn.TiedHead or nn.Linear without a bias, "
+                f"but is {type(self.embed_out).__name__}, or its forward() is its own"
+            )
+        shape, multiple = self.embed_out.weight.shape, ops.LinearCrossEntropyFP8.MULTIPLE
+        if any(size % multiple for size in shape):
+            raise ValueError(
+                f"fp8: the head's weight is {shape}, but products in FP8 need multiples of "
+                f"{multiple}: change the width or the vocabulary"
+            )
+        arch = 90 if self.device.is_host else self.device.limits()["arch"]
+        if arch < 90:
+            raise ValueError(
+                f"fp8: {self.device} has compute capability {arch // 10}.{arch % 10}, but products "
+                "in FP8 need 9.0"
+            )
+        self.fp8 = True
+
+    @property
+    def _has_plain_head(self) -> bool:
+        """True if loss() may compute head and loss in one op."""
+        head, own = self.embed_out, type(self).forward is not LanguageModel.forward
+        plain = type(head) in (nn.Linear, nn.TiedHead) and getattr(head, "bias", None) is None
+        return plain and not own
 
     @property
     def cfg(self) -> Any:
@@ -114,13 +145,12 @@ class LanguageModel(Texts, Hooked):
         >>> abs(loss.item() - model([[1, 2, 3]], targets=[[2, 3, 4]])[1].item()) < 1e-6
         True
         """
-        head = self.embed_out
-        plain = type(head) in (nn.Linear, nn.TiedHead) and getattr(head, "bias", None) is None
-        if not plain or type(self).forward is not LanguageModel.forward:
+        if not self._has_plain_head:
             return self(input_ids, targets)[1]
+        head = self.embed_out
         ids, wanted = self._ids_and_targets(input_ids, targets)
         transposed = isinstance(head, nn.TiedHead)
-        return ops.linear_cross_entropy(self.hidden(ids), head.weight, wanted, transposed)
+        return ops.linear_cross_entropy(self.hidden(ids), head.weight, wanted, transposed, self.fp8)
 
     def _ids_and_targets(self, input_ids: Any, targets: Any) -> tuple[NDArray, NDArray]:
         """(B, T) and (B T,) on the device, checked."""

@@ -24,7 +24,7 @@ from needle.safetensors import FROM_FILE, Entry
 
 _families: dict[str, type[Module]] = {}
 
-PASSING = ("training", "recompute")  # settings of a module that no checkpoint holds
+PASSING = ("training", "recompute", "fp8")  # settings of a module that no checkpoint holds
 AnyModel = TypeVar("AnyModel", bound=type[Module])
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 

@@ -183,6 +183,9 @@ TABLE = {
     (default: 256)
 --dtype  of weights and activations; bfloat16 keeps float32 master weights in the optimizer
     (default: float32 | bfloat16)
+--fp8  compute the products of the head in FP8 while training: e4m3 forward, e5m2 for gradients;
+    weights, checkpoints and evaluations are as without it. The width and the vocabulary must be
+    multiples of 16, a GPU of compute capability 9.0 or newer
 """,
     "data": """
 --data PATH  text or JSON lines (.gz and .zst too), a folder or quoted pattern of them, or tokens:

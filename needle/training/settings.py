@@ -54,7 +54,7 @@ RESULTS = tuple(name for name in (*COMMON, *DEFAULTS, "warmup") if name not in O
 OPTIONAL = {
     **{"import": str, "config": dict, "layers": int, "hidden": int, "heads": int},
     **{"vocab_size": int, "no_mlp": bool, "init_seed": int, "data_seed": int, "keep": str},
-    **{"keep_optimizer": bool},
+    **{"keep_optimizer": bool, "fp8": bool},
 }
 # Flags of the model's shape, by fields of its configuration.
 SHAPE = {

@@ -1,0 +1,75 @@
+"""Runs of apps/train_pythia.py with --fp8."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import train_pythia
+from harness import naming
+from small_runs import assert_same_run, flags, numbers_of, run_until
+
+import needle as ndl
+from needle import ops
+
+
+def test_a_run_in_fp8_resumes_with_the_same_bits(tmp_path, tokens, monkeypatch, capsys):
+    more = ("--fp8", "--grad-accum", "2")
+    assert train_pythia.main(flags(tmp_path, tokens, "whole", *more)) == 0
+    said = capsys.readouterr().out
+    assert "head in FP8 (e4m3 forward, e5m2 gradients)" in said
+    run_until(monkeypatch, 4, flags(tmp_path, tokens, "parts", *more))
+    assert train_pythia.main(["--resume", str(tmp_path / "runs" / "parts")]) == 0
+    assert "head in FP8" in capsys.readouterr().out
+    assert_same_run(tmp_path, "whole", "parts")
+    assert train_pythia.main(flags(tmp_path, tokens, "plain", "--grad-accum", "2")) == 0
+    assert "FP8" not in capsys.readouterr().out
+    losses = [[line["loss"] for line in numbers_of(tmp_path, run)] for run in ("whole", "plain")]
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(*losses, rtol=0.01)
+    plain = flags(tmp_path, tokens, "plain", "--fp8", "--resume", "auto")
+    assert train_pythia.main(plain) == 1
+    assert "--fp8 is True, but the run has None" in capsys.readouterr().err
+
+
+def test_fp8_is_refused_where_it_cannot_be(tmp_path, tokens, capsys, monkeypatch):
+    for more, text in (
+        ("--vocab-size 65", "the head's weight is (32, 65), but products in FP8 need multiples of"),
+        ("--hidden 36", "the head's weight is (36, 64), but products in FP8 need multiples of 16"),
+    ):
+        with naming(more):
+            assert train_pythia.main(flags(tmp_path, tokens, "a", "--fp8", more)) == 1
+            assert f"needle train: fp8: {text}" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "a").exists()
+    config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
+    model = ndl.Pythia(config)
+    model.embed_out = ndl.nn.Linear(32, 64)
+    with pytest.raises(ValueError, match="^fp8: the head of a Pythia must be nn.TiedHead or "):
+        model.use_fp8()
+
+
+def test_the_head_of_a_model_is_in_fp8_for_training_alone():
+    config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
+    ids = np.arange(32).reshape(2, 16)
+    for tied in False, True:
+        model = ndl.Pythia(dataclasses.replace(config, tie_word_embeddings=tied))
+        plain = model.loss(ids, ids)
+        model.use_fp8()
+        loss = model.loss(ids, ids)
+        assert type(loss.op) is ops.LinearCrossEntropyFP8 and loss.item() != plain.item()
+        with ndl.no_grad():
+            assert model.loss(ids, ids).item() == plain.item()
+
+
+def test_a_nan_in_front_of_the_head_names_its_step(tmp_path, tokens, capsys, monkeypatch):
+    loss, calls = ndl.Pythia.loss, []
+
+    def broken(self, *given):
+        calls.append(given)
+        if len(calls) == 4:
+            self.final_layer_norm.weight.cached_data[0] = np.nan
+        return loss(self, *given)
+
+    monkeypatch.setattr(ndl.Pythia, "loss", broken)
+    argv = flags(tmp_path, tokens, "a", "--fp8", "--eval-every", "0")
+    assert train_pythia.main(argv) == 1
+    assert "step 4: the loss is nan" in capsys.readouterr().err
