@@ -22,6 +22,8 @@ FLOP = {
     "matmul": (2, "BMKN"),
     "matmul_acc": (2, "BMKN"),
     "linear_fwd": (2, "NKM"),
+    "fp8_matmul": (2, "MKN"),
+    "fp8_cross_entropy": (2, "NCV"),
     "linear_gelu_fwd": (2, "NKM"),
     "linear_gelu_bwd": (2, "NKM"),
     "linear_rotary_fwd": (2, "BTKHPD"),

@@ -89,10 +89,13 @@ class NeedleSide:
         tokens: np.ndarray,
         shape: tuple[int, int],
         graph: bool | None = None,
+        fp8: bool = False,
     ) -> None:
         np.random.seed(0)
         self.device = device
         self.model = config.model_class(config, device=device)
+        if fp8:
+            self.model.use_fp8()
         self.flat = nn.flatten_parameters(self.model)
         self.optimizer = optim.AdamW(self.flat, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
         batches = Batches(tokens, *shape, vocab_size=config.vocab_size)
@@ -260,6 +263,7 @@ def main() -> None:
         ("--load", LOAD_SECONDS, "SECONDS", "before the first block"),
         ("--alone", bool, None, "time needle only"),
         ("--profile", bool, None, "needle's step by operation"),
+        ("--fp8", bool, None, "needle's head in FP8"),
         bench.MODEL,
         bench.DEVICE,
         bench.DTYPE,
@@ -293,10 +297,11 @@ def main() -> None:
         shape = (batch_size, args.seq_len)
         draw = np.random.default_rng(0).integers
         tokens = draw(0, config.vocab_size, BATCHES * batch_size * args.seq_len + 1, np.uint16)
-        side = NeedleSide(config, device, tokens, shape, False if args.profile else args.graph)
+        graph = False if args.profile else args.graph
+        side = NeedleSide(config, device, tokens, shape, graph, args.fp8)
         if number == 0:
             print(
-                f"{args.model}, T {args.seq_len}, {args.dtype}; "
+                f"{args.model}, T {args.seq_len}, {args.dtype}{', head in FP8' * args.fp8}; "
                 f"{side.model.flops_per_token(args.seq_len) / 1e6:.1f} MFLOP a token"
             )
         if args.profile:
