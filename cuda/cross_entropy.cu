@@ -16,7 +16,7 @@
  * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows).
  * One exponential an element in each, two in both.
  */
-#include "cross_entropy_long.cuh"
+#include "cross_entropy.cuh"
 #include "mma.cuh"
 
 namespace {
@@ -326,6 +326,12 @@ int threads_for(int64_t columns) {
 
 } // namespace
 
+nd_status cuda_mean_loss(const char *op, int device, const float *losses, const int32_t *targets,
+                         float *loss, float *count, bool inverse, int64_t rows) {
+    return cuda_launch(op, device, mean_kernel, 1, 1024, 0, losses, targets, loss, count, inverse,
+                       rows);
+}
+
 nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
     const int64_t rows = a->logits->shape[0], columns = a->logits->shape[1];
     const int32_t *targets = data_of<int32_t>(a->targets);
@@ -339,8 +345,8 @@ nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
                                data_of<T>(a->logits), targets, losses, data_of<float>(a->lse), rows,
                                columns));
         }
-        return cuda_launch("cross_entropy_fwd", device, mean_kernel, 1, 1024, 0, losses, targets,
-                           data_of<float>(a->loss), data_of<float>(a->count), false, rows);
+        return cuda_mean_loss("cross_entropy_fwd", device, losses, targets, data_of<float>(a->loss),
+                              data_of<float>(a->count), false, rows);
     });
 }
 
@@ -389,6 +395,6 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
     ND_TRY(cross_entropy_long_serves(device, a->logits)
                ? cross_entropy_long(device, a)
                : with_float(op, a->logits->dtype, portable));
-    return cuda_launch(op, device, mean_kernel, 1, 1024, 0, losses, targets,
-                       data_of<float>(a->loss), data_of<float>(a->share), true, rows);
+    return cuda_mean_loss(op, device, losses, targets, data_of<float>(a->loss),
+                          data_of<float>(a->share), true, rows);
 }

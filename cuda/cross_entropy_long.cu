@@ -9,7 +9,7 @@
  * sums of its warps, which every warp merges in the same order.
  * Bytes: 2 N V 2. Two exponentials an element.
  */
-#include "cross_entropy_long.cuh"
+#include "cross_entropy.cuh"
 #include "mma.cuh"
 
 namespace {

@@ -12,8 +12,10 @@ bool hopper_usable(int device) {
 #endif
 }
 
-nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_t (&shape)[4],
-                     const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out) {
+/* Boxes of 4 axes, fastest first. */
+static nd_status encode_map(const char *op, CUtensorMapDataType type, CUtensorMapSwizzle swizzle,
+                            void *data, const int64_t (&shape)[4], const int64_t (&strides)[3],
+                            const cuuint32_t (&box)[4], CUtensorMap *out) {
     /* A function of the driver, found by the runtime: needle is not linked with libcuda. */
     static const auto encode = []() -> decltype(&cuTensorMapEncodeTiled) {
         void *found = NULL;
@@ -38,13 +40,10 @@ nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_
          axis++) { /* that of an axis of 1 is never used, but must be valid */
         steps[axis] = shape[axis + 1] == 1 ? 16 : (cuuint64_t)strides[axis];
     }
-    const cuuint32_t box[4] = {(cuuint32_t)box0, (cuuint32_t)box1, 1, 1}, ones[4] = {1, 1, 1, 1};
-    CUresult result = encode(
-        out,
-        element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4,
-        data, dims, steps, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        element_bytes == 2 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const cuuint32_t ones[4] = {1, 1, 1, 1};
+    CUresult result =
+        encode(out, type, 4, data, dims, steps, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
         return nd_error(ND_ECUDA,
                         "%s: cuTensorMapEncodeTiled refuses (%lld, %lld, %lld, %lld): error %d", op,
@@ -52,6 +51,26 @@ nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_
                         (long long)shape[3], (int)result);
     }
     return ND_OK;
+}
+
+nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_t (&shape)[4],
+                     const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out) {
+    const cuuint32_t box[4] = {(cuuint32_t)box0, (cuuint32_t)box1, 1, 1};
+    return element_bytes == 2
+               ? encode_map(op, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, data,
+                            shape, strides, box, out)
+               : encode_map(op, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE, data,
+                            shape, strides, box, out);
+}
+
+nd_status byte_map(const char *op, void *data, const int64_t (&shape)[4],
+                   const int64_t (&strides)[3], const int (&box)[4], int swizzle,
+                   CUtensorMap *out) {
+    const cuuint32_t sizes[4] = {(cuuint32_t)box[0], (cuuint32_t)box[1], (cuuint32_t)box[2],
+                                 (cuuint32_t)box[3]};
+    return encode_map(op, CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                      swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, data,
+                      shape, strides, sizes, out);
 }
 
 } // namespace hopper

@@ -44,6 +44,11 @@ bool hopper_usable(int device);
 nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_t (&shape)[4],
                      const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out);
 
+/* The same of bytes in boxes of any shape, whose rows lie in shared memory with the swizzle of
+ * `swizzle` bytes: 64 or 128. */
+nd_status byte_map(const char *op, void *data, const int64_t (&shape)[4],
+                   const int64_t (&strides)[3], const int (&box)[4], int swizzle, CUtensorMap *out);
+
 #ifdef HOPPER_CODE
 
 /* Where a block's dynamic shared memory begins: a multiple of PANEL_ALIGN. */
@@ -153,6 +158,13 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t row, const ui
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
         "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
         : "memory");
+}
+
+/* The way back of load_matrices. */
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
 }
 
 /* ---- registers [setmaxnreg] ---------------------------------------------------------------------
@@ -288,7 +300,28 @@ __device__ __forceinline__ void product(float (&c)[C], Operand a, Operand b, boo
     }
 }
 
-/* The same with a in registers. */
+/* The same of bytes in e4m3, 64 x 32 by 32 x N; both are rows_operands. */
+#define HOPPER_BYTES(SHAPE, NAMES, A, B, ADD, ...)                                       \
+    asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n" \
+                 "mov.b64 a, {%" #A ", " HOPPER_PANELS "};\n"                            \
+                 "mov.b64 b, {%" #B ", " HOPPER_PANELS "};\n"                            \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32.e4m3.e4m3 {" NAMES          \
+                 "}, a, b, add, 1, "                                                     \
+                 "1;\n}\n"                                                               \
+                 : __VA_ARGS__                                                           \
+                 : "r"(a), "r"(b), "r"((int)add))
+template <int C>
+__device__ __forceinline__ void product_e4m3(float (&c)[C], Operand a, Operand b, bool add) {
+    static_assert(C == 64 || C == 128, "N is 128 or 256");
+    if constexpr (C == 128) {
+        HOPPER_BYTES("m64n256k32", HOPPER_NAMES128, 128, 129, 130, HOPPER_C32(c, 0),
+                     HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96));
+    } else {
+        HOPPER_BYTES("m64n128k32", HOPPER_NAMES64, 64, 65, 66, HOPPER_C32(c, 0), HOPPER_C32(c, 32));
+    }
+}
+
+/* The product of 16 bits with a in registers. */
 template <class T, int COLUMNS, int C>
 __device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], Operand b,
                                         bool add) {

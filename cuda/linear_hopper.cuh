@@ -54,6 +54,7 @@ struct TileShape {
     static constexpr int CONSUMERS = 2, THREADS = hopper::WARPGROUP * (1 + CONSUMERS);
     static constexpr int OWN = 64;                     /* rows of a partial column sum */
     static constexpr int STEP = hopper::PANEL_COLUMNS; /* of the depth */
+    static constexpr int READERS = CONSUMERS;          /* of a stage */
     static constexpr int KEEP = 24; /* registers of a producer's thread; TAKE: of a consumer's */
 };
 
@@ -81,7 +82,7 @@ __device__ __forceinline__ void run_block(uint32_t shared, Produce produce, Cons
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < Shape::STAGES; stage++) {
             barrier_init(at.full(stage), 1);
-            barrier_init(at.empty(stage), Shape::CONSUMERS);
+            barrier_init(at.empty(stage), Shape::READERS);
         }
         for (int i = 0; i < Shape::LOADS; i++) {
             barrier_init(at.came(i), 1);

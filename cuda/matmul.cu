@@ -2,6 +2,7 @@
  *
  *   matmul      c[b] = scale a[b] b[b]      matmul_acc   c[b] (+)= scale a[b] b[b], c in float32
  *   linear_fwd  y = r + x w + bias (in the product's epilogue)
+ *   fp8_matmul  c (+)= scale a b^T, a and b in FP8
  *   bias_bwd    db, db2 += column sums of dy   (linear's other gradients: matmul and matmul_acc)
  *
  * All products accumulate in float32; TF32 only with NEEDLE_TF32=1. cuBLASLt is
@@ -32,6 +33,7 @@
 namespace {
 
 constexpr int ANSWERS = 8; /* as many as are asked for */
+constexpr int64_t E4M3 = ND_NUM_DTYPES, E5M2 = E4M3 + 1;
 
 /* One product as cuBLASLt sees it: column-major d (m x n) = op(a) (m x k) op(b) (k x n). All fields
  * are 8 bytes wide, so that the struct has no padding and its bytes can be hashed. */
@@ -39,9 +41,9 @@ struct Key {
     int64_t m, n, k, batch;
     int64_t lda, ldb, ldc, stride_a, stride_b, stride_c;
     int64_t transpose_a, transpose_b;
-    int64_t in, out;   /* nd_dtype */
-    int64_t bias, add; /* epilogue bias; beta = 1 */
-    int64_t scaled;    /* alpha and beta are read on the device */
+    int64_t in_a, in_b, out; /* nd_dtype, or one of the two below */
+    int64_t bias, add;       /* epilogue bias; beta = 1 */
+    int64_t scaled;          /* alpha and beta are read on the device */
     int64_t align_a, align_b, align_c, align_from;
 
     bool operator==(const Key &other) const { return memcmp(this, &other, sizeof *this) == 0; }
@@ -139,12 +141,17 @@ nd_status ready(const char *op, int device, Blas **out) {
 }
 
 cudaDataType_t data_type(int64_t dtype) {
-    return dtype == ND_F32 ? CUDA_R_32F : dtype == ND_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+    return dtype == E4M3      ? CUDA_R_8F_E4M3
+           : dtype == E5M2    ? CUDA_R_8F_E5M2
+           : dtype == ND_F32  ? CUDA_R_32F
+           : dtype == ND_BF16 ? CUDA_R_16BF
+                              : CUDA_R_16F;
 }
 
 /* The largest power of two, up to 256, that divides the address of every matrix of a batch. */
 int64_t alignment(const void *p, int64_t batch_stride, int64_t dtype) {
-    uintptr_t step = (uintptr_t)batch_stride * nd_dtype_size((nd_dtype)dtype);
+    size_t size = dtype >= E4M3 ? 1 : nd_dtype_size((nd_dtype)dtype);
+    uintptr_t step = (uintptr_t)batch_stride * size;
     uintptr_t bits = (uintptr_t)p | step | 256;
     return (int64_t)(bits & (~bits + 1));
 }
@@ -170,7 +177,7 @@ int answer_for(const Blas &blas, const Key &key) {
     if (asked) {
         return atoi(asked);
     }
-    if (key.batch != 1 || key.in != ND_BF16) {
+    if (key.batch != 1 || key.in_a != ND_BF16) {
         return 0;
     }
     return algorithms::answer_for(blas.gpu, cublasLtGetVersion(),
@@ -223,7 +230,7 @@ nd_status choose(const char *op, const Blas &blas, const Key &key, const void *b
 
 nd_status fill_plan(const char *op, const Blas &blas, const Key &key, const void *bias,
                     Plan *plan) {
-    bool tf32 = blas.tf32 && key.in == ND_F32;
+    bool tf32 = blas.tf32 && key.in_a == ND_F32;
     BLAS_TRY(op, cublasLtMatmulDescCreate(&plan->product,
                                           tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
                                           CUDA_R_32F));
@@ -246,9 +253,9 @@ nd_status fill_plan(const char *op, const Blas &blas, const Key &key, const void
         BLAS_TRY(op, cublasLtMatmulDescSetAttribute(
                          plan->product, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof type));
     }
-    ND_TRY(layout(op, &plan->a, key.in, key.transpose_a ? key.k : key.m,
+    ND_TRY(layout(op, &plan->a, key.in_a, key.transpose_a ? key.k : key.m,
                   key.transpose_a ? key.m : key.k, key.lda, key.batch, key.stride_a));
-    ND_TRY(layout(op, &plan->b, key.in, key.transpose_b ? key.n : key.k,
+    ND_TRY(layout(op, &plan->b, key.in_b, key.transpose_b ? key.n : key.k,
                   key.transpose_b ? key.k : key.n, key.ldb, key.batch, key.stride_b));
     ND_TRY(layout(op, &plan->c, key.out, key.m, key.n, key.ldc, key.batch, key.stride_c));
     cublasLtMatmulPreference_t preference;
@@ -354,7 +361,7 @@ nd_status multiply_once(const char *op, int device, const Product &p, bool *supp
     key.stride_c = p.batch > 1 ? p.m * p.n : 0;
     key.transpose_a = p.b.transposed;
     key.transpose_b = p.a.transposed;
-    key.in = p.in;
+    key.in_a = key.in_b = p.in;
     key.out = p.out;
     key.bias = p.bias != nullptr;
     key.add = p.add;
@@ -500,6 +507,43 @@ nd_status cuda_matmul(int device, const matmul_args *a) {
 
 nd_status cuda_matmul_acc(int device, const matmul_acc_args *a) {
     return matmul("matmul_acc", device, a->a, a->b, a->scale, a->add != 0, a->c);
+}
+
+/* cuBLASLt takes FP8 where k runs along the rows of both, and rows are whole 16 bytes. Sums go to
+ * float32 registers after each 128 of k (no CUBLASLT_MATMUL_DESC_FAST_ACCUM). */
+nd_status cuda_fp8_matmul(int device, const fp8_matmul_args *a) {
+    const char *op = "fp8_matmul";
+    const int64_t m = a->a->shape[0], n = a->b->shape[0], k = a->a->shape[1];
+    if (a->a_e5m2 && a->b_e5m2) {
+        return nd_error(ND_EVALUE, "%s: b_e5m2: a and b are both e5m2; one must be e4m3", op);
+    }
+    Key key;
+    memset(&key, 0, sizeof key);
+    key.m = key.ldc = n;
+    key.n = m;
+    key.k = key.lda = key.ldb = k;
+    key.batch = key.transpose_a = key.scaled = 1;
+    key.in_a = a->b_e5m2 ? E5M2 : E4M3;
+    key.in_b = a->a_e5m2 ? E5M2 : E4M3;
+    key.out = a->c->dtype;
+    key.add = a->add != 0;
+    key.align_a = alignment(a->b->data, 0, key.in_a);
+    key.align_b = alignment(a->a->data, 0, key.in_b);
+    key.align_c = key.align_from = alignment(a->c->data, 0, key.out);
+    if (m == 0 || n == 0) {
+        return ND_OK;
+    }
+    bool supported = false;
+    if (m % 16 == 0 && n % 16 == 0 && k % 16 == 0 && k > 0) {
+        ND_TRY(run(op, device, key, a->b->data, a->a->data, a->c->data, a->c->data, nullptr,
+                   data_of<float>(a->scale), &supported));
+    }
+    return supported ? ND_OK
+                     : nd_error(ND_EVALUE,
+                                "%s: a (%lld, %lld), b (%lld, %lld): this GPU's cuBLASLt has no "
+                                "product for them; it takes FP8 from compute capability 8.9 on, "
+                                "and sizes that are multiples of 16",
+                                op, (long long)m, (long long)k, (long long)n, (long long)k);
 }
 
 nd_status cuda_linear_fwd(int device, const linear_fwd_args *a) {

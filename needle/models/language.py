@@ -75,17 +75,18 @@ class LanguageModel(Texts, Hooked):
                 f"fp8: the head of a {self._name} must be nn.TiedHead or nn.Linear without a bias, "
                 f"but is {type(self.embed_out).__name__}, or its forward() is its own"
             )
-        shape, multiple = self.embed_out.weight.shape, ops.LinearCrossEntropyFP8.MULTIPLE
-        if any(size % multiple for size in shape):
+        fp8, sizes = ops.LinearCrossEntropyFP8, self.embed_out.weight.shape
+        width, vocabulary = sizes[::-1] if isinstance(self.embed_out, nn.TiedHead) else sizes
+        if not fp8.serves(width, vocabulary):
             raise ValueError(
-                f"fp8: the head's weight is {shape}, but products in FP8 need multiples of "
-                f"{multiple}: change the width or the vocabulary"
+                f"fp8: width {width} and vocabulary {vocabulary} must be multiples of "
+                f"{fp8.MULTIPLE}, the width at most {fp8.WIDEST}"
             )
         arch = 90 if self.device.is_host else self.device.limits()["arch"]
-        if arch < 90:
+        if arch != 90:
             raise ValueError(
                 f"fp8: {self.device} has compute capability {arch // 10}.{arch % 10}, but products "
-                "in FP8 need 9.0"
+                "in FP8 are written for 9.0 (Hopper)"
             )
         self.fp8 = True
 

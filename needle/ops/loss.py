@@ -265,13 +265,18 @@ class LinearCrossEntropy(FusedOp):
 
 
 class LinearCrossEntropyFP8(LinearCrossEntropy):
-    """The same with products in FP8, for rows, C and V that are multiples of MULTIPLE.
+    """The same with products in FP8, where serves() is true of the sizes.
 
     x and w are rounded to e4m3, the gradient of the logits to e5m2, each times a power of two: of w
     and of each run of x from the largest element, of the gradient, from -1 to 1, always 2^15."""
 
-    MULTIPLE = 16
+    MULTIPLE, WIDEST = 16, 1024  # of the sizes; the C that cuda/cross_entropy_fp8.cu has room for
     D_SCALE = 2.0**-15
+
+    @classmethod
+    def serves(cls, c: int, *sizes: int) -> bool:
+        """True for rows of C elements, and V or a number of rows."""
+        return c <= cls.WIDEST and not any(size % cls.MULTIPLE for size in (c, *sizes))
 
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
         q, q_t, self.w_scale = _C.fp8_quantize(w)
@@ -320,8 +325,9 @@ def linear_cross_entropy(
     dtype.
 
     fp8: compute the products in FP8 where a gradient is wanted, and C, V and the number of rows are
-    multiples of 16: x and w in e4m3, the gradient of the logits in e5m2, each times a power of two.
-    Other calls are computed as without it. On a GPU: compute capability 9.0 or newer.
+    multiples of 16, C at most 1,024: x and w in e4m3, the gradient of the logits in e5m2, each
+    times a power of two; no logits are stored. Other calls are computed as without it. On a GPU:
+    compute capability 9.0 (Hopper).
 
     >>> x, w = ndl.randn(2, 4), ndl.randn(4, 3)
     >>> both = ndl.ops.linear_cross_entropy(x, w, [0, 2]), ndl.ops.cross_entropy(x @ w, [0, 2])
@@ -344,7 +350,6 @@ def linear_cross_entropy(
     needs = x.requires_grad, w.requires_grad
     op = LinearCrossEntropy
     if fp8 and is_grad_enabled() and any(needs):
-        sizes = rows, x.shape[-1], v
-        if not any(size % LinearCrossEntropyFP8.MULTIPLE for size in sizes):
+        if LinearCrossEntropyFP8.serves(x.shape[-1], v, rows):
             op = LinearCrossEntropyFP8
     return op(ids, transposed, needs)(x, w)

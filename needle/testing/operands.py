@@ -10,7 +10,7 @@ import numpy as np
 from needle import _C
 from needle.testing.bounds import assert_equal, assert_near, assert_within, rounder
 from needle.testing.case import Case
-from needle.testing.fp8 import Rounded
+from needle.testing.fp8 import Near
 from needle.testing.table import FLOATS, OPS, dtype_of, made_dtype
 
 # Memory layouts of an operand. Values stay the same, except with `broadcast`, which repeats the
@@ -119,8 +119,8 @@ def check(case: Case, values: dict[str, Any], written: dict[str, _C.NDArray], dt
         array, wanted = written[operand.name], exact[operand.name]
         if array.dtype != stored:
             raise AssertionError(f"{what} is {array.dtype}, expected {stored}")
-        if isinstance(wanted, Rounded):
-            wanted.check(array.numpy(), what)
+        if isinstance(wanted, Near):
+            wanted.check(array.numpy(), stored, what)
         elif stored not in FLOATS:
             assert_equal(array.numpy(), wanted, what)
         elif case.ulps is not None:

@@ -185,7 +185,7 @@ TABLE = {
     (default: float32 | bfloat16)
 --fp8  compute the products of the head in FP8 while training: e4m3 forward, e5m2 for gradients;
     weights, checkpoints and evaluations are as without it. The width and the vocabulary must be
-    multiples of 16, a GPU of compute capability 9.0 or newer
+    multiples of 16, the width at most 1024, a GPU of compute capability 9.0 (Hopper)
 """,
     "data": """
 --data PATH  text or JSON lines (.gz and .zst too), a folder or quoted pattern of them, or tokens:

@@ -33,8 +33,8 @@ def test_a_run_in_fp8_resumes_with_the_same_bits(tmp_path, tokens, monkeypatch, 
 
 def test_fp8_is_refused_where_it_cannot_be(tmp_path, tokens, capsys, monkeypatch):
     for more, text in (
-        ("--vocab-size 65", "the head's weight is (32, 65), but products in FP8 need multiples of"),
-        ("--hidden 36", "the head's weight is (36, 64), but products in FP8 need multiples of 16"),
+        ("--vocab-size 65", "width 32 and vocabulary 65 must be multiples of 16, the width at"),
+        ("--hidden 36", "width 36 and vocabulary 64 must be multiples of 16"),
     ):
         with naming(more):
             assert train_pythia.main(flags(tmp_path, tokens, "a", "--fp8", more)) == 1

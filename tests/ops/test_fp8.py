@@ -11,7 +11,7 @@ from harness import assert_same_bits, naming
 from needle import _C, Tensor, no_grad, ops
 from needle.nn import Module, Parameter, flatten_parameters
 from needle.testing import call, check, prepare
-from needle.testing.fp8 import ODD, encoded
+from needle.testing.fp8 import LARGE, ODD, encoded
 
 # Rounding to e4m3 has an error of 2.6 % in the mean square, to e5m2 of 5.2 %; logits of x and w
 # have errors of both, so that a softmax is off by some percent too.
@@ -33,6 +33,14 @@ def test_sizes_that_a_cpu_alone_takes():
         with naming(case):
             values = prepare(case, "float32")
             check(case, values, call(case, values, "float32", _C.cpu()), "float32")
+
+
+@pytest.mark.cuda
+def test_more_tiles_than_multiprocessors():
+    for case in LARGE:
+        with naming(case):
+            values = prepare(case, "float32")
+            check(case, values, call(case, values, "float32", _C.cuda()), "float32")
 
 
 def test_bad_operands_are_named(device):
