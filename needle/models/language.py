@@ -94,7 +94,7 @@ class LanguageModel(Texts, Hooked):
     def _has_plain_head(self) -> bool:
         """True if loss() may compute head and loss in one op."""
         head, own = self.embed_out, type(self).forward is not LanguageModel.forward
-        plain = type(head) in (nn.Linear, nn.TiedHead) and getattr(head, "bias", None) is None
+        plain = nn.fuses_as(head, nn.Linear, nn.TiedHead) and getattr(head, "bias", None) is None
         return plain and not own
 
     @property

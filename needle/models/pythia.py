@@ -192,6 +192,7 @@ def initial_stds(config: PythiaConfig) -> tuple[float, float]:
 class MLP(nn.Module):
     """C -> 4 C -> C with GELU between."""
 
+    fuses = True
     hook_points = {"hook_pre": None, "hook_post": None}
 
     def __init__(self, config: PythiaConfig, device: Device | None) -> None:
@@ -210,7 +211,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """residual, of x's shape, is added."""
         up, down = self.dense_h_to_4h, self.dense_4h_to_h
-        plain = all(type(layer) is nn.Linear and layer.bias is not None for layer in (up, down))
+        plain = all(nn.fuses_as(one, nn.Linear) and one.bias is not None for one in (up, down))
         if plain and not self.is_hooked_at(*self.hook_points):
             weights = up.weight, up.bias, down.weight, down.bias
             return ops.gelu_mlp(x, *weights, self.approximate, residual)
@@ -279,13 +280,13 @@ class Layer(nn.Module):
     def _ends_in_one_product(self) -> bool:
         """True if attention and MLP may be fused: both are plain, and no hooks are inside."""
         attention, mlp = self.attention, self.mlp
-        if type(attention) is not nn.Attention or type(mlp) is not MLP:
+        if not nn.fuses_as(attention, nn.Attention) or not nn.fuses_as(mlp, MLP):
             return False
         linears = [attention.query_key_value, attention.dense]
         linears += [mlp.dense_h_to_4h, mlp.dense_4h_to_h]
         return (
             attention.group is None
-            and all(type(layer) is nn.Linear and layer.bias is not None for layer in linears)
+            and all(nn.fuses_as(one, nn.Linear) and one.bias is not None for one in linears)
             and not self.is_hooked_at("hook_attn_out", "hook_mlp_out")
             and not attention.is_hooked_at(*attention.hook_points)
             and not mlp.is_hooked_at(*mlp.hook_points)
@@ -312,7 +313,7 @@ class Layer(nn.Module):
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
         """Return x + part(*operands), added by the part's last product unless it has a hook."""
-        if type(part) not in (nn.Attention, MLP) or self.is_hooked_at(name):
+        if not nn.fuses_as(part, nn.Attention, MLP) or self.is_hooked_at(name):
             return x + self.hook(name, part(*operands))
         return part(*operands, residual=x)
 
@@ -324,7 +325,7 @@ def normed(x: Tensor, *norms: nn.Module) -> tuple:
     function is called, as do other modules, and norms with a hook inside.
     """
     plain = all(
-        type(norm) is nn.LayerNorm1d
+        nn.fuses_as(norm, nn.LayerNorm1d)
         and norm.eps == norms[0].eps
         and not norm.is_hooked_at("hook_scale", "hook_normalized")
         for norm in norms

@@ -17,7 +17,7 @@ from needle.autograd import Tensor
 from needle.backend_ndarray import array
 from needle.block_mask import BlockMask, as_block_mask
 from needle.nn.basic import Linear
-from needle.nn.module import Module
+from needle.nn.module import Module, fuses_as
 
 PROJECTIONS = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k")
 PATTERNS = ("hook_attn_scores", "hook_pattern")
@@ -50,6 +50,7 @@ class Attention(Module):
     (1, 16, 32)
     """
 
+    fuses = True
     hook_points = dict.fromkeys((*PROJECTIONS, *PATTERNS, "hook_z", RESULT))
     group: Any = None  # the ranks that share each sequence (ops.ring_attention), this one's tokens
 
@@ -97,7 +98,7 @@ class Attention(Module):
             y = self._by_head(seen)
             return y if residual is None else residual + y
         seen = seen.reshape(x.shape)
-        if residual is not None and type(self.dense) is Linear:  # another may not take one
+        if residual is not None and fuses_as(self.dense, Linear):
             return self.dense(seen, residual=residual)
         y = self.dense(seen)
         return y if residual is None else residual + y

@@ -40,6 +40,8 @@ class Linear(Module):
     Linear(in_features=3, out_features=2, weight (3, 2), bias (1, 2)): 8 parameters
     """
 
+    fuses = True
+
     def __init__(
         self,
         in_features: int,
@@ -74,6 +76,8 @@ class Linear(Module):
 
 class TiedHead(Module):
     """x @ weight^T with the weight (V, C) of an embedding: no parameter of its own."""
+
+    fuses = True
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
@@ -280,6 +284,7 @@ class LayerNorm1d(Module):
     [[-1.225  0.     1.225]]
     """
 
+    fuses = True
     hook_points = {"hook_scale": None, "hook_normalized": None, "hook_out": None}
 
     def __init__(

@@ -116,6 +116,9 @@ class Module:
     # (first, second): names of parameters below; flatten_parameters lets the second follow the
     # first in memory, so that one product can take both.
     neighbours: Sequence[tuple[str, str]] = ()
+    # True in a class whose forward() may be computed in one op with its neighbours', from the
+    # parameters. A subclass says so anew: it may compute something else.
+    fuses: bool = False
     _hooks: Mapping[str, Sequence[Callable[[Tensor], Tensor]]] | None = None  # those in force
 
     def __init__(self) -> None:
@@ -276,6 +279,11 @@ class Module:
             for name, array in own.items()
             if name in state
         ]
+
+
+def fuses_as(layer: Any, *kinds: type[Module]) -> bool:
+    """True if a layer is of one of these kinds and its own class says that it fuses."""
+    return isinstance(layer, kinds) and vars(type(layer)).get("fuses", False)
 
 
 def _moved(value: Any, device: Device) -> Any:

@@ -133,6 +133,24 @@ def test_an_mlp_of_other_layers_goes_step_by_step(device):
     np.testing.assert_allclose(mlp(x).numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_layer_that_says_so_is_fused(monkeypatch):
+    class Noted(nn.Linear):
+        fuses = True
+
+    class Silent(Noted):
+        pass
+
+    fused = []
+    monkeypatch.setattr(
+        ndl.ops, "gelu_mlp", lambda *operands: fused.append(operands) or operands[0]
+    )
+    mlp = small("cpu").layers[0].mlp
+    for kind, count in (nn.Linear, 1), (Noted, 2), (Silent, 2):
+        mlp.dense_4h_to_h.__class__ = kind
+        mlp(Tensor(np.ones((5, 32))))
+        assert len(fused) == count
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
     """Norms, parts and projections of a user take no residual and share no pass."""
