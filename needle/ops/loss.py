@@ -276,7 +276,8 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
     @classmethod
     def serves(cls, c: int, *sizes: int) -> bool:
         """True for rows of C elements, and V or a number of rows."""
-        return c <= cls.WIDEST and not any(size % cls.MULTIPLE for size in (c, *sizes))
+        whole = all(size > 0 and size % cls.MULTIPLE == 0 for size in (c, *sizes))
+        return whole and c <= cls.WIDEST
 
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
         q, q_t, self.w_scale = _C.fp8_quantize(w)

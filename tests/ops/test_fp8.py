@@ -120,6 +120,11 @@ def test_calls_that_take_no_fp8_have_the_bits_of_without_it(device):
     for rows, c, v in (95, 64, 272), (96, 63, 272), (96, 64, 271):
         x, w, targets, _ = operands(device, "float32", False, rows, c, v)
         assert of(x, w, targets, fp8=True).item() == of(x, w, targets).item()
+    for rows, c in (0, 64), (96, 0):
+        x, w = Tensor(np.ones((rows, c)), device), Tensor(np.ones((c, 32)), device)
+        loss = of(x, w, np.zeros(rows, int), fp8=True)
+        loss.backward()
+        assert type(loss.op) is ops.LinearCrossEntropy
 
 
 def test_a_nan_is_seen_in_loss_and_gradients(device):
