@@ -69,11 +69,15 @@ class LanguageModel(Texts, Hooked):
 
     def use_fp8(self) -> None:
         """Compute the head's products of loss() in FP8 where gradients are wanted
-        (ops.linear_cross_entropy). ValueError where the model or its GPU cannot."""
+        (ops.linear_cross_entropy), for batches of a multiple of 16 tokens; others are computed as
+        before. ValueError where the model or its GPU cannot."""
+        if type(self).forward is not LanguageModel.forward:
+            raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")
         if not self._has_plain_head:
+            head, bias = self.embed_out, getattr(self.embed_out, "bias", None)
             raise ValueError(
                 f"fp8: the head of a {self._name} must be nn.TiedHead or nn.Linear without a bias, "
-                f"but is {type(self.embed_out).__name__}, or its forward() is its own"
+                f"but is {type(head).__name__}{'' if bias is None else ' with one'}"
             )
         fp8, sizes = ops.LinearCrossEntropyFP8, self.embed_out.weight.shape
         width, vocabulary = sizes[::-1] if isinstance(self.embed_out, nn.TiedHead) else sizes

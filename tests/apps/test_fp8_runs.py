@@ -43,8 +43,15 @@ def test_fp8_is_refused_where_it_cannot_be(tmp_path, tokens, capsys, monkeypatch
     config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
     model = ndl.Pythia(config)
     model.embed_out = ndl.nn.Linear(32, 64)
-    with pytest.raises(ValueError, match="^fp8: the head of a Pythia must be nn.TiedHead or "):
+    with pytest.raises(ValueError, match="^fp8: the head .* nn.Linear .*, but is Linear with one$"):
         model.use_fp8()
+
+    class Own(ndl.Pythia):
+        def forward(self, *given):
+            return super().forward(*given)
+
+    with pytest.raises(ValueError, match="^fp8: Own has its own forward()"):
+        Own(config).use_fp8()
 
 
 def test_the_head_of_a_model_is_in_fp8_for_training_alone():
