@@ -184,8 +184,9 @@ TABLE = {
 --dtype  of weights and activations; bfloat16 keeps float32 master weights in the optimizer
     (default: float32 | bfloat16)
 --fp8  compute the products of the head in FP8 while training: e4m3 forward, e5m2 for gradients;
-    weights, checkpoints and evaluations are as without it. The width and the vocabulary must be
-    multiples of 16, the width at most 1024, a GPU of compute capability 9.0 (Hopper)
+    weights, checkpoints and evaluations are in --dtype. The width, the vocabulary and the tokens of
+    a micro-batch must be multiples of 16, the width at most 1024; a GPU must have compute
+    capability 9.0 (Hopper)
 """,
     "data": """
 --data PATH  text or JSON lines (.gz and .zst too), a folder or quoted pattern of them, or tokens:

@@ -14,6 +14,7 @@ from pathlib import Path
 from needle import hf, models
 from needle.distributed.tree import fitting_ranks
 from needle.files import FileError, reading
+from needle.ops import LinearCrossEntropyFP8
 from needle.training import length, recipes
 
 if sys.version_info >= (3, 11):
@@ -96,7 +97,7 @@ def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> d
     if "warmup" not in named:
         steps = settings["steps"]
         settings["warmup"] = steps // 10 if recipe is None else recipes.warmup(steps)
-    problem = late_warmup(settings)
+    problem = late_warmup(settings) or odd_micro_batch(settings)
     if problem is not None:
         raise ValueError(problem)
     return settings
@@ -136,6 +137,19 @@ def share_step(settings: dict, named: dict, ranks: int) -> None:
 
 def steps_of(tokens: int, settings: dict) -> int:
     return -(-tokens // (settings["batch_size"] * settings["seq_len"] * settings["grad_accum"]))
+
+
+def odd_micro_batch(settings: dict) -> str | None:
+    """Return an error for micro-batches that the head in FP8 does not take."""
+    batch_size, seq_len = settings["batch_size"], settings["seq_len"]
+    context, multiple = settings["context_parallel"], LinearCrossEntropyFP8.MULTIPLE
+    if "fp8" not in settings or batch_size * seq_len % (context * multiple) == 0:
+        return None
+    shared = f" / --context-parallel {context}" if context > 1 else ""
+    return (
+        f"--fp8: --batch-size {batch_size} x --seq-len {seq_len}{shared}, the tokens of a rank's "
+        f"micro-batch, must be a multiple of {multiple}"
+    )
 
 
 def late_warmup(settings: dict) -> str | None:

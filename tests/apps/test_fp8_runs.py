@@ -35,10 +35,11 @@ def test_fp8_is_refused_where_it_cannot_be(tmp_path, tokens, capsys, monkeypatch
     for more, text in (
         ("--vocab-size 65", "width 32 and vocabulary 65 must be multiples of 16, the width at"),
         ("--hidden 36", "width 36 and vocabulary 64 must be multiples of 16"),
+        ("--seq-len 12", "--batch-size 2 x --seq-len 12, the tokens of a rank's micro-batch, must"),
     ):
         with naming(more):
             assert train_pythia.main(flags(tmp_path, tokens, "a", "--fp8", more)) == 1
-            assert f"needle train: fp8: {text}" in capsys.readouterr().err
+            assert f"fp8: {text}" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "a").exists()
     config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
     model = ndl.Pythia(config)
