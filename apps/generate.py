@@ -16,7 +16,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
     checkout.choose()
 
-from needle.arguments import rows
+from needle.arguments import Defaults, rows
 from needle.backend_ndarray import FLOAT_DTYPES, choose_device
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.evaluate import load_model
@@ -61,9 +61,7 @@ OPTIONS = {
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="needle generate",
-        description="Continues a prompt.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        prog="needle generate", description="Continues a prompt.", formatter_class=Defaults
     )
     text = "a checkpoint, the folder of a run, or a folder that transformers saved"
     top.add_argument("model", type=flags.path_name, metavar="CHECKPOINT_OR_FOLDER", help=text)

@@ -61,6 +61,15 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
     return parse
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Print the default of each flag that has one, except for switches, which are off."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, []) or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 # A flag from the start of a line: --NAME [VALUE], two spaces, help.
 ROW = re.compile(r"^--([\w-]+)(?: ([A-Z]+))?  (.*?)(?=^--|\Z)", re.MULTILINE | re.DOTALL)
 

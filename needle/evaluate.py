@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from needle import _C, data, models
-from needle.arguments import whole
+from needle.arguments import Defaults, whole
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.data.readers import open_tokens
@@ -267,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="needle evaluate",
         description="Perplexity of a model on a dataset.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     add, count = top.add_argument, {"type": whole(1)}
     text = "a checkpoint, the folder of a run, or a folder that transformers saved"
