@@ -21,6 +21,18 @@ values alone (`argmax`, `argsort` and `topk` have the places), `squeeze` refuses
 With `dim=` it is PyTorch's: `max`, `min`, `median` and `sort` give (values, indices), `var` and
 `std` divide by n - 1, and `squeeze` leaves a longer axis.
 
+## Dtypes
+
+Arithmetic and comparisons of two arrays promote their dtypes: float32 wins; bfloat16 with float16
+gives float32; a float wins over integers and bool; of two integers the wider one wins (uint16 with
+int32: int32); arithmetic of two bools gives int32. A Python float makes an integer array float32. A
+Python int changes no dtype but bool, and raises OverflowError if the dtype cannot hold it. In place
+the dtype stays, and a float into integers is a TypeError. Functions such as `exp` give float32 for
+integers. `sum` of integers is int64, `mean` float32. Products, attention and norms never
+promote: operands of different dtypes are a TypeError.
+
+## Functions
+
 `needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`, `layer_norm`, `normalize`,
 `scaled_dot_product_attention`, `cosine_similarity` and `nll_loss`, `needle.linalg` the vector
 `norm`, `needle.nn.init` initialisers, `needle.nn.utils` the clipping of gradients.
