@@ -58,8 +58,7 @@ struct Forward {
 
 #ifdef HOPPER_CODE
 
-/* Where what lies in a team's shared memory; the barriers of tile number n are those of stage n %
- * STAGES. */
+/* Addresses in a team's shared memory. Tile number n uses the barriers of stage n % STAGES. */
 template <class Shape> struct Places {
     uint32_t base;
 

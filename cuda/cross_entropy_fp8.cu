@@ -4,18 +4,20 @@
  *   logits = scale x w^T,  losses[n] = lse[n] - logits[n, targets[n]]   x (N, C), w (V, C) in e4m3
  *   d[n, v] = (exp(logits[n, v] - lse[n]) - (v == targets[n])) 2^15     and its transpose, in e5m2
  *
- * The product is computed twice: first each row's maximum and sum of exponentials a tile, merged in
- *   the order of the tiles; then, with the rows' lse, d. That costs less than writing and reading
- *   the logits, and both layouts of d leave from registers.
+ * Two passes, each of which multiplies anew. The first finds the maximum and the sum of
+ *   exponentials of each row in each tile; merged in the order of the tiles they give lse. The
+ *   second computes d from lse. Multiplying twice costs less than writing and reading the logits,
+ *   and both layouts of d are written from registers.
  * Precision: sums of wgmma's FP8 products (about 14 bits of mantissa) over C; all else float32.
  * Parallel: linear_hopper.cuh. A block walks down the rows of its columns, whose part of w stays in
- *   shared memory; a tile is 64 rows x COLUMNS of one consumer. The consumers take turns: one
- *   multiplies, one finishes.
- * Layout: 16 rows of x and of w each lie in shared memory with row 2 t + h at place 8 h + t (the
- *   tensor map's doing). So a thread's results are rows 2 l and 2 l + 1 (l = lane / 4) of its warp's
- *   16 and columns 4 q .. 4 q + 3 (q = lane % 4) of each 16: words of four bytes along a row, and
- *   by one byte permutation pairs along a column, as stmatrix stores them.
- * Bytes: x from L2 once for each column of tiles, w once a run; d and its transpose once.
+ *   shared memory. A tile of 64 rows x COLUMNS belongs to one consumer. The consumers take turns:
+ *   while one multiplies, the other runs the epilogue of its tile.
+ * Layout: the tensor maps reorder each 16 rows of x and of w in shared memory: row 2 t + h goes to
+ *   place 8 h + t. So a thread holds rows 2 l and 2 l + 1 (l = lane / 4) of its warp's 16, and of
+ *   each 16 columns those from 4 q to 4 q + 3 (q = lane % 4). That is a word of four bytes along a
+ *   row; one byte permutation makes pairs along a column. stmatrix stores both.
+ * Bytes: x from L2 once for each column of tiles; w once for each run of tiles of a block; d and
+ *   its transpose once.
  */
 #include "cross_entropy.cuh"
 #include "linear_hopper.cuh"
@@ -25,7 +27,7 @@ using namespace hopper;
 /* Not in the namespace below, whose members must all be used. */
 namespace linear {
 
-/* COLUMNS of a tile by up to WEIGHTS / COLUMNS of depth. GRADIENT: d, else the rows' sums. */
+/* Tiles of COLUMNS columns, for depths up to WEIGHTS / COLUMNS. GRADIENT: the second pass. */
 template <int COLUMNS_, bool GRADIENT_> struct HeadShape : TileShape {
     static constexpr bool GRADIENT = GRADIENT_;
     static constexpr int COLUMNS = COLUMNS_, ROWS = 64, READERS = 1, TAKE = 240;
@@ -33,7 +35,7 @@ template <int COLUMNS_, bool GRADIENT_> struct HeadShape : TileShape {
     static constexpr uint32_t STAGE = ROWS * hopper::PANEL_ROW; /* a step of x */
     static constexpr uint32_t PART = COLUMNS * hopper::PANEL_ROW; /* a step of w */
     static constexpr uint32_t WEIGHTS = 128 << 10;                /* all steps of w */
-    /* d's places take as much as four stages each; deep products need more stages. */
+    /* A buffer of d and its transpose takes the memory of four stages; deep products get stages. */
     static constexpr int BUFFERS = !GRADIENT ? 0 : COLUMNS == 256 ? 2 : 1;
     static constexpr int STAGES = 12 - 4 * BUFFERS, LOADS = 1;
     static constexpr int HALF = 128;               /* columns that are written together */
@@ -66,9 +68,9 @@ struct Head {
 constexpr float log2_e = 1.44269504f;
 constexpr float d_scale = 32768.0f; /* of d: 2^15 */
 
-/* Calls work(column tile, first tile of rows, how many) for each column of tiles of the block: at
- * first whole ones, with which all blocks go down the rows side by side, so that they share x in L2
- * and write neighbouring parts of d; then an equal share of the rest. */
+/* Calls work(column tile, first tile of rows, number of tiles) for each run of tiles of this block.
+ * First whole columns: all blocks go down the rows side by side, so that they share x in L2 and
+ * write neighbouring parts of d. Then an equal share of the columns that remain. */
 template <class F> __device__ __forceinline__ void each_run(const Head &f, const F &work) {
     const int whole = f.column_tiles / (int)gridDim.x, before = whole * (int)gridDim.x;
     for (int i = 0; i < whole; i++) {
@@ -108,8 +110,8 @@ __device__ __forceinline__ void produce(const Head &f, linear::Barriers<Shape> a
     });
 }
 
-/* ---- what is made of a tile --------------------------------------------------------------------
- * c[8 m + 4 b + 2 h + e] of a thread is row 2 l + h of its warp's 16, column 16 m + 4 q + 2 e + b. */
+/* ---- epilogues of a tile ------------------------------------------------------------------------
+ * c[8 m + 4 b + 2 h + e] of a thread: row 2 l + h of its warp's 16, column 16 m + 4 q + 2 e + b. */
 template <int COLUMNS> __device__ __forceinline__ int column_of(int i) {
     return i / 8 * 16 + (threadIdx.x & 3) * 4 + (i & 1) * 2 + (i >> 2 & 1);
 }
@@ -166,15 +168,15 @@ __device__ __forceinline__ void sums_of(const Head &f, float (&c)[C], float scal
     }
 }
 
-/* Two floats rounded to e5m2, `low` in the lower byte; what is too large becomes the largest. */
+/* Two floats rounded to e5m2, `low` in the lower byte; too large ones become the largest number. */
 __device__ __forceinline__ uint32_t pack_e5m2(float low, float high) {
     uint16_t packed;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-/* d of HALF columns from the thread's 64 results of them; d's rows at `along`, those of its
- * transpose at `across`. target: by h, from the first of the columns, or out of their range. */
+/* Writes d of HALF columns, from the thread's 64 results c, to shared memory at `d`, its transpose
+ * at `d_t`. target[h]: of row h, counted from the first of these columns, maybe not one of them. */
 template <class Shape, bool TARGETS>
 __device__ __forceinline__ void gradient_of(const float *c, float scale, const float (&shift)[2],
                                             const int (&target)[2], uint32_t d, uint32_t d_t) {
@@ -217,7 +219,7 @@ __device__ __forceinline__ void consume(const Head &f, linear::Barriers<Shape> a
     const float scale = *f.scale * log2_e;
     Ring<Shape::STAGES> ring;
     Ring<1> run;
-    int next = 0, buffer = 0; /* whose tile comes; where d goes */
+    int next = 0, buffer = 0; /* the consumer of the tile; the buffer of d */
     if (group == 1) {
         named_barrier_arrive(other_turn, 2 * WARPGROUP);
     }

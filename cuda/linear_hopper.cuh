@@ -1,5 +1,5 @@
-/* linear_hopper.cuh - products with an epilogue on Hopper: their entries, and the skeleton that the
- * shapes of linear_hopper.cu and linear_shallow_hopper.cu fill.
+/* linear_hopper.cuh - products with an epilogue on Hopper: their entries, and the skeleton that
+ * linear_hopper.cu, linear_shallow_hopper.cu and cross_entropy_fp8.cu fill with shapes.
  *
  *   c (rows x columns) = a b     16-bit operands, float32 sums; an epilogue makes results of c
  *
@@ -48,7 +48,7 @@ namespace linear {
 constexpr int SHALLOW = 512;
 constexpr int SHALLOW_ANGLES = 8; /* R */
 
-/* Base of both shapes. A shape adds BACKWARD, ROWS and COLUMNS of a tile, B_ROWS of a box
+/* Base of the shapes. A shape adds BACKWARD, ROWS and COLUMNS of a tile, B_ROWS of a box
  * of b, STAGES, LOADS (further barriers), BARRIERS_AT, TAKE and SHARED. */
 struct TileShape {
     static constexpr int CONSUMERS = 2, THREADS = hopper::WARPGROUP * (1 + CONSUMERS);
