@@ -167,12 +167,12 @@ def cross_entropy(
 
 
 class LinearCrossEntropy(FusedOp):
-    """logits = x w, and their cross-entropy. Of the logits only their gradient is kept, in their
-    place, without the factor dloss / count, which both products of the backward read.
+    """Compute logits = x w and their cross-entropy. Their gradient replaces the logits and is kept
+    for both products of the backward, which apply the factor dloss / count.
 
-    Logits of more than ROWS rows are never there at once. A run of rows after the other then gives
-    its gradients of x and w in the forward, in float32, where the next one takes the place of its
-    logits; the factor comes in the backward. needs: whether x and w need a gradient."""
+    More than ROWS rows are computed in runs, so that the logits of one run alone are in memory. The
+    forward then adds up the gradients of x and w in float32, run by run, and the backward
+    multiplies them by the factor. needs: if x and w need a gradient."""
 
     reads_result = False
     ROWS = 1 << 15  # enough for products at their full speed: 3 GiB of bfloat16 at Pythia's V
@@ -197,7 +197,7 @@ class LinearCrossEntropy(FusedOp):
         return _C.cross_entropy_fwd(x @ self._oriented(w), targets)
 
     def _losses(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
-        """Return losses, loss and share of some rows, and keep their dlogits."""
+        """Return losses, loss and share of these rows, and keep the gradient of their logits."""
         self.dlogits = x @ self._oriented(w)
         return _C.cross_entropy_fwd_bwd(self.dlogits, targets)
 
@@ -265,17 +265,18 @@ class LinearCrossEntropy(FusedOp):
 
 
 class LinearCrossEntropyFP8(LinearCrossEntropy):
-    """The same with products in FP8, where serves() is true of the sizes.
+    """Compute LinearCrossEntropy with products in FP8, for sizes that serves() accepts.
 
-    x and w are rounded to e4m3, the gradient of the logits to e5m2, each times a power of two: of w
-    and of each run of x from the largest element, of the gradient, from -1 to 1, always 2^15."""
+    x and w are rounded to e4m3, the gradient of the logits to e5m2, each with a power of two as its
+    scale. The scales of w and of each run of x follow from the largest element. That of the
+    gradient, whose elements are from -1 to 1, is constant (D_SCALE)."""
 
     MULTIPLE, WIDEST = 16, 1024  # of the sizes; the C that cuda/cross_entropy_fp8.cu has room for
     D_SCALE = 2.0**-15
 
     @classmethod
     def serves(cls, c: int, *sizes: int) -> bool:
-        """True for rows of C elements, and V or a number of rows."""
+        """True if products of rows of c elements take FP8. sizes: V, and the number of rows."""
         whole = all(size > 0 and size % cls.MULTIPLE == 0 for size in (c, *sizes))
         return whole and c <= cls.WIDEST
 
@@ -327,8 +328,8 @@ def linear_cross_entropy(
 
     fp8: compute the products in FP8 where a gradient is wanted, and C, V and the number of rows are
     multiples of 16, C at most 1,024: x and w in e4m3, the gradient of the logits in e5m2, each
-    times a power of two; no logits are stored. Other calls are computed as without it. On a GPU:
-    compute capability 9.0 (Hopper).
+    times a power of two; no logits are stored. For other calls it has no effect. On a GPU: compute
+    capability 9.0 (Hopper).
 
     >>> x, w = ndl.randn(2, 4), ndl.randn(4, 3)
     >>> both = ndl.ops.linear_cross_entropy(x, w, [0, 2]), ndl.ops.cross_entropy(x @ w, [0, 2])
