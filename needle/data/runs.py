@@ -52,8 +52,8 @@ def run_data(
 
 
 def _is(data: TokenData, tokenizer: Path) -> bool:
-    """True if the tokenizer of the data is the one in this file. Equal ids do not tell: one that
-    was trained anew on a text with other words may number them alike."""
+    """True if the tokenizer of the data is the one in this file. Equal ids do not prove it: two
+    tokenizers, trained on texts with other words, may give them the same numbers."""
     given: Any = data.tokenizer
     return given is not None and given.to_str() == load_tokenizer(tokenizer).to_str()
 

@@ -160,8 +160,8 @@ class Pool:
     # ---- processes -------------------------------------------------------------------------------
 
     def _environment(self, device: int | None) -> dict[str, str]:
-        """Return that of a process: it finds this needle, sees one GPU, and computes on one
-        thread."""
+        """Return the environment of a process, which finds this needle, sees one GPU, and computes
+        on one thread."""
         root = str(Path(__file__).resolve().parent.parent.parent)
         paths = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(":") if p]
         found = {
@@ -210,14 +210,15 @@ class Pool:
                 self.changed.notify_all()
 
     def _free_device(self) -> WorkerPool | None:
-        """Return the workers of a device without a job, preferably with one ready. SetAside."""
+        """Return the workers of a device without a job, preferably with one ready. Raise SetAside
+        if no device can be used."""
         self._check_usable()
         free = [workers for workers in self.runners.values() if workers.free()]
         return max(free, key=lambda workers: len(workers.ready), default=None)
 
     def _facts(self) -> dict[str, Any]:
-        """Return those of a GPU; a pool's GPUs are of one kind. Waits for the first process.
-        SetAside."""
+        """Return the facts of a GPU (a pool's GPUs are of one kind), once the first process has
+        reported them. Raise SetAside if no device can be used."""
         known = lambda: next((w.facts for w in self.runners.values() if w.facts), None)
         with self.changed:
             return self.changed.wait_for(lambda: known() or self._check_usable())
@@ -257,8 +258,8 @@ class Pool:
     def _do(
         self, do: str, launch: Launch, buffers: list[SharedBuffer], seconds: float, **more: Any
     ) -> Result:
-        """Run a job on a device; the buffers then hold the outputs. more: for the message.
-        SetAside."""
+        """Run a job on a device; the buffers then hold the outputs. more: fields of the message to
+        the worker. Raise SetAside if no device can be used."""
         message = {"do": do, **launch.message, **more}
         while True:
             with (

@@ -278,7 +278,7 @@ class Dropout(Module):
 
 class LayerNorm1d(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; weight 1 and bias 0,
-    (dim,). Asked for `hook_scale` or `hook_normalized`, it computes step by step in float32.
+    (dim,). Hooks on `hook_scale` or `hook_normalized` make it compute step by step in float32.
 
     >>> print(nn.LayerNorm1d(3)(ndl.Tensor([[1, 2, 3]])).numpy().round(3))
     [[-1.225  0.     1.225]]

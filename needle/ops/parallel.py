@@ -20,10 +20,10 @@ class AttentionMLP(FusedOp):
     """y = r + z w_o + b_o + g w2 + b2, z = attention(rotary(x1 w_qkv + b_qkv)),
     g = gelu(x2 w1 + b1).
 
-    z and g lie side by side in one matrix, so that y is one product, of depth C + M, where the rows
-    of w_o and w2 follow each other in memory; and so is the gradient of these:
-    [dw_o; dw2] += [z g]^T dy. db_o and db2 are the same sums. Where they do not follow each other,
-    as in a model that was not flattened, the weights are copied and two products give gradients."""
+    z and g lie side by side in one matrix [z g]. If w2 follows w_o in memory, as in a flattened
+    model, y is one product of depth C + M, and so is the gradient of both weights:
+    [dw_o; dw2] += [z g]^T dy. Otherwise the weights are copied into one matrix, and two products
+    give their gradients. db_o and db2 are the same sums."""
 
     reads_result = False
     X1, W_QKV, B_QKV, W_O, B_O, X2, W1, B1, W2, B2, R = range(11)  # the inputs

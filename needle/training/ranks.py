@@ -86,10 +86,11 @@ def source_digest(program: Path) -> str:
 
 
 def open_device(name: str, ranks: Group) -> Device:
-    """Open the device of --device, or of several ranks the own one, and connect the ranks.
+    """Open the device of --device, or this rank's own if there are several, and connect the ranks.
 
-    The supervisor watches this, and not the reading of data after it. It is told the device of a
-    single rank. Of several it checks every GPU before a restart, until `tell_gpus`.
+    The supervisor's limit for hangs applies until this returns, then not again until the loop
+    begins, since reading data may take long. A single rank reports its device, which the supervisor
+    health-checks before a restart. For several ranks it checks every GPU, until `tell_gpus`.
     """
     beat()
     device = ranks.device(name)
