@@ -35,7 +35,7 @@ template <int COLUMNS_, bool GRADIENT_> struct HeadShape : TileShape {
     static constexpr uint32_t STAGE = ROWS * hopper::PANEL_ROW; /* a step of x */
     static constexpr uint32_t PART = COLUMNS * hopper::PANEL_ROW; /* a step of w */
     static constexpr uint32_t WEIGHTS = 128 << 10;                /* all steps of w */
-    /* A buffer of d and its transpose takes the memory of four stages; deep products get stages. */
+    /* d and its transpose take four stages of memory a buffer, for both consumers together. */
     static constexpr int BUFFERS = !GRADIENT ? 0 : COLUMNS == 256 ? 2 : 1;
     static constexpr int STAGES = 12 - 4 * BUFFERS, LOADS = 1;
     static constexpr int HALF = 128;               /* columns that are written together */
