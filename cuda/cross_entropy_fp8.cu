@@ -112,7 +112,7 @@ __device__ __forceinline__ void produce(const Head &f, linear::Barriers<Shape> a
 
 /* ---- epilogues of a tile ------------------------------------------------------------------------
  * c[8 m + 4 b + 2 h + e] of a thread: row 2 l + h of its warp's 16, column 16 m + 4 q + 2 e + b. */
-template <int COLUMNS> __device__ __forceinline__ int column_of(int i) {
+__device__ __forceinline__ int column_of(int i) {
     return i / 8 * 16 + (threadIdx.x & 3) * 4 + (i & 1) * 2 + (i >> 2 & 1);
 }
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void sums_of(const Head &f, float (&c)[C], float scal
                             (target[1] >= 0 && target[1] < 2 * C))) {
 #pragma unroll
         for (int i = 0; i < C; i++) {
-            if (column_of<2 * C>(i) == target[i >> 1 & 1]) {
+            if (column_of(i) == target[i >> 1 & 1]) {
                 f.target[row + (i >> 1 & 1)] = c[i] * scale;
             }
         }
@@ -432,12 +432,17 @@ nd_status cuda_fp8_cross_entropy(int device, const fp8_cross_entropy_args *a) {
     f.steps = (int)ceil_div(depth, (int64_t)HeadShape<128, false>::STEP);
     f.scale = data_of<float>(a->scale);
     f.targets = data_of<int32_t>(a->targets);
-    const bool usable = hopper_usable(device);
-    if (!usable || rows % 16 || depth % 16 || columns % 16 || !depth || !columns || depth > 1024 ||
+    if (!hopper_usable(device)) {
+        return nd_error(ND_ECUDA,
+                        "%s: it needs a GPU of compute capability 9.0, kernels built for sm_90a, "
+                        "and no NEEDLE_ARCH below 90",
+                        op);
+    }
+    if (rows % 16 || depth % 16 || columns % 16 || !depth || !columns || depth > 1024 ||
         rows >= 1 << 30 || columns >= 1 << 30) {
-        return nd_error(usable ? ND_EVALUE : ND_ECUDA,
-                        "%s: x (%lld, %lld), w (%lld, %lld): a GPU of compute capability 9.0 is "
-                        "needed, and sizes that are multiples of 16, the second at most 1,024",
+        return nd_error(ND_EVALUE,
+                        "%s: x (%lld, %lld), w (%lld, %lld): sizes must be multiples of 16, below "
+                        "2^30, the columns 16 to 1,024",
                         op, (long long)rows, (long long)depth, (long long)columns,
                         (long long)depth);
     }

@@ -12,7 +12,9 @@ namespace {
 constexpr int threads = 256, tile = 128;
 
 /* The bits of |x|: their order is that of the numbers, infinity and NaN come last. */
-__device__ __forceinline__ uint32_t size_of(float x) { return __float_as_uint(x) & 0x7fffffff; }
+__device__ __forceinline__ uint32_t magnitude_bits(float x) {
+    return __float_as_uint(x) & 0x7fffffff;
+}
 
 struct Larger {
     __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const {
@@ -44,11 +46,11 @@ __global__ void __launch_bounds__(threads)
         const Vec<T> v = load16(x + i * N);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            most = max(most, size_of(to_float(v.v[k])));
+            most = max(most, magnitude_bits(to_float(v.v[k])));
         }
     }
     for (int64_t i = vectors * N + first; i < count; i += stride) {
-        most = max(most, size_of(to_float(checked(x + i))));
+        most = max(most, magnitude_bits(to_float(checked(x + i))));
     }
     most = block_largest(most);
     if (threadIdx.x == 0) {

@@ -70,7 +70,7 @@ class LanguageModel(Texts, Hooked):
     def use_fp8(self) -> None:
         """Compute the head's products of loss() in FP8 where gradients are wanted
         (ops.linear_cross_entropy), for batches of a multiple of 16 tokens; others are computed as
-        before. ValueError where the model or its GPU cannot."""
+        before. `model.fp8 = False` ends it. ValueError where the model or its GPU cannot."""
         if type(self).forward is not LanguageModel.forward:
             raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")
         if not self._has_plain_head:
@@ -90,7 +90,7 @@ class LanguageModel(Texts, Hooked):
         if arch != 90:
             raise ValueError(
                 f"fp8: {self.device} has compute capability {arch // 10}.{arch % 10}, but products "
-                "in FP8 are written for 9.0 (Hopper)"
+                "in FP8 are written for 9.0 (Hopper): train without it, a run in FP8 by --init"
             )
         self.fp8 = True
 
