@@ -41,6 +41,14 @@ def test_integers_of_every_op_are_right():
             assert sweep.wrong(point, _C.cpu()) is None, str(point)
 
 
+def test_op_that_needs_another_gpu_is_not_wrong(heard, monkeypatch):
+    def refuse(*operands):
+        raise _C.CudaError("exp: it needs a GPU of compute capability 9.0")
+
+    monkeypatch.setattr(_C, "exp", refuse)
+    assert sweep.examine(heard, _C.cpu())
+
+
 def test_wrong_op_is_named_with_its_first_wrong_point(heard, monkeypatch):
     exp, calls = _C.exp, []
 
