@@ -6,6 +6,7 @@ import json
 import math
 import sys
 
+import harness
 import numpy as np
 import pytest
 from harness import naming, python, small_pythia
@@ -316,3 +317,10 @@ def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(tmp_path):
         assert exported.embed_in.weight.dtype == (dtype or "float32")
         expected = loaded.embed_in.weight.cached_data.astype(dtype or "float32").numpy()
         np.testing.assert_array_equal(exported.embed_in.weight.numpy(), expected)
+
+
+def test_help_says_a_default_only_of_flags_that_have_one():
+    for command in "evaluate", "generate":
+        said = harness.run(sys.executable, "-m", "needle", command, "--help").stdout
+        assert "(default: " in said
+        assert "(default: None)" not in said and "(default: False)" not in said
