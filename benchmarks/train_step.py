@@ -263,7 +263,7 @@ def main() -> None:
         ("--load", LOAD_SECONDS, "SECONDS", "before the first block"),
         ("--alone", bool, None, "time needle only"),
         ("--profile", bool, None, "needle's step by operation"),
-        ("--fp8", bool, None, "needle's head in FP8"),
+        ("--fp8", bool, None, "needle's products in FP8, as use_fp8() takes them"),
         bench.MODEL,
         bench.DEVICE,
         bench.DTYPE,
@@ -301,7 +301,7 @@ def main() -> None:
         side = NeedleSide(config, device, tokens, shape, graph, args.fp8)
         if number == 0:
             print(
-                f"{args.model}, T {args.seq_len}, {args.dtype}{', head in FP8' * args.fp8}; "
+                f"{args.model}, T {args.seq_len}, {args.dtype}{', FP8' * args.fp8}; "
                 f"{side.model.flops_per_token(args.seq_len) / 1e6:.1f} MFLOP a token"
             )
         if args.profile:

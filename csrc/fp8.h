@@ -9,6 +9,7 @@
 #define NEEDLE_FP8_H
 
 #include "formula.h"
+#include "needle.h"
 
 /* Below 2^(1 - bias) adding 2^(24 - bias - mantissa) rounds to the spacing of denormals. */
 ND_FN uint8_t nd_to_fp8(float x, uint32_t mantissa, uint32_t bias, uint32_t largest) {
@@ -34,12 +35,32 @@ ND_FN float nd_from_fp8(uint32_t q, uint32_t mantissa, uint32_t bias, uint32_t s
 ND_FN float nd_from_e4m3(uint8_t q) { return nd_from_fp8(q, 3, 7, 0x7f); }
 ND_FN float nd_from_e5m2(uint8_t q) { return nd_from_fp8(q, 2, 15, 0x7c); }
 
-/* The smallest power of two, from 2^-126 on, of which 448 = 1.75 x 2^8 are not less than a number,
- * given by its bits: 1 for 0, NaN for an infinity or a NaN. */
-ND_FN float nd_e4m3_scale(uint32_t largest) {
-    int32_t exponent = (int32_t)(largest >> 23) - 8 + ((largest & 0x7fffffu) > 0x600000u);
+/* The smallest power of two, from 2^-126 on, of which 448 = 1.75 x 2^8 (with e5m2 57344 = 1.75 x
+ * 2^15) are not less than a number, given by its bits: 1 for 0, NaN for an infinity or a NaN. */
+ND_FN float nd_fp8_scale(uint32_t largest, bool e5m2) {
+    int32_t exponent =
+        (int32_t)(largest >> 23) - (e5m2 ? 15 : 8) + ((largest & 0x7fffffu) > 0x600000u);
     float scale = nd_bits_float((uint32_t)(exponent < 1 ? 1 : exponent) << 23);
     return largest >= 0x7f800000u ? nd_bits_float(0x7fc00000u) : largest == 0u ? 1.0f : scale;
+}
+
+/* What the axes of fp8_quantize do not say. */
+static inline nd_status nd_check_fp8_quantize(const nd_array *x, const nd_array *pre, int64_t gelu,
+                                              bool bounded, bool twice, const nd_array *sums) {
+    const int64_t parts = (x->shape[0] + 127) / 128;
+    if (gelu < 0 || gelu > 2 || (pre && !gelu)) {
+        return nd_error(ND_EVALUE, "fp8_quantize: gelu is %lld, but must be %s1 (erf) or 2 (tanh)",
+                        (long long)gelu, pre ? "" : "0, ");
+    }
+    if (bounded != twice) {
+        return nd_error(ND_EVALUE, "fp8_quantize: scale_a and scale_b: give both or none");
+    }
+    if (sums && (!pre || sums->shape[0] != parts)) {
+        return nd_error(ND_EVALUE,
+                        "fp8_quantize: sums: (%lld, C), but with pre it must be (%lld, C)",
+                        (long long)sums->shape[0], (long long)parts);
+    }
+    return ND_OK;
 }
 
 #endif

@@ -1,138 +1,240 @@
-/* fp8.cu - fp8_quantize: x = scale q in e4m3, q also transposed.
+/* fp8.cu - fp8_quantize: v = scale q in e4m3 or e5m2, q also transposed, v made of x.
  *
- * Parallel: first the largest |x| of each block's part, then tiles of 128 x 128 in shared memory,
- *   four elements a thread and access; each block finds the scale anew from the parts' maxima.
- * Bytes: x is read twice (the second time from L2 where it fits), q and its transpose are written.
+ * Parallel: first, unless a bound is given, the largest |x| of each block's part, from the end of x
+ *   on, so that its beginning is what a cache holds afterwards; then tiles of 128 x 128, eight
+ *   elements a thread and row, each block finding the scale anew from the parts' maxima. A tile's
+ *   bytes are transposed through shared memory, 16 x 4 a thread; words of a row lie at their index
+ *   ^ 4 (row / 16), so that neither side meets a bank twice.
+ * Bytes: x is read twice (the second time from L2 where it fits; once with a bound), pre once, q and
+ *   its transpose are written.
  */
 #include "common.cuh"
 #include "fp8.h"
+#include "gelu.cuh"
 
 namespace {
 
-constexpr int threads = 256, tile = 128;
+constexpr int threads = 256, tile = 128, rows_at_once = 16, loads = 2, finders = 512;
 
-/* The bits of |x|: their order is that of the numbers, infinity and NaN come last. */
-__device__ __forceinline__ uint32_t magnitude_bits(float x) {
-    return __float_as_uint(x) & 0x7fffffff;
-}
+enum Way { PLAIN, GELU, GRADIENT };
 
-struct Larger {
-    __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const {
-        return a > b ? a : b;
+/* Of numbers without a sign by their bits: infinity and NaN come last. */
+struct LargerBits {
+    static constexpr float identity = 0.0f;
+    __device__ __forceinline__ float operator()(float a, float b) const {
+        return __float_as_uint(a) > __float_as_uint(b) ? a : b;
     }
 };
 
-/* Of a block of `threads`; every thread gets it. */
-__device__ __forceinline__ uint32_t block_largest(uint32_t most) {
-    __shared__ uint32_t of_warps[threads / 32];
-    most = warp_reduce(most, Larger());
-    if (threadIdx.x % 32 == 0) {
-        of_warps[threadIdx.x / 32] = most;
-    }
-    __syncthreads();
-    return warp_reduce<threads / 32>(of_warps[threadIdx.x % (threads / 32)], Larger());
-}
-
 template <class T>
-__global__ void __launch_bounds__(threads)
-    largest_kernel(const T *x, int64_t count, uint32_t *largest) {
+__global__ void __launch_bounds__(finders)
+    largest_kernel(const T *x, int64_t count, float *largest) {
     await_previous();
     constexpr int N = Vec<T>::size;
-    const int64_t vectors = count / N, stride = (int64_t)gridDim.x * threads;
-    const int64_t first = (int64_t)blockIdx.x * threads + threadIdx.x;
-    uint32_t most = 0;
+    const int64_t vectors = count / N, stride = (int64_t)gridDim.x * finders;
+    const int64_t first = (int64_t)blockIdx.x * finders + threadIdx.x;
+    const LargerBits larger;
+    float most = 0.0f;
+    for (int64_t i = vectors * N + first; i < count; i += stride) {
+        most = larger(most, fabsf(to_float(checked(x + i))));
+    }
 #pragma unroll 4
-    for (int64_t i = first; i < vectors; i += stride) {
+    for (int64_t i = vectors - 1 - first; i >= 0; i -= stride) {
         const Vec<T> v = load16(x + i * N);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            most = max(most, magnitude_bits(to_float(v.v[k])));
+            most = larger(most, fabsf(to_float(v.v[k])));
         }
     }
-    for (int64_t i = vectors * N + first; i < count; i += stride) {
-        most = max(most, magnitude_bits(to_float(checked(x + i))));
-    }
-    most = block_largest(most);
+    most = block_reduce(most, larger);
     if (threadIdx.x == 0) {
         checked(largest + blockIdx.x) = most;
     }
 }
 
-/* The first `count` bytes of a word; `whole`: all, at a multiple of four. */
-__device__ __forceinline__ void store_bytes(uint8_t *to, uint32_t word, int64_t count, bool whole) {
-    if (whole && count >= 4) {
-        checked((uint32_t *)to) = word;
+/* Four floats as the bytes of a word, the first in the lowest. */
+template <bool E5M2> __device__ __forceinline__ uint32_t packed(const float *v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t low, high;
+    if (E5M2) {
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(low) : "f"(v[1]), "f"(v[0]));
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(high) : "f"(v[3]), "f"(v[2]));
+    } else {
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(low) : "f"(v[1]), "f"(v[0]));
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(high) : "f"(v[3]), "f"(v[2]));
+    }
+    return low | (uint32_t)high << 16;
+#else
+    uint32_t word = 0;
+    for (int k = 0; k < 4; k++) {
+        word |= (uint32_t)(E5M2 ? nd_to_e5m2(v[k]) : nd_to_e4m3(v[k])) << 8 * k;
+    }
+    return word;
+#endif
+}
+
+/* Word k of column c: byte c of each of four rows' words. */
+__device__ __forceinline__ void transpose_bytes(const uint32_t *of_rows, uint32_t *of_columns) {
+    const uint32_t low01 = __byte_perm(of_rows[0], of_rows[1], 0x5140);
+    const uint32_t low23 = __byte_perm(of_rows[2], of_rows[3], 0x5140);
+    const uint32_t high01 = __byte_perm(of_rows[0], of_rows[1], 0x7362);
+    const uint32_t high23 = __byte_perm(of_rows[2], of_rows[3], 0x7362);
+    of_columns[0] = __byte_perm(low01, low23, 0x5410);
+    of_columns[1] = __byte_perm(low01, low23, 0x7632);
+    of_columns[2] = __byte_perm(high01, high23, 0x5410);
+    of_columns[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+template <class T> struct alignas(8 * sizeof(T)) Eight { T v[8]; };
+
+/* As many of eight as there are, then zeros; `aligned`: all, at a multiple of their size. */
+template <class T>
+__device__ __forceinline__ Eight<T> load_eight(const T *p, int64_t count, bool aligned) {
+    if (aligned && count >= 8) {
+        return checked((const Eight<T> *)p);
+    }
+    Eight<T> some;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        some.v[k] = k < count ? checked(p + k) : from_float<T>(0.0f);
+    }
+    return some;
+}
+
+/* The first `count` of N words' bytes; `aligned`: all, at a multiple of their size. */
+template <int N>
+__device__ __forceinline__ void store_words(uint8_t *to, const uint32_t *words, int64_t count,
+                                            bool aligned) {
+    struct alignas(4 * N) Words {
+        uint32_t v[N];
+    };
+    if (aligned && count >= 4 * N) {
+        checked((Words *)to) = *(const Words *)words;
         return;
     }
-    for (int k = 0; k < 4 && k < count; k++) {
-        checked(to + k) = (uint8_t)(word >> 8 * k);
+    for (int k = 0; k < 4 * N && k < count; k++) {
+        checked(to + k) = (uint8_t)(words[k / 4] >> 8 * (k % 4));
     }
 }
 
-template <class T>
+template <class T, Way WAY, bool E5M2>
 __global__ void __launch_bounds__(threads)
-    quantize_kernel(const T *x, int64_t rows, int64_t columns, const uint32_t *largest, int parts,
-                    uint8_t *q, uint8_t *q_t, float *scale) {
+    quantize_kernel(const T *x, const T *pre, bool tanh, int64_t rows, int64_t columns,
+                    const float *largest, int parts, const float *scale_a, const float *scale_b,
+                    float bound, float *sums, uint8_t *q, uint8_t *q_t, float *scale) {
     await_previous();
-    __shared__ uint32_t words[tile][tile / 4 + 1]; /* four columns of a row */
-    uint32_t most = 0;
-    for (int i = threadIdx.x; i < parts; i += threads) {
-        most = max(most, largest[i]);
-    }
-    most = block_largest(most);
-    const float found = nd_e4m3_scale(most), by = 1.0f / found; /* powers of two */
+    __shared__ alignas(16) uint32_t words[tile][tile / 4]; /* four columns of a row */
     const int64_t tiles_across = ceil_div(columns, (int64_t)tile);
-    const int64_t first_row = blockIdx.x / tiles_across * tile;
+    const int64_t tile_row = blockIdx.x / tiles_across, first_row = tile_row * tile;
     const int64_t first_column = blockIdx.x % tiles_across * tile;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        *scale = found;
-    }
-#pragma unroll 4
-    for (int r = warp; r < tile; r += threads / 32) {
-        const int64_t row = first_row + r, column = first_column + 4 * lane;
-        uint32_t word = 0;
-        const int64_t count = row < rows ? columns - column : 0;
-        if (columns % 4 == 0 && count > 0) {
-            struct alignas(4 * sizeof(T)) Four {
-                T x[4];
-            };
-            const Four four = checked((const Four *)(x + row * columns + column));
+    const int strip = threadIdx.x % 16, below = threadIdx.x / 16;
+    const int64_t column = first_column + 8 * strip;
+    float by = 0.0f, sum[8] = {};
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                word |= (uint32_t)nd_to_e4m3(to_float(four.x[k]) * by) << 8 * k;
-            }
-        } else {
-            for (int k = 0; k < 4 && k < count; k++) {
-                const float one = to_float(checked(x + row * columns + column + k));
-                word |= (uint32_t)nd_to_e4m3(one * by) << 8 * k;
+    for (int step = 0; step < tile / rows_at_once; step += loads) {
+        Eight<T> xs[loads], pres[loads];
+#pragma unroll
+        for (int i = 0; i < loads; i++) {
+            const int64_t row = first_row + (step + i) * rows_at_once + below;
+            const int64_t count = row < rows ? columns - column : 0, at = row * columns + column;
+            xs[i] = load_eight(x + at, count, columns % 8 == 0);
+            if (WAY == GRADIENT) {
+                pres[i] = load_eight(pre + at, count, columns % 8 == 0);
             }
         }
-        words[r][lane] = word;
-        store_bytes(q + row * columns + column, word, count, columns % 4 == 0);
+        if (step == 0) { /* while the first loads are on their way */
+            float most = 0.0f;
+            if (scale_a != nullptr) {
+                most = fabsf(bound * checked(scale_a) * checked(scale_b));
+            } else {
+                for (int i = threadIdx.x; i < parts; i += threads) {
+                    most = LargerBits()(most, checked(largest + i));
+                }
+                most = block_reduce(most, LargerBits());
+            }
+            most *= WAY == GRADIENT ? 1.25f : 1.0f; /* gelu' is 1.13 at most */
+            const float found = nd_fp8_scale(__float_as_uint(most), E5M2);
+            by = 1.0f / found; /* powers of two */
+            if (blockIdx.x == 0 && threadIdx.x == 0) {
+                checked(scale) = found;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < loads; i++) {
+            const int64_t row = first_row + (step + i) * rows_at_once + below;
+            const int64_t count = row < rows ? columns - column : 0;
+            float v[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                v[k] = to_float(xs[i].v[k]);
+                if (WAY != PLAIN) {
+                    const float from = WAY == GELU ? v[k] : to_float(pres[i].v[k]);
+                    const Gelu g = tanh ? gelu_16<true>(from) : gelu_16<false>(from);
+                    v[k] = WAY == GELU ? g.value : v[k] * g.derivative;
+                    sum[k] += WAY == GRADIENT ? v[k] : 0.0f;
+                }
+                v[k] *= by;
+            }
+            alignas(8) const uint32_t two[2] = {packed<E5M2>(v), packed<E5M2>(v + 4)};
+            *(uint2 *)&words[(step + i) * rows_at_once + below][2 * strip ^ 4 * (step + i)] =
+                make_uint2(two[0], two[1]);
+            store_words<2>(q + row * columns + column, two, count, columns % 8 == 0);
+        }
+    }
+    if constexpr (WAY == GRADIENT) {
+        __shared__ float of_rows[rows_at_once][tile];
+        if (sums != nullptr) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                of_rows[below][8 * strip + k] = sum[k];
+            }
+            __syncthreads();
+            if (threadIdx.x < tile && first_column + threadIdx.x < columns) {
+                float all = 0.0f;
+#pragma unroll
+                for (int r = 0; r < rows_at_once; r++) {
+                    all += of_rows[r][threadIdx.x];
+                }
+                checked(sums + tile_row * columns + first_column + threadIdx.x) = all;
+            }
+        }
     }
     __syncthreads();
-    for (int group = warp; group < tile / 4; group += threads / 32) {
-        const int64_t row = first_row + 4 * lane;
-        uint32_t of_rows[4], pairs[4];
+    const int block = threadIdx.x % 8, group = threadIdx.x / 8; /* 16 rows, 4 columns */
+    const int64_t row = first_row + 16 * block;
+    alignas(16) uint32_t of_columns[4][4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        uint32_t of_rows[4], turned[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            of_rows[k] = words[4 * lane + k][group];
+            of_rows[k] = words[16 * block + 4 * j + k][group ^ 4 * block];
         }
-        pairs[0] = __byte_perm(of_rows[0], of_rows[1], 0x5140);
-        pairs[1] = __byte_perm(of_rows[2], of_rows[3], 0x5140);
-        pairs[2] = __byte_perm(of_rows[0], of_rows[1], 0x7362);
-        pairs[3] = __byte_perm(of_rows[2], of_rows[3], 0x7362);
+        transpose_bytes(of_rows, turned);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int64_t column = first_column + 4 * group + k;
-            const uint32_t word =
-                __byte_perm(pairs[k / 2 * 2], pairs[k / 2 * 2 + 1], k % 2 ? 0x7632 : 0x5410);
-            if (column < columns) {
-                store_bytes(q_t + column * rows + row, word, rows - row, rows % 4 == 0);
-            }
+            of_columns[k][j] = turned[k];
         }
     }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const int64_t of = first_column + 4 * group + k;
+        if (of < columns) {
+            store_words<4>(q_t + of * rows + row, of_columns[k], rows - row, rows % 16 == 0);
+        }
+    }
+}
+
+template <class T, Way WAY, bool E5M2>
+nd_status quantize(int device, const fp8_quantize_args *a, int64_t tiles, const float *largest,
+                   int parts) {
+    return cuda_launch("fp8_quantize", device, quantize_kernel<T, WAY, E5M2>, (unsigned)tiles,
+                       threads, 0, data_of<T>(a->x), a->pre ? data_of<T>(a->pre) : nullptr,
+                       a->gelu == 2, a->x->shape[0], a->x->shape[1], largest, parts,
+                       a->scale_a ? data_of<float>(a->scale_a) : nullptr,
+                       a->scale_b ? data_of<float>(a->scale_b) : nullptr, (float)a->bound,
+                       a->sums ? data_of<float>(a->sums) : nullptr, data_of<uint8_t>(a->q),
+                       data_of<uint8_t>(a->q_t), data_of<float>(a->scale));
 }
 
 } // namespace
@@ -140,25 +242,33 @@ __global__ void __launch_bounds__(threads)
 nd_status cuda_fp8_quantize(int device, const fp8_quantize_args *a) {
     const char *op = "fp8_quantize";
     const int64_t rows = a->x->shape[0], columns = a->x->shape[1], count = rows * columns;
+    ND_TRY(nd_check_fp8_quantize(a->x, a->pre, a->gelu, a->scale_a, a->scale_b, a->sums));
     if (count == 0) {
-        fill_args one = {a->scale, 1.0};
+        fill_args one = {a->scale, 1.0}, zero = {a->sums, 0.0};
+        ND_TRY(a->sums ? cuda_fill(device, &zero) : ND_OK);
         return cuda_fill(device, &one);
     }
-    const unsigned parts = cuda_grid(device, ceil_div(count, (int64_t)threads * 8), 4);
+    const unsigned parts = cuda_grid(device, ceil_div(count, (int64_t)finders * 8), 4);
     const int64_t tiles = ceil_div(rows, (int64_t)tile) * ceil_div(columns, (int64_t)tile);
     if (tiles > 0x7fffffff) {
         return nd_error(ND_EVALUE, "%s: x (%lld, %lld) has more than 2^31 tiles of 128 x 128", op,
                         (long long)rows, (long long)columns);
     }
-    void *largest;
-    ND_TRY(cuda_scratch(device, parts * sizeof(uint32_t), &largest));
+    void *memory;
+    ND_TRY(cuda_scratch(device, parts * sizeof(float), &memory));
+    float *largest = (float *)memory;
     return with_float(op, a->x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
-        ND_TRY(cuda_launch(op, device, largest_kernel<T>, parts, threads, 0, data_of<T>(a->x),
-                           count, (uint32_t *)largest));
-        return cuda_launch(op, device, quantize_kernel<T>, (unsigned)tiles, threads, 0,
-                           data_of<T>(a->x), rows, columns, (const uint32_t *)largest, (int)parts,
-                           data_of<uint8_t>(a->q), data_of<uint8_t>(a->q_t),
-                           data_of<float>(a->scale));
+        if (!a->scale_a) {
+            ND_TRY(cuda_launch(op, device, largest_kernel<T>, parts, finders, 0, data_of<T>(a->x),
+                               count, largest));
+        }
+        const auto run =
+            a->gelu && a->pre
+                ? (a->e5m2 ? quantize<T, GRADIENT, true> : quantize<T, GRADIENT, false>)
+            : a->gelu ? (a->e5m2 ? quantize<T, GELU, true> : quantize<T, GELU, false>)
+            : a->e5m2 ? quantize<T, PLAIN, true>
+                      : quantize<T, PLAIN, false>;
+        return run(device, a, tiles, largest, (int)parts);
     });
 }

@@ -2,7 +2,7 @@
  *
  *   matmul      c[b] = scale a[b] b[b]      matmul_acc   c[b] (+)= scale a[b] b[b], c in float32
  *   linear_fwd  y = r + x w + bias (in the product's epilogue)
- *   fp8_matmul  c (+)= scale a b^T, a and b in FP8
+ *   fp8_matmul  c = r + a_scale b_scale a b^T + bias, a and b in FP8
  *   bias_bwd    db, db2 += column sums of dy   (linear's other gradients: matmul and matmul_acc)
  *
  * All products accumulate in float32; TF32 only with NEEDLE_TF32=1. cuBLASLt is
@@ -271,7 +271,8 @@ __device__ const float zero_one[2] = {0.0f, 1.0f};
 /* `supported` comes back false when cuBLASLt has no kernel for this product. What is added to, with
  * key.add, is `from`. */
 nd_status run(const char *op, int device, const Key &key, const void *a, const void *b,
-              const void *from, void *c, const void *bias, const float *scale, bool *supported) {
+              const void *from, void *c, const void *bias, const float *scale, bool *supported,
+              const float *a_scale = nullptr, const float *b_scale = nullptr) {
     Blas *blas;
     ND_TRY(ready(op, device, &blas));
     auto found = blas->plans.find(key);
@@ -292,12 +293,20 @@ nd_status run(const char *op, int device, const Key &key, const void *a, const v
         BLAS_TRY(op, cublasLtMatmulDescSetAttribute(plan.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
                                                     &bias, sizeof bias));
     }
+    if (a_scale) {
+        BLAS_TRY(op,
+                 cublasLtMatmulDescSetAttribute(plan.product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
+                                                &a_scale, sizeof a_scale));
+        BLAS_TRY(op,
+                 cublasLtMatmulDescSetAttribute(plan.product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
+                                                &b_scale, sizeof b_scale));
+    }
     const float one = 1.0f, added = key.add ? 1.0f : 0.0f;
     const float *alpha = &one, *beta = &added;
     if (key.scaled) {
         void *constants;
         CUDA_TRY(op, cudaGetSymbolAddress(&constants, zero_one));
-        alpha = scale;
+        alpha = scale ? scale : (const float *)constants + 1;
         beta = (const float *)constants + key.add;
     }
     BLAS_TRY(op, cublasLtMatmul(blas->handle, plan.product, alpha, a, plan.a, b, plan.b, beta, from,
@@ -438,16 +447,15 @@ nd_status matmul(const char *op, int device, const nd_array *a, const nd_array *
     return multiply(op, device, p);
 }
 
-/* y's rows = bias */
-nd_status repeat_bias(int device, const nd_array *bias, nd_array *y) {
-    nd_array from = *bias;
-    from.ndim = 2;
-    from.shape[0] = y->shape[0];
-    from.shape[1] = y->shape[1];
-    from.strides[0] = 0;
-    from.strides[1] = bias->strides[0];
-    assign_args args = {y, &from};
-    return cuda_assign(device, &args);
+/* As many rows as y has, each of them bias. */
+nd_array repeated(const nd_array *bias, const nd_array *y) {
+    nd_array rows = *bias;
+    rows.ndim = 2;
+    rows.shape[0] = y->shape[0];
+    rows.shape[1] = y->shape[1];
+    rows.strides[0] = 0;
+    rows.strides[1] = bias->strides[0];
+    return rows;
 }
 
 /* ---- bias_bwd -------------------------------------------------------------------------------- */
@@ -517,26 +525,42 @@ nd_status cuda_fp8_matmul(int device, const fp8_matmul_args *a) {
     if (a->a_e5m2 && a->b_e5m2) {
         return nd_error(ND_EVALUE, "%s: b_e5m2: a and b are both e5m2; one must be e4m3", op);
     }
+    if (m == 0 || n == 0) {
+        return ND_OK;
+    }
+    nd_array *c = a->c;
+    const nd_array *r = a->add ? c : a->r;
     Key key;
     memset(&key, 0, sizeof key);
     key.m = key.ldc = n;
     key.n = m;
     key.k = key.lda = key.ldb = k;
+    /* scaled: with alpha on the host cuBLASLt 13.1 rounds the product before it adds r */
     key.batch = key.transpose_a = key.scaled = 1;
     key.in_a = a->b_e5m2 ? E5M2 : E4M3;
     key.in_b = a->a_e5m2 ? E5M2 : E4M3;
-    key.out = a->c->dtype;
-    key.add = a->add != 0;
+    key.out = c->dtype;
     key.align_a = alignment(a->b->data, 0, key.in_a);
     key.align_b = alignment(a->a->data, 0, key.in_b);
-    key.align_c = key.align_from = alignment(a->c->data, 0, key.out);
-    if (m == 0 || n == 0) {
-        return ND_OK;
-    }
+    key.align_c = alignment(c->data, 0, key.out);
     bool supported = false;
+    auto product = [&](const nd_array *from, const nd_array *bias) -> nd_status {
+        key.add = from != nullptr;
+        key.bias = bias != nullptr;
+        from = from ? from : c;
+        key.align_from = alignment(from->data, 0, key.out);
+        return run(op, device, key, a->b->data, a->a->data, from->data, c->data,
+                   bias ? bias->data : nullptr, nullptr, &supported, data_of<float>(a->b_scale),
+                   data_of<float>(a->a_scale));
+    };
     if (m % 16 == 0 && n % 16 == 0 && k % 16 == 0 && k > 0) {
-        ND_TRY(run(op, device, key, a->b->data, a->a->data, a->c->data, a->c->data, nullptr,
-                   data_of<float>(a->scale), &supported));
+        ND_TRY(product(r, a->bias));
+        if (!supported && a->bias) { /* a float32 result has no such epilogue */
+            ND_TRY(product(r, nullptr));
+            nd_array rows = repeated(a->bias, c);
+            add_args sum = {c, &rows, 0, 0, c};
+            ND_TRY(supported ? cuda_add(device, &sum) : ND_OK);
+        }
     }
     return supported ? ND_OK
                      : nd_error(ND_EVALUE,
@@ -582,8 +606,14 @@ nd_status cuda_linear_fwd(int device, const linear_fwd_args *a) {
         }
     }
     /* The same sum without the epilogue: start from the bias, r comes last. */
-    fill_args zero = {a->y, 0.0};
-    ND_TRY(a->b ? repeat_bias(device, a->b, a->y) : cuda_fill(device, &zero));
+    if (a->b) {
+        nd_array rows = repeated(a->b, a->y);
+        assign_args start = {a->y, &rows};
+        ND_TRY(cuda_assign(device, &start));
+    } else {
+        fill_args zero = {a->y, 0.0};
+        ND_TRY(cuda_fill(device, &zero));
+    }
     p.from = p.c;
     p.add = true;
     if (p.k > 0) {

@@ -421,9 +421,27 @@ def cross_entropy_fwd_bwd(
 def cross_entropy_bwd(
     logits: NDArray, targets: NDArray, lse: NDArray, count: NDArray, dloss: NDArray
 ) -> NDArray: ...
-def fp8_quantize(x: NDArray) -> tuple[NDArray, NDArray, NDArray]: ...
+def fp8_quantize(
+    x: NDArray,
+    pre: NDArray | None,
+    gelu: int,
+    e5m2: int,
+    scale_a: NDArray | None,
+    scale_b: NDArray | None,
+    bound: float,
+    sums: NDArray | None,
+) -> tuple[NDArray, NDArray, NDArray]: ...
 def fp8_matmul(
-    a: NDArray, a_e5m2: int, b: NDArray, b_e5m2: int, scale: NDArray, add: int, c: NDArray
+    a: NDArray,
+    a_e5m2: int,
+    a_scale: NDArray,
+    b: NDArray,
+    b_e5m2: int,
+    b_scale: NDArray,
+    bias: NDArray | None,
+    r: NDArray | None,
+    add: int,
+    c: NDArray,
 ) -> None: ...
 def fp8_cross_entropy(
     x: NDArray, w: NDArray, scale: NDArray, targets: NDArray

@@ -9,7 +9,7 @@ from harness import DEVICES, device_of, naming
 
 import needle as ndl
 from needle import _C, Tensor, nn, optim, training
-from needle.models import Pythia, PythiaConfig
+from needle.models import Pythia, PythiaConfig, pythia
 
 X = np.random.default_rng(0).standard_normal((7, 4, 3)).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 2, (7, 4))
@@ -233,16 +233,20 @@ class Replayed:
         step()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_recorded_micro_batch_changes_no_bit(monkeypatch, device):
+def test_recorded_micro_batch_changes_no_bit(monkeypatch, device, fp8):
     device = device_of(device)
     if not device.records_graphs:
         monkeypatch.setattr(_C, "Graph", Replayed)
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
     config = PythiaConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=16)
 
     def losses(recorded):
         np.random.seed(1)
         model = Pythia(config, device=device)
+        if fp8:
+            model.use_fp8()
         optimizer = optim.AdamW(nn.flatten_parameters(model), lr=1e-2)
 
         def gradient(ids, targets):

@@ -1,7 +1,8 @@
 /* fp8.c - FP8 for training: fp8_quantize, fp8_matmul, fp8_cross_entropy.
  *
- *   quantize       scale from the largest |x|, q = x / scale in e4m3, and its transpose
- *   matmul         c (+)= scale a b^T
+ *   quantize       scale from the largest |x|, q = v / scale of v = x, gelu(x) or x gelu'(pre), and
+ *                  its transpose
+ *   matmul         c = r + scales a b^T + bias
  *   cross_entropy  logits = scale x w^T, their losses, d = 2^15 (softmax - onehot) in e5m2
  * Operands of a product become bfloat16, which holds each number of FP8, and matmul.c multiplies.
  * The loss takes ROWS rows at a time, whose float32 logits cross_entropy.c turns into their
@@ -11,7 +12,7 @@
 
 #include "cpu.h"
 
-enum { ROWS = 128, STRIP = 16 };
+enum { ROWS = 128, STRIP = 16, SUMMED = 128 };
 
 /* b^T of a matrix b. */
 static nd_array transposed(const nd_array *b) {
@@ -57,21 +58,51 @@ static uint32_t largest_bits(const nd_array *x) {
     return largest;
 }
 
+/* v = gelu(x), or x gelu'(pre). */
+static void of_gelu(const float *x, const float *pre, bool tanh, int64_t n, float *v) {
+    for (int64_t k = 0; k < n; k++) {
+        float at = pre ? pre[k] : x[k], grad;
+        float value = tanh ? nd_gelu_tanh_and_grad(at, &grad) : nd_gelu_and_grad(at, &grad);
+        v[k] = pre ? x[k] * grad : value;
+    }
+}
+
 nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
     int64_t n = args->x->shape[0], c = args->x->shape[1];
     uint8_t *q = args->q->data, *q_t = args->q_t->data;
-    float scale = nd_e4m3_scale(largest_bits(args->x)), times = 1.0f / scale;
+    ND_TRY(nd_check_fp8_quantize(args->x, args->pre, args->gelu, args->scale_a, args->scale_b,
+                                 args->sums));
+    float largest = nd_bits_float(largest_bits(args->x));
+    if (args->scale_a) {
+        const float *a = args->scale_a->data, *b = args->scale_b->data;
+        largest = fabsf((float)args->bound * *a * *b);
+    }
+    largest *= args->pre ? 1.25f : 1.0f; /* gelu' is 1.13 at most */
+    float scale = nd_fp8_scale(nd_float_bits(largest), args->e5m2 != 0), times = 1.0f / scale;
     *(float *)args->scale->data = scale;
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
-    for (int64_t i = 0; i < n; i += STRIP) {
-        int64_t rows = min_of(STRIP, n - i), to = (i + rows) * c;
+    for (int64_t i = 0; i < n; i += SUMMED) {
+        int64_t rows = min_of(SUMMED, n - i), to = (i + rows) * c;
+        float *sums = args->sums ? (float *)args->sums->data + i / SUMMED * c : NULL;
+        if (sums) {
+            memset(sums, 0, (size_t)c * sizeof *sums);
+        }
         for (int64_t at = i * c; at < to; at += CPU_RUN) {
-            cpu_run from;
+            cpu_run from, more;
+            float made[CPU_RUN];
             int64_t run = min_of(CPU_RUN, to - at);
-            const float *x = cpu_read(args->x, at, run, from.f32);
-            for (int64_t k = 0; k < run; k++) {
-                q[at + k] = nd_to_e4m3(x[k] * times); /* all NaN where the scale is */
+            const float *v = cpu_read(args->x, at, run, from.f32);
+            if (args->gelu) {
+                const float *pre = args->pre ? cpu_read(args->pre, at, run, more.f32) : NULL;
+                of_gelu(v, pre, args->gelu == 2, run, made);
+                v = made;
+            }
+            for (int64_t k = 0; k < run && sums; k++) {
+                sums[(at + k) % c] += v[k];
+            }
+            for (int64_t k = 0; k < run; k++) { /* all NaN where the scale is */
+                q[at + k] = args->e5m2 ? nd_to_e5m2(v[k] * times) : nd_to_e4m3(v[k] * times);
             }
         }
         transpose(q + i * c, rows, c, q_t + i, n);
@@ -99,32 +130,37 @@ static nd_status decode(int device, const nd_array *q, bool e5m2, nd_array *to) 
     return ND_OK;
 }
 
-/* c (+)= scale a b^T, all of them float32 or bfloat16; 16 bits of c through float32. */
+/* c = scale a b^T, all of them float32 or bfloat16, with `add` c += it in float32. */
 static nd_status multiply(int device, const nd_array *a, const nd_array *b, const nd_array *scale,
                           bool add, nd_array *c) {
-    nd_array b_t = transposed(b), sums = *c;
-    int64_t n = nd_size(c);
-    if (c->dtype != ND_F32) {
-        void *memory;
-        ND_TRY(cpu_allocate(device, (size_t)n * sizeof(float), &memory));
-        sums = matrix_of(memory, ND_F32, c->shape[0], c->shape[1]);
-        if (add) {
-            cpu_load_f32(memory, c->data, c->dtype, 1, n);
+    nd_array b_t = transposed(b);
+    matmul_acc_args product = {.a = a, .b = &b_t, .scale = scale, .add = add, .c = c};
+    return cpu_matmul_acc(device, &product);
+}
+
+/* The rows of sums = r + bias; either may be NULL. */
+static void start_sums(const nd_array *r, const nd_array *bias, nd_array *sums) {
+    int64_t m = sums->shape[0], n = sums->shape[1];
+
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (m * n > CPU_GRAIN)
+    for (int64_t at = 0; at < m * n; at += CPU_RUN) {
+        cpu_run of_r;
+        float *to = (float *)sums->data + at;
+        int64_t run = min_of(CPU_RUN, m * n - at);
+        const float *from = r ? cpu_read(r, at, run, of_r.f32) : NULL;
+        for (int64_t k = 0; k < run; k++) {
+            float value, b = bias ? *cpu_read(bias, (at + k) % n, 1, &value) : 0.0f;
+            to[k] = from ? from[k] + b : b;
         }
     }
-    matmul_acc_args product = {.a = a, .b = &b_t, .scale = scale, .add = add, .c = &sums};
-    nd_status status = cpu_matmul_acc(device, &product);
-    if (c->dtype != ND_F32) {
-        if (status == ND_OK) {
-            cpu_store_f32(c->data, c->dtype, 1, sums.data, n);
-        }
-        cpu_release(device, sums.data);
-    }
-    return status;
 }
 
 nd_status cpu_fp8_matmul(int device, const fp8_matmul_args *args) {
-    nd_array a = {0}, b = {0};
+    nd_array a = {0}, b = {0}, *c = args->c, sums = *c;
+    const nd_array *r = args->add ? c : args->r;
+    float scale = *(const float *)args->a_scale->data * *(const float *)args->b_scale->data;
+    nd_array of_both = {.data = &scale, .dtype = ND_F32};
+    int64_t n = nd_size(c);
     if (args->a_e5m2 && args->b_e5m2) {
         return nd_error(ND_EVALUE, "fp8_matmul: b_e5m2: a and b are both e5m2; one must be e4m3");
     }
@@ -132,8 +168,22 @@ nd_status cpu_fp8_matmul(int device, const fp8_matmul_args *args) {
     if (status == ND_OK) {
         status = decode(device, args->b, args->b_e5m2 != 0, &b);
     }
+    if (status == ND_OK && c->dtype != ND_F32) {
+        void *memory = NULL;
+        status = cpu_allocate(device, (size_t)n * sizeof(float), &memory);
+        sums = matrix_of(memory, ND_F32, c->shape[0], c->shape[1]);
+    }
     if (status == ND_OK) {
-        status = multiply(device, &a, &b, args->scale, args->add != 0, args->c);
+        if (r || args->bias) {
+            start_sums(r, args->bias, &sums);
+        }
+        status = multiply(device, &a, &b, &of_both, r || args->bias, &sums);
+    }
+    if (c->dtype != ND_F32) {
+        if (status == ND_OK) {
+            cpu_store_f32(c->data, c->dtype, 1, sums.data, n);
+        }
+        cpu_release(device, sums.data);
     }
     cpu_release(device, b.data);
     cpu_release(device, a.data);

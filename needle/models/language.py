@@ -24,6 +24,7 @@ from needle.block_mask import BlockMask
 from needle.hooks import Hooked, hook_names
 from needle.models.registry import Config
 from needle.models.text import Texts
+from needle.ops.fp8 import MULTIPLE
 
 
 class LanguageModel(Texts, Hooked):
@@ -37,6 +38,8 @@ class LanguageModel(Texts, Hooked):
     recompute: bool | None = None
     # True to compute the head of loss() in FP8; use_fp8() sets it where that is possible.
     fp8: bool = False
+    # True for a class whose layers take FP8 as well, where use_fp8() was called.
+    layers_in_fp8: bool = False
     # The ranks that share each sequence; `shares` is True for a class whose `hidden` supports it.
     group: Any = None
     shares: bool = False
@@ -69,8 +72,9 @@ class LanguageModel(Texts, Hooked):
 
     def use_fp8(self) -> None:
         """Compute the head's products of loss() in FP8 where gradients are wanted
-        (ops.linear_cross_entropy), for batches of a multiple of 16 tokens; others are computed as
-        before. `model.fp8 = False` ends it. ValueError where the model or its GPU cannot."""
+        (ops.linear_cross_entropy), and those of its layers where `layers_in_fp8` says so, for
+        batches of a multiple of 16 tokens; others are computed as before. `model.fp8 = False` ends
+        it. ValueError where the model or its GPU cannot."""
         if type(self).forward is not LanguageModel.forward:
             raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")
         if not self._has_plain_head:
@@ -84,7 +88,7 @@ class LanguageModel(Texts, Hooked):
         if not fp8.serves(width, vocabulary):
             raise ValueError(
                 f"fp8: width {width} and vocabulary {vocabulary} must be multiples of "
-                f"{fp8.MULTIPLE}, the width at most {fp8.WIDEST}"
+                f"{MULTIPLE}, the width at most {fp8.WIDEST}"
             )
         arch = 90 if self.device.is_host else self.device.limits()["arch"]
         if arch != 90:

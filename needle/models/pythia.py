@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from needle import hf, init, nn, ops
-from needle.autograd import Tensor
+from needle.autograd import Tensor, is_grad_enabled
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
 from needle.files import FileError
@@ -36,8 +36,10 @@ from needle.models.factored import FactoredWeights
 from needle.models.language import LanguageModel
 from needle.models.pretrained import pretrained
 from needle.models.registry import Config, register
+from needle.ops.fp8 import whole_sizes
 
 MOST = 3.4028234663852886e38  # the largest float32
+FP8_LAYERS_FROM = 768  # the width from which products of layers in FP8 save more than they cost
 SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
 # Hugging Face's names of the two forms; the three tanh names differ only in how they compute it.
 TANH = ("gelu_new", "gelu_fast", "gelu_tanh", "gelu_pytorch_tanh")
@@ -257,7 +259,9 @@ class Layer(nn.Module):
         rotary: tuple[NDArray, NDArray],
         mask: BlockMask | None = None,
         cache: nn.attention.Cached | None = None,
+        fp8: bool = False,
     ) -> Tensor:
+        """fp8: compute the products of a fused layer in FP8 (ops.attention_mlp)."""
         norm1 = self.input_layernorm
         x = self.hook("hook_resid_pre", x)
         if self.mlp is None:
@@ -268,7 +272,7 @@ class Layer(nn.Module):
         if self.parallel:
             y1, y2, x = normed(x, norm1, norm2)
             if cache is None and self._ends_in_one_product():
-                x = self._in_one_product(x, y1(), y2(), rotary, mask)
+                x = self._in_one_product(x, y1(), y2(), rotary, mask, fp8)
                 return self.hook("hook_resid_post", x)
         else:
             y1, x = normed(x, norm1)
@@ -299,6 +303,7 @@ class Layer(nn.Module):
         y2: Tensor,
         rotary: tuple[NDArray, NDArray],
         mask: BlockMask | None,
+        fp8: bool,
     ) -> Tensor:
         attention, mlp = self.attention, self.mlp
         tables = (table[: x.shape[1]] for table in rotary)
@@ -309,6 +314,7 @@ class Layer(nn.Module):
             *(y2, up.weight, up.bias, down.weight, down.bias, x),
             approximate=mlp.approximate,
             mask=mask,
+            fp8=fp8,
         )
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
@@ -397,12 +403,22 @@ class Pythia(FactoredWeights, LanguageModel):
     def hidden(self, ids: NDArray, cache: Cache | None = None) -> Tensor:
         rotary, mask = (self._rotary, None) if cache else self._of_tokens(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
+        fp8 = self.layers_in_fp8 and is_grad_enabled()
         for i, layer in enumerate(self.layers):
             if self.recompute and cache is None:
-                x = nn.recompute(layer, x, rotary, mask)
+                x = nn.recompute(layer, x, rotary, mask, None, fp8)
             else:
-                x = layer(x, rotary, mask, cache and cache.layer(i))
+                x = layer(x, rotary, mask, cache and cache.layer(i), fp8)
         return self.final_layer_norm(x)
+
+    @property
+    def layers_in_fp8(self) -> bool:
+        """True where use_fp8() takes effect in layers: those of one op (ops.attention_mlp), from a
+        width on at which it saves time."""
+        config = self.config
+        fused = config.use_parallel_residual and not config.attention_only and self.group is None
+        wide = config.hidden_size >= FP8_LAYERS_FROM and whole_sizes(config.intermediate_size)
+        return self.fp8 and fused and wide
 
     def hidden_from(self, x: Tensor, layer: int) -> Tensor:
         """Return hidden() of the residual stream (B, T, C) that enters `layer`."""

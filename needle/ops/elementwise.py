@@ -470,13 +470,18 @@ def relu(a: Tensor) -> Tensor:
     return ReLU()(a)
 
 
+def tanh_form(op: str, approximate: str) -> int:
+    """Return 1 for "tanh", 0 for "none", the erf form. ValueError for anything else."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{op}: approximate must be 'none' or 'tanh', not {approximate!r}")
+    return int(approximate == "tanh")
+
+
 class GELU(FusedOp):
     reads_result = False
 
     def __init__(self, approximate: str) -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"gelu: approximate must be 'none' or 'tanh', not {approximate!r}")
-        self.tanh = approximate == "tanh"
+        self.tanh = tanh_form("gelu", approximate)
 
     def compute(self, x: NDArray) -> NDArray:
         return _C.gelu_tanh(x) if self.tanh else _C.gelu(x)

@@ -11,6 +11,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
+from needle.backend_ndarray import full
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
 from needle.ops.elementwise import (
@@ -24,6 +25,7 @@ from needle.ops.elementwise import (
     subtract,
     where,
 )
+from needle.ops.fp8 import Rounded, whole_sizes
 from needle.ops.matmul import weight_grad
 from needle.ops.pointwise import abs, clip, log1p, softplus
 from needle.ops.reduce import logsoftmax, mean
@@ -271,24 +273,26 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
     scale. The scales of w and of each run of x follow from the largest element. That of the
     gradient, whose elements are from -1 to 1, is constant (D_SCALE)."""
 
-    MULTIPLE, WIDEST = 16, 1024  # of the sizes; the C that cuda/cross_entropy_fp8.cu has room for
+    WIDEST = 1024  # the C that cuda/cross_entropy_fp8.cu has room for
     D_SCALE = 2.0**-15
 
     @classmethod
     def serves(cls, c: int, *sizes: int) -> bool:
         """True if products of rows of c elements take FP8. sizes: V, and the number of rows."""
-        whole = all(size > 0 and size % cls.MULTIPLE == 0 for size in (c, *sizes))
-        return whole and c <= cls.WIDEST
+        return whole_sizes(c, *sizes) and c <= cls.WIDEST
 
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
-        q, q_t, self.w_scale = _C.fp8_quantize(w)
-        self.w_rows, self.w_columns = (q, q_t) if self.transposed else (q_t, q)
+        self.w = Rounded(w)
+        ways = self.w.rows, self.w.columns
+        self.w_rows, self.w_columns = ways if self.transposed else reversed(ways)
         return super().compute(x, w)
 
     def _losses(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
-        q, self.x_t, self.x_scale = _C.fp8_quantize(x)
-        scale = _C.multiply(self.x_scale, self.w_scale)
-        *found, self.dlogits, self.dlogits_t = _C.fp8_cross_entropy(q, self.w_rows, scale, targets)
+        self.x = Rounded(x)
+        scale = _C.multiply(self.x.scale, self.w.scale)
+        *found, self.dlogits, self.dlogits_t = _C.fp8_cross_entropy(
+            self.x.rows, self.w_rows, scale, targets
+        )
         return tuple(found)
 
     def _input_grad(self, x: NDArray, w: NDArray, scale: NDArray | None = None) -> NDArray:
@@ -297,20 +301,21 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         return dx
 
     def _input_grad_into(self, dx: NDArray, w: NDArray, scale: NDArray | None = None) -> None:
-        scale = self._scale(self.w_scale, scale)
-        _C.fp8_matmul(self.dlogits, 1, self.w_columns, 0, scale, 0, dx)
+        d = (self.dlogits, 1, self._d_scale(dx, scale))
+        _C.fp8_matmul(*d, self.w_columns, 0, self.w.scale, None, None, 0, dx)
 
     def _weight_grad(
         self, x: NDArray, into: tuple[NDArray, int], scale: NDArray | None = None
     ) -> None:
-        factors = [(self.x_t, 0), (self.dlogits_t, 1)]
-        (a, a_e5m2), (b, b_e5m2) = reversed(factors) if self.transposed else factors
         dw, add = into
-        _C.fp8_matmul(a, a_e5m2, b, b_e5m2, self._scale(self.x_scale, scale), add, dw)
+        factors = [(self.x.columns, 0, self.x.scale), (self.dlogits_t, 1, self._d_scale(x, scale))]
+        a, b = reversed(factors) if self.transposed else factors
+        _C.fp8_matmul(*a, *b, None, None, add, dw)
 
-    def _scale(self, of: NDArray, scale: NDArray | None) -> NDArray:
-        of = _C.multiply(of, self.D_SCALE)
-        return of if scale is None else _C.multiply(of, scale)
+    def _d_scale(self, like: NDArray, scale: NDArray | None) -> NDArray:
+        if scale is None:
+            return full((), self.D_SCALE, "float32", like.device)
+        return _C.multiply(scale, self.D_SCALE)
 
     def _drop_dlogits(self) -> None:
         self.dlogits = self.dlogits_t = None

@@ -6,6 +6,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.ops.common import accumulator_and_beta, accumulator_of, rows_of, vector
+from needle.ops.elementwise import tanh_form
 from needle.ops.matmul import check_residual, linear_grads, weight_grad
 
 
@@ -16,9 +17,7 @@ class GeluLayer:
     """
 
     def __init__(self, op: str, approximate: str) -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"{op}: approximate must be 'none' or 'tanh', not {approximate!r}")
-        self.tanh = int(approximate == "tanh")
+        self.tanh = tanh_form(op, approximate)
 
     def forward(self, x: NDArray, w1: NDArray, b1: NDArray, into: NDArray) -> NDArray:
         """g, in `into`; rows of x (N, K)."""

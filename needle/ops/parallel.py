@@ -12,6 +12,8 @@ from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask
 from needle.ops.attention import Kernel, PackedKernel, RotaryLayer, array_on
 from needle.ops.common import accumulator_and_beta, accumulator_of, check_tensors, rows_of, vector
+from needle.ops.elementwise import tanh_form
+from needle.ops.fp8 import ProductFP8, Rounded, whole_sizes
 from needle.ops.matmul import check_residual, weight_grad
 from needle.ops.mlp import GeluLayer
 
@@ -77,24 +79,35 @@ class AttentionMLP(FusedOp):
         w_o, w2 = inputs[self.W_O], inputs[self.W2]
         grads: list[NDArray | None] = [None] * len(inputs)
         self._weight_grads(dy, node, accumulators, grads)
-        if inputs[self.B_O].requires_grad or inputs[self.B2].requires_grad:
-            sums = (
-                vector(accumulator_of(accumulators, grads, node, i)) for i in (self.B_O, self.B2)
-            )
-            _C.bias_bwd(dy, *sums)
+        self._last_bias_grads(dy, node, accumulators, grads)
         self.up.backward(dy, w2.cached_data, node, self.X2, accumulators, grads)
         if any(x.requires_grad for x in inputs[self.X1 : self.B_QKV + 1]):
-            dz = (dy @ w_o.cached_data.permute((1, 0))).reshape(self.attention.kernel.o.shape)
-            db = None
-            if inputs[self.B_QKV].requires_grad:
-                packed = self.attention.rotated.shape[2:]
-                db = accumulator_of(accumulators, grads, node, self.B_QKV).reshape(packed)
-            d = self.attention.backward(dz, db)
+            dz = dy @ w_o.cached_data.permute((1, 0))
+            d = self._projection_grad(dz, node, accumulators, grads)
             del dz
             self.projection.backward(d, node, self.X1, accumulators, grads)
         if inputs[self.R].requires_grad:
             grads[self.R] = dout
         return grads
+
+    def _last_bias_grads(
+        self, dy: NDArray, node: Tensor, accumulators: Accumulators, grads: list
+    ) -> None:
+        if node.inputs[self.B_O].requires_grad or node.inputs[self.B2].requires_grad:
+            sums = (
+                vector(accumulator_of(accumulators, grads, node, i)) for i in (self.B_O, self.B2)
+            )
+            _C.bias_bwd(dy, *sums)
+
+    def _projection_grad(
+        self, dz: NDArray, node: Tensor, accumulators: Accumulators, grads: list
+    ) -> NDArray:
+        """The gradient (B, T, H, 3, D) of x1 w_qkv + b_qkv from dz; that of b_qkv is its sum."""
+        db = None
+        if node.inputs[self.B_QKV].requires_grad:
+            packed = self.attention.rotated.shape[2:]
+            db = accumulator_of(accumulators, grads, node, self.B_QKV).reshape(packed)
+        return self.attention.backward(dz.reshape(self.attention.kernel.o.shape), db)
 
     def _weight_grads(
         self, dy: NDArray, node: Tensor, accumulators: Accumulators, grads: list
@@ -110,6 +123,82 @@ class AttentionMLP(FusedOp):
                 return
         for (_, rows), one in zip(parts, into):
             weight_grad(rows, dy, one)
+
+
+class AttentionMLPFP8(AttentionMLP):
+    """Compute AttentionMLP with its products in FP8, for sizes that whole_sizes() accepts.
+    Attention and sums are as there; y is rounded between the products of w_o and w2."""
+
+    def compute(
+        self,
+        x1: NDArray,
+        w_qkv: NDArray,
+        b_qkv: NDArray,
+        w_o: NDArray,
+        b_o: NDArray,
+        x2: NDArray,
+        w1: NDArray,
+        b1: NDArray,
+        w2: NDArray,
+        b2: NDArray,
+        r: NDArray,
+    ) -> NDArray:
+        self.gelu = 1 + tanh_form("attention_mlp", self.approximate)
+        self.products = {i: ProductFP8() for i in (self.W_QKV, self.W_O, self.W1, self.W2)}
+        qkv, out, up, down = self.products.values()
+        packed = qkv.forward(Rounded(rows_of(x1)), w_qkv, vector(b_qkv))
+        packed = packed.reshape((*x1.shape[:2], self.heads, 3, w_o.shape[0] // self.heads))
+        _C.rotary(packed, self.cos, self.sin, 2, 1.0)
+        kernel = Kernel("attention_mlp", None, True, self.mask)
+        self.attention = PackedKernel(kernel, self.cos, self.sin)
+        z = self.attention.forward(packed).reshape((rows_of(x1).shape[0], w_o.shape[0]))
+        bias = _C.add(vector(b_o), vector(b2))
+        y = out.forward(Rounded(z), w_o, bias, rows_of(r))
+        self.pre = up.forward(Rounded(rows_of(x2)), w1, vector(b1))
+        down.forward(Rounded(self.pre, gelu=self.gelu), w2, into=y)
+        return y.reshape(r.shape)
+
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
+        inputs, dy = node.inputs, rows_of(dout)
+        grads: list[NDArray | None] = [None] * len(inputs)
+
+        def through(i: int, d: Rounded) -> None:
+            """The gradients of x and w, inputs i - 1 and i, from d."""
+            x, w = inputs[i - 1 : i + 1]
+            if w.requires_grad:
+                into = accumulator_and_beta(accumulators, grads, node, i)
+                self.products[i].weight_grad(d, into)
+            if x.requires_grad:
+                grads[i - 1] = self.products[i].input_grad(d).reshape(x.shape)
+
+        d = Rounded(dy, e5m2=True)
+        for i in (self.W_O, self.W2):
+            if inputs[i].requires_grad:
+                into = accumulator_and_beta(accumulators, grads, node, i)
+                self.products[i].weight_grad(d, into)
+        self._last_bias_grads(dy, node, accumulators, grads)
+        if any(x.requires_grad for x in inputs[self.X2 : self.B1 + 1]):
+            parts = (-(-dy.shape[0] // 128), self.pre.shape[1])
+            sums = _C.empty(parts, "float32", dy.device)
+            dg = self.products[self.W2].input_grad(d)
+            bound = self.products[self.W2].input_grad_bound(d)
+            dpre = Rounded(dg, True, self.gelu, self.pre, sums, bound)
+            del dg
+            if inputs[self.B1].requires_grad:
+                db1 = vector(accumulator_of(accumulators, grads, node, self.B1))
+                _C.bias_bwd(sums, db1, None)
+            through(self.W1, dpre)
+        if any(x.requires_grad for x in inputs[self.X1 : self.B_QKV + 1]):
+            dz = self.products[self.W_O].input_grad(d)
+            dqkv = self._projection_grad(dz, node, accumulators, grads)
+            del dz
+            rows = dqkv.reshape((dy.shape[0], inputs[self.W_QKV].shape[1]))
+            through(self.W_QKV, Rounded(rows, e5m2=True))
+        if inputs[self.R].requires_grad:
+            grads[self.R] = dout
+        return grads
 
 
 def attention_mlp(
@@ -129,6 +218,7 @@ def attention_mlp(
     residual: Tensor,
     approximate: str = "none",
     mask: BlockMask | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """residual + linear(causal qkv_attention(linear(x1, w_qkv, b_qkv)), w_o, b_o)
     + gelu_mlp(x2, w1, b1, w2, b2): a layer with a parallel residual in fewer products
@@ -138,6 +228,10 @@ def attention_mlp(
     heads; cos, sin: (T, R) float32, as in `rotary`; w_o: (H D, C); x2: (B, T, K2), w1: (K2, M),
     w2: (M, C); residual and the result: (B, T, C). Biases in any shape, w_o and w2 best neighbours
     in memory (`Module.neighbours`). The gradients of weights and biases are float32 in every dtype.
+
+    fp8: compute the products in FP8, with or without gradients, where B T and all sizes of weights
+    are multiples of 16: their operands in e4m3, the gradients that they multiply in e5m2, each
+    array times a power of two. On a GPU: compute capability 9.0 (Hopper).
 
     >>> config = ndl.PythiaConfig(vocab_size=9, hidden_size=16, num_layers=1, num_heads=2)
     >>> layer = ndl.Pythia(config).layers[0]
@@ -197,4 +291,6 @@ def attention_mlp(
                 f"attention_mlp: cos and sin must be ({t}, R) for x1 {x1.shape}, but {name} is "
                 f"{table.shape}"
             )
-    return AttentionMLP(int(heads), cos, sin, mask, approximate)(*operands.values())
+    sizes = (b * t, *w_qkv.shape, *w_o.shape, *w1.shape)
+    op = AttentionMLPFP8 if fp8 and whole_sizes(*sizes) else AttentionMLP
+    return op(int(heads), cos, sin, mask, approximate)(*operands.values())

@@ -17,8 +17,10 @@ import numpy as np
 
 EPS32 = 2.0**-24  # half a unit in the last place of 1.0
 # Half a unit in the last place of 1.0, and the smallest normal number.
-HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "e5m2": 2.0**-3}
-TINY = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126, "e5m2": 2.0**-14}
+HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+HALF_ULP |= {"e5m2": 2.0**-3, "e4m3": 2.0**-4}
+TINY = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126}
+TINY |= {"e5m2": 2.0**-14, "e4m3": 2.0**-6}
 
 
 def rounder(dtype: str) -> Callable[[np.ndarray], np.ndarray]:

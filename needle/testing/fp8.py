@@ -10,6 +10,7 @@ import numpy as np
 
 from needle.testing.bounds import assert_near
 from needle.testing.case import cases_of, draw, normal
+from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 from needle.testing.layers import cross_entropy_fwd
 
 # Format: bits of the mantissa, bias of the exponent, numbers that are not negative.
@@ -48,19 +49,22 @@ def encoded(x: Any, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), 0x7F, q | np.signbit(x) * 0x80).astype(np.uint8)
 
 
-def scale_of(x: np.ndarray) -> np.float64:
+def scale_of(largest: float, kind: str) -> np.float64:
     """The scale of fp8_quantize."""
-    largest = np.abs(x).max(initial=0)
     if not np.isfinite(largest):
         return np.float64(np.nan)
-    exponent = np.frexp(largest)[1] - 9  # largest = m 2^e, m in [0.5, 1); 448 = 0.875 * 2^9
-    exponent += largest > 448 * 2.0**exponent
+    # largest = m 2^e, m in [0.5, 1); 448 = 0.875 * 2^9, 57344 = 0.875 * 2^16
+    exponent = np.frexp(largest)[1] - {"e4m3": 9, "e5m2": 16}[kind]
+    exponent += largest > NUMBERS[kind][FORMATS[kind][2] - 1] * 2.0**exponent
     return np.float64(2.0 ** max(exponent, -126) if largest else 1.0)
 
 
 # Tensor cores keep about 14 bits of a sum of FP8 products: units in the last place, in float32, of
 # the sum of the products' magnitudes.
 OF_SUMS = 2.0**11
+# The same of GELU and its derivative beside FP8, of |x|: a kernel may approximate them for 16 bits.
+OF_GELU = 2.0**10
+FORMS = {1: (gelu, gelu_grad), 2: (gelu_tanh, gelu_tanh_grad)}
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,32 @@ class Near:
         assert_near(got, self.exact, self.unit, self.ulps, dtype, what)
 
 
-def fp8_quantize(r, x):
-    scale = scale_of(x)
-    with np.errstate(invalid="ignore"):
-        q = encoded(x / scale, "e4m3")
-    return {"q": q, "q_t": q.T, "scale": scale}
+def fp8_quantize(r, x, pre, gelu, e5m2, scale_a, scale_b, bound, sums):
+    kind = ("e4m3", "e5m2")[e5m2]
+    largest = np.abs(x).max(initial=0) if scale_a is None else bound * scale_a * scale_b
+    scale = scale_of(largest * (1 if pre is None else 1.25), kind)
+    if gelu == 0:
+        with np.errstate(invalid="ignore"):
+            q = encoded(x / scale, kind)
+        return {"q": q, "q_t": q.T, "scale": scale}
+    f, df = FORMS[gelu]
+    v, unit = (f(x), np.abs(x)) if pre is None else (x * df(pre), np.abs(x) * (1 + pre * pre))
+    q = Near(v / scale, unit / scale, OF_GELU, kind)
+    found = {"q": q, "q_t": q.T, "scale": scale}
+    if sums is not None:
+        both = [[np.add.reduce(a[i : i + 128]) for i in range(0, len(a), 128)] for a in (v, unit)]
+        found["sums"] = Near(*(np.reshape(a, sums.shape) for a in both), OF_GELU)
+    return found
 
 
-def fp8_matmul(r, a, a_e5m2, b, b_e5m2, scale, add, c):
+def fp8_matmul(rounded, a, a_e5m2, a_scale, b, b_e5m2, b_scale, bias, r, add, c):
     a, b = (decoded(q, ("e4m3", "e5m2")[wide]) for q, wide in ((a, a_e5m2), (b, b_e5m2)))
-    c = c if add else 0
-    unit = abs(scale) * (np.abs(a) @ np.abs(b).T) + np.abs(c)
-    return {"c": Near(c + scale * (a @ b.T), unit, OF_SUMS)}
+    scale, r = a_scale * b_scale, c if add else r
+    others = sum(x for x in (r, bias) if x is not None)
+    unit = abs(scale) * (np.abs(a) @ np.abs(b).T) + sum(
+        np.abs(x) for x in (r, bias) if x is not None
+    )
+    return {"c": Near(scale * (a @ b.T) + others, unit, OF_SUMS)}
 
 
 def fp8_cross_entropy(r, x, w, scale, targets):
@@ -121,22 +139,29 @@ def numbers(*shape: int, kind: str = "e4m3", std: float = 60.0):
     return lambda rng: encoded(rng.standard_normal(shape) * std, kind)
 
 
-def quantized_inputs(n, c, std=1.0, at=(), value=0.0):
+def quantized_inputs(n, c, std=1.0, at=(), value=0.0, e5m2=0, form=0, back=False, bound=0.0):
     def inputs(rng):
         x = rng.standard_normal((n, c)) * std
         x.reshape(-1)[list(at)] = value
-        return {"x": x}
+        pre = rng.standard_normal((n, c)) * 2 if back else None
+        sums = np.full((-(-n // 128), c), np.nan) if back and e5m2 else None
+        scales = [np.float64(x) if bound else None for x in (2.0**-9, 2.0**-14)]
+        given = {"pre": pre, "gelu": form, "e5m2": e5m2, "scale_a": scales[0], "scale_b": scales[1]}
+        return {"x": x, **given, "bound": bound, "sums": sums}
 
     return inputs
 
 
-def product_inputs(m, n, k, wide="", add=1):
+def product_inputs(m, n, k, wide="", add=1, bias=False, r=False):
     return draw(
         a=numbers(m, k, kind="e5m2" if wide == "a" else "e4m3"),
         a_e5m2=int(wide == "a"),
+        a_scale=np.float64(2.0**-7),
         b=numbers(n, k, kind="e5m2" if wide == "b" else "e4m3"),
         b_e5m2=int(wide == "b"),
-        scale=np.float64(2.0**-12),
+        b_scale=np.float64(2.0**-5),
+        bias=normal(n) if bias else None,
+        r=normal(m, n) if r else None,
         add=add,
         # written without being read: a NaN would stay
         c=normal(m, n) if add else np.full((m, n), np.nan),
@@ -169,6 +194,16 @@ QUANTIZED = {
     "nan": (16, 33, 1.0, (200,), np.nan),
     "infinity": (16, 33, 1.0, (200,), -np.inf),
     "none": (0, 8),
+    "e5m2-257x272": (257, 272, 1e-4, (), 0.0, 1),
+    "e5m2-nan": (16, 33, 1.0, (200,), np.nan, 1),
+    "gelu-31x257": (31, 257, 2.0, (), 0.0, 0, 1),
+    "gelu-tanh-144x272": (144, 272, 2.0, (3,), -12.0, 0, 2),
+    "gradient-31x257": (31, 257, 1e-4, (), 0.0, 1, 1, True),
+    "gradient-tanh-300x1040": (300, 1040, 30.0, (), 0.0, 1, 2, True),
+    "gradient-e4m3-144x48": (144, 48, 1.0, (), 0.0, 0, 2, True),
+    "bound-300x272": (300, 272, 1e-4, (5,), -1.0, 1, 2, True, 2.0**24),
+    "nan-below-a-bound": (16, 33, 1e-4, (200,), np.nan, 1, 0, False, 2.0**24),
+    "gradient-none": (0, 8, 1.0, (), 0.0, 1, 2, True),
 }
 
 # Multiples of 16, which is what CUDA takes, also beyond tiles of 128 and 256.
@@ -181,6 +216,10 @@ PRODUCTS = {
         (144, 1040, 512, "", 0),
         (144, 512, 1040, "a", 1),
         (512, 1040, 144, "b", 0),
+        (64, 272, 48, "", 0, True),
+        (144, 512, 1040, "", 0, False, True),
+        (144, 1040, 512, "", 0, True, True),
+        (48, 272, 64, "a", 1, True),
     ]
 }
 LOSSES = {
@@ -201,6 +240,7 @@ ODD = [
             "31x257x1": (31, 257, 1, "a"),
             "257x1x31": (257, 1, 31, "b", 0),
             "empty": (3, 5, 0),
+            "empty-bias": (3, 5, 0, "", 0, True, True),
         },
         lambda m, n, k, *more: k,
     ),

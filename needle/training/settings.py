@@ -14,7 +14,7 @@ from pathlib import Path
 from needle import hf, models
 from needle.distributed.tree import fitting_ranks
 from needle.files import FileError, reading
-from needle.ops import LinearCrossEntropyFP8
+from needle.ops.fp8 import MULTIPLE
 from needle.training import length, recipes
 
 if sys.version_info >= (3, 11):
@@ -142,13 +142,13 @@ def steps_of(tokens: int, settings: dict) -> int:
 def odd_micro_batch(settings: dict) -> str | None:
     """Return an error for micro-batches that the head in FP8 does not take."""
     batch_size, seq_len = settings["batch_size"], settings["seq_len"]
-    context, multiple = settings["context_parallel"], LinearCrossEntropyFP8.MULTIPLE
-    if "fp8" not in settings or batch_size * seq_len % (context * multiple) == 0:
+    context = settings["context_parallel"]
+    if "fp8" not in settings or batch_size * seq_len % (context * MULTIPLE) == 0:
         return None
     shared = f" / --context-parallel {context}" if context > 1 else ""
     return (
         f"--fp8: --batch-size {batch_size} x --seq-len {seq_len}{shared}, the tokens of a rank's "
-        f"micro-batch, must be a multiple of {multiple}"
+        f"micro-batch, must be a multiple of {MULTIPLE}"
     )
 
 

@@ -10,16 +10,20 @@ from small_runs import assert_same_run, flags, numbers_of, run_until
 
 import needle as ndl
 from needle import ops
+from needle.models import pythia
 
 
-def test_a_run_in_fp8_resumes_with_the_same_bits(tmp_path, tokens, monkeypatch, capsys):
+@pytest.mark.parametrize("parts", ["head", "head and layers"])
+def test_a_run_in_fp8_resumes_with_the_same_bits(parts, tmp_path, tokens, monkeypatch, capsys):
+    if parts != "head":
+        monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
     more = ("--fp8", "--grad-accum", "2")
     assert train_pythia.main(flags(tmp_path, tokens, "whole", *more)) == 0
     said = capsys.readouterr().out
-    assert "head in FP8 (e4m3 forward, e5m2 gradients)" in said
+    assert f"\n{parts} in FP8 (e4m3 forward, e5m2 gradients)\n" in said
     run_until(monkeypatch, 4, flags(tmp_path, tokens, "parts", *more))
     assert train_pythia.main(["--resume", str(tmp_path / "runs" / "parts")]) == 0
-    assert "head in FP8" in capsys.readouterr().out
+    assert f"\n{parts} in FP8" in capsys.readouterr().out
     assert_same_run(tmp_path, "whole", "parts")
     assert train_pythia.main(flags(tmp_path, tokens, "plain", "--grad-accum", "2")) == 0
     assert "FP8" not in capsys.readouterr().out

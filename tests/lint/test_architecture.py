@@ -31,10 +31,8 @@ def allowed_includes(path: Path) -> set[str]:
     room = {name(p) for p in path.parent.iterdir() if p.suffix in (".h", ".cuh")}
     if name(path) in ("csrc/needle.h", "csrc/formula.h", "csrc/ops.def"):
         return set()
-    if name(path) == "csrc/sort_key.h":
+    if name(path) in ("csrc/sort_key.h", "csrc/fp8.h"):
         return {"csrc/formula.h", "csrc/needle.h"}
-    if name(path) == "csrc/fp8.h":
-        return {"csrc/formula.h"}
     if path.parent.name == "csrc":
         return spine
     if is_python_side(path):  # of the backends, it links one

@@ -20,7 +20,8 @@ from needle.testing import CASES, COMPARISONS, ELEMENTWISE, OPS, REDUCTIONS
 # They copy, without arithmetic: tests/csrc/test_ops.py has them between all dtypes and layouts.
 COPIES = {"assign", "fill"}
 # Gradients are written with them; each gives a Tensor, and none is an op.
-ROUNDED = {"LinearCrossEntropyFP8"}  # gradients of FP8 are in tests/ops/test_fp8.py
+# Gradients of FP8 are in tests/ops/test_fp8.py.
+ROUNDED = {"AttentionMLPFP8", "LinearCrossEntropyFP8"}
 HELPERS = {"reduced_to", "spread", "const"}
 
 

@@ -1,4 +1,5 @@
-"""FP8: numbers of a byte, and the head's loss and gradients beside float64."""
+"""FP8: numbers of a byte, the head's loss and gradients beside float64, and layers beside those
+without it."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from harness import assert_same_bits, naming
 
-from needle import _C, Tensor, no_grad, ops
-from needle.nn import Module, Parameter, flatten_parameters
+from needle import _C, BlockMask, Tensor, no_grad, ops
+from needle.models import Pythia, PythiaConfig, pythia
+from needle.nn import Module, Parameter, flatten_parameters, rotary_tables
 from needle.testing import call, check, prepare
 from needle.testing.fp8 import LARGE, ODD, encoded
 
@@ -22,9 +24,10 @@ def test_each_bfloat16_becomes_the_nearest_number(device):
     bits = np.arange(2**16, dtype=np.uint32) << 16
     x = bits.view(np.float32)
     x = x[np.abs(x) <= 448].reshape(1, -1)  # NaN is not; 448 makes the scale 1
-    q, q_t, scale = _C.fp8_quantize(_C.array(x, "float32", device))
+    x = _C.array(x, "float32", device)
+    q, q_t, scale = _C.fp8_quantize(x, None, 0, 0, None, None, 0.0, None)
     assert scale.item() == 1
-    np.testing.assert_array_equal(q.numpy(), encoded(x, "e4m3"))
+    np.testing.assert_array_equal(q.numpy(), encoded(x.numpy(), "e4m3"))
     np.testing.assert_array_equal(q_t.numpy(), q.numpy().T)
 
 
@@ -44,10 +47,20 @@ def test_more_tiles_than_multiprocessors():
 
 
 def test_bad_operands_are_named(device):
+    x = _C.array(np.ones((130, 16)), "float32", device)
+    one, sums = _C.array(1.0, "float32", device), _C.empty((1, 16), "float32", device)
+    for given, text in (
+        ((None, 3, 0, None, None, 0.0, None), "gelu is 3, but must be 0, 1 .erf. or 2"),
+        ((x, 0, 0, None, None, 0.0, None), "gelu is 0, but must be 1 .erf. or 2"),
+        ((None, 0, 0, None, one, 1.0, None), "scale_a and scale_b: give both or none"),
+        ((x, 1, 1, None, None, 0.0, sums), "sums: .1, C., but with pre it must be .2, C."),
+    ):
+        with pytest.raises(ValueError, match=f"^fp8_quantize: {text}"):
+            _C.fp8_quantize(x, *given)
     a = _C.array(np.zeros((16, 16)), "uint8", device)
     scale, c = _C.array(1.0, "float32", device), _C.empty((16, 16), "float32", device)
     with pytest.raises(ValueError, match="^fp8_matmul: b_e5m2: a and b are both e5m2"):
-        _C.fp8_matmul(a, 1, a, 1, scale, 0, c)
+        _C.fp8_matmul(a, 1, scale, a, 1, scale, None, None, 0, c)
     if device.is_host:
         targets = _C.array(np.r_[np.zeros(15), 16], "int32", device)
         with pytest.raises(ValueError, match="^fp8_cross_entropy: targets: token id 16 at pos"):
@@ -133,3 +146,118 @@ def test_a_nan_is_seen_in_loss_and_gradients(device):
         x64[40, 3] = bad
         found = gradients(Tensor(x64, device, "float32"), w, targets, False)
         assert all(np.isnan(array.numpy()).any() for array in found)
+
+
+# ---- layers --------------------------------------------------------------------------------------
+NAMES = "x1 w_qkv b_qkv w_o b_o x2 w1 b1 w2 b2 residual".split()
+
+
+def layer(device, dtype="float32", time=24, frozen=(), c=64, m=144, heads=4):
+    """(operands of attention_mlp by name, cos and sin)."""
+    rng = np.random.default_rng(time)
+    shapes = [(2, time, c), (c, 3 * c), (3 * c,), (c, c), (c,)]
+    shapes += [(2, time, c), (c, m), (m,), (m, c), (c,), (2, time, c)]
+    operands = {}
+    for name, shape in zip(NAMES, shapes):
+        values = rng.standard_normal(shape) * (0.15 if name[0] == "w" else 1)
+        operands[name] = Tensor(values, device, dtype, requires_grad=name not in frozen)
+    return operands, [_C.array(t, "float32", device) for t in rotary_tables(time, 8)]
+
+
+def run_layer(operands, tables, approximate="none", fp8=True, mask=None):
+    """y and the gradients by name, of y times fixed numbers."""
+    for x in operands.values():
+        x.grad = None
+    values = list(operands.values())
+    y = ops.attention_mlp(
+        *values[:3], 4, *tables, *values[3:], approximate=approximate, mask=mask, fp8=fp8
+    )
+    assert type(y.op) is (ops.AttentionMLPFP8 if fp8 else ops.AttentionMLP)
+    weights = np.random.default_rng(9).standard_normal(y.shape)
+    y.backward(Tensor(weights * 1e-4, y.device, y.dtype))
+    grads = {name: x.grad for name, x in operands.items()}
+    return {"y": y.cached_data} | {n: g if g is None else g.cached_data for n, g in grads.items()}
+
+
+def test_gradients_of_a_layer(device):
+    """Beside the layer without FP8, whose gradients tests/gradients.py holds to float64."""
+    cases = ("float32", "bfloat16"), ("none", "tanh"), (24, 136)
+    for dtype, form, time in itertools.product(*cases):
+        operands, tables = layer(device, dtype, time)
+        mask = BlockMask.local(T=time, window=16, block=8) if time == 24 else None
+        plain = run_layer(operands, tables, form, False, mask)
+        found, again = (run_layer(operands, tables, form, True, mask) for _ in range(2))
+        for name, exact in plain.items():
+            with naming(dtype, form, time, name):
+                exact, got = (a.numpy().astype(np.float64) for a in (exact, found[name]))
+                off = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+                own = name in ("residual", "b_o", "b2")  # sums of dy, as without FP8
+                assert off == 0 if own else 0.003 < off < 0.12
+                assert_same_bits(found[name], again[name], "a second call")
+
+
+def test_a_partly_frozen_layer_has_the_gradients_of_a_whole_one(device):
+    whole = run_layer(*layer(device))
+    for frozen in (NAMES[:3], NAMES[5:8], ["x1", "x2"], ["w_o", "w2", "b1"], ["b_qkv", "w1"]):
+        with naming(frozen):
+            found = run_layer(*layer(device, frozen=frozen))
+            for name, gradient in found.items():
+                assert (gradient is None) == (name in frozen)
+                if gradient is not None:
+                    assert_same_bits(gradient, whole[name], name)
+
+
+def test_sizes_that_take_no_fp8_have_the_bits_of_without_it(device):
+    for changes in {"time": 20}, {"m": 136}:
+        operands, tables = layer(device, **changes)
+        values = list(operands.values())
+        given = (*values[:3], 4, *tables, *values[3:])
+        with_it, without = (ops.attention_mlp(*given, fp8=fp8) for fp8 in (True, False))
+        assert type(with_it.op) is ops.AttentionMLP
+        assert_same_bits(with_it.cached_data, without.cached_data, "fp8")
+
+
+def test_layers_of_a_model(device, monkeypatch):
+    """In FP8 for training alone, also where computed again in the backward; not with hooks inside."""
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
+    config = PythiaConfig(vocab_size=48, hidden_size=32, num_layers=2, num_heads=2)
+    ids = np.arange(48).reshape(2, 24)
+
+    def step(fp8=True, recompute=False, hooks=None):
+        np.random.seed(0)
+        model = Pythia(config, device)
+        flat = flatten_parameters(model)
+        model.recompute = recompute
+        if fp8:
+            model.use_fp8()
+        with model.hooks(hooks or {}):
+            hidden = model.final_hidden(ids)
+            loss = model.loss(ids, ids)
+        loss.backward()
+        with no_grad():
+            return model.layers_in_fp8, hidden, model.final_hidden(ids), flat.grad
+
+    layers, hidden, evaluated, grad = step()
+    assert layers and hidden.numpy().tobytes() != evaluated.numpy().tobytes()
+    again = step(recompute=True)
+    assert_same_bits(hidden.cached_data, again[1].cached_data, "recompute")
+    assert_same_bits(grad, again[3], "recompute")
+    layers, plain, _, plain_grad = step(fp8=False)
+    assert not layers
+    assert_same_bits(plain.cached_data, evaluated.cached_data, "evaluation")
+    off = np.linalg.norm(grad.numpy() - plain_grad.numpy()) / np.linalg.norm(plain_grad.numpy())
+    assert 0.003 < off < 0.15
+    hooked = step(hooks={f"blocks.{i}.mlp.hook_post": lambda x: None for i in range(2)})
+    np.testing.assert_allclose(hooked[1].numpy(), plain.numpy(), rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 33)
+    assert not step()[0]
+
+
+def test_a_nan_is_seen_behind_a_layer(device):
+    for name, bad in itertools.product(("x2", "w_qkv", "b1", "residual"), (np.nan, np.inf)):
+        operands, tables = layer(device)
+        values = operands[name].numpy()
+        values.reshape(-1)[5] = bad
+        operands[name] = Tensor(values, device, requires_grad=True)
+        with naming(name, bad):
+            assert not np.isfinite(run_layer(operands, tables)["y"].numpy()).all()

@@ -1,0 +1,75 @@
+"""Products in FP8 (csrc/fp8.h), for layers and the head: operands in e4m3, gradients in e5m2, each
+array times one power of two, from its largest element."""
+
+from __future__ import annotations
+
+from needle import _C
+from needle._C import NDArray
+
+MULTIPLE = 16  # of the sizes of products on CUDA
+LARGEST = {0: 448.0, 1: 57344.0}  # of e4m3, of e5m2
+
+
+def whole_sizes(*sizes: int) -> bool:
+    """True if products of these sizes take FP8."""
+    return all(size > 0 and size % MULTIPLE == 0 for size in sizes)
+
+
+class Rounded:
+    """Rows x (N, C) in FP8: `rows` as they lie and `columns`, their transpose, times `scale`.
+
+    gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead; with `pre` of x gelu'(pre), of which `sums`
+    receives the column sums of 128 rows each. bound: |x| is at most the product of these two
+    scales and this number; else the largest is found."""
+
+    def __init__(
+        self,
+        x: NDArray,
+        e5m2: bool = False,
+        gelu: int = 0,
+        pre: NDArray | None = None,
+        sums: NDArray | None = None,
+        bound: tuple[NDArray | None, NDArray | None, float] = (None, None, 0.0),
+    ) -> None:
+        self.e5m2, self.dtype = int(e5m2), x.dtype
+        self.rows, self.columns, self.scale = _C.fp8_quantize(x, pre, gelu, self.e5m2, *bound, sums)
+
+
+class ProductFP8:
+    """y = r + x w + b of rows x (N, K) and w (K, M);  dx = d w^T,  dw += x^T d (float32). Keeps
+    what the backward reads: x by columns, and w."""
+
+    def forward(
+        self,
+        x: Rounded,
+        w: NDArray,
+        b: NDArray | None = None,
+        r: NDArray | None = None,
+        into: NDArray | None = None,
+    ) -> NDArray:
+        """b: M elements; r (N, M); into: y of another product, to which this one is added."""
+        matrix = Rounded(w)
+        n, m = x.rows.shape[0], w.shape[1]
+        y = _C.empty((n, m), x.dtype, w.device) if into is None else into
+        operands = (x.rows, 0, x.scale, matrix.columns, 0, matrix.scale)
+        _C.fp8_matmul(*operands, b, r, int(into is not None), y)
+        self.x, self.x_scale = x.columns, x.scale
+        self.w, self.w_scale = matrix.rows, matrix.scale
+        return y
+
+    def input_grad(self, d: Rounded) -> NDArray:
+        dx = _C.empty((d.rows.shape[0], self.w.shape[0]), d.dtype, self.w.device)
+        operands = (d.rows, d.e5m2, d.scale, self.w, 0, self.w_scale)
+        _C.fp8_matmul(*operands, None, None, 0, dx)
+        return dx
+
+    def input_grad_bound(self, d: Rounded) -> tuple[NDArray, NDArray, float]:
+        """A bound of input_grad(d), as Rounded takes it: far above its largest element, for which
+        e5m2 has room, but known without reading it."""
+        terms = self.w.shape[1]
+        return d.scale, self.w_scale, terms * LARGEST[d.e5m2] * LARGEST[0]
+
+    def weight_grad(self, d: Rounded, into_and_beta: tuple[NDArray, int]) -> None:
+        into, beta = into_and_beta
+        operands = (self.x, 0, self.x_scale, d.columns, d.e5m2, d.scale)
+        _C.fp8_matmul(*operands, None, None, beta, into)
