@@ -268,8 +268,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks.tell_gpus(group, run.settings, args.verify > 0)
         print(textwrap.fill(str(run.model), COLUMNS, subsequent_indent="  "))
         if run.model.fp8:
-            parts = "head and layers" if run.model.layers_in_fp8 else "head"
-            print(f"{parts} in FP8 (e4m3 forward, e5m2 gradients)")
+            print(f"{run.model.parts_in_fp8} in FP8 (e4m3 forward, e5m2 gradients)")
         print(f"{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)

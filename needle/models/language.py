@@ -24,7 +24,7 @@ from needle.block_mask import BlockMask
 from needle.hooks import Hooked, hook_names
 from needle.models.registry import Config
 from needle.models.text import Texts
-from needle.ops.fp8 import MULTIPLE
+from needle.ops.fp8 import MULTIPLE, whole_sizes
 
 
 class LanguageModel(Texts, Hooked):
@@ -38,8 +38,8 @@ class LanguageModel(Texts, Hooked):
     recompute: bool | None = None
     # True to compute the head of loss() in FP8; use_fp8() sets it where that is possible.
     fp8: bool = False
-    # True for a class whose layers take FP8 as well, where use_fp8() was called.
-    layers_in_fp8: bool = False
+    # True where products of layers take FP8 too, once use_fp8() was called.
+    layers_take_fp8: bool = False
     # The ranks that share each sequence; `shares` is True for a class whose `hidden` supports it.
     group: Any = None
     shares: bool = False
@@ -71,10 +71,10 @@ class LanguageModel(Texts, Hooked):
                 module.group = group
 
     def use_fp8(self) -> None:
-        """Compute the head's products of loss() in FP8 where gradients are wanted
-        (ops.linear_cross_entropy), and those of its layers where `layers_in_fp8` says so, for
-        batches of a multiple of 16 tokens; others are computed as before. `model.fp8 = False` ends
-        it. ValueError where the model or its GPU cannot."""
+        """Compute products of loss() in FP8 where gradients are wanted, for batches of a multiple
+        of 16 tokens; others are computed as before. `parts_in_fp8` says whether they are those of
+        the head (ops.linear_cross_entropy), of layers (ops.attention_mlp) or both. `model.fp8 =
+        False` ends it. ValueError where the model or its GPU cannot."""
         if type(self).forward is not LanguageModel.forward:
             raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")
         if not self._has_plain_head:
@@ -83,13 +83,14 @@ class LanguageModel(Texts, Hooked):
                 f"fp8: the head of a {self._name} must be nn.TiedHead or nn.Linear without a bias, "
                 f"but is {type(head).__name__}{'' if bias is None else ' with one'}"
             )
-        fp8, sizes = ops.LinearCrossEntropyFP8, self.embed_out.weight.shape
-        width, vocabulary = sizes[::-1] if isinstance(self.embed_out, nn.TiedHead) else sizes
-        if not fp8.serves(width, vocabulary):
+        width, vocabulary = self._head_sizes
+        if not whole_sizes(width, vocabulary):
             raise ValueError(
-                f"fp8: width {width} and vocabulary {vocabulary} must be multiples of "
-                f"{MULTIPLE}, the width at most {fp8.WIDEST}"
+                f"fp8: width {width} and vocabulary {vocabulary} must be multiples of {MULTIPLE}"
             )
+        if not self.parts_in_fp8:
+            widest = ops.LinearCrossEntropyFP8.WIDEST
+            raise ValueError(f"fp8: width {width} is more than {widest}, and no layer takes FP8")
         arch = 90 if self.device.is_host else self.device.limits()["arch"]
         if arch != 90:
             raise ValueError(
@@ -97,6 +98,18 @@ class LanguageModel(Texts, Hooked):
                 "in FP8 are written for 9.0 (Hopper): train without it, a run in FP8 by --init"
             )
         self.fp8 = True
+
+    @property
+    def parts_in_fp8(self) -> str:
+        """What use_fp8() computes in FP8: "head", "layers", "head and layers", or "" for nothing."""
+        head = ops.LinearCrossEntropyFP8.serves(*self._head_sizes)
+        return " and ".join(["head"] * head + ["layers"] * self.layers_take_fp8)
+
+    @property
+    def _head_sizes(self) -> tuple[int, int]:
+        """(C, V) of a plain head."""
+        sizes = self.embed_out.weight.shape
+        return sizes[::-1] if isinstance(self.embed_out, nn.TiedHead) else sizes
 
     @property
     def _has_plain_head(self) -> bool:

@@ -403,7 +403,7 @@ class Pythia(FactoredWeights, LanguageModel):
     def hidden(self, ids: NDArray, cache: Cache | None = None) -> Tensor:
         rotary, mask = (self._rotary, None) if cache else self._of_tokens(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
-        fp8 = self.layers_in_fp8 and is_grad_enabled()
+        fp8 = self.fp8 and self.layers_take_fp8 and is_grad_enabled()
         for i, layer in enumerate(self.layers):
             if self.recompute and cache is None:
                 x = nn.recompute(layer, x, rotary, mask, None, fp8)
@@ -412,13 +412,12 @@ class Pythia(FactoredWeights, LanguageModel):
         return self.final_layer_norm(x)
 
     @property
-    def layers_in_fp8(self) -> bool:
-        """True where use_fp8() takes effect in layers: those of one op (ops.attention_mlp), from a
-        width on at which it saves time."""
+    def layers_take_fp8(self) -> bool:
+        """True for layers of one op (ops.attention_mlp), from a width on at which it saves time."""
         config = self.config
         fused = config.use_parallel_residual and not config.attention_only and self.group is None
         wide = config.hidden_size >= FP8_LAYERS_FROM and whole_sizes(config.intermediate_size)
-        return self.fp8 and fused and wide
+        return fused and wide
 
     def hidden_from(self, x: Tensor, layer: int) -> Tensor:
         """Return hidden() of the residual stream (B, T, C) that enters `layer`."""

@@ -183,10 +183,10 @@ TABLE = {
     (default: 256)
 --dtype  of weights and activations; bfloat16 keeps float32 master weights in the optimizer
     (default: float32 | bfloat16)
---fp8  compute the products of the head, and from a width of 768 on those of the layers, in FP8
-    while training: e4m3 forward, e5m2 for gradients; weights, checkpoints and evaluations are in
-    --dtype. The width, the vocabulary and the tokens of a micro-batch must be multiples of 16, the
-    width at most 1024; a GPU must have compute capability 9.0 (Hopper)
+--fp8  compute the products of the head up to a width of 1024, and those of layers from 768 on, in
+    FP8 while training: e4m3 forward, e5m2 for gradients; weights, checkpoints and evaluations are
+    in --dtype. The width, the vocabulary and the tokens of a micro-batch must be multiples of 16; a
+    GPU must have compute capability 9.0 (Hopper)
 """,
     "data": """
 --data PATH  text or JSON lines (.gz and .zst too), a folder or quoted pattern of them, or tokens:

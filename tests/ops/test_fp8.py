@@ -218,7 +218,7 @@ def test_sizes_that_take_no_fp8_have_the_bits_of_without_it(device):
 
 
 def test_layers_of_a_model(device, monkeypatch):
-    """In FP8 for training alone, also where computed again in the backward; not with hooks inside."""
+    """In FP8 for training alone, also where computed again in the backward; without for hooks."""
     monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
     config = PythiaConfig(vocab_size=48, hidden_size=32, num_layers=2, num_heads=2)
     ids = np.arange(48).reshape(2, 24)
@@ -235,22 +235,24 @@ def test_layers_of_a_model(device, monkeypatch):
             loss = model.loss(ids, ids)
         loss.backward()
         with no_grad():
-            return model.layers_in_fp8, hidden, model.final_hidden(ids), flat.grad
+            return model.parts_in_fp8, hidden, model.final_hidden(ids), flat.grad
 
-    layers, hidden, evaluated, grad = step()
-    assert layers and hidden.numpy().tobytes() != evaluated.numpy().tobytes()
+    parts, hidden, evaluated, grad = step()
+    assert parts == "head and layers" and hidden.numpy().tobytes() != evaluated.numpy().tobytes()
     again = step(recompute=True)
     assert_same_bits(hidden.cached_data, again[1].cached_data, "recompute")
     assert_same_bits(grad, again[3], "recompute")
-    layers, plain, _, plain_grad = step(fp8=False)
-    assert not layers
+    _, plain, _, plain_grad = step(fp8=False)
     assert_same_bits(plain.cached_data, evaluated.cached_data, "evaluation")
     off = np.linalg.norm(grad.numpy() - plain_grad.numpy()) / np.linalg.norm(plain_grad.numpy())
     assert 0.003 < off < 0.15
     hooked = step(hooks={f"blocks.{i}.mlp.hook_post": lambda x: None for i in range(2)})
     np.testing.assert_allclose(hooked[1].numpy(), plain.numpy(), rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 33)
-    assert not step()[0]
+    assert step()[0] == "head"
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
+    monkeypatch.setattr(ops.LinearCrossEntropyFP8, "WIDEST", 16)
+    assert step()[0] == "layers"
 
 
 def test_a_nan_is_seen_behind_a_layer(device):
