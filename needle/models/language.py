@@ -101,7 +101,7 @@ class LanguageModel(Texts, Hooked):
 
     @property
     def parts_in_fp8(self) -> str:
-        """What use_fp8() computes in FP8: "head", "layers", "head and layers", or "" for nothing."""
+        """What use_fp8() takes: "head", "layers", "head and layers", or "" for nothing."""
         head = ops.LinearCrossEntropyFP8.serves(*self._head_sizes)
         return " and ".join(["head"] * head + ["layers"] * self.layers_take_fp8)
 
