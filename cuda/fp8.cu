@@ -85,7 +85,7 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t *of_rows, uint32_
     of_columns[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-template <class T> struct alignas(8 * sizeof(T)) Eight { T v[8]; };
+template <class T> struct alignas(16) Eight { T v[8]; };
 
 /* As many of eight as there are, then zeros; `aligned`: all, at a multiple of their size. */
 template <class T>

@@ -36,20 +36,8 @@ class AttentionMLP(FusedOp):
         self.heads, self.cos, self.sin = heads, cos, sin
         self.mask, self.approximate = mask, approximate
 
-    def compute(
-        self,
-        x1: NDArray,
-        w_qkv: NDArray,
-        b_qkv: NDArray,
-        w_o: NDArray,
-        b_o: NDArray,
-        x2: NDArray,
-        w1: NDArray,
-        b1: NDArray,
-        w2: NDArray,
-        b2: NDArray,
-        r: NDArray,
-    ) -> NDArray:
+    def compute(self, *inputs: NDArray) -> NDArray:
+        x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r = inputs
         rows, inner, width = rows_of(x2), w_o.shape[0], w_o.shape[0] + w1.shape[1]
         self.both = _C.empty((rows.shape[0], width), x2.dtype, x2.device)
         self.up = GeluLayer("attention_mlp", self.approximate)
@@ -129,20 +117,8 @@ class AttentionMLPFP8(AttentionMLP):
     """Compute AttentionMLP with its products in FP8, for sizes that whole_sizes() accepts.
     Attention and sums are as there; y is rounded between the products of w_o and w2."""
 
-    def compute(
-        self,
-        x1: NDArray,
-        w_qkv: NDArray,
-        b_qkv: NDArray,
-        w_o: NDArray,
-        b_o: NDArray,
-        x2: NDArray,
-        w1: NDArray,
-        b1: NDArray,
-        w2: NDArray,
-        b2: NDArray,
-        r: NDArray,
-    ) -> NDArray:
+    def compute(self, *inputs: NDArray) -> NDArray:
+        x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r = inputs
         self.gelu = 1 + tanh_form("attention_mlp", self.approximate)
         self.products = {i: ProductFP8() for i in (self.W_QKV, self.W_O, self.W1, self.W2)}
         qkv, out, up, down = self.products.values()
