@@ -15,7 +15,7 @@ def whole_sizes(*sizes: int) -> bool:
     return all(size > 0 and size % MULTIPLE == 0 for size in sizes)
 
 
-class Rounded:
+class Quantized:
     """Rows x (N, C) in FP8: `rows` as they lie and `columns`, their transpose, times `scale`.
 
     gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead; with `pre` of x gelu'(pre), of which `sums`
@@ -41,14 +41,14 @@ class ProductFP8:
 
     def forward(
         self,
-        x: Rounded,
+        x: Quantized,
         w: NDArray,
         b: NDArray | None = None,
         r: NDArray | None = None,
         into: NDArray | None = None,
     ) -> NDArray:
         """b: M elements; r (N, M); into: y of another product, to which this one is added."""
-        matrix = Rounded(w)
+        matrix = Quantized(w)
         n, m = x.rows.shape[0], w.shape[1]
         y = _C.empty((n, m), x.dtype, w.device) if into is None else into
         operands = (x.rows, 0, x.scale, matrix.columns, 0, matrix.scale)
@@ -57,19 +57,19 @@ class ProductFP8:
         self.w, self.w_scale = matrix.rows, matrix.scale
         return y
 
-    def input_grad(self, d: Rounded) -> NDArray:
+    def input_grad(self, d: Quantized) -> NDArray:
         dx = _C.empty((d.rows.shape[0], self.w.shape[0]), d.dtype, self.w.device)
         operands = (d.rows, d.e5m2, d.scale, self.w, 0, self.w_scale)
         _C.fp8_matmul(*operands, None, None, 0, dx)
         return dx
 
-    def input_grad_bound(self, d: Rounded) -> tuple[NDArray, NDArray, float]:
-        """A bound of input_grad(d), as Rounded takes it: far above its largest element, for which
+    def input_grad_bound(self, d: Quantized) -> tuple[NDArray, NDArray, float]:
+        """A bound of input_grad(d), as Quantized takes it: far above its largest element, for which
         e5m2 has room, but known without reading it."""
         terms = self.w.shape[1]
         return d.scale, self.w_scale, terms * LARGEST[d.e5m2] * LARGEST[0]
 
-    def weight_grad(self, d: Rounded, into_and_beta: tuple[NDArray, int]) -> None:
+    def weight_grad(self, d: Quantized, into_and_beta: tuple[NDArray, int]) -> None:
         into, beta = into_and_beta
         operands = (self.x, 0, self.x_scale, d.columns, d.e5m2, d.scale)
         _C.fp8_matmul(*operands, None, None, beta, into)

@@ -25,7 +25,7 @@ from needle.ops.elementwise import (
     subtract,
     where,
 )
-from needle.ops.fp8 import Rounded, whole_sizes
+from needle.ops.fp8 import Quantized, whole_sizes
 from needle.ops.matmul import weight_grad
 from needle.ops.pointwise import abs, clip, log1p, softplus
 from needle.ops.reduce import logsoftmax, mean
@@ -282,13 +282,13 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         return whole_sizes(c, *sizes) and c <= cls.WIDEST
 
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
-        self.w = Rounded(w)
+        self.w = Quantized(w)
         ways = self.w.rows, self.w.columns
         self.w_rows, self.w_columns = ways if self.transposed else reversed(ways)
         return super().compute(x, w)
 
     def _losses(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
-        self.x = Rounded(x)
+        self.x = Quantized(x)
         scale = _C.multiply(self.x.scale, self.w.scale)
         *found, self.dlogits, self.dlogits_t = _C.fp8_cross_entropy(
             self.x.rows, self.w_rows, scale, targets

@@ -13,7 +13,7 @@ from needle.block_mask import BlockMask
 from needle.ops.attention import Kernel, PackedKernel, RotaryLayer, array_on
 from needle.ops.common import accumulator_and_beta, accumulator_of, check_tensors, rows_of, vector
 from needle.ops.elementwise import tanh_form
-from needle.ops.fp8 import ProductFP8, Rounded, whole_sizes
+from needle.ops.fp8 import ProductFP8, Quantized, whole_sizes
 from needle.ops.matmul import check_residual, weight_grad
 from needle.ops.mlp import GeluLayer
 
@@ -122,16 +122,16 @@ class AttentionMLPFP8(AttentionMLP):
         self.gelu = 1 + tanh_form("attention_mlp", self.approximate)
         self.products = {i: ProductFP8() for i in (self.W_QKV, self.W_O, self.W1, self.W2)}
         qkv, out, up, down = self.products.values()
-        packed = qkv.forward(Rounded(rows_of(x1)), w_qkv, vector(b_qkv))
+        packed = qkv.forward(Quantized(rows_of(x1)), w_qkv, vector(b_qkv))
         packed = packed.reshape((*x1.shape[:2], self.heads, 3, w_o.shape[0] // self.heads))
         _C.rotary(packed, self.cos, self.sin, 2, 1.0)
         kernel = Kernel("attention_mlp", None, True, self.mask)
         self.attention = PackedKernel(kernel, self.cos, self.sin)
         z = self.attention.forward(packed).reshape((rows_of(x1).shape[0], w_o.shape[0]))
         bias = _C.add(vector(b_o), vector(b2))
-        y = out.forward(Rounded(z), w_o, bias, rows_of(r))
-        self.pre = up.forward(Rounded(rows_of(x2)), w1, vector(b1))
-        down.forward(Rounded(self.pre, gelu=self.gelu), w2, into=y)
+        y = out.forward(Quantized(z), w_o, bias, rows_of(r))
+        self.pre = up.forward(Quantized(rows_of(x2)), w1, vector(b1))
+        down.forward(Quantized(self.pre, gelu=self.gelu), w2, into=y)
         return y.reshape(r.shape)
 
     def backward(
@@ -140,7 +140,7 @@ class AttentionMLPFP8(AttentionMLP):
         inputs, dy = node.inputs, rows_of(dout)
         grads: list[NDArray | None] = [None] * len(inputs)
 
-        def through(i: int, d: Rounded) -> None:
+        def through(i: int, d: Quantized) -> None:
             """The gradients of x and w, inputs i - 1 and i, from d."""
             x, w = inputs[i - 1 : i + 1]
             if w.requires_grad:
@@ -149,7 +149,7 @@ class AttentionMLPFP8(AttentionMLP):
             if x.requires_grad:
                 grads[i - 1] = self.products[i].input_grad(d).reshape(x.shape)
 
-        d = Rounded(dy, e5m2=True)
+        d = Quantized(dy, e5m2=True)
         for i in (self.W_O, self.W2):
             if inputs[i].requires_grad:
                 into = accumulator_and_beta(accumulators, grads, node, i)
@@ -160,7 +160,7 @@ class AttentionMLPFP8(AttentionMLP):
             sums = _C.empty(parts, "float32", dy.device)
             dg = self.products[self.W2].input_grad(d)
             bound = self.products[self.W2].input_grad_bound(d)
-            dpre = Rounded(dg, True, self.gelu, self.pre, sums, bound)
+            dpre = Quantized(dg, True, self.gelu, self.pre, sums, bound)
             del dg
             if inputs[self.B1].requires_grad:
                 db1 = vector(accumulator_of(accumulators, grads, node, self.B1))
@@ -171,7 +171,7 @@ class AttentionMLPFP8(AttentionMLP):
             dqkv = self._projection_grad(dz, node, accumulators, grads)
             del dz
             rows = dqkv.reshape((dy.shape[0], inputs[self.W_QKV].shape[1]))
-            through(self.W_QKV, Rounded(rows, e5m2=True))
+            through(self.W_QKV, Quantized(rows, e5m2=True))
         if inputs[self.R].requires_grad:
             grads[self.R] = dout
         return grads
