@@ -73,7 +73,7 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
     ND_TRY(nd_check_fp8_quantize(args->x, args->pre, args->gelu, args->scale_a, args->scale_b,
                                  args->sums));
     float largest = nd_bits_float(largest_bits(args->x));
-    if (args->scale_a) {
+    if (args->scale_a && n * c > 0) {
         const float *a = args->scale_a->data, *b = args->scale_b->data;
         largest = fabsf((float)args->bound * *a * *b);
     }

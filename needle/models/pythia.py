@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from needle import hf, init, nn, ops
-from needle.autograd import Tensor, is_grad_enabled
+from needle.autograd import Tensor
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
 from needle.files import FileError
@@ -225,6 +225,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    fuses = True
     hook_points = {
         "hook_resid_pre": None,
         "ln1": "input_layernorm",
@@ -400,15 +401,17 @@ class Pythia(FactoredWeights, LanguageModel):
         tables = nn.rotary_tables(config.max_seq_len, config.rotary_dims, config.rotary_base)
         self._rotary = tuple(array(table, "float32", self.device) for table in tables)
 
-    def hidden(self, ids: NDArray, cache: Cache | None = None) -> Tensor:
+    def hidden(self, ids: NDArray, cache: Cache | None = None, fp8: bool = False) -> Tensor:
+        """fp8: compute the products of layers in FP8; a module in the place of one is called as it
+        is."""
         rotary, mask = (self._rotary, None) if cache else self._of_tokens(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
-        fp8 = self.fp8 and self.layers_take_fp8 and is_grad_enabled()
         for i, layer in enumerate(self.layers):
+            more = (True,) if fp8 and nn.fuses_as(layer, Layer) else ()
             if self.recompute and cache is None:
-                x = nn.recompute(layer, x, rotary, mask, None, fp8)
+                x = nn.recompute(layer, x, rotary, mask, None, *more)
             else:
-                x = layer(x, rotary, mask, cache and cache.layer(i), fp8)
+                x = layer(x, rotary, mask, cache and cache.layer(i), *more)
         return self.final_layer_norm(x)
 
     @property

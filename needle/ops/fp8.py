@@ -63,9 +63,12 @@ class ProductFP8:
         _C.fp8_matmul(*operands, None, None, 0, dx)
         return dx
 
-    def input_grad_bound(self, d: Quantized) -> tuple[NDArray, NDArray, float]:
+    def input_grad_bound(self, d: Quantized) -> tuple[NDArray | None, NDArray | None, float]:
         """A bound of input_grad(d), as Quantized takes it: far above its largest element, for which
-        e5m2 has room, but known without reading it."""
+        e5m2 has room, but known without reading it. None in float16, which infinities end in: a
+        bound would make them finite."""
+        if d.dtype == "float16":
+            return None, None, 0.0
         terms = self.w.shape[1]
         return d.scale, self.w_scale, terms * LARGEST[d.e5m2] * LARGEST[0]
 

@@ -288,10 +288,11 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         return super().compute(x, w)
 
     def _losses(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
-        self.x = Quantized(x)
-        scale = _C.multiply(self.x.scale, self.w.scale)
+        q = Quantized(x)
+        self.x_t, self.x_scale = q.columns, q.scale
+        scale = _C.multiply(q.scale, self.w.scale)
         *found, self.dlogits, self.dlogits_t = _C.fp8_cross_entropy(
-            self.x.rows, self.w_rows, scale, targets
+            q.rows, self.w_rows, scale, targets
         )
         return tuple(found)
 
@@ -308,7 +309,7 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         self, x: NDArray, into: tuple[NDArray, int], scale: NDArray | None = None
     ) -> None:
         dw, add = into
-        factors = [(self.x.columns, 0, self.x.scale), (self.dlogits_t, 1, self._d_scale(x, scale))]
+        factors = [(self.x_t, 0, self.x_scale), (self.dlogits_t, 1, self._d_scale(x, scale))]
         a, b = reversed(factors) if self.transposed else factors
         _C.fp8_matmul(*a, *b, None, None, add, dw)
 

@@ -140,20 +140,20 @@ class AttentionMLPFP8(AttentionMLP):
         inputs, dy = node.inputs, rows_of(dout)
         grads: list[NDArray | None] = [None] * len(inputs)
 
-        def through(i: int, d: Quantized) -> None:
-            """The gradients of x and w, inputs i - 1 and i, from d."""
-            x, w = inputs[i - 1 : i + 1]
-            if w.requires_grad:
-                into = accumulator_and_beta(accumulators, grads, node, i)
-                self.products[i].weight_grad(d, into)
-            if x.requires_grad:
-                grads[i - 1] = self.products[i].input_grad(d).reshape(x.shape)
-
-        d = Quantized(dy, e5m2=True)
-        for i in (self.W_O, self.W2):
+        def weight_grad(i: int, d: Quantized) -> None:
             if inputs[i].requires_grad:
                 into = accumulator_and_beta(accumulators, grads, node, i)
                 self.products[i].weight_grad(d, into)
+
+        def through(i: int, d: Quantized) -> None:
+            """The gradients of x and w, inputs i - 1 and i, from d."""
+            weight_grad(i, d)
+            if inputs[i - 1].requires_grad:
+                grads[i - 1] = self.products[i].input_grad(d).reshape(inputs[i - 1].shape)
+
+        d = Quantized(dy, e5m2=True)
+        weight_grad(self.W_O, d)
+        weight_grad(self.W2, d)
         self._last_bias_grads(dy, node, accumulators, grads)
         if any(x.requires_grad for x in inputs[self.X2 : self.B1 + 1]):
             parts = (-(-dy.shape[0] // 128), self.pre.shape[1])

@@ -90,7 +90,8 @@ class Near:
 
 def fp8_quantize(r, x, pre, gelu, e5m2, scale_a, scale_b, bound, sums):
     kind = ("e4m3", "e5m2")[e5m2]
-    largest = np.abs(x).max(initial=0) if scale_a is None else bound * scale_a * scale_b
+    bounded = scale_a is not None and x.size
+    largest = bound * scale_a * scale_b if bounded else np.abs(x).max(initial=0)
     scale = scale_of(largest * (1 if pre is None else 1.25), kind)
     if gelu == 0:
         with np.errstate(invalid="ignore"):
@@ -203,6 +204,8 @@ QUANTIZED = {
     "gradient-e4m3-144x48": (144, 48, 1.0, (), 0.0, 0, 2, True),
     "bound-300x272": (300, 272, 1e-4, (5,), -1.0, 1, 2, True, 2.0**24),
     "nan-below-a-bound": (16, 33, 1e-4, (200,), np.nan, 1, 0, False, 2.0**24),
+    "infinity-below-a-bound": (16, 33, 1e-4, (200,), np.inf, 1, 0, False, 2.0**24),
+    "bound-none": (0, 8, 1.0, (), 0.0, 1, 2, True, 2.0**24),
     "gradient-none": (0, 8, 1.0, (), 0.0, 1, 2, True),
 }
 

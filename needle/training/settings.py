@@ -140,7 +140,7 @@ def steps_of(tokens: int, settings: dict) -> int:
 
 
 def odd_micro_batch(settings: dict) -> str | None:
-    """Return an error for micro-batches that the head in FP8 does not take."""
+    """Return an error for micro-batches that products in FP8 do not take."""
     batch_size, seq_len = settings["batch_size"], settings["seq_len"]
     context = settings["context_parallel"]
     if "fp8" not in settings or batch_size * seq_len % (context * MULTIPLE) == 0:

@@ -218,41 +218,57 @@ def test_sizes_that_take_no_fp8_have_the_bits_of_without_it(device):
 
 
 def test_layers_of_a_model(device, monkeypatch):
-    """In FP8 for training alone, also where computed again in the backward; without for hooks."""
+    """In FP8 for training alone, also where computed again in the backward; without for hooks, or a
+    layer of one's own."""
     monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
     config = PythiaConfig(vocab_size=48, hidden_size=32, num_layers=2, num_heads=2)
     ids = np.arange(48).reshape(2, 24)
 
-    def step(fp8=True, recompute=False, hooks=None):
+    class Own(pythia.Layer):
+        def forward(self, x, rotary, mask=None, cache=None):
+            return super().forward(x, rotary, mask, cache)
+
+    def step(fp8=True, recompute=False, hooks=None, own=()):
         np.random.seed(0)
         model = Pythia(config, device)
+        for i in own:
+            model.layers[i].__class__ = Own
         flat = flatten_parameters(model)
         model.recompute = recompute
         if fp8:
             model.use_fp8()
         with model.hooks(hooks or {}):
-            hidden = model.final_hidden(ids)
             loss = model.loss(ids, ids)
         loss.backward()
         with no_grad():
-            return model.parts_in_fp8, hidden, model.final_hidden(ids), flat.grad
+            evaluated = model.loss(ids, ids)
+        return model.parts_in_fp8, loss.cached_data, evaluated.cached_data, flat.grad
 
-    parts, hidden, evaluated, grad = step()
-    assert parts == "head and layers" and hidden.numpy().tobytes() != evaluated.numpy().tobytes()
+    parts, loss, evaluated, grad = step()
+    assert parts == "head and layers" and loss.item() != evaluated.item()
     again = step(recompute=True)
-    assert_same_bits(hidden.cached_data, again[1].cached_data, "recompute")
+    assert_same_bits(loss, again[1], "recompute")
     assert_same_bits(grad, again[3], "recompute")
     _, plain, _, plain_grad = step(fp8=False)
-    assert_same_bits(plain.cached_data, evaluated.cached_data, "evaluation")
+    assert_same_bits(plain, evaluated, "evaluation")
     off = np.linalg.norm(grad.numpy() - plain_grad.numpy()) / np.linalg.norm(plain_grad.numpy())
     assert 0.003 < off < 0.15
-    hooked = step(hooks={f"blocks.{i}.mlp.hook_post": lambda x: None for i in range(2)})
-    np.testing.assert_allclose(hooked[1].numpy(), plain.numpy(), rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 33)
-    assert step()[0] == "head"
-    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
     monkeypatch.setattr(ops.LinearCrossEntropyFP8, "WIDEST", 16)
+    hooked = step(hooks={f"blocks.{i}.mlp.hook_post": lambda x: None for i in range(2)})
+    assert abs(hooked[1].item() - plain.item()) < 1e-5 < abs(step()[1].item() - plain.item())
     assert step()[0] == "layers"
+    assert_same_bits(step(own=(0, 1))[1], plain, "own layers")
+    assert step(own=(1,))[1].item() != plain.item()
+    monkeypatch.undo()
+    assert step()[0] == "head"
+
+
+def test_a_gradient_beyond_float16_stays_so(device):
+    operands, tables = layer(device, "float16", frozen=["b1"])
+    values = list(operands.values())
+    y = ops.attention_mlp(*values[:3], 4, *tables, *values[3:], fp8=True)
+    y.backward(Tensor(np.full(y.shape, 3e4), device, "float16"))
+    assert not np.isfinite(operands["w1"].grad.numpy()).all()
 
 
 def test_a_nan_is_seen_behind_a_layer(device):
