@@ -407,11 +407,11 @@ class Pythia(FactoredWeights, LanguageModel):
         rotary, mask = (self._rotary, None) if cache else self._of_tokens(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
         for i, layer in enumerate(self.layers):
-            more = (True,) if fp8 and nn.fuses_as(layer, Layer) else ()
+            fused = fp8 and nn.fuses_as(layer, Layer)
             if self.recompute and cache is None:
-                x = nn.recompute(layer, x, rotary, mask, None, *more)
+                x = nn.recompute(layer, x, rotary, mask, *[None, True] * fused)
             else:
-                x = layer(x, rotary, mask, cache and cache.layer(i), *more)
+                x = layer(x, rotary, mask, cache and cache.layer(i), *[True] * fused)
         return self.final_layer_norm(x)
 
     @property
