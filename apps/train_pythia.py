@@ -32,7 +32,7 @@ from needle.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save
 from needle.data import DataError, Prefetch, run_batches, run_data
 from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
-from needle.distributed.group import Group
+from needle.distributed.group import Group, Subgroup
 from needle.files import Lock
 from needle.heartbeat import beat, supervised
 from needle.processes import program
@@ -162,8 +162,6 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     np.random.seed(settings.get("init_seed", settings["seed"]))
     if model is None:
         model = config.model_class(config, device=device)
-    if "fp8" in settings:
-        model.use_fp8()
     batches = Prefetch(ranks.own_batches(group, settings, data, model.config.vocab_size), device)
     optimizer = optim.AdamW(
         nn.flatten_parameters(model),
@@ -175,6 +173,7 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     )
     micro_batches, context = settings["grad_accum"], settings["context_parallel"]
     parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
+    set_up(model, parallel, settings)
     lock = None
 
     def take_folder() -> str:
@@ -188,6 +187,14 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     if group.rank == 0:
         write_description(run)
     return run
+
+
+def set_up(model: Any, parallel: DataParallel, settings: dict) -> None:
+    """Let ranks share sequences and products be in FP8 where the settings ask for it."""
+    if parallel.context > 1:
+        model.share_sequences(Subgroup(parallel.group, parallel.context))
+    if "fp8" in settings:
+        model.use_fp8()
 
 
 def resumed_run(
@@ -211,10 +218,9 @@ def resumed_run(
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
-    if "fp8" in settings:
-        model.use_fp8()
     micro_batches, context = settings["grad_accum"], settings["context_parallel"]
     parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
+    set_up(model, parallel, settings)
     step = saved["step"]
     print(f"resuming {checkpoint.path} after step {step}")
     before, now = saved.get("products"), state.products_of(device)

@@ -57,7 +57,7 @@ static inline nd_status nd_check_fp8_quantize(const nd_array *x, const nd_array 
     }
     if (sums && (!pre || sums->shape[0] != parts)) {
         return nd_error(ND_EVALUE,
-                        "fp8_quantize: sums: (%lld, C), but with pre it must be (%lld, C)",
+                        "fp8_quantize: sums: (%lld, C), but it must be (%lld, C), beside pre",
                         (long long)sums->shape[0], (long long)parts);
     }
     return ND_OK;

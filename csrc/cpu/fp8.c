@@ -156,7 +156,7 @@ static void start_sums(const nd_array *r, const nd_array *bias, nd_array *sums) 
 }
 
 nd_status cpu_fp8_matmul(int device, const fp8_matmul_args *args) {
-    nd_array a = {0}, b = {0}, *c = args->c, sums = *c;
+    nd_array a = {0}, b = {0}, *c = args->c, sums = c->dtype == ND_F32 ? *c : a;
     const nd_array *r = args->add ? c : args->r;
     float scale = *(const float *)args->a_scale->data * *(const float *)args->b_scale->data;
     nd_array of_both = {.data = &scale, .dtype = ND_F32};

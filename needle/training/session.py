@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from needle._C import NDArray
-from needle.distributed.group import Subgroup
 from needle.distributed.verify import Verification
 from needle.heartbeat import beat
 from needle.peaks import peak
@@ -73,8 +72,6 @@ class Session:
     def __init__(self, run: Run, compute: Callable[[Any, Any], NDArray]) -> None:
         self.run, parallel = run, run.parallel
         self.ranks, self.gradient = parallel.group, compute
-        if parallel.context > 1:
-            run.model.share_sequences(Subgroup(self.ranks, parallel.context))
         self.ranks.same("the weights", parallel.digest())
         shape = run.settings["batch_size"], run.settings["seq_len"] // parallel.context
         recorded = run.args.graph

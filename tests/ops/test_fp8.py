@@ -53,7 +53,7 @@ def test_bad_operands_are_named(device):
         ((None, 3, 0, None, None, 0.0, None), "gelu is 3, but must be 0, 1 .erf. or 2"),
         ((x, 0, 0, None, None, 0.0, None), "gelu is 0, but must be 1 .erf. or 2"),
         ((None, 0, 0, None, one, 1.0, None), "scale_a and scale_b: give both or none"),
-        ((x, 1, 1, None, None, 0.0, sums), "sums: .1, C., but with pre it must be .2, C."),
+        ((x, 1, 1, None, None, 0.0, sums), "sums: .1, C., but it must be .2, C., beside pre"),
     ):
         with pytest.raises(ValueError, match=f"^fp8_quantize: {text}"):
             _C.fp8_quantize(x, *given)
@@ -246,6 +246,9 @@ def test_layers_of_a_model(device, monkeypatch):
 
     parts, loss, evaluated, grad = step()
     assert parts == "head and layers" and loss.item() != evaluated.item()
+    shared = Pythia(config, device)
+    shared.group = object()
+    assert shared.parts_in_fp8 == "head"
     again = step(recompute=True)
     assert_same_bits(loss, again[1], "recompute")
     assert_same_bits(grad, again[3], "recompute")
