@@ -110,11 +110,9 @@ def fp8_quantize(r, x, pre, gelu, e5m2, scale_a, scale_b, bound, sums):
 def fp8_matmul(rounded, a, a_e5m2, a_scale, b, b_e5m2, b_scale, bias, r, add, c):
     a, b = (decoded(q, ("e4m3", "e5m2")[wide]) for q, wide in ((a, a_e5m2), (b, b_e5m2)))
     scale, r = a_scale * b_scale, c if add else r
-    others = sum(x for x in (r, bias) if x is not None)
-    unit = abs(scale) * (np.abs(a) @ np.abs(b).T) + sum(
-        np.abs(x) for x in (r, bias) if x is not None
-    )
-    return {"c": Near(scale * (a @ b.T) + others, unit, OF_SUMS)}
+    added = [x for x in (r, bias) if x is not None]
+    unit = abs(scale) * (np.abs(a) @ np.abs(b).T) + sum(map(np.abs, added))
+    return {"c": Near(scale * (a @ b.T) + sum(added), unit, OF_SUMS)}
 
 
 def fp8_cross_entropy(r, x, w, scale, targets):

@@ -1,6 +1,7 @@
 """Runs of apps/train_pythia.py with --fp8."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,6 +72,19 @@ def test_the_head_of_a_model_is_in_fp8_for_training_alone():
         assert type(loss.op) is ops.LinearCrossEntropyFP8 and loss.item() != plain.item()
         with ndl.no_grad():
             assert model.loss(ids, ids).item() == plain.item()
+
+
+def test_layers_of_ranks_that_share_sequences_are_not_said_to_be_in_fp8(monkeypatch):
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
+    config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
+    for context, parts in (1, "head and layers"), (2, "head"):
+        model = ndl.Pythia(config)
+        parallel = SimpleNamespace(context=context, group=SimpleNamespace(rank=0, size=2))
+        train_pythia.set_up(model, parallel, {"fp8": True})
+        assert model.fp8 and model.parts_in_fp8 == parts
+    monkeypatch.setattr(ops.LinearCrossEntropyFP8, "WIDEST", 16)
+    with pytest.raises(ValueError, match="^fp8: width 32 is more than 16, and no layer takes FP8"):
+        train_pythia.set_up(ndl.Pythia(config), parallel, {"fp8": True})
 
 
 def test_a_nan_in_front_of_the_head_names_its_step(tmp_path, tokens, capsys, monkeypatch):
