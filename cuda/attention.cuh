@@ -72,8 +72,11 @@ struct Problem {
     uint32_t flip;    /* 0x80008000 where q must change sign in the forward, else 0 */
     Rows q, k, v, o, dout, dq, dk, dv;
     float *lse;    /* (B, H, T) */
-    float2 *stats; /* (B, H, stats_stride): what the backward needs of a row, see there */
-    int stats_stride;
+    float2 *stats; /* (B, H, T): what the backward needs of a row, see there */
+    /* Of the backward on Hopper, or NULL: see attention_hopper.cuh. */
+    void *terms;       /* (B, H, T, TERMS) */
+    unsigned *tickets; /* (B, H, parts of 64 queries) */
+    float *dq_sums;    /* (B, H, parts, DQ_SHARE) */
 };
 
 /* ---- host: filling it ------------------------------------------------------------------------ */

@@ -17,7 +17,8 @@
  *            products a tile, of S^T = k q^T and dP^T = v do^T, so that P^T and dS^T pass from the
  *            first products to the second in registers
  * Work: 14 D operations a visible pair, of which 10 D are counted as useful: S and dP are computed
- *   twice, the price of neither atomics nor a T x S matrix.
+ *   twice, the price of neither atomics nor a T x S matrix. The kernels for Hopper do without where
+ *   one pass of 10 D serves: dense, head dims up to 64 (attention_dq_hopper.cuh).
  * Bytes: q, do, dq once and k, v once a query tile (dq); k, v, dk, dv once and q, do once a key
  *   tile (dk dv), repeats mostly from L2; do, o once and 8 bytes a row written (stats).
  */
@@ -71,8 +72,16 @@ __global__ void __launch_bounds__(STATS_THREADS)
             int64_t head = (int64_t)b * p.H + h;
             float lse = p.lse[head * p.T + t];
             float unit = sizeof(T) == 4 ? 1.0f : LOG2E;
-            p.stats[head * p.stats_stride + t] =
-                make_float2(lse == -INFINITY ? INFINITY : lse * unit, sum);
+            p.stats[head * p.T + t] = make_float2(lse == -INFINITY ? INFINITY : lse * unit, sum);
+            if constexpr (sizeof(T) == 2) {
+                if (p.terms) { /* a query without a key has scores of -inf, whatever is added */
+                    store_terms((T *)p.terms + (head * p.T + t) * TERMS,
+                                lse == -INFINITY ? 0.0f : lse / p.scale, sum);
+                }
+                if (p.tickets && t % HALF == 0) {
+                    p.tickets[head * ceil_div(p.T, HALF) + t / HALF] = 0;
+                }
+            }
         }
     }
 }
@@ -127,7 +136,7 @@ __global__ void __launch_bounds__(QueryTile<DP>::THREADS, QueryTile<DP>::CTAS)
     const int m0 = (int)(threadIdx.x / 32) * 16;
     const int first_row = work.own.begin + m0; /* of this warp */
     const int last_row = min(first_row + 16, work.own.end) - 1;
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
     float2 stat[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -221,7 +230,7 @@ __global__ void __launch_bounds__(KeyTile<DP>::THREADS, KeyTile<DP>::CTAS)
     }
     const T *q = p.q.head<const T>(work.b, work.h);
     const T *dout = p.dout.head<const T>(work.b, work.h);
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
     Span seen = queries_of_keys(p, work.own);
     TileWalk<Tile::QUERIES> walk(p, work, seen.begin, seen.end);
 
@@ -365,7 +374,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
                               p.D);
 
     const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
     float dq[M][DP / 64][4];
     clear(dq);
     for (Span tile = walk.next(); tile.begin >= 0; tile = walk.next()) {
@@ -423,7 +432,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     load_float_tile<DP, ROWS>(v_tile, p.v, p.v.head<const float>(work.b, work.h), work.own, p.D);
 
     const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
     float dk[M][DP / 64][4], dv[M][DP / 64][4];
     clear(dk);
     clear(dv);
@@ -590,30 +599,38 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     p.dv = rows_of(a->dv);
     p.lse = (float *)a->lse->data;
     void *scratch = NULL;
-    p.stats_stride = ceil_div(p.T, 2) * 2; /* rows of whole 16 bytes, for tensor maps */
-    const size_t stats = (size_t)p.B * p.H * p.stats_stride;
+    const bool on_hopper = hopper_serves(device, p, a->q->dtype, lists.block,
+                                         {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv});
     const bool sums_on_the_way = a->db && p.T == p.S && (a->cos == NULL || hopper_rotates(a->cos));
-    const int64_t parts = sums_on_the_way ? (int64_t)p.B * ceil_div(p.T, HALF) : 0;
+    const int64_t heads = (int64_t)p.B * p.H, parts = (int64_t)p.B * ceil_div(p.T, HALF);
     const int64_t columns = (int64_t)p.H * 3 * p.D;
-    ND_TRY(cuda_scratch(device, stats * sizeof(float2) + (size_t)(parts * columns) * sizeof(float),
+    const size_t shares = on_hopper && dq_in_one_pass(p.D, lists) ? (size_t)(parts * p.H) : 0;
+    const size_t terms = on_hopper ? (size_t)(heads * p.T) * TERMS_ROW : 0;
+    const size_t sums = sums_on_the_way ? (size_t)(parts * columns) * sizeof(float) : 0;
+    const size_t dq_sums = shares * DQ_SHARE * sizeof(float), tickets = shares * sizeof(unsigned);
+    ND_TRY(cuda_scratch(device,
+                        dq_sums + terms + (size_t)(heads * p.T) * sizeof(float2) + sums + tickets,
                         &scratch));
-    p.stats = (float2 *)scratch;
+    unsigned char *memory = (unsigned char *)scratch;
+    p.dq_sums = (float *)memory;
+    p.terms = terms ? memory + dq_sums : NULL;
+    p.stats = (float2 *)(memory + dq_sums + terms);
+    float *const sums_of_rows = (float *)(p.stats + heads * p.T);
+    p.tickets = shares ? (unsigned *)((unsigned char *)sums_of_rows + sums) : NULL;
     float *db = a->db ? data_of<float>(a->db) : NULL;
     return with_float(op, a->q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         ND_TRY(launch_stats<T>(op, device, p));
         bool rotated = a->cos == NULL;
-        if (hopper_serves(device, p, a->q->dtype, lists.block,
-                          {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv})) {
+        if (on_hopper) {
             Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv};
             if (hopper_rotates(a->cos)) {
                 all.cos = a->cos;
                 all.sin = a->sin;
                 rotated = true;
             }
-            all.sums = sums_on_the_way ? (float *)(p.stats + stats) : NULL;
-            ND_TRY(attention_bwd_hopper(op, device, p, all, false, lists));
-            ND_TRY(attention_bwd_hopper(op, device, p, all, true, transposed));
+            all.sums = sums_on_the_way ? sums_of_rows : NULL;
+            ND_TRY(attention_bwd_hopper(op, device, p, all, lists, transposed));
             if (all.sums) {
                 return cuda_add_columns(op, device, all.sums, parts, columns, db);
             }

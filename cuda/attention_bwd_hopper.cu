@@ -1,11 +1,15 @@
 /* attention_bwd_hopper.cu - attention_bwd.cu on Hopper, for 16-bit operands of head dims up to 128
- * whose rows the copy engine takes. Maths, precision and order of sums are those of
- * attention_bwd.cu: the same bits from run to run, no atomics.
+ * whose rows the copy engine takes. Maths and precision are those of attention_bwd.cu: the same
+ * bits from run to run.
  *
  * One kernel serves both directions. It owns rows of X and Y and walks parts of 64 rows of x and y:
  *     S = X x^T   dP = Y y^T   P = exp(scale S - lse)   dS = P (dP - delta)   dX = scale sum dS x
- *   for dq:    X, Y are q, do    x, y are k, v     lse and delta belong to rows
- *   for dk dv: X, Y are k, v     x, y are q, do    they belong to columns, and dY = sum P y
+ *   for dk dv: X, Y are k, v     x, y are q, do    lse and delta belong to columns; dY = sum P y
+ *   for dq:    X, Y are q, do    x, y are k, v     they belong to rows
+ * Dense and up to head dim 64 the first computes dq too, five products instead of seven: see
+ *   attention_dq_hopper.cuh.
+ * lse and delta of columns enter as 16 more columns of the first products (ColumnTerms): read from
+ *   shared memory by each thread they would take as much of its bandwidth as a product.
  * Parallel: a consumer warpgroup owns 64 rows; P and dS pass from the first products to the second
  *   in registers. The first products of a part and the second of the part before are issued
  *   together; P and dS are formed while the latter run. Time is
@@ -15,105 +19,17 @@
  *   The sums of a consumer's rows, for the bias of a projection, cost shuffles between lanes.
  * Rows beyond the end arrive as zeros. Queries there add nothing; keys there have score 0, so they
  *   are masked, as are pairs that causality cuts.
- * Bytes: those of attention_bwd.cu.
+ * Bytes: those of attention_bwd.cu; in one pass 8 bytes a value of dq and key tile more, in the L2
+ *   cache.
  */
-#include "attention_hopper.cuh"
+#include "attention_dq_hopper.cuh"
 
 using namespace attention;
 using namespace hopper;
 
-/* Not in the namespace below, whose members must all be used. */
-namespace attention {
-
-template <bool KEYS_, int PANELS_, int CONSUMERS_, int SLOTS_, int STAGES_, bool LISTS_>
-struct BackwardShape {
-    static constexpr bool KEYS = KEYS_; /* are the own rows keys: dk dv */
-    static constexpr int PANELS = PANELS_, CONSUMERS = CONSUMERS_, SLOTS = SLOTS_, STAGES = STAGES_;
-    static constexpr bool LISTS = LISTS_;
-    /* Are there registers for what the second products read and both first ones write at once? */
-    static constexpr bool OVERLAP = !KEYS || (PANELS == 1 && CONSUMERS > 1);
-    /* Are S and dP waited for together, so that lse and delta of columns are loaded once? */
-    static constexpr bool TOGETHER = KEYS && OVERLAP;
-    static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2) && CONSUMERS < 3; /* X and Y */
-    static constexpr int ROWS = HALF * CONSUMERS;
-    static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-    static constexpr int CTAS = CONSUMERS == 1 && PANELS == 1 ? 2 : 1;
-    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CTAS == 2 ? 56 : 24; /* producer's */
-    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CTAS == 2 ? 192 : 240;
-    static constexpr uint32_t PART = HALF * PANEL_ROW; /* bytes of 64 rows of a panel */
-    static constexpr uint32_t OWN_PANEL = CONSUMERS * PART, OWN = PANELS * OWN_PANEL;
-    static constexpr uint32_t OTHER = PANELS * PART;
-    static constexpr uint32_t STATS = KEYS ? HALF * 8 : 0;
-    static constexpr uint32_t OTHER_AT = SLOTS * 2 * OWN, STATS_AT = OTHER_AT + STAGES * 2 * OTHER;
-    static constexpr uint32_t SUMS = PANELS * PANEL_COLUMNS * 4; /* of a warp */
-    static constexpr uint32_t SUMS_AT = STATS_AT + STAGES * STATS;
-    static constexpr uint32_t BARRIERS_AT = SUMS_AT + CONSUMERS * (KEYS ? 2 : 1) * 4 * SUMS;
-    static constexpr uint32_t ITEMS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
-    static constexpr size_t SHARED = ITEMS_AT + ITEM_BYTES * SLOTS;
-};
-
-} // namespace attention
-
 namespace {
 
-struct Backward {
-    CUtensorMap own[2], other[2], gradient[2]; /* of X, Y; x, y; dX, dY */
-    CUtensorMap stats;                         /* (lse, delta) of 64 queries a box */
-    const float *cosines, *sines;              /* (T, R) */
-    int half;                                  /* R: 8 or 16; 0: no rotation */
-    float *sums;                               /* see Operands; or NULL */
-    Problem p;
-};
-
 #ifdef HOPPER_CODE
-
-template <class Shape> struct Places {
-    uint32_t base;
-
-    /* which: 0 for X or x, 1 for Y or y */
-    __device__ __forceinline__ uint32_t own(int slot, int which) const {
-        return base + (2 * slot + which) * Shape::OWN;
-    }
-    __device__ __forceinline__ uint32_t other(int stage, int which) const {
-        return base + Shape::OTHER_AT + (2 * stage + which) * Shape::OTHER;
-    }
-    __device__ __forceinline__ uint32_t stats(int stage) const {
-        return base + Shape::STATS_AT + stage * Shape::STATS;
-    }
-    __device__ __forceinline__ uint32_t barrier(int number) const {
-        return base + Shape::BARRIERS_AT + 8 * number;
-    }
-    /* Of a consumer, of dX or dY: those of four warps. */
-    __device__ __forceinline__ uint32_t sums(int group, int which) const {
-        return base + Shape::SUMS_AT + (group * (Shape::KEYS ? 2 : 1) + which) * 4 * Shape::SUMS;
-    }
-    /* The item whose rows are in a slot. */
-    __device__ __forceinline__ uint32_t item(int slot) const {
-        return base + Shape::ITEMS_AT + ITEM_BYTES * slot;
-    }
-    __device__ __forceinline__ uint32_t own_full(int slot) const { return barrier(slot); }
-    __device__ __forceinline__ uint32_t own_empty(int slot) const {
-        return barrier(Shape::SLOTS + slot);
-    }
-    __device__ __forceinline__ uint32_t full(int stage) const {
-        return barrier(2 * Shape::SLOTS + stage);
-    }
-    __device__ __forceinline__ uint32_t empty(int stage) const {
-        return barrier(2 * Shape::SLOTS + Shape::STAGES + stage);
-    }
-};
-
-/* The parts that the block's own rows from `first` on meet. */
-template <class Shape>
-__device__ __forceinline__ PartWalk<Shape::LISTS, HALF> walk_of(const Problem &p,
-                                                                const WorkItem &item, int first) {
-    if constexpr (Shape::KEYS) {
-        return PartWalk<Shape::LISTS, HALF>(p, item.h, first,
-                                            p.causal ? max(first - p.offset, 0) : 0, p.T);
-    } else {
-        return PartWalk<Shape::LISTS, HALF>(p, item.h, first, 0, keys_end(p, first + Shape::ROWS));
-    }
-}
 
 /* ---- the producer ---------------------------------------------------------------------------- */
 template <class Shape>
@@ -122,7 +38,9 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
     const int items = p.tiles * p.B * p.H;
-    for (int index = blockIdx.x;; index = next_item(gridDim.x)) {
+    /* In one pass an item waits for others, so that none belongs to a block that has not begun. */
+    const unsigned given = Shape::ONE_PASS ? 0 : gridDim.x;
+    for (int index = Shape::ONE_PASS ? next_item(0) : blockIdx.x;; index = next_item(given)) {
         barrier_wait(at.own_empty(slot.at), slot.phase ^ 1);
         WorkItem item = {0, 0, -1, false};
         if (index < items) {
@@ -149,10 +67,10 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
             }
         }
         slot.advance();
-        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, item, first);
+        auto walk = walk_of<Shape>(p, item, first);
         for (int part = walk.next(); part >= 0; part = walk.next()) {
             barrier_wait(at.empty(stage.at), stage.phase ^ 1);
-            barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::STATS);
+            barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::TERMS);
             for (int which = 0; which < 2; which++) {
                 for (int panel = 0; panel < Shape::PANELS; panel++) {
                     box_load(at.other(stage.at, which) + panel * Shape::PART, &f.other[which],
@@ -160,8 +78,7 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
                 }
             }
             if (Shape::KEYS) {
-                box_load(at.stats(stage.at), &f.stats, at.full(stage.at), 2 * part, item.h, item.b,
-                         0);
+                box_load(at.terms(stage.at), &f.terms, at.full(stage.at), 0, part, item.h, item.b);
             }
             stage.advance();
         }
@@ -169,81 +86,21 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
     end_producer(gridDim.x);
 }
 
-/* Rotates rows of a gradient back by the angles of their positions: a thread has columns 2 (lane %
- * 4) and the next, of each eight, of two rows. */
-template <int R, int N>
-__device__ __forceinline__ void rotate_back(float (&c)[N], const Backward &f,
-                                            const int (&rows)[2]) {
-    const int column = 2 * (int)(threadIdx.x % 4);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int64_t at = (int64_t)rows[half] * R + column;
-#pragma unroll
-        for (int n = 0; n < R / 8; n++) {
-            const float2 cosine = *(const float2 *)(f.cosines + at + 8 * n);
-            const float2 sine = *(const float2 *)(f.sines + at + 8 * n);
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float cos = e == 0 ? cosine.x : cosine.y, sin = e == 0 ? sine.x : sine.y;
-                float &first = c[4 * n + 2 * half + e];
-                float &second = c[4 * (n + R / 8) + 2 * half + e];
-                const float before = first;
-                first = before * cos + second * sin;
-                second = second * cos - before * sin;
-            }
-        }
-    }
-}
-
-/* Half of the sums go to a lane that has other rows of the same columns, and its rows of the other
- * half come. */
-template <int KEPT> __device__ __forceinline__ void halve(float (&sums)[16]) {
-    const bool upper = threadIdx.x & 2 * KEPT;
-#pragma unroll
-    for (int i = 0; i < KEPT; i++) {
-        const float low = sums[i], high = sums[i + KEPT];
-        const float given = upper ? low : high;
-        sums[i] = (upper ? high : low) + __shfl_xor_sync(~0u, given, 2 * KEPT);
-    }
-}
-
-/* The sums of a warp's 16 rows, times `factor`, to shared memory. rows: which of the thread's two
- * count. */
-template <int PANELS>
-__device__ __forceinline__ void sum_rows(const float (&c)[32 * PANELS], const bool (&rows)[2],
-                                         float factor, uint32_t to) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) {
-        float sums[16]; /* of columns 8 n + 2 (lane % 4) + e at 2 n + e; in the end of one n */
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int at = 32 * panel + i / 2 * 4 + i % 2;
-            sums[i] = (rows[0] ? c[at] : 0.0f) + (rows[1] ? c[at + 2] : 0.0f);
-        }
-        halve<8>(sums);
-        halve<4>(sums);
-        halve<2>(sums);
-        const int n = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
-        const uint32_t place = to + 4 * (PANEL_COLUMNS * panel + 8 * n + 2 * (lane % 4));
-        store_shared4(place, __float_as_uint(sums[0] * factor));
-        store_shared4(place + 4, __float_as_uint(sums[1] * factor));
-    }
-}
-
 /* ---- a consumer ------------------------------------------------------------------------------ */
 template <class T, class Shape>
 __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     constexpr int PANELS = Shape::PANELS;
-    constexpr int GRADIENTS = Shape::KEYS ? 2 : 1;
+    constexpr int GRADIENTS = Shape::GRADIENTS;
     const Problem &p = f.p;
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1,
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1 - Shape::ONE_PASS,
               lane = threadIdx.x & 31;
     const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
+    const ColumnTerms<T> terms;
     const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
     const int own_rows = Shape::KEYS ? p.S : p.T;
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
+    Ring<Shape::WEIGHTS> weights;
     for (;;) {
         barrier_wait(at.own_full(slot.at), slot.phase);
         const WorkItem item = load_item(at.item(slot.at));
@@ -253,7 +110,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         const int first = item.tile * Shape::ROWS, mine = first + HALF * group;
         float stat[2][2]; /* of the two rows: lse, delta */
         if constexpr (!Shape::KEYS) {
-            const float2 *stats = p.stats + ((int64_t)item.b * p.H + item.h) * p.stats_stride;
+            const float2 *stats = p.stats + ((int64_t)item.b * p.H + item.h) * p.T;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int row = mine + my_row + 8 * half;
@@ -293,6 +150,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             if (p.causal) {
                 none = mine - p.offset - HALF;
                 edge = mine - p.offset + HALF - 1;
+            } else if (Shape::ONE_PASS && mine + HALF > p.S) {
+                edge = INT_MAX; /* dS of keys beyond the end must not reach dq */
             }
         } else {
             end = mine < own_rows ? keys_end(p, mine + HALF) : 0;
@@ -305,14 +164,17 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             const Operand ours = rows_operand(at.own(slot.at, which) + group * Shape::PART);
             float(&c)[32] = which == 0 ? s : dp;
             products_begin();
+            if constexpr (Shape::KEYS) {
+                terms.product(c, which, at.terms(stage.at));
+            }
 #pragma unroll
             for (int i = 0; i < 4 * PANELS; i++) {
+                const bool add = Shape::KEYS || i > 0;
                 const Operand b = further(other, i / 4 * Shape::PART + i % 4 * 32);
                 if constexpr (Shape::IN_REGISTERS) {
-                    product<T, 0>(c, own[which * 4 * PANELS + i], b, i > 0);
+                    product<T, 0>(c, own[which * 4 * PANELS + i], b, add);
                 } else {
-                    product<T, 0>(c, further(ours, i / 4 * Shape::OWN_PANEL + i % 4 * 32), b,
-                                  i > 0);
+                    product<T, 0>(c, further(ours, i / 4 * Shape::OWN_PANEL + i % 4 * 32), b, add);
                 }
             }
             products_end();
@@ -342,37 +204,39 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 barrier_arrive(at.empty(before.at));
             }
         };
-        /* Of two columns a thread, of eight in all: lse, delta, lse, delta. */
-        auto load_columns = [&](uint32_t(&columns)[4], int n) {
-            load_shared16(columns, at.stats(stage.at) + (8 * n + 2 * (lane % 4)) * 8);
-        };
-        auto lse_of = [&](const uint32_t(&columns)[4], int i) {
-            if constexpr (Shape::KEYS) {
-                return __uint_as_float(columns[i % 2 * 2]);
-            } else {
-                return stat[i / 2 % 2][0];
-            }
-        };
-        auto delta_of = [&](const uint32_t(&columns)[4], int i) {
-            if constexpr (Shape::KEYS) {
-                return __uint_as_float(columns[i % 2 * 2 + 1]);
-            } else {
-                return stat[i / 2 % 2][1];
-            }
-        };
         /* key - query above the offset is not seen, nor a key beyond the end */
         auto hide = [&](int part) {
             const int first = part + 2 * (lane % 4);
-            const int distance = !Shape::KEYS && !p.causal
-                                     ? p.S
+            const int distance = !p.causal
+                                     ? (Shape::KEYS ? INT_MIN / 2 : p.S)
                                      : mine + my_row - first + (Shape::KEYS ? -p.offset : p.offset);
-            const int last = p.S - 1 - first; /* column, of keys */
+            const int last = p.S - 1 - first;         /* column, of keys */
+            const int beyond = p.S - (mine + my_row); /* row, of keys */
 #pragma unroll
             for (int i = 0; i < 32; i++) {
                 int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-                bool hidden =
-                    Shape::KEYS ? distance + row > column : column > min(distance + row, last);
+                bool hidden = Shape::KEYS ? distance + row > column || row >= beyond
+                                          : column > min(distance + row, last);
                 s[i] = hidden ? -INFINITY : s[i];
+            }
+        };
+        /* One pass: store dS of my keys, in w, for the warpgroup that computes dq. */
+        auto hand_on = [&]() {
+            if constexpr (Shape::ONE_PASS) {
+                barrier_wait(at.weights_empty(weights.at), weights.phase ^ 1);
+                const int row = (my_row - lane / 4) + (lane & 15);
+#pragma unroll
+                for (int step = 0; step < 4; step++) {
+                    store_matrices(at.weights(weights.at) + group * Shape::PART +
+                                       panel_offset(row, 2 * step + (lane >> 4)),
+                                   w[0][step]);
+                }
+                proxy_fence();
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(at.weights_full(weights.at));
+                }
+                weights.advance();
             }
         };
         auto round = [&]() {
@@ -396,50 +260,36 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
             if constexpr (PENDING) {
                 second_products();
+                hand_on();
             }
-            products_wait<PENDING + (Shape::OVERLAP && !Shape::TOGETHER)>();
+            products_wait<PENDING + Shape::OVERLAP>();
             hold(s);
             if (Shape::KEYS ? part < edge : part > edge) {
                 hide(part);
             }
-            uint32_t columns[4];
-            if constexpr (Shape::TOGETHER) {
-                hold(dp);
 #pragma unroll
-                for (int i = 0; i < 32; i++) {
-                    if (i % 4 == 0) {
-                        load_columns(columns, i / 4);
-                    }
-                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse_of(columns, i)));
-                    dp[i] = s[i] * (dp[i] - delta_of(columns, i));
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 32; i++) {
-                    if (Shape::KEYS && i % 4 == 0) {
-                        load_columns(columns, i / 4);
-                    }
-                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse_of(columns, i)));
-                }
-                hold(s);
-                stay_above(p.D);
-                if constexpr (Shape::OVERLAP) {
-                    products_wait<PENDING>();
+            for (int i = 0; i < 32; i++) {
+                if constexpr (Shape::KEYS) {
+                    s[i] = fast_exp2(s[i] * p.scale_log2);
                 } else {
-                    if constexpr (PENDING) {
-                        second_products_done();
-                    }
-                    first_product(1);
-                    products_wait<0>();
+                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -stat[i / 2 % 2][0]));
                 }
-                hold(dp);
+            }
+            hold(s);
+            stay_above(p.D);
+            if constexpr (Shape::OVERLAP) {
+                products_wait<PENDING>();
+            } else {
+                if constexpr (PENDING) {
+                    second_products_done();
+                }
+                first_product(1);
+                products_wait<0>();
+            }
+            hold(dp);
 #pragma unroll
-                for (int i = 0; i < 32; i++) {
-                    if (Shape::KEYS && i % 4 == 0) {
-                        load_columns(columns, i / 4);
-                    }
-                    dp[i] = s[i] * (dp[i] - delta_of(columns, i));
-                }
+            for (int i = 0; i < 32; i++) {
+                dp[i] = s[i] * (Shape::KEYS ? dp[i] : dp[i] - stat[i / 2 % 2][1]);
             }
             if constexpr (PENDING && Shape::OVERLAP) {
                 hold(s);
@@ -456,9 +306,16 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 barrier_arrive(at.empty(stage.at));
             }
             stage.advance();
+            if constexpr (Shape::ONE_PASS) {
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    w[0][i / 4][i % 4] = 0;
+                }
+                hand_on();
+            }
         };
 
-        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, item, first);
+        auto walk = walk_of<Shape>(p, item, first);
         int part = walk.next();
         for (; part >= 0 && !sees(part); part = walk.next()) {
             pass();
@@ -471,6 +328,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 work(part, std::integral_constant<int, 1>());
             }
             second_products();
+            hand_on();
             second_products_done();
         }
         for (; part >= 0; part = walk.next()) {
@@ -492,7 +350,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             float factors[2] = {factor, factor};
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
-                stage_rows<T>(at.own(slot.at, which) + panel * Shape::OWN_PANEL +
+                stage_rows<T>(at.staged(slot.at, which) + panel * Shape::OWN_PANEL +
                                   group * Shape::PART,
                               gradient[which], 32 * panel, factors);
             }
@@ -512,18 +370,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             mine < own_rows) { /* of the warps, in shared memory until the next such wait */
             const int64_t part = (int64_t)item.b * ((own_rows + HALF - 1) / HALF) + mine / HALF;
             float *to = f.sums + (part * p.H + item.h) * 3 * p.D + (Shape::KEYS ? p.D : 0);
-            const int width = PANELS * PANEL_COLUMNS;
-            for (int i = threadIdx.x % WARPGROUP; i < GRADIENTS * width; i += WARPGROUP) {
-                const int which = i / width, column = i % width;
-                const uint32_t from = at.sums(group, which) + 4 * column;
-                float sum = 0.0f;
-#pragma unroll
-                for (int warp = 0; warp < 4; warp++) {
-                    sum += __uint_as_float(load_shared4(from + warp * Shape::SUMS));
-                }
-                if (column < p.D) {
-                    to[which * p.D + column] = sum;
-                }
+            for (int which = 0; which < GRADIENTS; which++) {
+                add_warps<Shape>(at.sums(group, which), to + which * p.D, p.D);
             }
         }
         if (leads) {
@@ -531,7 +379,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 for (int which = 0; which < GRADIENTS; which++) {
                     for (int panel = 0; panel < PANELS; panel++) {
                         box_store(&f.gradient[which],
-                                  at.own(slot.at, which) + panel * Shape::OWN_PANEL +
+                                  at.staged(slot.at, which) + panel * Shape::OWN_PANEL +
                                       group * Shape::PART,
                                   panel * PANEL_COLUMNS, mine, item.h, item.b);
                     }
@@ -556,11 +404,19 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < Shape::SLOTS; slot++) {
             barrier_init(at.own_full(slot), 1);
-            barrier_init(at.own_empty(slot), Shape::CONSUMERS * WARPGROUP);
+            barrier_init(at.own_empty(slot), (Shape::ONE_PASS + Shape::CONSUMERS) * WARPGROUP);
         }
         for (int stage = 0; stage < Shape::STAGES; stage++) {
             barrier_init(at.full(stage), 1);
             barrier_init(at.empty(stage), Shape::CONSUMERS);
+        }
+        for (int i = 0; i < Shape::WEIGHTS; i++) {
+            barrier_init(at.weights_full(i), 4 * Shape::CONSUMERS); /* warps */
+            barrier_init(at.weights_empty(i), 1);
+        }
+        for (int i = 0; i < Shape::SHARES; i++) {
+            barrier_init(at.share_full(i), WARPGROUP);
+            barrier_init(at.share_empty(i), 1);
         }
         barrier_init_done();
     }
@@ -569,11 +425,22 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
         registers_down_to<Shape::KEEP>();
         if (threadIdx.x == 0) {
             produce(f, at);
+        } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= Shape::SHARES) {
+            if constexpr (Shape::ONE_PASS) {
+                write_shares(f, at, threadIdx.x / 32 - 1);
+            }
         }
-    } else {
-        registers_up_to<Shape::TAKE>();
-        consume<T>(f, at);
+        return;
     }
+    if constexpr (Shape::ONE_PASS) {
+        if (threadIdx.x < 2 * WARPGROUP) {
+            registers_down_to<Shape::KEEP_DQ>();
+            sum_queries<T>(f, at);
+            return;
+        }
+    }
+    registers_up_to<Shape::TAKE>();
+    consume<T>(f, at);
 #endif
 }
 
@@ -583,6 +450,10 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
                  const BlockLists &lists) {
     constexpr bool KEYS = Shape::KEYS;
     problem_tiles(&f.p, KEYS, Shape::ROWS, lists);
+    if (Shape::ONE_PASS) {
+        f.p.heads_together = dq_heads_together(device, f.p);
+        ND_TRY(box_map(op, a.dq, HALF, &f.dq));
+    }
     const nd_array *own[] = {KEYS ? a.k : a.q, KEYS ? a.v : a.dout};
     const nd_array *other[] = {KEYS ? a.q : a.k, KEYS ? a.dout : a.v};
     const nd_array *gradient[] = {KEYS ? a.dk : a.dq, KEYS ? a.dv : a.dq};
@@ -598,9 +469,9 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
     }
     f.sums = a.sums;
     const Problem &p = f.p;
-    const int64_t row = 8 * p.stats_stride; /* bytes */
-    ND_TRY(tensor_map(op, p.stats, 4, {2 * p.T, p.H, p.B, 1}, {row, row * p.H, 16}, 2 * HALF, 1,
-                      &f.stats));
+    const int64_t line = (int64_t)TERMS_ROW * p.T;
+    ND_TRY(byte_map(op, p.terms, {TERMS_ROW, p.T, p.H, p.B}, {TERMS_ROW, line, line * p.H},
+                    {TERMS_ROW, HALF, 1, 1}, TERMS_ROW, &f.terms));
     if (a.q->dtype == ND_BF16) {
         return hopper_launch<Shape>(op, device, attention_bwd_hopper_kernel<bf16, Shape>, f);
     }
@@ -610,9 +481,7 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
 template <bool KEYS, class Run>
 nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
     if (lists.offsets == NULL) {
-        constexpr int CONSUMERS = KEYS ? 2 : 3; /* that many have registers enough */
-        return wide ? run(BackwardShape<KEYS, 2, 2, 1, 4, false>())
-                    : run(BackwardShape<KEYS, 1, CONSUMERS, 2, 4, false>());
+        return run(BackwardShape<KEYS, 2, 2, 1, 4, false>());
     }
     if (lists.block % (2 * HALF) == 0) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 4, true>())
@@ -625,10 +494,15 @@ nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
 } // namespace
 
 nd_status attention::attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a,
-                                          bool keys, const BlockLists &lists) {
+                                          const BlockLists &lists, const BlockLists &transposed) {
     Backward f = {};
     f.p = p;
-    auto run = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, lists); };
-    bool wide = p.D > PANEL_COLUMNS;
-    return keys ? with_shape<true>(wide, lists, run) : with_shape<false>(wide, lists, run);
+    if (dq_in_one_pass(p.D, lists)) {
+        return launch<BackwardShape<true, 1, 2, 2, 4, false, true>>(op, device, f, a, lists);
+    }
+    const bool wide = p.D > PANEL_COLUMNS;
+    auto dq = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, lists); };
+    auto dkdv = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, transposed); };
+    ND_TRY(with_shape<false>(wide, lists, dq));
+    return with_shape<true>(wide, transposed, dkdv);
 }

@@ -24,6 +24,9 @@ namespace attention {
 
 constexpr int HALF = 64;            /* rows of a consumer */
 constexpr uint32_t ITEM_BYTES = 16; /* of a WorkItem in shared memory */
+constexpr int TERMS = 16;           /* of a query: see ColumnTerms */
+constexpr int TERMS_ROW = 2 * TERMS;
+constexpr int DQ_SHARE = HALF * 64; /* floats of dq_sums for HALF queries: see dq_in_one_pass */
 
 /* ---- host ---------------------------------------------------------------------------------------
  * Called by attention_fwd.cu and attention_bwd.cu when hopper_serves(). The problem is filled but
@@ -39,9 +42,14 @@ struct Operands {
 nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
                                const BlockLists &lists);
 
-/* Of dq, or of dk and dv with `keys` (and the transposed lists); p.stats is there. */
-nd_status attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a, bool keys,
-                               const BlockLists &lists);
+/* dq, dk and dv; p.stats and p.terms are there, and where dq is made in one pass with dk and dv
+ * p.dq_sums, of (B, H, ceil(T / HALF), DQ_SHARE), and p.tickets, all 0. */
+nd_status attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a,
+                               const BlockLists &lists, const BlockLists &transposed);
+
+static inline bool dq_in_one_pass(int head_dim, const BlockLists &lists) {
+    return head_dim <= hopper::PANEL_COLUMNS && lists.offsets == NULL;
+}
 
 /* True if the backward rotates dq and dk itself: where both of a pair of dims lie in one thread, in
  * as many registers as the kernel has code for. */
@@ -82,7 +90,52 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
                        Shape::SHARED, arguments);
 }
 
+#ifdef __CUDACC__
+
+/* ---- device: lse and delta as columns of a product ----------------------------------------------
+ * Store a query's row of TERMS values: -lse / scale in the first three of the first eight, -delta
+ * in those of the second, as 2048 x[0] + x[1] + x[2] / 2048 with the precision of float32. The
+ * others are 0. */
+template <class T> __device__ __forceinline__ void store_terms(T *row, float lse, float delta) {
+    const float values[2] = {-lse, -delta};
+    alignas(16) T x[TERMS];
+#pragma unroll
+    for (int i = 0; i < TERMS; i++) {
+        x[i] = from_float<T>(0.0f);
+    }
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        T *of = x + 8 * which;
+        of[0] = from_float<T>(values[which] / 2048);
+        const float rest = values[which] - 2048 * to_float(of[0]);
+        of[1] = from_float<T>(rest);
+        of[2] = from_float<T>(2048 * (rest - to_float(of[1])));
+        ((uint4 *)row)[which] = *(const uint4 *)of;
+    }
+}
+
+#endif
 #ifdef HOPPER_CODE
+
+/* The other factor: 64 rows of the weights 2048, 1, 1 / 2048, in the first eight columns for
+ * scores, in the second for dP. */
+template <class T> struct ColumnTerms {
+    uint32_t weights;
+
+    __device__ __forceinline__ ColumnTerms() {
+        const int place = threadIdx.x % 4;
+        weights = place == 0   ? pack_pair<T>(2048.0f, 1.0f)
+                  : place == 1 ? pack_pair<T>(1.0f / 2048, 0.0f)
+                               : 0;
+    }
+
+    /* c = the terms of 64 columns, whose rows are at `rows`. */
+    __device__ __forceinline__ void product(float (&c)[32], bool of_dp, uint32_t rows) const {
+        const uint32_t score = of_dp ? 0 : weights, dp = of_dp ? weights : 0;
+        const uint32_t a[4] = {score, score, dp, dp};
+        hopper::product_thin<T>(c, a, hopper::rows_operand(rows));
+    }
+};
 
 /* ---- device: the order of work ------------------------------------------------------------------
  * Heads that share the L2 go together, in them the longest items first. The producer finds an item

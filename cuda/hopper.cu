@@ -68,9 +68,10 @@ nd_status byte_map(const char *op, void *data, const int64_t (&shape)[4],
                    CUtensorMap *out) {
     const cuuint32_t sizes[4] = {(cuuint32_t)box[0], (cuuint32_t)box[1], (cuuint32_t)box[2],
                                  (cuuint32_t)box[3]};
-    return encode_map(op, CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                      swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, data,
-                      shape, strides, sizes, out);
+    const CUtensorMapSwizzle known = swizzle == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                     : CU_TENSOR_MAP_SWIZZLE_32B;
+    return encode_map(op, CU_TENSOR_MAP_DATA_TYPE_UINT8, known, data, shape, strides, sizes, out);
 }
 
 } // namespace hopper

@@ -45,7 +45,7 @@ nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_
                      const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out);
 
 /* The same of bytes in boxes of any shape, whose rows lie in shared memory with the swizzle of
- * `swizzle` bytes: 64 or 128. */
+ * `swizzle` bytes: 32, 64 or 128. */
 nd_status byte_map(const char *op, void *data, const int64_t (&shape)[4],
                    const int64_t (&strides)[3], const int (&box)[4], int swizzle, CUtensorMap *out);
 
@@ -142,11 +142,44 @@ __device__ __forceinline__ void box_store(const CUtensorMap *map, uint32_t from,
         : "memory");
 }
 
+/* `bytes` in a row to global memory, stored or added to the floats there [cp.async.bulk,
+ * cp.reduce.async.bulk]: addresses and `bytes` are multiples of 16. */
+__device__ __forceinline__ void bulk_store(void *to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_add(float *to, uint32_t from, uint32_t bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+        "r"(from), "r"(bytes)
+        : "memory");
+}
+
 /* Ends the group of this thread's stores and waits until shared memory has been read. */
 __device__ __forceinline__ void box_stores_read() {
     asm volatile("cp.async.bulk.commit_group;\n"
                  "cp.async.bulk.wait_group.read 0;" ::
                      : "memory");
+}
+
+/* Waits until the groups that this thread has ended are in global memory. */
+__device__ __forceinline__ void bulk_stores_done() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/* ---- words of global memory: one thread block waits for another [ld.acquire, st.release] ---- */
+__device__ __forceinline__ void store_release(unsigned *to, unsigned x) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+/* Returns once the word is `ticket`. What its writer stored before, by the copy engine too, is then
+ * visible to this thread and to its requests to the copy engine. */
+__device__ __forceinline__ void await_ticket(const unsigned *word, unsigned ticket) {
+    unsigned now;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    } while (now != ticket);
+    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 /* ---- [stmatrix] ---------------------------------------------------------------------------------
@@ -256,15 +289,16 @@ __device__ __forceinline__ void stay_above(int some) {
                    "%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,"     \
                    "%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"   \
                    "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-/* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands after c. */
-#define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...)                              \
+/* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands after c; TA, TB: are
+ * they columns_operands. */
+#define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TA, TB, ...)                          \
     asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"   \
                  "mov.b64 a, {%" #A ", " HOPPER_PANELS "};\n"                              \
                  "mov.b64 b, {%" #B ", " HOPPER_PANELS "};\n"                              \
                  "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, a, b, " \
-                 "add, 1, 1, 0, %" #TB ";\n}\n"                                            \
+                 "add, 1, 1, %" #TA ", %" #TB ";\n}\n"                                     \
                  : __VA_ARGS__                                                             \
-                 : "r"(a), "r"(b), "r"((int)add), "n"(COLUMNS))
+                 : "r"(a), "r"(b), "r"((int)add), "n"(A_COLUMNS), "n"(COLUMNS))
 #define HOPPER_REGISTERS(SHAPE, KIND, NAMES, A0, A1, A2, A3, B, ADD, TB, ...)              \
     asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"      \
                  "mov.b64 b, {%" #B ", " HOPPER_PANELS "};\n"                              \
@@ -285,18 +319,20 @@ template <> constexpr bool is_bf16<bf16> = true;
         FORM(SHAPE, "f16.f16", __VA_ARGS__);   \
     }
 
-/* c = a b, or c += a b with `add`: 64 x 16 by 16 x N. COLUMNS: b is a columns_operand. */
-template <class T, int COLUMNS, int C>
+/* c = a b, or c += a b with `add`: 64 x 16 by 16 x N. COLUMNS, A_COLUMNS: b, a is a
+ * columns_operand. */
+template <class T, int COLUMNS, int A_COLUMNS = 0, int C>
 __device__ __forceinline__ void product(float (&c)[C], Operand a, Operand b, bool add) {
     static_assert(C == 32 || C == 64 || C == 128, "N is 64, 128 or 256");
     if constexpr (C == 128) {
-        HOPPER_OF_T(HOPPER_SHARED, "m64n256k16", HOPPER_NAMES128, 128, 129, 130, 131,
+        HOPPER_OF_T(HOPPER_SHARED, "m64n256k16", HOPPER_NAMES128, 128, 129, 130, 131, 132,
                     HOPPER_C32(c, 0), HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96))
     } else if constexpr (C == 64) {
-        HOPPER_OF_T(HOPPER_SHARED, "m64n128k16", HOPPER_NAMES64, 64, 65, 66, 67, HOPPER_C32(c, 0),
-                    HOPPER_C32(c, 32))
+        HOPPER_OF_T(HOPPER_SHARED, "m64n128k16", HOPPER_NAMES64, 64, 65, 66, 67, 68,
+                    HOPPER_C32(c, 0), HOPPER_C32(c, 32))
     } else {
-        HOPPER_OF_T(HOPPER_SHARED, "m64n64k16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0))
+        HOPPER_OF_T(HOPPER_SHARED, "m64n64k16", HOPPER_NAMES32, 32, 33, 34, 35, 36,
+                    HOPPER_C32(c, 0))
     }
 }
 
@@ -333,6 +369,19 @@ __device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], O
         HOPPER_OF_T(HOPPER_REGISTERS, "m64n64k16", HOPPER_NAMES32, 32, 33, 34, 35, 36, 37, 38,
                     HOPPER_C32(c, 0))
     }
+}
+
+/* c = a b of a row operand whose rows are 16 columns: 32 bytes, with the swizzle of 32. */
+#define HOPPER_THIN(SHAPE, KIND, ...)                                                   \
+    asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%36, 0xc0000010};\n"                     \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" HOPPER_NAMES32 \
+                 "}, {%32, %33, %34, %35}, b, 0, 1, 1, 0;\n"                            \
+                 "}\n"                                                                  \
+                 : __VA_ARGS__                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+template <class T>
+__device__ __forceinline__ void product_thin(float (&c)[32], const uint32_t (&a)[4], Operand b) {
+    HOPPER_OF_T(HOPPER_THIN, "m64n64k16", HOPPER_C32(c, 0))
 }
 
 #endif

@@ -1,14 +1,14 @@
-/* backward.cpp - attention_bwd_hopper.cu on the CPU: dq, or dk and dv. */
+/* backward.cpp - attention_bwd_hopper.cu on the CPU. */
 #include "attention.h"
 
 #include "attention_bwd_hopper.cu"
 
-/* stats: (B, H, stride) pairs of lse, times log2 e, and delta. given: the lists of the own rows' side.
+/* stats: (B, H, T) pairs of lse, times log2 e, and delta. given, turned: the lists of queries, of keys.
  * cos, sin: (T, half), NULL where nothing is rotated. sums: see Operands, or NULL. */
 extern "C" const char *backward(const Given *q, const Given *k, const Given *v, const Given *dout,
                                 const Given *dq, const Given *dk, const Given *dv, float *stats,
-                                int stride, const GivenLists *given, float *cos, float *sin,
-                                int half, float *sums, int keys, int causal, double scale,
+                                const GivenLists *given, const GivenLists *turned, float *cos,
+                                float *sin, int half, float *sums, int causal, double scale,
                                 int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array arrays[7] = {array_of(*q, is_half),    array_of(*k, is_half),  array_of(*v, is_half),
@@ -19,7 +19,21 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
         return message;
     }
     p.stats = (float2 *)stats;
-    p.stats_stride = stride;
+    const int64_t rows = (int64_t)p.B * p.H * p.T, parts = (int64_t)p.B * p.H * ceil_div(p.T, HALF);
+    std::vector<uint4> terms((size_t)rows * 2);
+    p.terms = terms.data();
+    for (int64_t row = 0; row < rows; row++) { /* as attention_stats_kernel writes them */
+        const float lse = isinf(stats[2 * row]) ? 0.0f : stats[2 * row] / p.scale_log2;
+        if (is_half) {
+            store_terms((f16 *)p.terms + row * TERMS, lse, stats[2 * row + 1]);
+        } else {
+            store_terms((bf16 *)p.terms + row * TERMS, lse, stats[2 * row + 1]);
+        }
+    }
+    std::vector<float4> dq_sums((size_t)parts * DQ_SHARE / 4, float4{NAN, NAN, NAN, NAN});
+    std::vector<unsigned> tickets((size_t)parts, 0);
+    p.dq_sums = (float *)dq_sums.data();
+    p.tickets = tickets.data();
     for (const nd_array &array : arrays) {
         if (!hopper_serves(0, p, array.dtype, given->block, {&array})) {
             return "not served";
@@ -37,7 +51,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
     if (cos != NULL && !hopper_rotates(&angles[0])) {
         return "not rotated";
     }
-    GivenBlocks blocks(*given);
+    GivenBlocks blocks(*given), transposed(*turned);
     Operands all = {&arrays[0], &arrays[1], &arrays[2], NULL,
                     &arrays[3], &arrays[4], &arrays[5], &arrays[6]};
     if (cos != NULL) {
@@ -45,6 +59,6 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
         all.sin = &angles[1];
     }
     all.sums = sums;
-    nd_status status = attention_bwd_hopper("backward", 0, p, all, keys != 0, blocks.lists);
+    nd_status status = attention_bwd_hopper("backward", 0, p, all, blocks.lists, transposed.lists);
     return status == ND_OK ? "" : message;
 }

@@ -152,7 +152,7 @@ inline void meet(int number, int threads, bool waits) {
 /* A product of a warp: its 16 rows. */
 struct Product {
     int columns, lanes;
-    bool by_columns, in_registers, add, done;
+    bool by_columns, a_by_columns, in_registers, add, done;
     float (*value)(uint16_t);
     uint64_t a, b;
     float *sums[32];
@@ -180,8 +180,10 @@ inline unsigned char *at(uint32_t address, size_t bytes = 1) {
     return memory + (address - BASE);
 }
 
-/* The copy engine and wgmma swizzle by bits 7 to 9 of the address. */
-inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+/* The copy engine and wgmma swizzle rows of 128 bytes by bits 7 to 9 of the address, of 32 by 7. */
+inline uint32_t swizzled(uint32_t address, int row = 128) {
+    return address ^ (address >> 7 & (row == 128 ? 7 : 1)) << 4;
+}
 
 /* ---- a block --------------------------------------------------------------------------------------- */
 struct Index {
@@ -275,16 +277,18 @@ inline float of_f16(uint16_t bits) {
     return __half2float(h);
 }
 
-/* PTX ISA, "Matrix Descriptor Format" and "Shared Memory Matrix Layout" with the 128-byte swizzle. */
+/* PTX ISA, "Matrix Descriptor Format" and "Shared Memory Matrix Layout" with the swizzles of 128 and 32
+ * bytes. */
 inline void compute(Product &p, int warp) {
     auto address = [](uint64_t d) { return (uint32_t)(d & 0x3fff) << 4; };
     auto stride = [](uint64_t d) { return (uint32_t)(d >> 32 & 0x3fff) << 4; };  /* of 8 rows */
     auto leading = [](uint64_t d) { return (uint32_t)(d >> 16 & 0x3fff) << 4; }; /* of 64 columns */
-    auto element = [&](uint32_t where) {
+    auto element = [&](uint32_t where, int row = 128) {
         uint16_t bits;
-        memcpy(&bits, at(swizzled(where), 2), 2);
+        memcpy(&bits, at(swizzled(where, row), 2), 2);
         return p.value(bits);
     };
+    const int row_bytes = p.b >> 62 == 3 ? 32 : 128;
     float a[16][16], b[16][256];
     for (int row = 0; row < 16; row++) {
         for (int k = 0; k < 16; k++) {
@@ -293,8 +297,11 @@ inline void compute(Product &p, int warp) {
                 a[row][k] = p.value((uint16_t)(k % 2 ? word >> 16 : word));
             } else {
                 int r = warp % 4 * 16 + row;
-                a[row][k] = element(address(p.a) + (uint32_t)(r / 8) * stride(p.a) +
-                                    (uint32_t)(r % 8 * 128 + k * 2));
+                uint32_t where = p.a_by_columns ? (uint32_t)(r * 2) + (uint32_t)(k / 8) * stride(p.a) +
+                                                      (uint32_t)(k % 8 * 128)
+                                                : (uint32_t)(r / 8) * stride(p.a) +
+                                                      (uint32_t)(r % 8 * 128 + k * 2);
+                a[row][k] = element(address(p.a) + where);
             }
         }
     }
@@ -303,8 +310,9 @@ inline void compute(Product &p, int warp) {
             uint32_t where = p.by_columns
                                  ? (uint32_t)(n / 64) * leading(p.b) + (uint32_t)(n % 64 * 2) +
                                        (uint32_t)(k / 8) * stride(p.b) + (uint32_t)(k % 8 * 128)
-                                 : (uint32_t)(n / 8) * stride(p.b) + (uint32_t)(n % 8 * 128 + k * 2);
-            b[k][n] = element(address(p.b) + where);
+                                 : (uint32_t)(n / 8) * stride(p.b) +
+                                       (uint32_t)(n % 8 * row_bytes + k * 2);
+            b[k][n] = element(address(p.b) + where, row_bytes);
         }
     }
     for (int row = 0; row < 16; row++) {
@@ -343,7 +351,7 @@ inline void issue(const Product &asked, float *sums, int count, const uint32_t *
 
 struct Map { /* inside of a CUtensorMap */
     unsigned char *data;
-    int element, rows, columns;
+    int element, rows, columns, swizzle; /* 128, 32 or 0 */
     int64_t shape[4], strides[4];
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
@@ -359,12 +367,13 @@ template <class F> void each_of_box(const Map &map, uint32_t place, const int (&
                 element = inside && element ? element + where[axis] * map.strides[axis] : NULL;
             }
             uint32_t linear = place + (uint32_t)((row * map.columns + column) * map.element);
-            f(map.element == 2 ? swizzled(linear) : linear, element);
+            f(map.swizzle ? swizzled(linear, map.swizzle) : linear, element);
         }
     }
 }
 
-inline std::map<unsigned, std::vector<std::function<void()>>> stores; /* by thread */
+/* By thread: what reads shared memory late, and what then is to reach global memory. */
+inline std::map<unsigned, std::vector<std::function<void()>>> stores, arrivals;
 
 } // namespace emulated
 
@@ -393,6 +402,7 @@ inline float __uint_as_float(unsigned bits) {
     return x;
 }
 inline void __stwb(uint4 *to, uint4 x) { *to = x; }
+inline float4 __ldcg(const float4 *from) { return *from; }
 
 /* ---- mma.cuh -------------------------------------------------------------------------------------------- */
 #define NEEDLE_MMA_CUH
@@ -468,13 +478,20 @@ inline uint32_t dynamic_shared() { return emulated::BASE; }
 
 inline nd_status tensor_map(const char *, void *data, int element, const int64_t (&shape)[4],
                             const int64_t (&strides)[3], int columns, int rows, CUtensorMap *out) {
-    emulated::Map map = {(unsigned char *)data, element, rows, columns, {}, {element}};
+    const int swizzle = element == 2 ? 128 : element == 1 ? 32 : 0;
+    emulated::Map map = {(unsigned char *)data, element, rows, columns, swizzle, {}, {element}};
     for (int axis = 0; axis < 4; axis++) {
         map.shape[axis] = shape[axis];
         map.strides[axis] = axis == 0 ? element : strides[axis - 1];
     }
     memcpy(out, &map, sizeof map);
     return ND_OK;
+}
+inline nd_status byte_map(const char *op, void *data, const int64_t (&shape)[4],
+                          const int64_t (&strides)[3], const int (&box)[4], int swizzle,
+                          CUtensorMap *out) {
+    return swizzle == 32 ? tensor_map(op, data, 1, shape, strides, box[0], box[1], out)
+                         : nd_error(ND_EVALUE, "not emulated");
 }
 
 inline emulated::Barrier &barrier_at(uint32_t address) {
@@ -510,7 +527,7 @@ inline void named_barrier_arrive(int number, int threads) { emulated::meet(numbe
 inline emulated::Map checked(const CUtensorMap *map, uint32_t place) {
     emulated::Map m;
     memcpy(&m, map, sizeof m);
-    if (place % (m.element == 2 ? PANEL_ALIGN : 128) != 0) {
+    if (place % (m.swizzle == 128 ? PANEL_ALIGN : m.swizzle == 32 ? 256 : 128) != 0) {
         emulated::fail("a box at a place that is not aligned");
     }
     return m;
@@ -550,6 +567,35 @@ inline void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1, int
         });
     });
 }
+/* f(there, what was read) for the floats of a bulk copy, once it arrives in global memory. */
+template <class F> void bulk_copy(float *to, uint32_t from, uint32_t bytes, F f) {
+    if (from % 16 || (uintptr_t)to % 16 || bytes % 16) {
+        emulated::fail("a bulk copy that does not begin or end at 16 bytes");
+    }
+    const unsigned mine = threadIdx.x;
+    emulated::stores[mine].push_back([=] {
+        const float *read = (const float *)emulated::at(from, bytes);
+        std::vector<float> values(read, read + bytes / 4);
+        emulated::arrivals[mine].push_back([=] {
+            for (size_t i = 0; i < values.size(); i++) {
+                to[i] = f(to[i], values[i]);
+            }
+        });
+    });
+}
+inline void bulk_store(void *to, uint32_t from, uint32_t bytes) {
+    bulk_copy((float *)to, from, bytes, [](float, float x) { return x; });
+}
+inline void bulk_add(float *to, uint32_t from, uint32_t bytes) {
+    bulk_copy(to, from, bytes, [](float there, float x) { return there + x; });
+}
+inline void store_release(unsigned *to, unsigned x) {
+    *to = x;
+    emulated::progress++;
+}
+inline void await_ticket(const unsigned *word, unsigned ticket) {
+    emulated::wait_until([&] { return *word == ticket; });
+}
 inline void box_stores_read() {
     for (unsigned turns = emulated::chance() % 4; turns > 0; turns--) {
         emulated::progress++;
@@ -559,6 +605,20 @@ inline void box_stores_read() {
         store();
     }
     emulated::stores[threadIdx.x].clear();
+}
+inline void bulk_stores_done() {
+    for (auto &arrival : emulated::arrivals[threadIdx.x]) {
+        arrival();
+    }
+    emulated::arrivals[threadIdx.x].clear();
+}
+
+inline void store_matrices(uint32_t row, const uint32_t (&x)[4]) {
+    int lane = (int)threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        uint32_t to = emulated::from_lane(row, 8 * i + lane / 4);
+        memcpy(emulated::at(to + 4 * (uint32_t)(lane % 4), 4), &x[i], 4);
+    }
 }
 
 inline void store_matrices_transposed(uint32_t row, const uint32_t (&x)[4]) {
@@ -612,13 +672,19 @@ template <int M, int N> void hold(uint32_t (&)[M][N]) {}
 
 template <class T> constexpr auto value_of = emulated::of_bf16;
 template <> constexpr auto value_of<f16> = emulated::of_f16;
-template <class T, int COLUMNS, int C>
+constexpr uint64_t THIN = (uint64_t)3 << 62 | (uint64_t)(8 * 32 >> 4) << 32;
+template <class T, int COLUMNS, int A_COLUMNS = 0, int C>
 void product(float (&c)[C], Operand a, Operand b, bool add) {
-    emulated::issue({2 * C, 0, COLUMNS != 0, false, add, false, value_of<T>, LAYOUT | a, LAYOUT | b, {}, {}}, c, C, NULL);
+    emulated::issue({2 * C, 0, COLUMNS != 0, A_COLUMNS != 0, false, add, false, value_of<T>, LAYOUT | a,
+                     LAYOUT | b, {}, {}}, c, C, NULL);
 }
 template <class T, int COLUMNS, int C>
 void product(float (&c)[C], const uint32_t (&a)[4], Operand b, bool add) {
-    emulated::issue({2 * C, 0, COLUMNS != 0, true, add, false, value_of<T>, 0, LAYOUT | b, {}, {}}, c, C, a);
+    emulated::issue({2 * C, 0, COLUMNS != 0, false, true, add, false, value_of<T>, 0, LAYOUT | b, {}, {}},
+                    c, C, a);
+}
+template <class T> void product_thin(float (&c)[32], const uint32_t (&a)[4], Operand b) {
+    emulated::issue({64, 0, false, false, true, false, false, value_of<T>, 0, THIN | b, {}, {}}, c, 32, a);
 }
 
 } // namespace hopper
