@@ -41,8 +41,8 @@ def ended(tmp_path, body, code=0):
     """Runs the body as two ranks; (stdout, stderr)."""
     program = tmp_path / "program.py"
     program.write_text(BEGIN + body)
-    code = "import sys; from needle.distributed import spawn; sys.exit(spawn.run(sys.argv[1:], 2))"
-    done = run(sys.executable, "-c", code, sys.executable, program, PYTHONPATH=ROOT)
+    start = "import sys; from needle.distributed import spawn; sys.exit(spawn.run(sys.argv[1:], 2))"
+    done = run(sys.executable, "-c", start, sys.executable, program, PYTHONPATH=ROOT)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
