@@ -12,15 +12,15 @@
  *   shared memory by each thread they would take as much of its bandwidth as a product.
  * Parallel: a consumer warpgroup owns 64 rows; P and dS pass from the first products to the second
  *   in registers. The first products of a part and the second of the part before are issued
- *   together; P and dS are formed while the latter run. Time is
- *   bound by the instructions around the products. Where they fit, three consumers share the
- *   processor (dq: X and Y are then read from shared memory), else two with X and Y in registers.
+ *   together; P and dS are formed while the latter run. Time is bound by the instructions around
+ *   the products. X and Y are in registers where they fit, else they are read from shared memory.
  * With angles dq and dk are rotated back in registers, where a thread holds both dims of a pair.
  *   The sums of a consumer's rows, for the bias of a projection, cost shuffles between lanes.
  * Rows beyond the end arrive as zeros. Queries there add nothing; keys there have score 0, so they
  *   are masked, as are pairs that causality cuts.
- * Bytes: those of attention_bwd.cu; in one pass 8 bytes a value of dq and key tile more, in the L2
- *   cache.
+ * Bytes: those of attention_bwd.cu, and 32 bytes of terms a query once a key tile. In one pass 8
+ *   bytes a value of dq and key tile more, mostly in the L2 cache, and 256 bytes of scratch a query
+ *   and head.
  */
 #include "attention_dq_hopper.cuh"
 

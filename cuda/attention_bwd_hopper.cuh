@@ -21,15 +21,14 @@ struct BackwardShape {
     static constexpr int GRADIENTS = KEYS ? 2 : 1;
     /* Are there registers for what the second products read and both first ones write at once? */
     static constexpr bool OVERLAP = !KEYS || (PANELS == 1 && CONSUMERS > 1);
-    static constexpr bool IN_REGISTERS = /* X and Y */
-        !(KEYS && PANELS == 2) && CONSUMERS < 3 && !ONE_PASS;
+    static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2) && !ONE_PASS; /* X and Y */
     static constexpr int ROWS = HALF * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + ONE_PASS + CONSUMERS);
     static constexpr int CTAS = CONSUMERS == 1 && PANELS == 1 ? 2 : 1;
     /* Registers of a thread: of the producers, of dq's warpgroup, of consumers. */
-    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CTAS == 2 ? 40 : 24;
+    static constexpr int KEEP = CTAS == 2 ? 40 : 24;
     static constexpr int KEEP_DQ = 72;
-    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CTAS == 2 ? 216 : ONE_PASS ? 208 : 240;
+    static constexpr int TAKE = CTAS == 2 ? 216 : ONE_PASS ? 208 : 240;
     static constexpr uint32_t PART = HALF * PANEL_ROW; /* bytes of 64 rows of a panel */
     static constexpr uint32_t OWN_PANEL = CONSUMERS * PART, OWN = PANELS * OWN_PANEL;
     static constexpr uint32_t OTHER = PANELS * PART;

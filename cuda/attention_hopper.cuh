@@ -95,7 +95,7 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
 /* ---- device: lse and delta as columns of a product ----------------------------------------------
  * Store a query's row of TERMS values: -lse / scale in the first three of the first eight, -delta
  * in those of the second, as 2048 x[0] + x[1] + x[2] / 2048 with the precision of float32. The
- * others are 0. */
+ * others are 0. float16 overflows at 1.34e8, where scores or gradients have overflowed before. */
 template <class T> __device__ __forceinline__ void store_terms(T *row, float lse, float delta) {
     const float values[2] = {-lse, -delta};
     alignas(16) T x[TERMS];

@@ -486,6 +486,33 @@ def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
     assert np.abs(found[0] - found[1]).max() <= bound
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("block", [None, 64, 128])
+@pytest.mark.parametrize("d", [64, 128])
+def test_backward_of_lse_minus_infinity_adds_nothing(d, block, dtype, device):
+    """A query without a key has weights of 0, whatever its scores: as if its dout were 0."""
+    t, alone, scale = 200, [3, 70, 199], 1 / 8
+    q, k, v, dout = (draw(i, 1, t, 2, d) for i in range(4))
+    q, k, v = (_C.array(x, dtype=dtype, device=device) for x in (q, k, v))
+    lists = ()
+    if block is not None:
+        lists = (*BlockMask.local(t, 64, block).causal().lists(device), block)
+    found = []
+    for rows in (dout, np.where(np.isin(np.arange(t), alone)[:, None, None], 0, dout)):
+        rows = _C.array(rows, dtype=dtype, device=device)
+        o, lse, gradients = attended_both_ways(q, k, v, rows, scale, lists=lists)
+        if not found:
+            lse = lse.numpy()
+            lse[..., alone] = -np.inf
+            last = scale, 1, None, None, *gradients, None
+            lse = _C.array(lse, device=device)
+            backward = _C.block_sparse_attention_bwd if lists else _C.attention_bwd
+            backward(rows, q, k, v, o, lse, *lists, *last)
+        found.append([x.numpy() for x in gradients])
+    for name, got, want in zip(("dq", "dk", "dv"), *found):
+        np.testing.assert_array_equal(got, want, name)
+
+
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_projection_may_be_rotated_in_its_place(device, compact):
     """The same bits, gradients too. What is no array of its own is copied all the same."""
