@@ -2,7 +2,8 @@
  * (barriers, phases, who reads what when, swizzles, fragments) is tried where no GPU is.
  *
  * A kernel's source is compiled as C++ after this header, which takes the place of mma.cuh and hopper.cuh.
- * Threads are fibers, resumed in turns from a random one on; a block ends, or is seen to wait for ever.
+ * Threads are fibers, resumed in turns from a random one on, and those of a warp that is slow for a
+ * while seldom; a block ends, or is seen to wait for ever.
  * Whatever the hardware may do late is done late: boxes arrive after some turns, products are
  * computed when they are waited for and read shared memory then, stores read it when they are waited
  * for. Shared memory is NaN before, and so are sums whose product is under way.
@@ -55,6 +56,7 @@ namespace emulated {
 
 /* ---- fibers ------------------------------------------------------------------------------------ */
 constexpr size_t STACK = 96 << 10;
+constexpr int SLOW_ROUNDS = 100;
 struct Fiber {
     ucontext_t context; /* where it begins ... */
     jmp_buf place;      /* ... and goes on: swapcontext would ask the kernel for signals each time */
@@ -218,14 +220,17 @@ inline void run_block(int threads) {
         fiber.context.uc_stack.ss_size = STACK;
         makecontext(&fiber.context, fiber_main, 0);
     }
-    for (int left = threads, idle = 0; left > 0 && !failure;) {
+    int slow = -1; /* a warp */
+    for (int left = threads, idle = 0, round = 0; left > 0 && !failure; round++) {
         long before = progress;
+        slow = round % SLOW_ROUNDS == 0 ? (int)(chance() % (unsigned)(threads / 32)) : slow;
+        const bool slow_too = idle > 0 || chance() % 16 == 0;
         int first = (int)(chance() % (unsigned)threads);
         for (int i = 0; i < threads; i++) {
             current = (first + i) % threads;
             threadIdx.x = (unsigned)current;
             Fiber &fiber = fibers[(size_t)current];
-            if (!fiber.done && (!fiber.ready || failure || fiber.ready(fiber.condition))) {
+            if (!fiber.done && (slow_too || current / 32 != slow) && (!fiber.ready || failure || fiber.ready(fiber.condition))) {
                 go_on(fiber);
                 left -= fiber.done;
             }
