@@ -104,9 +104,6 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
 /* ---- the copy engine [cp.async.bulk.tensor] -----------------------------------------------------
  * A box of a tensor map (box_map, host) from (c0, c1, c2, c3), fastest first; what lies outside of
  * the tensor arrives as zeros and is not written. One thread calls these. */
-__device__ __forceinline__ void box_prefetch(const CUtensorMap *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 
 /* Completes on the barrier, which must have been told of the bytes of the whole box. */
 __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *map, uint32_t barrier,
