@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(STATS_THREADS)
             float unit = sizeof(T) == 4 ? 1.0f : LOG2E;
             p.stats[head * p.T + t] = make_float2(lse == -INFINITY ? INFINITY : lse * unit, sum);
             if constexpr (sizeof(T) == 2) {
-                if (p.terms) { /* without a key: finite, since 0 times infinity is none */
+                if (p.terms) {
                     store_terms((T *)p.terms + (head * p.T + t) * TERMS,
-                                lse == -INFINITY ? 1.3e8f : lse / p.scale, sum);
+                                lse == -INFINITY ? NO_KEY : lse / p.scale, sum);
                 }
                 if (p.tickets && t % HALF == 0) {
                     p.tickets[head * ceil_div(p.T, HALF) + t / HALF] = 0;

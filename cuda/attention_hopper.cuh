@@ -26,6 +26,7 @@ constexpr int HALF = 64;            /* rows of a consumer */
 constexpr uint32_t ITEM_BYTES = 16; /* of a WorkItem in shared memory */
 constexpr int TERMS = 16;           /* of a query: see ColumnTerms */
 constexpr int TERMS_ROW = 2 * TERMS;
+constexpr float NO_KEY = 1.3e8f;    /* for lse / scale in terms, finite: 0 times infinity is no 0 */
 constexpr int DQ_SHARE = HALF * 64; /* floats of dq_sums for HALF queries: see dq_in_one_pass */
 
 /* ---- host ---------------------------------------------------------------------------------------

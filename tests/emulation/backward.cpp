@@ -23,7 +23,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
     std::vector<uint4> terms((size_t)rows * 2);
     p.terms = terms.data();
     for (int64_t row = 0; row < rows; row++) { /* as attention_stats_kernel writes them */
-        const float lse = isinf(stats[2 * row]) ? 1.3e8f : stats[2 * row] / p.scale_log2;
+        const float lse = isinf(stats[2 * row]) ? NO_KEY : stats[2 * row] / p.scale_log2;
         if (is_half) {
             store_terms((f16 *)p.terms + row * TERMS, lse, stats[2 * row + 1]);
         } else {
