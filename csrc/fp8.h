@@ -45,19 +45,20 @@ ND_FN float nd_fp8_scale(uint32_t largest, bool e5m2) {
 }
 
 /* What the axes of fp8_quantize do not say. */
-static inline nd_status nd_check_fp8_quantize(const nd_array *x, const nd_array *pre, int64_t gelu,
-                                              bool bounded, bool twice, const nd_array *sums) {
+static inline nd_status nd_check_fp8_quantize(const nd_array *x, int64_t gelu,
+                                              const nd_array *dgelu, bool bounded, bool twice,
+                                              const nd_array *sums) {
     const int64_t parts = (x->shape[0] + 127) / 128;
-    if (gelu < 0 || gelu > 2 || (pre && !gelu)) {
-        return nd_error(ND_EVALUE, "fp8_quantize: gelu is %lld, but must be %s1 (erf) or 2 (tanh)",
-                        (long long)gelu, pre ? "" : "0, ");
+    if (gelu < 0 || gelu > 2) {
+        return nd_error(ND_EVALUE, "fp8_quantize: gelu is %lld, but must be 0, 1 (erf) or 2 (tanh)",
+                        (long long)gelu);
     }
     if (bounded != twice) {
         return nd_error(ND_EVALUE, "fp8_quantize: scale_a and scale_b: give both or none");
     }
-    if (sums && (!pre || sums->shape[0] != parts)) {
+    if (sums && (gelu || !dgelu || sums->shape[0] != parts)) {
         return nd_error(ND_EVALUE,
-                        "fp8_quantize: sums: (%lld, C), but it must be (%lld, C), beside pre",
+                        "fp8_quantize: sums: (%lld, C), but it must be (%lld, C), of a gradient",
                         (long long)sums->shape[0], (long long)parts);
     }
     return ND_OK;

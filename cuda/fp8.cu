@@ -5,8 +5,8 @@
  *   elements a thread and row, each block finding the scale anew from the parts' maxima. A tile's
  *   bytes are transposed through shared memory, 16 x 4 a thread; words of a row lie at their index
  *   ^ 4 (row / 16), so that neither side meets a bank twice.
- * Bytes: x is read twice (the second time from L2 where it fits; once with a bound), pre once, q and
- *   its transpose are written.
+ * Bytes: x is read twice (the second time from L2 where it fits; once with a bound), dgelu read or
+ *   written once, q and its transpose written.
  */
 #include "common.cuh"
 #include "fp8.h"
@@ -101,6 +101,21 @@ __device__ __forceinline__ Eight<T> load_eight(const T *p, int64_t count, bool a
     return some;
 }
 
+/* The first `count` of eight; `aligned`: as there. */
+template <class T>
+__device__ __forceinline__ void store_eight(T *p, const Eight<T> &x, int64_t count, bool aligned) {
+    if (aligned && count >= 8) {
+        checked((Eight<T> *)p) = x;
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        if (k < count) {
+            checked(p + k) = x.v[k];
+        }
+    }
+}
+
 /* The first `count` of N words' bytes; `aligned`: all, at a multiple of their size. */
 template <int N>
 __device__ __forceinline__ void store_words(uint8_t *to, const uint32_t *words, int64_t count,
@@ -112,14 +127,17 @@ __device__ __forceinline__ void store_words(uint8_t *to, const uint32_t *words, 
         checked((Words *)to) = *(const Words *)words;
         return;
     }
-    for (int k = 0; k < 4 * N && k < count; k++) {
-        checked(to + k) = (uint8_t)(words[k / 4] >> 8 * (k % 4));
+#pragma unroll
+    for (int k = 0; k < 4 * N; k++) {
+        if (k < count) {
+            checked(to + k) = (uint8_t)(words[k / 4] >> 8 * (k % 4));
+        }
     }
 }
 
 template <class T, Way WAY, bool E5M2>
 __global__ void __launch_bounds__(threads)
-    quantize_kernel(const T *x, const T *pre, bool tanh, int64_t rows, int64_t columns,
+    quantize_kernel(const T *x, T *dgelu, bool tanh, int64_t rows, int64_t columns,
                     const float *largest, int parts, const float *scale_a, const float *scale_b,
                     float bound, float *sums, uint8_t *q, uint8_t *q_t, float *scale) {
     await_previous();
@@ -132,14 +150,14 @@ __global__ void __launch_bounds__(threads)
     float by = 0.0f, sum[8] = {};
 #pragma unroll
     for (int step = 0; step < tile / rows_at_once; step += loads) {
-        Eight<T> xs[loads], pres[loads];
+        Eight<T> xs[loads], slopes[loads];
 #pragma unroll
         for (int i = 0; i < loads; i++) {
             const int64_t row = first_row + (step + i) * rows_at_once + below;
             const int64_t count = row < rows ? columns - column : 0, at = row * columns + column;
             xs[i] = load_eight(x + at, count, columns % 8 == 0);
             if (WAY == GRADIENT) {
-                pres[i] = load_eight(pre + at, count, columns % 8 == 0);
+                slopes[i] = load_eight(dgelu + at, count, columns % 8 == 0);
             }
         }
         if (step == 0) { /* while the first loads are on their way */
@@ -162,23 +180,29 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
         for (int i = 0; i < loads; i++) {
             const int64_t row = first_row + (step + i) * rows_at_once + below;
-            const int64_t count = row < rows ? columns - column : 0;
+            const int64_t count = row < rows ? columns - column : 0, at = row * columns + column;
             float v[8];
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 v[k] = to_float(xs[i].v[k]);
-                if (WAY != PLAIN) {
-                    const float from = WAY == GELU ? v[k] : to_float(pres[i].v[k]);
-                    const Gelu g = tanh ? gelu_16<true>(from) : gelu_16<false>(from);
-                    v[k] = WAY == GELU ? g.value : v[k] * g.derivative;
-                    sum[k] += WAY == GRADIENT ? v[k] : 0.0f;
+                if (WAY == GELU) {
+                    const Gelu g = tanh ? gelu_16<true>(v[k]) : gelu_16<false>(v[k]);
+                    v[k] = g.value;
+                    slopes[i].v[k] = from_float<T>(g.derivative);
+                }
+                if (WAY == GRADIENT) {
+                    v[k] *= to_float(slopes[i].v[k]);
+                    sum[k] += v[k];
                 }
                 v[k] *= by;
+            }
+            if (WAY == GELU && dgelu != nullptr) {
+                store_eight(dgelu + at, slopes[i], count, columns % 8 == 0);
             }
             alignas(8) const uint32_t two[2] = {packed<E5M2>(v), packed<E5M2>(v + 4)};
             *(uint2 *)&words[(step + i) * rows_at_once + below][2 * strip ^ 4 * (step + i)] =
                 make_uint2(two[0], two[1]);
-            store_words<2>(q + row * columns + column, two, count, columns % 8 == 0);
+            store_words<2>(q + at, two, count, columns % 8 == 0);
         }
     }
     if constexpr (WAY == GRADIENT) {
@@ -229,7 +253,7 @@ template <class T, Way WAY, bool E5M2>
 nd_status quantize(int device, const fp8_quantize_args *a, int64_t tiles, const float *largest,
                    int parts) {
     return cuda_launch("fp8_quantize", device, quantize_kernel<T, WAY, E5M2>, (unsigned)tiles,
-                       threads, 0, data_of<T>(a->x), a->pre ? data_of<T>(a->pre) : nullptr,
+                       threads, 0, data_of<T>(a->x), a->dgelu ? data_of<T>(a->dgelu) : nullptr,
                        a->gelu == 2, a->x->shape[0], a->x->shape[1], largest, parts,
                        a->scale_a ? data_of<float>(a->scale_a) : nullptr,
                        a->scale_b ? data_of<float>(a->scale_b) : nullptr, (float)a->bound,
@@ -242,7 +266,7 @@ nd_status quantize(int device, const fp8_quantize_args *a, int64_t tiles, const 
 nd_status cuda_fp8_quantize(int device, const fp8_quantize_args *a) {
     const char *op = "fp8_quantize";
     const int64_t rows = a->x->shape[0], columns = a->x->shape[1], count = rows * columns;
-    ND_TRY(nd_check_fp8_quantize(a->x, a->pre, a->gelu, a->scale_a, a->scale_b, a->sums));
+    ND_TRY(nd_check_fp8_quantize(a->x, a->gelu, a->dgelu, a->scale_a, a->scale_b, a->sums));
     if (count == 0) {
         fill_args one = {a->scale, 1.0}, zero = {a->sums, 0.0};
         ND_TRY(a->sums ? cuda_fill(device, &zero) : ND_OK);
@@ -264,11 +288,10 @@ nd_status cuda_fp8_quantize(int device, const fp8_quantize_args *a) {
                                count, largest));
         }
         const auto run =
-            a->gelu && a->pre
-                ? (a->e5m2 ? quantize<T, GRADIENT, true> : quantize<T, GRADIENT, false>)
-            : a->gelu ? (a->e5m2 ? quantize<T, GELU, true> : quantize<T, GELU, false>)
-            : a->e5m2 ? quantize<T, PLAIN, true>
-                      : quantize<T, PLAIN, false>;
+            a->gelu    ? (a->e5m2 ? quantize<T, GELU, true> : quantize<T, GELU, false>)
+            : a->dgelu ? (a->e5m2 ? quantize<T, GRADIENT, true> : quantize<T, GRADIENT, false>)
+            : a->e5m2  ? quantize<T, PLAIN, true>
+                       : quantize<T, PLAIN, false>;
         return run(device, a, tiles, largest, (int)parts);
     });
 }

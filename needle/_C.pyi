@@ -423,8 +423,8 @@ def cross_entropy_bwd(
 ) -> NDArray: ...
 def fp8_quantize(
     x: NDArray,
-    pre: NDArray | None,
     gelu: int,
+    dgelu: NDArray | None,
     e5m2: int,
     scale_a: NDArray | None,
     scale_b: NDArray | None,

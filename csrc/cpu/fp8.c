@@ -1,7 +1,7 @@
 /* fp8.c - FP8 for training: fp8_quantize, fp8_matmul, fp8_cross_entropy.
  *
- *   quantize       scale from the largest |x|, q = v / scale of v = x, gelu(x) or x gelu'(pre), and
- *                  its transpose
+ *   quantize       scale from the largest |x|, q = v / scale of v = x, gelu(x) or x dgelu, and its
+ *                  transpose
  *   matmul         c = r + scales a b^T + bias
  *   cross_entropy  logits = scale x w^T, their losses, d = 2^15 (softmax - onehot) in e5m2
  * Operands of a product become bfloat16, which holds each number of FP8, and matmul.c multiplies.
@@ -58,26 +58,18 @@ static uint32_t largest_bits(const nd_array *x) {
     return largest;
 }
 
-/* v = gelu(x), or x gelu'(pre). */
-static void of_gelu(const float *x, const float *pre, bool tanh, int64_t n, float *v) {
-    for (int64_t k = 0; k < n; k++) {
-        float at = pre ? pre[k] : x[k], grad;
-        float value = tanh ? nd_gelu_tanh_and_grad(at, &grad) : nd_gelu_and_grad(at, &grad);
-        v[k] = pre ? x[k] * grad : value;
-    }
-}
-
 nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
     int64_t n = args->x->shape[0], c = args->x->shape[1];
     uint8_t *q = args->q->data, *q_t = args->q_t->data;
-    ND_TRY(nd_check_fp8_quantize(args->x, args->pre, args->gelu, args->scale_a, args->scale_b,
+    bool tanh = args->gelu == 2, gradient = args->dgelu && !args->gelu;
+    ND_TRY(nd_check_fp8_quantize(args->x, args->gelu, args->dgelu, args->scale_a, args->scale_b,
                                  args->sums));
     float largest = nd_bits_float(largest_bits(args->x));
     if (args->scale_a && n * c > 0) {
         const float *a = args->scale_a->data, *b = args->scale_b->data;
         largest = fabsf((float)args->bound * *a * *b);
     }
-    largest *= args->pre ? 1.25f : 1.0f; /* gelu' is 1.13 at most */
+    largest *= gradient ? 1.25f : 1.0f; /* gelu' is 1.13 at most */
     float scale = nd_fp8_scale(nd_float_bits(largest), args->e5m2 != 0), times = 1.0f / scale;
     *(float *)args->scale->data = scale;
 
@@ -94,8 +86,22 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
             int64_t run = min_of(CPU_RUN, to - at);
             const float *v = cpu_read(args->x, at, run, from.f32);
             if (args->gelu) {
-                const float *pre = args->pre ? cpu_read(args->pre, at, run, more.f32) : NULL;
-                of_gelu(v, pre, args->gelu == 2, run, made);
+                float *slope = args->dgelu ? cpu_target(args->dgelu, at, more.f32) : more.f32;
+                for (int64_t k = 0; k < run; k++) {
+                    float grad; /* dgelu may be x */
+                    made[k] =
+                        tanh ? nd_gelu_tanh_and_grad(v[k], &grad) : nd_gelu_and_grad(v[k], &grad);
+                    slope[k] = grad;
+                }
+                if (args->dgelu) {
+                    cpu_write(args->dgelu, at, run, slope);
+                }
+                v = made;
+            } else if (gradient) {
+                const float *slope = cpu_read(args->dgelu, at, run, more.f32);
+                for (int64_t k = 0; k < run; k++) {
+                    made[k] = v[k] * slope[k];
+                }
                 v = made;
             }
             for (int64_t k = 0; k < run && sums; k++) {

@@ -18,21 +18,24 @@ def whole_sizes(*sizes: int) -> bool:
 class Quantized:
     """Rows x (N, C) in FP8: `rows` as they lie and `columns`, their transpose, times `scale`.
 
-    gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead; with `pre` of x gelu'(pre), of which `sums`
-    receives the column sums of 128 rows each. bound: |x| is at most the product of these two
-    scales and this number; else the largest is found."""
+    gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead, and `dgelu`, which may be x, receives
+    gelu'(x). dgelu alone: of x dgelu, of which `sums` receives the column sums of 128 rows each.
+    bound: |x| is at most the product of these two scales and this number; else the largest is
+    found."""
 
     def __init__(
         self,
         x: NDArray,
         e5m2: bool = False,
         gelu: int = 0,
-        pre: NDArray | None = None,
+        dgelu: NDArray | None = None,
         sums: NDArray | None = None,
         bound: tuple[NDArray | None, NDArray | None, float] = (None, None, 0.0),
     ) -> None:
         self.e5m2, self.dtype = int(e5m2), x.dtype
-        self.rows, self.columns, self.scale = _C.fp8_quantize(x, pre, gelu, self.e5m2, *bound, sums)
+        self.rows, self.columns, self.scale = _C.fp8_quantize(
+            x, gelu, dgelu, self.e5m2, *bound, sums
+        )
 
 
 class ProductFP8:

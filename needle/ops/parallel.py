@@ -119,7 +119,7 @@ class AttentionMLPFP8(AttentionMLP):
 
     def compute(self, *inputs: NDArray) -> NDArray:
         x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r = inputs
-        self.gelu = 1 + tanh_form("attention_mlp", self.approximate)
+        gelu = 1 + tanh_form("attention_mlp", self.approximate)
         self.products = {i: ProductFP8() for i in (self.W_QKV, self.W_O, self.W1, self.W2)}
         qkv, out, up, down = self.products.values()
         packed = qkv.forward(Quantized(rows_of(x1)), w_qkv, vector(b_qkv))
@@ -130,8 +130,8 @@ class AttentionMLPFP8(AttentionMLP):
         z = self.attention.forward(packed).reshape((rows_of(x1).shape[0], w_o.shape[0]))
         bias = _C.add(vector(b_o), vector(b2))
         y = out.forward(Quantized(z), w_o, bias, rows_of(r))
-        self.pre = up.forward(Quantized(rows_of(x2)), w1, vector(b1))
-        down.forward(Quantized(self.pre, gelu=self.gelu), w2, into=y)
+        self.dgelu = up.forward(Quantized(rows_of(x2)), w1, vector(b1))  # gelu'(it) is put there
+        down.forward(Quantized(self.dgelu, gelu=gelu, dgelu=self.dgelu), w2, into=y)
         return y.reshape(r.shape)
 
     def backward(
@@ -156,11 +156,11 @@ class AttentionMLPFP8(AttentionMLP):
         weight_grad(self.W2, d)
         self._last_bias_grads(dy, node, accumulators, grads)
         if any(x.requires_grad for x in inputs[self.X2 : self.B1 + 1]):
-            parts = (-(-dy.shape[0] // 128), self.pre.shape[1])
+            parts = (-(-dy.shape[0] // 128), self.dgelu.shape[1])
             sums = _C.empty(parts, "float32", dy.device)
             dg = self.products[self.W2].input_grad(d)
             bound = self.products[self.W2].input_grad_bound(d)
-            dpre = Quantized(dg, True, self.gelu, self.pre, sums, bound)
+            dpre = Quantized(dg, True, 0, self.dgelu, sums, bound)
             del dg
             if inputs[self.B1].requires_grad:
                 db1 = vector(accumulator_of(accumulators, grads, node, self.B1))

@@ -88,22 +88,29 @@ class Near:
         assert_near(got, self.exact, self.unit, self.ulps, dtype, what)
 
 
-def fp8_quantize(r, x, pre, gelu, e5m2, scale_a, scale_b, bound, sums):
+def fp8_quantize(r, x, gelu, dgelu, e5m2, scale_a, scale_b, bound, sums):
     kind = ("e4m3", "e5m2")[e5m2]
     bounded = scale_a is not None and x.size
     largest = bound * scale_a * scale_b if bounded else np.abs(x).max(initial=0)
-    scale = scale_of(largest * (1 if pre is None else 1.25), kind)
-    if gelu == 0:
+    gradient = dgelu is not None and gelu == 0
+    scale = scale_of(largest * (1.25 if gradient else 1), kind)
+    if gelu == 0 and not gradient:
         with np.errstate(invalid="ignore"):
             q = encoded(x / scale, kind)
         return {"q": q, "q_t": q.T, "scale": scale}
-    f, df = FORMS[gelu]
-    v, unit = (f(x), np.abs(x)) if pre is None else (x * df(pre), np.abs(x) * (1 + pre * pre))
-    q = Near(v / scale, unit / scale, OF_GELU, kind)
+    if gradient:
+        v, ulps = x * dgelu, 1.0
+        unit = np.abs(v)
+    else:
+        f, df = FORMS[gelu]
+        v, unit, ulps = f(x), np.abs(x), OF_GELU
+    q = Near(v / scale, unit / scale, ulps, kind)
     found = {"q": q, "q_t": q.T, "scale": scale}
+    if dgelu is not None:
+        found["dgelu"] = Near(df(x), 1 + x * x, OF_GELU) if gelu else dgelu
     if sums is not None:
         both = [[np.add.reduce(a[i : i + 128]) for i in range(0, len(a), 128)] for a in (v, unit)]
-        found["sums"] = Near(*(np.reshape(a, sums.shape) for a in both), OF_GELU)
+        found["sums"] = Near(*(np.reshape(a, sums.shape) for a in both), 128.0)
     return found
 
 
@@ -138,15 +145,18 @@ def numbers(*shape: int, kind: str = "e4m3", std: float = 60.0):
     return lambda rng: encoded(rng.standard_normal(shape) * std, kind)
 
 
-def quantized_inputs(n, c, std=1.0, at=(), value=0.0, e5m2=0, form=0, back=False, bound=0.0):
+def quantized_inputs(n, c, std=1.0, at=(), value=0.0, e5m2=0, form=0, slope=False, bound=0.0):
     def inputs(rng):
         x = rng.standard_normal((n, c)) * std
         x.reshape(-1)[list(at)] = value
-        pre = rng.standard_normal((n, c)) * 2 if back else None
-        sums = np.full((-(-n // 128), c), np.nan) if back and e5m2 else None
+        dgelu, sums = (np.full((n, c), np.nan) if slope else None), None
+        if slope and not form:
+            dgelu = rng.uniform(-0.13, 1.13, (n, c))
+            sums = np.full((-(-n // 128), c), np.nan) if e5m2 else None
         scales = [np.float64(x) if bound else None for x in (2.0**-9, 2.0**-14)]
-        given = {"pre": pre, "gelu": form, "e5m2": e5m2, "scale_a": scales[0], "scale_b": scales[1]}
-        return {"x": x, **given, "bound": bound, "sums": sums}
+        given = {"gelu": form, "dgelu": dgelu, "e5m2": e5m2}
+        scaled = {"scale_a": scales[0], "scale_b": scales[1], "bound": bound}
+        return {"x": x, **given, **scaled, "sums": sums}
 
     return inputs
 
@@ -197,14 +207,14 @@ QUANTIZED = {
     "e5m2-257x272": (257, 272, 1e-4, (), 0.0, 1),
     "e5m2-nan": (16, 33, 1.0, (200,), np.nan, 1),
     "gelu-31x257": (31, 257, 2.0, (), 0.0, 0, 1),
-    "gelu-tanh-144x272": (144, 272, 2.0, (3,), -12.0, 0, 2),
-    "gradient-tanh-300x1040": (300, 1040, 30.0, (), 0.0, 1, 2, True),
-    "gradient-e4m3-144x48": (144, 48, 1.0, (), 0.0, 0, 2, True),
-    "bound-300x272": (300, 272, 1e-4, (5,), -1.0, 1, 2, True, 2.0**24),
+    "gelu-tanh-144x272": (144, 272, 2.0, (3,), -12.0, 0, 2, True),
+    "gradient-300x1040": (300, 1040, 30.0, (), 0.0, 1, 0, True),
+    "gradient-e4m3-144x48": (144, 48, 1.0, (), 0.0, 0, 0, True),
+    "bound-300x272": (300, 272, 1e-4, (5,), -1.0, 1, 0, True, 2.0**24),
     "nan-below-a-bound": (16, 33, 1e-4, (200,), np.nan, 1, 0, False, 2.0**24),
     "infinity-below-a-bound": (16, 33, 1e-4, (200,), np.inf, 1, 0, False, 2.0**24),
-    "bound-none": (0, 8, 1.0, (), 0.0, 1, 2, True, 2.0**24),
-    "gradient-none": (0, 8, 1.0, (), 0.0, 1, 2, True),
+    "bound-none": (0, 8, 1.0, (), 0.0, 1, 0, True, 2.0**24),
+    "gradient-none": (0, 8, 1.0, (), 0.0, 1, 0, True),
 }
 
 # Multiples of 16, which is what CUDA takes, also beyond tiles of 128 and 256.
