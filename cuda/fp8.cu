@@ -105,7 +105,10 @@ __device__ __forceinline__ Eight<T> load_eight(const T *p, int64_t count, bool a
 template <class T>
 __device__ __forceinline__ void store_eight(T *p, const Eight<T> &x, int64_t count, bool aligned) {
     if (aligned && count >= 8) {
-        checked((Eight<T> *)p) = x;
+#pragma unroll
+        for (int k = 0; k < 8; k += Vec<T>::size) {
+            store16(p + k, *(const Vec<T> *)(x.v + k));
+        }
         return;
     }
 #pragma unroll

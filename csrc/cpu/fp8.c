@@ -88,7 +88,7 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
             if (args->gelu) {
                 float *slope = args->dgelu ? cpu_target(args->dgelu, at, more.f32) : more.f32;
                 for (int64_t k = 0; k < run; k++) {
-                    float grad; /* dgelu may be x */
+                    float grad;
                     made[k] =
                         tanh ? nd_gelu_tanh_and_grad(v[k], &grad) : nd_gelu_and_grad(v[k], &grad);
                     slope[k] = grad;

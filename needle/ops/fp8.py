@@ -18,10 +18,9 @@ def whole_sizes(*sizes: int) -> bool:
 class Quantized:
     """Rows x (N, C) in FP8: `rows` as they lie and `columns`, their transpose, times `scale`.
 
-    gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead, and `dgelu`, which may be x, receives
-    gelu'(x). dgelu alone: of x dgelu, of which `sums` receives the column sums of 128 rows each.
-    bound: |x| is at most the product of these two scales and this number; else the largest is
-    found."""
+    gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead, and `dgelu` receives gelu'(x). dgelu alone: of
+    x dgelu, of which `sums` receives the column sums of 128 rows each. bound: |x| is at most the
+    product of these two scales and this number; else the largest is found."""
 
     def __init__(
         self,

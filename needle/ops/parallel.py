@@ -130,8 +130,9 @@ class AttentionMLPFP8(AttentionMLP):
         z = self.attention.forward(packed).reshape((rows_of(x1).shape[0], w_o.shape[0]))
         bias = _C.add(vector(b_o), vector(b2))
         y = out.forward(Quantized(z), w_o, bias, rows_of(r))
-        self.dgelu = up.forward(Quantized(rows_of(x2)), w1, vector(b1))  # gelu'(it) is put there
-        down.forward(Quantized(self.dgelu, gelu=gelu, dgelu=self.dgelu), w2, into=y)
+        pre = up.forward(Quantized(rows_of(x2)), w1, vector(b1))
+        self.dgelu = _C.empty(pre.shape, pre.dtype, pre.device)
+        down.forward(Quantized(pre, gelu=gelu, dgelu=self.dgelu), w2, into=y)
         return y.reshape(r.shape)
 
     def backward(
