@@ -15,7 +15,8 @@ from types import ModuleType
 from building import steps
 from building.steps import fail, note, output_of
 
-ALL_ARCHS = ("80", "86", "89", "90a", "100", "120", "121")
+# Those of other minor versions run what is built for a lower one.
+ALL_ARCHS = ("80", "89", "90a", "100", "120")
 NO_DRIVER = "no NVIDIA driver (libcuda.so.1 does not load)"
 NVIDIA_PIP = (
     f"{sys.executable} -m pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt "
