@@ -93,10 +93,24 @@ def needle_calls(
 
     def backward() -> None:
         if mask is None:
-            _C.attention_bwd(do, q, k, v, o, lse, scale, 1, None, None, *gradients, None)
+            _C.attention_bwd(do, q, k, v, o, lse, scale, 1, None, None, *gradients, None, None)
         else:
             _C.block_sparse_attention_bwd(
-                do, q, k, v, o, lse, *lists, mask.block, scale, 1, None, None, *gradients, None
+                do,
+                q,
+                k,
+                v,
+                o,
+                lse,
+                *lists,
+                mask.block,
+                scale,
+                1,
+                None,
+                None,
+                *gradients,
+                None,
+                None,
             )
 
     return forward, backward

@@ -91,7 +91,7 @@ def main() -> None:
     o, *gradients = (_C.empty(q.shape, "float32", device) for _ in range(4))
     lse = _C.attention_fwd(q, k, v, D**-0.5, 1, o)
     ways = ("forward", "backward")
-    last = D**-0.5, 1, None, None, *gradients, None
+    last = D**-0.5, 1, None, None, *gradients, None, None
     dense: dict[str, Call] = {
         "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1, o),
         "needle backward": lambda: _C.attention_bwd(dout, q, k, v, o, lse, *last),

@@ -77,6 +77,7 @@ struct Problem {
     void *terms;       /* (B, H, T, TERMS) */
     unsigned *tickets; /* (B, H, parts of 64 queries) */
     float *dq_sums;    /* (B, H, parts, DQ_SHARE) */
+    unsigned *largest; /* the bits of the largest magnitude in dq, dk and dv */
 };
 
 /* ---- host: filling it ------------------------------------------------------------------------ */

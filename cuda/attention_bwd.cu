@@ -95,6 +95,9 @@ __global__ void __launch_bounds__(STATS_THREADS)
             p.tickets[head * parts + part] = 0;
         }
     }
+    if (p.largest && blockIdx.x == 0 && threadIdx.x == 0) {
+        *p.largest = 0;
+    }
 }
 
 /* ---- 16-bit -------------------------------------------------------------------------------------
@@ -533,6 +536,38 @@ template <class T> nd_status add_sums(const char *op, int device, const Problem 
     return cuda_add_columns(op, device, (const float *)partial, chunks, 3 * columns, db);
 }
 
+/* The largest magnitude in dq, dk and dv (blockIdx.y), a warp a row. */
+template <class T>
+__global__ void __launch_bounds__(SUMS_THREADS)
+    attention_largest_kernel(const __grid_constant__ Problem p) {
+    await_previous();
+    const int which = blockIdx.y, length = which == 0 ? p.T : p.S;
+    const Rows &x = which == 0 ? p.dq : which == 1 ? p.dk : p.dv;
+    const int64_t rows = (int64_t)p.B * length * p.H, step = (int64_t)gridDim.x * SUMS_THREADS / 32;
+    unsigned most = 0;
+    for (int64_t row = (blockIdx.x * SUMS_THREADS + threadIdx.x) / 32; row < rows; row += step) {
+        const int64_t bt = row / p.H, t = bt % length;
+        const T *of = x.head<const T>((int)(bt / length), (int)(row % p.H)) + t * x.t;
+        for (int d = threadIdx.x % 32; d < p.D; d += 32) {
+            most = max(most, __float_as_uint(fabsf(to_float(of[d]))));
+        }
+    }
+    most = __reduce_max_sync(~0u, most);
+    if (threadIdx.x % 32 == 0) {
+        atomicMax(p.largest, most);
+    }
+}
+
+template <class T>
+nd_status find_largest(const char *op, int device, Problem p, nd_array *largest) {
+    const int64_t rows = (int64_t)p.B * (p.T > p.S ? p.T : p.S) * p.H;
+    fill_args zero = {largest, 0.0};
+    ND_TRY(cuda_fill(device, &zero));
+    p.largest = (unsigned *)largest->data;
+    const dim3 grid(cuda_grid(device, ceil_div<int64_t>(rows, SUMS_THREADS / 32), 4), 3);
+    return cuda_launch(op, device, attention_largest_kernel<T>, grid, SUMS_THREADS, 0, p);
+}
+
 /* ---- host ------------------------------------------------------------------------------------ */
 template <class T, int DP, bool FLOAT = sizeof(T) == 4> struct Kernels {
     static constexpr auto dq = attention_dq_kernel<T, DP>, dkdv = attention_dkdv_kernel<T, DP>;
@@ -612,7 +647,10 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     void *scratch = NULL;
     const bool on_hopper = hopper_serves(device, p, a->q->dtype, lists.block,
                                          {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv});
-    const bool sums_on_the_way = a->db && p.T == p.S && (a->cos == NULL || hopper_rotates(a->cos));
+    const bool rotates = a->cos == NULL || hopper_rotates(a->cos);
+    const bool sums_on_the_way = a->db && p.T == p.S && rotates;
+    const bool largest_on_the_way = a->largest && on_hopper && rotates && p.B * p.T * p.H > 0;
+    p.largest = largest_on_the_way ? (unsigned *)a->largest->data : NULL;
     const int64_t heads = (int64_t)p.B * p.H, parts = (int64_t)p.B * ceil_div(p.T, HALF);
     const int64_t columns = (int64_t)p.H * 3 * p.D;
     const size_t shares = on_hopper && dq_in_one_pass(p.D, lists) ? (size_t)(parts * p.H) : 0;
@@ -658,6 +696,9 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
         if (!rotated) {
             ND_TRY(cuda_rotate(op, device, a->dq, 1, a->cos, a->sin, -1.0f));
             ND_TRY(cuda_rotate(op, device, a->dk, 1, a->cos, a->sin, -1.0f));
+        }
+        if (a->largest && !largest_on_the_way) {
+            ND_TRY(find_largest<T>(op, device, p, a->largest));
         }
         return db ? add_sums<T>(op, device, p, db) : ND_OK;
     });

@@ -355,8 +355,14 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                               gradient[which], 32 * panel, factors);
             }
         }
+        const bool count[2] = {mine + my_row < own_rows, mine + my_row + 8 < own_rows};
+        if (p.largest) {
+#pragma unroll
+            for (int which = 0; which < GRADIENTS; which++) {
+                find_largest<T>(gradient[which], count, which == 0 ? p.scale : 1.0f, p.largest);
+            }
+        }
         if (f.sums) {
-            const bool count[2] = {mine + my_row < own_rows, mine + my_row + 8 < own_rows};
 #pragma unroll
             for (int which = 0; which < GRADIENTS; which++) {
                 sum_rows<PANELS>(gradient[which], count, which == 0 ? p.scale : 1.0f,

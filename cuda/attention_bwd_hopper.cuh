@@ -213,6 +213,22 @@ __device__ __forceinline__ void sum_rows(const float (&c)[32 * PANELS], const bo
     }
 }
 
+/* Largest magnitude of a thread's part of a gradient, times `factor` and rounded, by its bits. */
+template <class T, int N>
+__device__ __forceinline__ void find_largest(const float (&c)[N], const bool (&rows)[2],
+                                             float factor, unsigned *largest) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        most = max(most, rows[i / 2 % 2] ? __float_as_uint(c[i]) & 0x7fffffffu : 0u);
+    }
+    most = __reduce_max_sync(~0u, most);
+    if (threadIdx.x % 32 == 0) {
+        const float stored = to_float(from_float<T>(__uint_as_float(most) * factor));
+        atomicMax(largest, __float_as_uint(stored) & 0x7fffffffu);
+    }
+}
+
 /* Adds what sum_rows left of four warps, for `columns` columns. */
 template <class Shape>
 __device__ __forceinline__ void add_warps(uint32_t from, float *to, int columns) {

@@ -121,9 +121,12 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
             } else if (f.half == 16) {
                 rotate_back<16>(c, f, positions);
             }
+            const bool count[2] = {rows[0] < p.T, rows[1] < p.T};
+            if (p.largest) {
+                find_largest<T>(c, count, p.scale, p.largest);
+            }
             if (f.sums) {
                 const uint32_t sums = at.sums(Shape::CONSUMERS, 0);
-                const bool count[2] = {rows[0] < p.T, rows[1] < p.T};
                 named_barrier_sync(1 + Shape::CONSUMERS, WARPGROUP); /* the last ones are read */
                 sum_rows<1>(c, count, p.scale, sums + thread / 32 * Shape::SUMS);
                 named_barrier_sync(1 + Shape::CONSUMERS, WARPGROUP);

@@ -286,7 +286,7 @@ nd_status cuda_fp8_quantize(int device, const fp8_quantize_args *a) {
     float *largest = (float *)memory;
     return with_float(op, a->x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
-        if (!a->scale_a) {
+        if (!a->scale_a && !a->largest) {
             ND_TRY(cuda_launch(op, device, largest_kernel<T>, parts, finders, 0, data_of<T>(a->x),
                                count, largest));
         }
@@ -295,6 +295,7 @@ nd_status cuda_fp8_quantize(int device, const fp8_quantize_args *a) {
             : a->dgelu ? (a->e5m2 ? quantize<T, GRADIENT, true> : quantize<T, GRADIENT, false>)
             : a->e5m2  ? quantize<T, PLAIN, true>
                        : quantize<T, PLAIN, false>;
-        return run(device, a, tiles, largest, (int)parts);
+        return a->largest ? run(device, a, tiles, data_of<float>(a->largest), 1)
+                          : run(device, a, tiles, largest, (int)parts);
     });
 }

@@ -359,6 +359,7 @@ def attention_bwd(
     dk: NDArray,
     dv: NDArray,
     db: NDArray | None,
+    largest: NDArray | None,
 ) -> None: ...
 def block_lists(kept: NDArray, offsets: NDArray, entries: NDArray) -> NDArray: ...
 def block_sparse_attention_fwd(
@@ -395,6 +396,7 @@ def block_sparse_attention_bwd(
     dk: NDArray,
     dv: NDArray,
     db: NDArray | None,
+    largest: NDArray | None,
 ) -> None: ...
 def dilated_merge(
     parts: NDArray, lse: NDArray, segments: NDArray, dilations: NDArray
@@ -426,6 +428,7 @@ def fp8_quantize(
     gelu: int,
     dgelu: NDArray | None,
     e5m2: int,
+    largest: NDArray | None,
     scale_a: NDArray | None,
     scale_b: NDArray | None,
     bound: float,

@@ -125,7 +125,7 @@ def attended_both_ways(q, k, v, dout, scale: float, causal: int = 1, lists=(), i
     """(o, lse, [dq, dk, dv]) of attention, or with `lists` and the block of a mask at their end of
     block_sparse_attention. into: where o, dq, dk and dv shall lie."""
     o, *gradients = into or [_C.empty(x.shape, x.dtype, x.device) for x in (q, q, k, v)]
-    last = scale, causal, None, None, *gradients, None
+    last = scale, causal, None, None, *gradients, None, None
     if not lists:
         lse = _C.attention_fwd(q, k, v, scale, causal, o)
         _C.attention_bwd(dout, q, k, v, o, lse, *last)

@@ -19,8 +19,8 @@ typedef struct {
     attention_pattern pattern; /* for each query block, the key blocks that it sees */
     float scale;
     bool causal;
-    const nd_array *cos, *sin;   /* NULL: no rotary */
-    nd_array *dq, *dk, *dv, *db; /* db may be NULL */
+    const nd_array *cos, *sin;             /* NULL: no rotary */
+    nd_array *dq, *dk, *dv, *db, *largest; /* the last two may be NULL */
 } backward;
 
 /* One thread's tiles. A column a query: p, ds, qt, doutt, dqt. A row a query: q, dout. A row a key,
@@ -251,6 +251,12 @@ static nd_status attention_backward(int device, const char *name, const backward
     for (int64_t i = 0; i < batches * heads * sums; i++) { /* one batch entry after the other */
         db[i % (heads * sums)] += parts[i];
     }
+    uint32_t largest = 0;
+    for (int i = 0; i < 3 && b->largest != NULL; i++) {
+        uint32_t bits = cpu_largest_bits((const nd_array *[]){b->dq, b->dk, b->dv}[i]);
+        largest = bits > largest ? bits : largest;
+        *(float *)b->largest->data = nd_bits_float(largest);
+    }
     return ND_OK;
 }
 
@@ -260,7 +266,7 @@ static nd_status attention_backward(int device, const char *name, const backward
         .dout = (args)->dout, .q = (args)->q, .k = (args)->k, .v = (args)->v, .o = (args)->o, \
         .lse = (args)->lse, .scale = (float)(args)->scale, .causal = (args)->causal != 0,     \
         .cos = (args)->cos, .sin = (args)->sin, .dq = (args)->dq, .dk = (args)->dk,           \
-        .dv = (args)->dv, .db = (args)->db                                                    \
+        .dv = (args)->dv, .db = (args)->db, .largest = (args)->largest                        \
     }
 
 nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {

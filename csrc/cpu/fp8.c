@@ -41,17 +41,25 @@ static void transpose(const uint8_t *from, int64_t rows, int64_t columns, uint8_
 }
 
 /* ---- fp8_quantize ---------------------------------------------------------------------------- */
-static uint32_t largest_bits(const nd_array *x) {
-    int64_t n = nd_size(x), runs = cpu_ceil_div(n, CPU_RUN);
+uint32_t cpu_largest_bits(const nd_array *x) {
+    const nd_array *operands[1] = {x};
+    nd_loop loop;
+    cpu_loop_make(1, operands, &loop);
+    int64_t row = loop.shape[loop.ndim - 1], stride = loop.strides[0][loop.ndim - 1];
+    int64_t runs = cpu_ceil_div(row, CPU_RUN), rows = row > 0 ? loop.size / row : 0;
     uint32_t largest = 0;
 
-#pragma omp parallel for reduction(max : largest) num_threads(cpu_threads()) if (n > CPU_GRAIN)
-    for (int64_t r = 0; r < runs; r++) {
-        cpu_run from;
-        int64_t run = min_of(CPU_RUN, n - r * CPU_RUN);
-        const float *some = cpu_read(x, r * CPU_RUN, run, from.f32);
+#pragma omp parallel for reduction(max        \
+                                   : largest) \
+    num_threads(cpu_threads()) if (loop.size > CPU_GRAIN)
+    for (int64_t task = 0; task < rows * runs; task++) {
+        cpu_cursor cursor;
+        cpu_run some;
+        int64_t begin = task % runs * CPU_RUN, run = min_of(CPU_RUN, row - begin);
+        cpu_cursor_seek(&loop, 1, task / runs, &cursor);
+        cpu_load_f32(some.f32, cpu_at(x, cursor.offset[0] + begin * stride), x->dtype, stride, run);
         for (int64_t k = 0; k < run; k++) {
-            uint32_t bits = nd_float_bits(some[k]) & 0x7fffffffu;
+            uint32_t bits = nd_float_bits(some.f32[k]) & 0x7fffffffu;
             largest = bits > largest ? bits : largest;
         }
     }
@@ -64,7 +72,8 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
     bool tanh = args->gelu == 2, gradient = args->dgelu && !args->gelu;
     ND_TRY(nd_check_fp8_quantize(args->x, args->gelu, args->dgelu, args->scale_a, args->scale_b,
                                  args->sums));
-    float largest = nd_bits_float(largest_bits(args->x));
+    float largest = args->largest ? *(const float *)args->largest->data
+                                  : nd_bits_float(cpu_largest_bits(args->x));
     if (args->scale_a && n * c > 0) {
         const float *a = args->scale_a->data, *b = args->scale_b->data;
         largest = fabsf((float)args->bound * *a * *b);

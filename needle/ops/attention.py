@@ -121,11 +121,12 @@ class Kernel:
         cos: NDArray | None = None,
         sin: NDArray | None = None,
         db: NDArray | None = None,
+        largest: NDArray | None = None,
     ) -> None:
         """Overwrites the three arrays of `into` with dq, dk, dv. With cos and sin q and k have been
         rotated, and dq and dk are the gradients before rotation. db (H, 3, D): += the sums
-        of dq, dk and dv over B and T."""
-        last = (self.factor, int(self.causal), cos, sin, *into, db)
+        of dq, dk and dv over B and T. largest (): receives their largest magnitude."""
+        last = (self.factor, int(self.causal), cos, sin, *into, db, largest)
         if self.mask is None:
             _C.attention_bwd(dout, *qkv, self.o, self.lse, *last)
         else:
@@ -210,11 +211,13 @@ class PackedKernel:
         self.rotated = rotated
         return self.kernel.forward(*qkv_parts(rotated), into)
 
-    def backward(self, dout: NDArray, db: NDArray | None = None) -> NDArray:
-        """db: see Kernel.backward."""
+    def backward(
+        self, dout: NDArray, db: NDArray | None = None, largest: NDArray | None = None
+    ) -> NDArray:
+        """db, largest: see Kernel.backward."""
         dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
         qkv, into = qkv_parts(self.rotated), qkv_parts(dqkv)
-        self.kernel.backward(dout, qkv, into, self.cos, self.sin, db)
+        self.kernel.backward(dout, qkv, into, self.cos, self.sin, db, largest)
         return dqkv
 
 

@@ -159,7 +159,7 @@ class DilatedAttention(FusedOp):
                 lse = view(self.lse).permute((0, 2, 1)).compact()
                 _C.attention_bwd(
                     view(dout), *map(view, arrays), view(self.out), lse, self.scale,
-                    self.causal, None, None, *map(view, into), None,
+                    self.causal, None, None, *map(view, into), None, None,
                 )  # fmt: skip
         return [
             _C.dilated_sum(parts, *self.numbers) if x.requires_grad else None

@@ -19,8 +19,8 @@ class Quantized:
     """Rows x (N, C) in FP8: `rows` as they lie and `columns`, their transpose, times `scale`.
 
     gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead, and `dgelu` receives gelu'(x). dgelu alone: of
-    x dgelu, of which `sums` receives the column sums of 128 rows each. bound: |x| is at most the
-    product of these two scales and this number; else the largest is found."""
+    x dgelu, of which `sums` receives the column sums of 128 rows each. largest: the largest |x|, if
+    known. bound: |x| is at most the product of these two scales and this number."""
 
     def __init__(
         self,
@@ -29,11 +29,12 @@ class Quantized:
         gelu: int = 0,
         dgelu: NDArray | None = None,
         sums: NDArray | None = None,
+        largest: NDArray | None = None,
         bound: tuple[NDArray | None, NDArray | None, float] = (None, None, 0.0),
     ) -> None:
         self.e5m2, self.dtype = int(e5m2), x.dtype
         self.rows, self.columns, self.scale = _C.fp8_quantize(
-            x, gelu, dgelu, self.e5m2, *bound, sums
+            x, gelu, dgelu, self.e5m2, largest, *bound, sums
         )
 
 

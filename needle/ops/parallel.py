@@ -88,14 +88,20 @@ class AttentionMLP(FusedOp):
             _C.bias_bwd(dy, *sums)
 
     def _projection_grad(
-        self, dz: NDArray, node: Tensor, accumulators: Accumulators, grads: list
+        self,
+        dz: NDArray,
+        node: Tensor,
+        accumulators: Accumulators,
+        grads: list,
+        largest: NDArray | None = None,
     ) -> NDArray:
-        """The gradient (B, T, H, 3, D) of x1 w_qkv + b_qkv from dz; that of b_qkv is its sum."""
+        """The gradient (B, T, H, 3, D) of x1 w_qkv + b_qkv from dz; that of b_qkv is its sum.
+        largest: see Kernel.backward."""
         db = None
         if node.inputs[self.B_QKV].requires_grad:
             packed = self.attention.rotated.shape[2:]
             db = accumulator_of(accumulators, grads, node, self.B_QKV).reshape(packed)
-        return self.attention.backward(dz.reshape(self.attention.kernel.o.shape), db)
+        return self.attention.backward(dz.reshape(self.attention.kernel.o.shape), db, largest)
 
     def _weight_grads(
         self, dy: NDArray, node: Tensor, accumulators: Accumulators, grads: list
@@ -161,7 +167,7 @@ class AttentionMLPFP8(AttentionMLP):
             sums = _C.empty(parts, "float32", dy.device)
             dg = self.products[self.W2].input_grad(d)
             bound = self.products[self.W2].input_grad_bound(d)
-            dpre = Quantized(dg, True, 0, self.dgelu, sums, bound)
+            dpre = Quantized(dg, True, 0, self.dgelu, sums, bound=bound)
             del dg
             if inputs[self.B1].requires_grad:
                 db1 = vector(accumulator_of(accumulators, grads, node, self.B1))
@@ -169,10 +175,11 @@ class AttentionMLPFP8(AttentionMLP):
             through(self.W1, dpre)
         if any(x.requires_grad for x in inputs[self.X1 : self.B_QKV + 1]):
             dz = self.products[self.W_O].input_grad(d)
-            dqkv = self._projection_grad(dz, node, accumulators, grads)
+            largest = _C.empty((), "float32", dy.device)
+            dqkv = self._projection_grad(dz, node, accumulators, grads, largest)
             del dz
             rows = dqkv.reshape((dy.shape[0], inputs[self.W_QKV].shape[1]))
-            through(self.W_QKV, Quantized(rows, e5m2=True))
+            through(self.W_QKV, Quantized(rows, e5m2=True, largest=largest))
         if inputs[self.R].requires_grad:
             grads[self.R] = dout
         return grads

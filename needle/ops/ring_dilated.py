@@ -109,7 +109,7 @@ class RingDilatedAttention(FusedOp):
                     _C.attention_bwd(
                         queries(given), queries(own), *operands, queries(found),
                         queries(lse).permute((0, 2, 1)).compact(), self.scale, self.causal,
-                        None, None, queries(part), *into, None,
+                        None, None, queries(part), *into, None, None,
                     )  # fmt: skip
                     for total, dx in zip(sums, into):
                         place = seen(total)

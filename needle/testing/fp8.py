@@ -88,10 +88,13 @@ class Near:
         assert_near(got, self.exact, self.unit, self.ulps, dtype, what)
 
 
-def fp8_quantize(r, x, gelu, dgelu, e5m2, scale_a, scale_b, bound, sums):
+def fp8_quantize(r, x, gelu, dgelu, e5m2, largest, scale_a, scale_b, bound, sums):
     kind = ("e4m3", "e5m2")[e5m2]
     bounded = scale_a is not None and x.size
-    largest = bound * scale_a * scale_b if bounded else np.abs(x).max(initial=0)
+    if bounded:
+        largest = bound * scale_a * scale_b
+    elif largest is None:
+        largest = np.abs(x).max(initial=0)
     gradient = dgelu is not None and gelu == 0
     scale = scale_of(largest * (1.25 if gradient else 1), kind)
     if gelu == 0 and not gradient:
@@ -145,7 +148,9 @@ def numbers(*shape: int, kind: str = "e4m3", std: float = 60.0):
     return lambda rng: encoded(rng.standard_normal(shape) * std, kind)
 
 
-def quantized_inputs(n, c, std=1.0, at=(), value=0.0, e5m2=0, form=0, slope=False, bound=0.0):
+def quantized_inputs(
+    n, c, std=1.0, at=(), value=0.0, e5m2=0, form=0, slope=False, bound=0.0, known=None
+):
     def inputs(rng):
         x = rng.standard_normal((n, c)) * std
         x.reshape(-1)[list(at)] = value
@@ -154,7 +159,7 @@ def quantized_inputs(n, c, std=1.0, at=(), value=0.0, e5m2=0, form=0, slope=Fals
             dgelu = rng.uniform(-0.13, 1.13, (n, c))
             sums = np.full((-(-n // 128), c), np.nan) if e5m2 else None
         scales = [np.float64(x) if bound else None for x in (2.0**-9, 2.0**-14)]
-        given = {"gelu": form, "dgelu": dgelu, "e5m2": e5m2}
+        given = {"gelu": form, "dgelu": dgelu, "e5m2": e5m2, "largest": known}
         scaled = {"scale_a": scales[0], "scale_b": scales[1], "bound": bound}
         return {"x": x, **given, **scaled, "sums": sums}
 
@@ -210,6 +215,7 @@ QUANTIZED = {
     "gelu-tanh-144x272": (144, 272, 2.0, (3,), -12.0, 0, 2, True),
     "gradient-300x1040": (300, 1040, 30.0, (), 0.0, 1, 0, True),
     "gradient-e4m3-144x48": (144, 48, 1.0, (), 0.0, 0, 0, True),
+    "known-300x272": (300, 272, 1.0, (), 0.0, 0, 0, False, 0.0, np.float64(2.0)),  # exceeded
     "bound-300x272": (300, 272, 1e-4, (5,), -1.0, 1, 0, True, 2.0**24),
     "nan-below-a-bound": (16, 33, 1e-4, (200,), np.nan, 1, 0, False, 2.0**24),
     "infinity-below-a-bound": (16, 33, 1e-4, (200,), np.inf, 1, 0, False, 2.0**24),

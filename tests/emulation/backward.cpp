@@ -4,12 +4,12 @@
 #include "attention_bwd_hopper.cu"
 
 /* stats: (B, H, T) pairs of lse, times log2 e, and delta. given, turned: the lists of queries, of keys.
- * cos, sin: (T, half), NULL where nothing is rotated. sums: see Operands, or NULL. */
+ * cos, sin: (T, half), NULL where nothing is rotated. sums, largest: see Operands, Problem; or NULL. */
 extern "C" const char *backward(const Given *q, const Given *k, const Given *v, const Given *dout,
                                 const Given *dq, const Given *dk, const Given *dv, float *stats,
                                 const GivenLists *given, const GivenLists *turned, float *cos,
-                                float *sin, int half, float *sums, int causal, double scale,
-                                int is_half, unsigned seed) {
+                                float *sin, int half, float *sums, unsigned *largest, int causal,
+                                double scale, int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array arrays[7] = {array_of(*q, is_half),    array_of(*k, is_half),  array_of(*v, is_half),
                           array_of(*dout, is_half), array_of(*dq, is_half), array_of(*dk, is_half),
@@ -34,6 +34,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
     std::vector<unsigned> tickets((size_t)parts, 0);
     p.dq_sums = (float *)dq_sums.data();
     p.tickets = tickets.data();
+    p.largest = largest;
     for (const nd_array &array : arrays) {
         if (!hopper_serves(0, p, array.dtype, given->block, {&array})) {
             return "not served";

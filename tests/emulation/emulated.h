@@ -389,6 +389,13 @@ template <class V> inline V __shfl_xor_sync(unsigned, V x, int mask) {
     return emulated::from_lane(x, ((int)threadIdx.x % 32) ^ mask);
 }
 inline int __shfl_sync(unsigned, int x, int lane) { return emulated::from_lane(x, lane); }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        const unsigned other = emulated::from_lane(x, ((int)threadIdx.x % 32) ^ mask);
+        x = x < other ? other : x;
+    }
+    return x;
+}
 inline int __any_sync(unsigned, int some) {
     for (int mask = 16; mask > 0; mask /= 2) {
         some |= emulated::from_lane(some, ((int)threadIdx.x % 32) ^ mask);
@@ -429,6 +436,11 @@ inline uint32_t load_shared4(uint32_t from) {
 inline unsigned atomicInc(unsigned *counter, unsigned last) {
     unsigned old = *counter;
     *counter = old >= last ? 0 : old + 1;
+    return old;
+}
+inline unsigned atomicMax(unsigned *to, unsigned x) {
+    unsigned old = *to;
+    *to = old < x ? x : old;
     return old;
 }
 inline void store_shared16(uint32_t to, const uint32_t (&x)[4]) { memcpy(emulated::at(to, 16), x, 16); }

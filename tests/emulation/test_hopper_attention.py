@@ -243,15 +243,18 @@ def forward(compiled, p: Problem, change=None, o=None) -> tuple[np.ndarray, np.n
     return o, lse
 
 
-def backward(compiled, p: Problem, change=None, sums=None, into=None) -> list[np.ndarray]:
-    """dq, dk, dv; and `sums` of 64 rows each where that is given. into: where they shall lie."""
+def backward(
+    compiled, p: Problem, change=None, sums=None, largest=None, into=None
+) -> list[np.ndarray]:
+    """dq, dk, dv; and `sums` of 64 rows each and the bits of the `largest` magnitude, where those
+    are given. into: where they shall lie."""
     gradients = into or [poison(x.shape) for x in (p.q, p.k, p.v)]
     lists, _kept = p.blocks(False, change)
     transposed, _kept_too = p.blocks(True, change)
     call(
         compiled("backward", "backward"),
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
-        p.stats(), ctypes.byref(lists), ctypes.byref(transposed), *p.rotation(), sums,
+        p.stats(), ctypes.byref(lists), ctypes.byref(transposed), *p.rotation(), sums, largest,
         int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
     return gradients
@@ -278,13 +281,17 @@ SUMMED = [
 
 
 @pytest.mark.parametrize("given", SUMMED)
-def test_sums_of_rows(compiled, given):
+def test_sums_of_rows_and_the_largest(compiled, given):
     """Sums over 64 rows of a head are taken before rounding: compared with sums of rounded rows."""
     p = Problem(**given)
     b, t, h, d = p.q.shape
     tiles = -(-t // 64)
     sums = np.full((b, tiles, h, 3, d), np.nan, np.float32)
-    for i, got in enumerate(backward(compiled, p, None, sums)):
+    largest = np.zeros(1, np.uint32)
+    gradients = backward(compiled, p, None, sums, largest)
+    magnitudes = [np.abs(from_16(got, p.is_half)).max() for got in gradients]
+    assert largest.view(np.float32)[0] == max(magnitudes)
+    for i, got in enumerate(gradients):
         rows = np.zeros((b, 64 * tiles, h, d))
         rows[:, :t] = from_16(got, p.is_half)
         rows = rows.reshape((b, tiles, 64, h, d))

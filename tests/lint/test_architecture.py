@@ -86,10 +86,12 @@ def test_backends_do_no_python_and_do_not_exit():
 # Whatever adds in memory in the order in which threads arrive: CUDA's functions and classes, and
 # PTX. A flag of the host, std::atomic<bool>, adds nothing. Headers of kernels may hide some, or add
 # in an order of their own: of those that are used one sorts integers, and one adds them up. Those
-# of a block add in a fixed order. atomicInc, and atomicAdd of 1u, count whole numbers. bulk_add of
-# hopper.cuh may follow a ticket that says whose turn it is.
+# of a block add in a fixed order. atomicInc, and atomicAdd of 1u, count whole numbers; atomicMax
+# finds the same in any order. bulk_add of hopper.cuh may follow a ticket, which says whose turn it
+# is.
 ATOMIC = (
-    r"cuda::(?:std::)?atomic|(?<!std::)(?<!<)\b(?!atomicInc\b)\w*atomic\w*|\b(?:atom|red)\.[a-z]"
+    r"cuda::(?:std::)?atomic|\b(?:atom|red)\.[a-z]"
+    r"|(?<!std::)(?<!<)\b(?!atomic(?:Inc|Max)\b)\w*atomic\w*"
     r"|reduce\.async|\bbulk_add\b"
 )
 ORDERED = (

@@ -61,6 +61,7 @@ def test_head_dims(d, dtype, device):
         None,
         *gradients,
         None,
+        None,
     )
     exact, naive = (
         softmax_attention_bwd(f, dout, q, k, v, *given, scale, see) for f in (exactly, r)
@@ -263,7 +264,19 @@ class Ordered:
         lse = _C.array(lse.transpose(0, 2, 1), "float32", self.device)
         options = (self.mask.block, self.d**-0.5, 1)
         _C.block_sparse_attention_bwd(
-            self.dout, self.q, self.k, self.v, o, lse, *lists, *options, None, None, *into, None
+            self.dout,
+            self.q,
+            self.k,
+            self.v,
+            o,
+            lse,
+            *lists,
+            *options,
+            None,
+            None,
+            *into,
+            None,
+            None,
         )
         return [x.numpy() for x in into]
 
@@ -453,7 +466,7 @@ def test_more_keys_than_memory_could_hold(keys, dtype):
     o, lse = attended(_C.attention_fwd, one, one, one, 1.0, 0)
     with pytest.raises((MemoryError, ValueError), match="attention_bwd"):
         _C.attention_bwd(
-            one, one, many, many, o, lse, 1.0, 0, None, None, one.copy(), many, many, None
+            one, one, many, many, o, lse, 1.0, 0, None, None, one.copy(), many, many, None, None
         )
 
 
@@ -477,13 +490,30 @@ def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
     found = []
     for angles in ((None, None), (cos, sin)):
         packed = _C.array(np.full((b, t, h, 3, d), np.nan), dtype=dtype, device=device)
-        backward(dout, *qkv, o, lse, *after, 0.125, 1, *angles, *qkv_parts(packed), None)
+        largest = _C.array(np.nan, "float32", device)
+        last = *angles, *qkv_parts(packed), None, largest
+        backward(dout, *qkv, o, lse, *after, 0.125, 1, *last)
+        assert largest.item() == np.abs(packed.numpy().astype(np.float32)).max()
         if angles[0] is None:
             _C.rotary(packed, cos, sin, 2, -1.0)
         found.append(packed.numpy().astype(float))
     np.testing.assert_array_equal(found[0][..., 2, :], found[1][..., 2, :])
     bound = 0 if dtype == "float32" else 2**-7 * np.abs(found[0]).max()
     assert np.abs(found[0] - found[1]).max() <= bound
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("d", [64, 96])
+def test_what_is_not_finite_is_the_largest(d, dtype, value, device):
+    t, scale = 200, 1 / 8
+    q, k, v, dout = (draw(i, 1, t, 2, d) for i in range(4))
+    dout[0, 130, 1, 5] = value
+    q, k, v, dout = (_C.array(x, dtype=dtype, device=device) for x in (q, k, v, dout))
+    o, lse, gradients = attended_both_ways(q, k, v, dout, scale)
+    largest = _C.array(1.0, "float32", device)
+    _C.attention_bwd(dout, q, k, v, o, lse, scale, 1, None, None, *gradients, None, largest)
+    assert np.isnan(largest.item())  # in dq, of infinity - infinity
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -504,7 +534,7 @@ def test_backward_of_lse_minus_infinity_adds_nothing(d, block, dtype, device):
         if not found:
             lse = lse.numpy()
             lse[..., alone] = -np.inf
-            last = scale, 1, None, None, *gradients, None
+            last = scale, 1, None, None, *gradients, None, None
             lse = _C.array(lse, device=device)
             backward = _C.block_sparse_attention_bwd if lists else _C.attention_bwd
             backward(rows, q, k, v, o, lse, *lists, *last)

@@ -25,7 +25,7 @@ def test_each_bfloat16_becomes_the_nearest_number(device):
     x = bits.view(np.float32)
     x = x[np.abs(x) <= 448].reshape(1, -1)  # NaN is not; 448 makes the scale 1
     x = _C.array(x, "float32", device)
-    q, q_t, scale = _C.fp8_quantize(x, 0, None, 0, None, None, 0.0, None)
+    q, q_t, scale = _C.fp8_quantize(x, 0, None, 0, None, None, None, 0.0, None)
     assert scale.item() == 1
     np.testing.assert_array_equal(q.numpy(), encoded(x.numpy(), "e4m3"))
     np.testing.assert_array_equal(q_t.numpy(), q.numpy().T)
@@ -50,10 +50,16 @@ def test_bad_operands_are_named(device):
     x = _C.array(np.ones((130, 16)), "float32", device)
     one, sums = _C.array(1.0, "float32", device), _C.empty((1, 16), "float32", device)
     for given, text in (
-        ((3, None, 0, None, None, 0.0, None), "gelu is 3, but must be 0, 1 .erf. or 2"),
-        ((0, None, 0, None, one, 1.0, None), "scale_a and scale_b: give both or none"),
-        ((0, x, 1, None, None, 0.0, sums), "sums: .1, C., but it must be .2, C., of a gradient"),
-        ((1, x, 1, None, None, 0.0, sums), "sums: .1, C., but it must be .2, C., of a gradient"),
+        ((3, None, 0, None, None, None, 0.0, None), "gelu is 3, but must be 0, 1 .erf. or 2"),
+        ((0, None, 0, None, None, one, 1.0, None), "scale_a and scale_b: give both or none"),
+        (
+            (0, x, 1, None, None, None, 0.0, sums),
+            "sums: .1, C., but it must be .2, C., of a gradient",
+        ),
+        (
+            (1, x, 1, None, None, None, 0.0, sums),
+            "sums: .1, C., but it must be .2, C., of a gradient",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^fp8_quantize: {text}"):
             _C.fp8_quantize(x, *given)
