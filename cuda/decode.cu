@@ -32,9 +32,15 @@ __device__ __forceinline__ void load_dims(const T *row, int at, int dims, Dims<T
 
 struct Decode {
     int64_t capacity, angles; /* S, X */
+    int64_t o_row, o_head;    /* strides of o */
     int heads, dims, half, splits;
     float scale;
 };
+
+/* Where o of a head, b H + h, lies. */
+template <class T> __device__ __forceinline__ T *o_of(T *o, const Decode &s, int64_t head) {
+    return o + head / s.heads * s.o_row + head % s.heads * s.o_head;
+}
 
 /* A split leaves in scratch D sums, the maximum and the sum of weights. */
 __device__ __forceinline__ float *share_of(float *scratch, int64_t block, int dims) {
@@ -62,7 +68,7 @@ __global__ void __launch_bounds__(threads)
             if (s.splits > 1) {
                 share_of(scratch, blockIdx.x, s.dims)[d] = NAN;
             } else if (d < s.dims) {
-                o[head * s.dims + d] = from_float<T>(NAN);
+                checked(o_of(o, s, head) + d) = from_float<T>(NAN);
             }
         }
         return;
@@ -190,7 +196,7 @@ __global__ void __launch_bounds__(threads)
     }
     if (s.splits == 1) {
         if (tid < s.dims) {
-            o[head * s.dims + tid] = from_float<T>(sum / all);
+            checked(o_of(o, s, head) + tid) = from_float<T>(sum / all);
         }
         return;
     }
@@ -207,14 +213,15 @@ __global__ void __launch_bounds__(threads)
 /* Shares of one head -> o. */
 template <class T>
 __global__ void __launch_bounds__(max_dims)
-    decode_combine_kernel(const float *scratch, T *o, int dims, int splits) {
+    decode_combine_kernel(const float *scratch, T *o, Decode s) {
     await_previous();
-    const float *first = scratch + (int64_t)blockIdx.x * splits * (dims + 2);
+    const int dims = s.dims;
+    const float *first = scratch + (int64_t)blockIdx.x * s.splits * (dims + 2);
     float top = first[dims], sum = 0.0f, all = 0.0f;
-    for (int i = 1; i < splits; i++) {
+    for (int i = 1; i < s.splits; i++) {
         top = fmaxf(top, first[i * (dims + 2) + dims]);
     }
-    for (int i = 0; i < splits; i++) {
+    for (int i = 0; i < s.splits; i++) {
         const float *split = first + i * (dims + 2);
         const float weight = expf(split[dims] - top);
         all += weight * split[dims + 1];
@@ -223,7 +230,7 @@ __global__ void __launch_bounds__(max_dims)
         }
     }
     if ((int)threadIdx.x < dims) {
-        o[(int64_t)blockIdx.x * dims + threadIdx.x] = from_float<T>(sum / all);
+        checked(o_of(o, s, blockIdx.x) + threadIdx.x) = from_float<T>(sum / all);
     }
 }
 
@@ -245,8 +252,7 @@ nd_status decode(int device, const decode_attention_args *a, const Decode &s, in
                        data_of<T>(a->o), (float *)scratch, s));
     if (s.splits > 1) {
         ND_TRY(cuda_launch("decode_attention", device, decode_combine_kernel<T>, (unsigned)heads,
-                           max_dims, 0, (const float *)scratch, data_of<T>(a->o), s.dims,
-                           s.splits));
+                           max_dims, 0, (const float *)scratch, data_of<T>(a->o), s));
     }
     return ND_OK;
 }
@@ -339,6 +345,8 @@ nd_status cuda_decode_attention(int device, const decode_attention_args *a) {
     Decode s;
     s.capacity = a->keys->shape[2];
     s.angles = a->cos->shape[0];
+    s.o_row = a->o->strides[0];
+    s.o_head = a->o->strides[1];
     s.heads = (int)shape[1];
     s.dims = (int)dims;
     s.half = (int)half;

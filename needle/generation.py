@@ -426,7 +426,8 @@ class Cache:
         scale = 1 / math.sqrt(size)
         if self.filled:
             packed = packed.reshape((batch, heads, 3, size))
-            seen = _C.decode_attention(packed, *rotary, self.positions, scale, keys, values)
+            seen = _C.empty((batch, heads, size), packed.dtype, packed.device)
+            _C.decode_attention(packed, *rotary, self.positions, scale, keys, values, seen)
             return Tensor.from_ndarray(seen.reshape((batch, 1, heads, size)))
         cos, sin = (table[:time] for table in rotary)
         packed = packed.compact()

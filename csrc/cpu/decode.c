@@ -92,7 +92,8 @@ static void attend(const decode_attention_args *args, int64_t task) {
     for (int64_t i = 0; i < d; i++) {
         o[i] /= total;
     }
-    cpu_store_f32(cpu_at(args->o, task * d), args->o->dtype, 1, o, d);
+    int64_t at = task / heads * args->o->strides[0] + task % heads * args->o->strides[1];
+    cpu_store_f32(cpu_at(args->o, at), args->o->dtype, 1, o, d);
 }
 
 nd_status cpu_decode_attention(int device, const decode_attention_args *args) {

@@ -189,17 +189,17 @@ def block_sparse_attention_bwd(
     return summed_up(r, rotated_back(r, gradients, cos, sin), db, largest)
 
 
-def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
+def decode_attention(r, qkv, cos, sin, positions, scale, keys, values, o):
     """qkv (B, H, 3, D), caches (B, H, S, D): row b's new token at positions[b]."""
-    keys, values, o = keys.copy(), values.copy(), []
+    keys, values, seen = keys.copy(), values.copy(), []
     for b, p in enumerate(positions):
         packed = qkv[b].transpose(1, 0, 2)[None, None]  # (1, 1, 3, H, D): slices before heads
         rotated = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["x"]
         q, k, v = (rotated[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
         keys[b, :, p], values[b, :, p] = k[0, 0], v[0, 0]
-        seen = (c[b : b + 1, :, : p + 1].transpose(0, 2, 1, 3) for c in (keys, values))
-        o.append(softmax_attention(r, q, *seen, scale, True)["o"][0, 0])
-    return {"keys": keys, "values": values, "o": np.array(o).reshape(len(positions), *q_shape(qkv))}
+        cached = (c[b : b + 1, :, : p + 1].transpose(0, 2, 1, 3) for c in (keys, values))
+        seen.append(softmax_attention(r, q, *cached, scale, True)["o"][0, 0])
+    return {"keys": keys, "values": values, "o": np.array(seen).reshape(o.shape)}
 
 
 def held(segments, dilations, t, heads) -> np.ndarray:
@@ -224,10 +224,6 @@ def dilated_merge(r, parts, lse, segments, dilations):
 def dilated_sum(r, parts, segments, dilations):
     see = held(segments, dilations, *parts.shape[2:4])[:, None, ..., None]
     return {"out": r(np.where(see, parts, 0).sum(0))}
-
-
-def q_shape(qkv):
-    return qkv.shape[1], qkv.shape[3]
 
 
 def decode_greedy(r, logits, tokens, positions):
@@ -265,6 +261,7 @@ def decode_inputs(b, h, d, s, half, positions, scale=None, count=None):
             "scale": 1 / math.sqrt(d) if scale is None else scale,
             "keys": rng.standard_normal((b, h, s, d)),
             "values": rng.standard_normal((b, h, s, d)),
+            "o": np.full((b, h, d), np.nan),
         }
 
     return inputs

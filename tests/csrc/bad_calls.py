@@ -107,7 +107,8 @@ BAD = {
     "decode_attention": {
         "two slices": ({"qkv": ones(3, 2, 2, 16)}, "qkv: axis P"),
         "head dim 257": (
-            {"qkv": ones(3, 2, 3, 257)} | {n: ones(3, 2, 37, 257) for n in ("keys", "values")},
+            {"qkv": ones(3, 2, 3, 257), "o": ones(3, 2, 257)}
+            | {n: ones(3, 2, 37, 257) for n in ("keys", "values")},
             ".*256",
         ),
         "rotates more than D": (angles(37, 9), "cos"),

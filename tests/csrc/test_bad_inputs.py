@@ -155,7 +155,8 @@ def test_values_that_cuda_cannot_look_at():
     np.testing.assert_array_equal(made["dw"].numpy()[1:], before[1:])
     made = arguments_of("decode_attention", device, {"positions": np.array([1, 37, 2])})
     before = made["keys"].numpy()[1]
-    o = _C.decode_attention(**made).numpy()
+    _C.decode_attention(**made)
+    o = made["o"].numpy()
     assert np.isnan(o[1]).all() and np.isfinite(o[[0, 2]]).all()
     np.testing.assert_array_equal(made["keys"].numpy()[1], before)
     made = arguments_of("cross_entropy_fwd", device, {"targets": changes["ids"]})
