@@ -124,6 +124,7 @@ def load(
             value = value.permute((1, 0))
         parameter.cached_data = _C.empty(value.shape, dtype, device)
         _C.assign(parameter.cached_data, value)
+    nn.place_neighbours(model)
     if (folder / "tokenizer.json").exists():
         model.tokenizer = folder.absolute()
     return model

@@ -190,6 +190,7 @@ class Checkpoint:
         self._compare({name: tensor.shape for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
             tensor.cached_data = self._entries[name].read(device).astype(tensor.dtype)
+        nn.place_neighbours(model)
         model.tokenizer = self.tokenizer
         return model
 

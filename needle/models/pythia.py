@@ -384,6 +384,7 @@ class Pythia(FactoredWeights, LanguageModel):
                 self._make()
             for parameter in self.parameters():
                 parameter.cached_data = parameter.cached_data.compact()
+        nn.place_neighbours(self)
         self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
         self.named_parameters()  # gives each its name, under which optimizers keep their state
 

@@ -32,7 +32,13 @@ from needle.nn.basic import (
     Tanh,
     TiedHead,
 )
-from needle.nn.flat import FlatParameters, flat_again, flatten_parameters, is_decayed
+from needle.nn.flat import (
+    FlatParameters,
+    flat_again,
+    flatten_parameters,
+    is_decayed,
+    place_neighbours,
+)
 from needle.nn.module import Module, Parameter, fuses_as
 from needle.nn.recomputed import recompute
 from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
@@ -47,6 +53,6 @@ __all__ = [
     "LogSoftmax", "MSELoss", "Module", "ModuleDict", "ModuleList", "MultiHeadAttention",
     "Parameter", "RMSNorm", "ReLU", "Residual", "Sequential", "SiLU", "Sigmoid", "Softmax",
     "SoftmaxLoss", "Softplus", "SwiGLU", "Tanh", "TiedHead", "Transformer", "TransformerLayer",
-    "flatten_parameters", "functional", "fuses_as", "init", "is_decayed", "recompute",
-    "rotary_tables",
+    "flatten_parameters", "functional", "fuses_as", "init", "is_decayed", "place_neighbours",
+    "recompute", "rotary_tables",
 ]  # fmt: skip

@@ -121,6 +121,26 @@ def is_decayed(name: str, p: Parameter) -> bool:
     return p.ndim >= 2 and name.rpartition(".")[2] != "bias"
 
 
+def place_neighbours(module: Module) -> None:
+    """Let the parameters of each pair of `Module.neighbours` of a new module follow each other in
+    memory, as flatten_parameters does. Values stay. Pairs that it would not join either, for their
+    sizes, and views, stay where they are."""
+    own = dict(module.named_parameters())
+    for names in _neighbours(module).items():
+        pair = [own[name] for name in names if name in own]
+        if len(pair) < 2:
+            continue
+        a, b = (p.cached_data for p in pair)
+        alike = (a.dtype, a.device) == (b.dtype, b.device) and a.size % ALIGNMENT == 0
+        if not alike or not a.is_compact() or not b.is_compact() or a.joined(b) is not None:
+            continue
+        both = _C.empty((a.size + b.size,), a.dtype, a.device)
+        for p, place in zip(pair, (both[: a.size], both[a.size :])):
+            place = place.reshape(p.shape)
+            _C.assign(place, p.cached_data)
+            p.cached_data = place
+
+
 def _neighbours(module: Module) -> dict[str, str]:
     """Map parameters to those that follow them, by name: `Module.neighbours` of all modules."""
     pairs = {}

@@ -113,8 +113,8 @@ class Module:
     # beside a point, where forward calls `self.hook(name, x)`; beside a name of modules below, the
     # attribute that holds the module or the list of them.
     hook_points: Mapping[str, str | None] = {}
-    # (first, second): names of parameters below; flatten_parameters lets the second follow the
-    # first in memory, so that one product can take both.
+    # (first, second): names of parameters below; place_neighbours and flatten_parameters let the
+    # second follow the first in memory, so that one product can take both.
     neighbours: Sequence[tuple[str, str]] = ()
     # True in a class whose forward() may be computed in one op with its neighbours', from the
     # parameters. A subclass says so anew: it may compute something else.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import nn, ops
+from needle import _C, nn, ops
 from needle.models import Pythia, PythiaConfig
 
 IDS = np.random.default_rng(3).integers(0, 41, (2, 19))
@@ -66,18 +66,44 @@ def test_a_layer_equals_its_steps(device, dtype, close, flat, sparse):
 
 
 def test_flat_or_not_has_the_same_bits(device):
-    """Weights that follow each other in memory, and weights that are copied."""
-    loose, flat = small(device), small(device)
+    """Weights that follow each other in memory, alone or with their gradients, and weights that are
+    copied."""
+    loose, new, flat = small(device), small(device), small(device)
+    for p in loose.parameters():
+        p.cached_data = p.cached_data.copy()
     nn.flatten_parameters(flat)
-    for layer, joined in (loose.layers[0], False), (flat.layers[0], True):
+    for model, joined in (loose, False), (new, True), (flat, True):
+        layer = model.layers[0]
         pair = layer.attention.dense.weight, layer.mlp.dense_4h_to_h.weight
         whole = pair[0].cached_data.joined(pair[1].cached_data)
         assert (whole is not None) == joined
-        grads = (p.grad_buffer for p in pair)
-        assert not joined or next(grads).joined(next(grads)).shape == whole.shape == (160, 32)
-    one, other = numbers(step(loose)), numbers(step(flat))
-    np.testing.assert_array_equal(one["logits"], other["logits"])
-    near(other, one, 1e-5)
+        grads = [p.grad_buffer for p in pair]
+        assert model is not flat or grads[0].joined(grads[1]).shape == whole.shape == (160, 32)
+    one, *others = (numbers(step(model)) for model in (loose, new, flat))
+    for other in others:
+        np.testing.assert_array_equal(one["logits"], other["logits"])
+        near(other, one, 1e-5)
+
+
+def test_a_model_that_was_read_keeps_its_neighbours(device, tmp_path):
+    model = small(device)
+    model.save_pretrained(tmp_path / "folder")
+    ndl.save(model, None, tmp_path / "file")
+    for path in tmp_path / "folder", tmp_path / "file":
+        for layer in Pythia.from_pretrained(path, device).layers:
+            last = layer.mlp.dense_4h_to_h.weight.cached_data
+            assert layer.attention.dense.weight.cached_data.joined(last) is not None
+
+
+def test_neighbours_of_other_sizes_stay_where_they_are():
+    """A second that would not begin on a boundary of vectors, one that is not there, and views."""
+    module = nn.Module()
+    module.odd, module.even, module.view = (nn.Parameter(np.ones((2, n))) for n in (3, 32, 32))
+    module.view.cached_data = _C.array([[5.0]]).broadcast_to((2, 32))
+    module.neighbours = [("odd", "even"), ("view", "odd"), ("even", "none")]
+    before = [p.cached_data for p in module.parameters()]
+    nn.place_neighbours(module)
+    assert all(p.cached_data is data for p, data in zip(module.parameters(), before))
 
 
 FROZEN = ["attention.dense.weight", "mlp.dense_4h_to_h.weight", "attention.dense.bias"]
