@@ -23,10 +23,9 @@ vocabulary.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -400,9 +399,9 @@ def _recomputed(model, contexts: list[list[int]]) -> np.ndarray:
 
 
 class Cache:
-    """Rotated keys and values (B, H, S, D) of every attention of a model. `layer(i)` is the
-    function by which attention i attends: first over the prompts themselves, which it keeps, and
-    once `filled` is set over all positions up to each row's own, one new token a row."""
+    """Rotated keys and values (B, H, S, D) of every attention of a model. `layer(i)` attends for
+    attention i: first over the prompts themselves, which it keeps, and once `filled` is set over
+    all positions up to each row's own, one new token a row."""
 
     def __init__(self, model: Any, batch: int, capacity: int, positions: NDArray) -> None:
         self.positions, self.filled = positions, False  # positions: int32 (B,), of the tokens fed
@@ -414,30 +413,41 @@ class Cache:
         ]
         self.keys = [zeros(shape, model.config.dtype, model.device) for shape in shapes]
         self.values = [zeros(shape, model.config.dtype, model.device) for shape in shapes]
+        self.biases: dict[int, NDArray] = {}  # by layer, see CachedLayer.last_bias
 
-    def layer(self, i: int) -> nn.attention.Cached:
-        return functools.partial(self._attend, self.keys[i], self.values[i])
+    def layer(self, i: int) -> CachedLayer:
+        return CachedLayer(self, i)
 
-    def _attend(
-        self, keys: NDArray, values: NDArray, qkv: Tensor, rotary: tuple[NDArray, NDArray]
-    ) -> Tensor:
-        packed = qkv.cached_data
+
+class CachedLayer(NamedTuple):
+    """Attention `i` over a cache (ops.attention.Cached)."""
+
+    cache: Cache
+    i: int
+
+    def attend(self, packed: NDArray, cos: NDArray, sin: NDArray, into: NDArray) -> None:
+        keys, values = self.cache.keys[self.i], self.cache.values[self.i]
         batch, time, heads, _, size = packed.shape
         scale = 1 / math.sqrt(size)
-        if self.filled:
+        if self.cache.filled:
             packed = packed.reshape((batch, heads, 3, size))
-            seen = _C.empty((batch, heads, size), packed.dtype, packed.device)
-            _C.decode_attention(packed, *rotary, self.positions, scale, keys, values, seen)
-            return Tensor.from_ndarray(seen.reshape((batch, 1, heads, size)))
-        cos, sin = (table[:time] for table in rotary)
+            into = into.reshape((batch, heads, size))  # a view: T is 1
+            positions = self.cache.positions
+            _C.decode_attention(packed, cos, sin, positions, scale, keys, values, into)
+            return
         packed = packed.compact()
-        _C.rotary(packed, cos, sin, 2, 1.0)  # in place: no other op reads the projection
+        _C.rotary(packed, cos[:time], sin[:time], 2, 1.0)
         q, k, v = qkv_parts(packed)
         keys[:, :, :time] = k.permute((0, 2, 1, 3))
         values[:, :, :time] = v.permute((0, 2, 1, 3))
-        seen = _C.empty(q.shape, q.dtype, q.device)
-        _C.attention_fwd(q, k, v, scale, 1, seen)
-        return Tensor.from_ndarray(seen)
+        _C.attention_fwd(q, k, v, scale, 1, into)
+
+    def last_bias(self, b_o: NDArray, b2: NDArray) -> NDArray:
+        """Add the biases once, with the prompts: each step reads the same sum."""
+        known = self.cache.biases
+        if self.i not in known:
+            known[self.i] = _C.add(b_o, b2)
+        return known[self.i]
 
 
 class _Decoder:

@@ -1,5 +1,6 @@
 """Generation: with a cache as without one, rows of a batch alone, sampling, text, recording."""
 
+import functools
 import gc
 import itertools
 
@@ -59,6 +60,32 @@ def test_the_cache_changes_nothing(shape, device, monkeypatch):
             scale = np.abs(logits).max()
             np.testing.assert_allclose(heard[step][number], logits, rtol=0, atol=1e-5 * scale)
             assert logits.argmax() == drawn[number][len(row) + step]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("change", [{}, {"use_parallel_residual": False}, {"attention_only": True}])
+def test_products_of_a_step(joined, change, monkeypatch):
+    """Attention and MLP of a parallel layer end in one product, and add their biases once, where no
+    weight has to be copied for it."""
+    model, steps = model_of(num_layers=3, **change), 4
+    if not joined:
+        for p in model.parameters():
+            p.cached_data = p.cached_data.copy()
+    counts = dict.fromkeys(("linear_fwd", "add", "assign"), 0)
+
+    def counting(name, op, *operands):
+        counts[name] += 1
+        return op(*operands)
+
+    for name in counts:
+        monkeypatch.setattr(_C, name, functools.partial(counting, name, getattr(_C, name)))
+    tokens = model.stream([1, 2, 3], steps + 1, **GREEDY)
+    next(tokens)
+    start = dict(counts)
+    assert len(list(tokens)) == steps
+    done = {name: (count - start[name]) / steps for name, count in counts.items()}
+    a_layer = 3 if not change and not joined or "use_parallel_residual" in change else 2
+    assert done == {"linear_fwd": 3 * a_layer + 1, "add": 0, "assign": 0}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

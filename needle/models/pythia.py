@@ -272,8 +272,8 @@ class Layer(nn.Module):
         norm2 = self.post_attention_layernorm
         if self.parallel:
             y1, y2, x = normed(x, norm1, norm2)
-            if cache is None and self._ends_in_one_product():
-                x = self._in_one_product(x, y1(), y2(), rotary, mask, fp8)
+            if self._ends_in_one_product() and (cache is None or self._has_joined_weights()):
+                x = self._in_one_product(x, y1(), y2(), rotary, mask, cache, fp8)
                 return self.hook("hook_resid_post", x)
         else:
             y1, x = normed(x, norm1)
@@ -297,6 +297,11 @@ class Layer(nn.Module):
             and not mlp.is_hooked_at(*mlp.hook_points)
         )
 
+    def _has_joined_weights(self) -> bool:
+        """True if the last weights are neighbours in memory, so that a step copies none."""
+        last = self.mlp.dense_4h_to_h.weight.cached_data
+        return self.attention.dense.weight.cached_data.joined(last) is not None
+
     def _in_one_product(
         self,
         x: Tensor,
@@ -304,10 +309,11 @@ class Layer(nn.Module):
         y2: Tensor,
         rotary: tuple[NDArray, NDArray],
         mask: BlockMask | None,
+        cache: nn.attention.Cached | None,
         fp8: bool,
     ) -> Tensor:
         attention, mlp = self.attention, self.mlp
-        tables = (table[: x.shape[1]] for table in rotary)
+        tables = rotary if cache else (table[: x.shape[1]] for table in rotary)
         qkv, out = attention.query_key_value, attention.dense
         up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
         return ops.attention_mlp(
@@ -316,6 +322,7 @@ class Layer(nn.Module):
             approximate=mlp.approximate,
             mask=mask,
             fp8=fp8,
+            cached=cache,
         )
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:

@@ -6,26 +6,22 @@ Axis letters: B batch, T time, C features, H heads, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from needle import init, ops
+from needle import _C, init, ops
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import array
 from needle.block_mask import BlockMask, as_block_mask
 from needle.nn.basic import Linear
 from needle.nn.module import Module, fuses_as
+from needle.ops.attention import Cached
 
 PROJECTIONS = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k")
 PATTERNS = ("hook_attn_scores", "hook_pattern")
 RESULT = "hook_result"
-
-# (packed projection (B, T, H, 3, D), whole rotary tables) -> output of each head (B, T, H, D):
-# attention over a cache of keys and values (needle/generation.py).
-Cached = Callable[[Tensor, tuple[NDArray, NDArray]], Tensor]
 
 
 def rotary_tables(length: int, dims: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +84,9 @@ class Attention(Module):
         qkv = self.packed(x)
         cos, sin = (table[: x.shape[1]] for table in rotary)
         if cache is not None:
-            seen = cache(qkv, rotary)
+            shape = (*x.shape[:2], self.heads, self.head_dim)
+            seen = Tensor.from_ndarray(_C.empty(shape, x.dtype, x.device))
+            cache.attend(qkv.cached_data, *rotary, seen.cached_data)
         elif self.group is not None or self.is_hooked_at(*PROJECTIONS, *PATTERNS):
             seen = self._by_parts(qkv, cos, sin, mask)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -277,6 +277,19 @@ class QKVAttention(FusedOp):
 
     def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
         return (self.packed.backward(dout),)
+
+
+class Cached(Protocol):
+    """How a layer attends over a cache of keys and values, without gradients."""
+
+    def attend(self, packed: NDArray, cos: NDArray, sin: NDArray, into: NDArray) -> None:
+        """packed: (B, T, H, 3, D) before it is rotated, may be overwritten; cos, sin: whole tables;
+        into: where the result (B, T, H, D) shall lie."""
+        ...
+
+    def last_bias(self, b_o: NDArray, b2: NDArray) -> NDArray:
+        """b_o + b2, the biases at the layer's end."""
+        ...
 
 
 def qkv_parts(packed: NDArray) -> list[NDArray]:

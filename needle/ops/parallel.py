@@ -10,7 +10,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask
-from needle.ops.attention import Kernel, PackedKernel, RotaryLayer, array_on
+from needle.ops.attention import Cached, Kernel, PackedKernel, RotaryLayer, array_on
 from needle.ops.common import accumulator_and_beta, accumulator_of, check_tensors, rows_of, vector
 from needle.ops.elementwise import tanh_form
 from needle.ops.fp8 import ProductFP8, Quantized, whole_sizes
@@ -25,40 +25,55 @@ class AttentionMLP(FusedOp):
     z and g lie side by side in one matrix [z g]. If w2 follows w_o in memory, as in a flattened
     model, y is one product of depth C + M, and so is the gradient of both weights:
     [dw_o; dw2] += [z g]^T dy. Otherwise the weights are copied into one matrix, and two products
-    give their gradients. db_o and db2 are the same sums."""
+    give their gradients. db_o and db2 are the same sums. With `cached`, there are no gradients."""
 
     reads_result = False
     X1, W_QKV, B_QKV, W_O, B_O, X2, W1, B1, W2, B2, R = range(11)  # the inputs
 
     def __init__(
-        self, heads: int, cos: NDArray, sin: NDArray, mask: BlockMask | None, approximate: str
+        self,
+        heads: int,
+        cos: NDArray,
+        sin: NDArray,
+        mask: BlockMask | None,
+        approximate: str,
+        cached: Cached | None = None,
     ) -> None:
         self.heads, self.cos, self.sin = heads, cos, sin
-        self.mask, self.approximate = mask, approximate
+        self.mask, self.approximate, self.cached = mask, approximate, cached
 
     def compute(self, *inputs: NDArray) -> NDArray:
         x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r = inputs
         rows, inner, width = rows_of(x2), w_o.shape[0], w_o.shape[0] + w1.shape[1]
         self.both = _C.empty((rows.shape[0], width), x2.dtype, x2.device)
         self.up = GeluLayer("attention_mlp", self.approximate)
-        kernel = Kernel("attention_mlp", None, True, self.mask)
-        self.projection = RotaryLayer(self.heads, self.cos, self.sin)
-        self.attention = PackedKernel(kernel, self.cos, self.sin)
-        packed = self.projection.forward(x1, w_qkv, b_qkv)
-        self.attention.forward(packed, self._heads(packed.shape, width))
+        self._attend(x1, w_qkv, b_qkv, self._heads(*x1.shape[:2], inner, width))
         self.up.forward(rows, w1, b1, self.both[:, inner:])
         w = w_o.joined(w2)
         if w is None:
             w = _C.empty((width, w2.shape[1]), w2.dtype, w2.device)
             _C.assign(w[:inner], w_o)
             _C.assign(w[inner:], w2)
-        bias = _C.add(vector(b_o), vector(b2))
+        add = _C.add if self.cached is None else self.cached.last_bias
+        bias = add(vector(b_o), vector(b2))
         return _C.linear_fwd(self.both, w, bias, rows_of(r)).reshape(r.shape)
 
-    def _heads(self, packed: tuple[int, ...], width: int) -> NDArray:
+    def _attend(self, x1: NDArray, w_qkv: NDArray, b_qkv: NDArray, into: NDArray) -> None:
+        """z, in `into`."""
+        if self.cached is not None:
+            packed = _C.linear_fwd(rows_of(x1), w_qkv, vector(b_qkv), None)
+            packed = packed.reshape((*x1.shape[:2], self.heads, 3, into.shape[3]))
+            self.cached.attend(packed, self.cos, self.sin, into)
+            return
+        kernel = Kernel("attention_mlp", None, True, self.mask)
+        self.projection = RotaryLayer(self.heads, self.cos, self.sin)
+        self.attention = PackedKernel(kernel, self.cos, self.sin)
+        self.attention.forward(self.projection.forward(x1, w_qkv, b_qkv), into)
+
+    def _heads(self, b: int, t: int, inner: int, width: int) -> NDArray:
         """z as (B, T, H, D), in its place beside g."""
-        b, t, h, _, d = packed
-        return self.both.as_strided((b, t, h, d), (t * width, width, d, 1))
+        d = inner // self.heads
+        return self.both.as_strided((b, t, self.heads, d), (t * width, width, d, 1))
 
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
@@ -203,6 +218,7 @@ def attention_mlp(
     approximate: str = "none",
     mask: BlockMask | None = None,
     fp8: bool = False,
+    cached: Cached | None = None,
 ) -> Tensor:
     """residual + linear(causal qkv_attention(linear(x1, w_qkv, b_qkv)), w_o, b_o)
     + gelu_mlp(x2, w1, b1, w2, b2): a layer with a parallel residual in fewer products
@@ -216,6 +232,7 @@ def attention_mlp(
     fp8: compute the products in FP8, with or without gradients, where B T and all sizes of weights
     are multiples of 16: their operands in e4m3, the gradients that they multiply in e5m2, each
     array times a power of two. On a GPU: compute capability 9.0 (Hopper).
+    cached: attends in the place of attention, for no gradients; cos and sin are whole tables then.
 
     >>> config = ndl.PythiaConfig(vocab_size=9, hidden_size=16, num_layers=1, num_heads=2)
     >>> layer = ndl.Pythia(config).layers[0]
@@ -270,11 +287,13 @@ def attention_mlp(
     check_residual("attention_mlp", residual, x2, w2)
     cos, sin = (array_on(table, x1.device) for table in (cos, sin))
     for name, table in ("cos", cos), ("sin", sin):
-        if table.ndim != 2 or table.shape[0] != t or table.shape != cos.shape:
+        fits = table.ndim == 2 and table.shape == cos.shape
+        if not fits or (cached is None and table.shape[0] != t):
             raise ValueError(
                 f"attention_mlp: cos and sin must be ({t}, R) for x1 {x1.shape}, but {name} is "
                 f"{table.shape}"
             )
     sizes = (b * t, *w_qkv.shape, *w_o.shape, *w1.shape)
-    op = AttentionMLPFP8 if fp8 and whole_sizes(*sizes) else AttentionMLP
-    return op(int(heads), cos, sin, mask, approximate)(*operands.values())
+    in_fp8 = fp8 and cached is None and whole_sizes(*sizes)
+    op = AttentionMLPFP8 if in_fp8 else AttentionMLP
+    return op(int(heads), cos, sin, mask, approximate, cached)(*operands.values())
