@@ -357,6 +357,21 @@ template <class T> __device__ __forceinline__ Vec<T> load16(const T *p ND_HERE) 
     return u.vec;
 }
 
+/* The elements of 16 bytes. */
+template <class T> __device__ __forceinline__ void to_floats(uint4 bits, float (&x)[Vec<T>::size]) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (sizeof(T) == 4) {
+            x[i] = __uint_as_float(words[i]);
+        } else {
+            const float2 pair = unpack_pair<T>(words[i]);
+            x[2 * i] = pair.x;
+            x[2 * i + 1] = pair.y;
+        }
+    }
+}
+
 /* Two 16-bit floats as the word that memory holds. */
 __device__ __forceinline__ uint32_t pack(bf16 low, bf16 high) {
     return (uint32_t)__bfloat16_as_ushort(low) | (uint32_t)__bfloat16_as_ushort(high) << 16;

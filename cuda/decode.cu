@@ -5,11 +5,13 @@
  *     o = sum_{j <= p} softmax_j(scale q . keys[j]) values[j]
  *   A thread block owns a head, or one of `splits` equal splits of its cached keys where there are
  *   fewer heads than multiprocessors. In it, groups of G lanes take keys in turn: each lane holds P
- *   vectors of N dims of q, of the key and of the output, with a running maximum and sum; the
- *   groups meet in shared memory at the end. The first split also rotates and stores the new key
- *   and value and attends to them, so that no block reads another block's writes. With splits > 1
- *   the splits go through scratch to a second kernel. All sums have a fixed order. How a head is
- *   split depends on the shapes alone, never on positions, so that a captured graph stays right.
+ *   vectors of N dims of q, of the key and of the output, with a running maximum and sum. The groups
+ *   of a warp meet through shuffles, the warps in shared memory at the end. The first split also
+ *   rotates and stores the new key and value, and its first group begins with them, so that no block
+ *   reads another block's writes. With splits > 1 the splits go through scratch to a second kernel.
+ *   All sums have a fixed order. How a head is split depends on the shapes alone, never on positions,
+ *   so that a captured graph stays right. Few blocks bring their part of the cache into L2 while the
+ *   work before runs.
  *   Bytes: 2 (p + 1) D a head, once.
  *
  * decode_greedy. A thread block takes a row of logits: the first largest, or -1 where one is not
@@ -19,26 +21,32 @@
 
 namespace {
 
-constexpr int threads = 256, max_dims = 256;
+constexpr int max_dims = 256;
 constexpr int keys_a_split = 512; /* shorter splits cost more in the second kernel than they save */
 
-/* N consecutive elements. */
-template <class T, int N> struct alignas(sizeof(T) * N) Dims { T v[N]; };
+/* N consecutive elements as memory holds them: one, or those of 16 bytes. */
+template <class T, int N> using Dims = std::conditional_t<N == 1, T, uint4>;
 
 template <class T, int N>
-__device__ __forceinline__ void load_dims(const T *row, int at, int dims, Dims<T, N> &out) {
-    out = at < dims ? checked((const Dims<T, N> *)(row + at)) : Dims<T, N>();
+__device__ __forceinline__ Dims<T, N> load_dims(const T *row, int at, int dims) {
+    return at < dims ? checked((const Dims<T, N> *)(row + at)) : Dims<T, N>{};
+}
+
+/* Beside to_floats() of 16 bytes. */
+template <class T> __device__ __forceinline__ void to_floats(T element, float (&x)[1]) {
+    x[0] = to_float(element);
 }
 
 struct Decode {
     int64_t capacity, angles; /* S, X */
     int64_t o_row, o_head;    /* strides of o */
     int heads, dims, half, splits;
+    int prefetched; /* keys, by a block */
     float scale;
 };
 
 /* Where o of a head, b H + h, lies. */
-template <class T> __device__ __forceinline__ T *o_of(T *o, const Decode &s, int64_t head) {
+template <class T> __device__ __forceinline__ T *o_of(T *o, const Decode &s, int head) {
     return o + head / s.heads * s.o_row + head % s.heads * s.o_head;
 }
 
@@ -47,22 +55,70 @@ __device__ __forceinline__ float *share_of(float *scratch, int64_t block, int di
     return scratch + block * (dims + 2);
 }
 
+/* A split's part of the cache, which the blocks of a head share otherwise once the position is
+ * known. */
+template <class T>
+__device__ __forceinline__ void prefetch_cache(const T *keys, const T *values, const Decode &s) {
+    const int64_t head = blockIdx.x / (unsigned)s.splits, split = blockIdx.x % (unsigned)s.splits;
+    const int64_t share = ceil_div<int64_t>(s.capacity, s.splits), start = split * share;
+    const int64_t count = min(min(share, s.capacity - start), (int64_t)s.prefetched) * s.dims;
+    constexpr int sector = 32 / sizeof(T);
+    for (int64_t i = (int64_t)threadIdx.x * sector; i < count; i += blockDim.x * sector) {
+        const int64_t at = (head * s.capacity + start) * s.dims + i;
+        prefetch_to_l2(keys + at);
+        prefetch_to_l2(values + at);
+    }
+}
+
+/* Over the lanes of a warp that are multiples of G apart, in a fixed order. */
+template <int G, class Op> __device__ __forceinline__ float across_groups(float v, Op op) {
+#pragma unroll
+    for (int offset = 16; offset >= G; offset /= 2) {
+        v = op(v, __shfl_xor_sync(0xffffffffu, v, offset));
+    }
+    return v;
+}
+
+/* What exp() is taken of has this subtracted; exp(-inf - -inf) would be NaN. */
+__device__ __forceinline__ float reference_of(float top) { return top == -INFINITY ? 0.0f : top; }
+
 /* unroll: keys that a group has in flight. */
-template <class T, int N, int G, int P, int unroll>
+template <class T, int N, int G, int P, int unroll, int threads>
 __global__ void __launch_bounds__(threads)
     decode_attention_kernel(const T *qkv, const float *cosines, const float *sines,
                             const int32_t *positions, T *keys, T *values, T *o, float *scratch,
                             Decode s) {
+    prefetch_cache(keys, values, s);
     await_previous();
-    constexpr int groups = threads / G;
+    constexpr int groups = threads / G, warps = threads / 32, width = G * N * P;
+    static_assert(threads >= max_dims, "a thread rotates one dim");
     __shared__ float new_q[max_dims], new_k[max_dims];
-    __shared__ float tops[groups], totals[groups];
-    __shared__ float sums[groups * G * N * P];
-    const int64_t head = (int64_t)blockIdx.x / s.splits; /* b H + h */
-    const int split = (int)((int64_t)blockIdx.x % s.splits);
-    const int64_t position = checked(positions + head / s.heads);
-    ND_CHECK_INDEX("positions", head / s.heads, position, min(s.capacity, s.angles));
+    __shared__ float tops[warps], totals[warps], sums[warps * width];
+    const int head = (int)(blockIdx.x / (unsigned)s.splits); /* b H + h */
+    const int split = (int)(blockIdx.x % (unsigned)s.splits);
     const int tid = (int)threadIdx.x, lane = tid % G, group = tid / G;
+    const int64_t position = checked(positions + head / s.heads);
+
+    /* Loads are issued before what waits for others: first those that no position decides. */
+    const T *packed = qkv + (int64_t)head * 3 * s.dims;
+    const bool has_dim = tid < s.dims, rotates = tid < 2 * s.half, first = tid < s.half;
+    const int other = first ? tid + s.half : tid - s.half;
+    float q_d = 0.0f, k_d = 0.0f, q_other = 0.0f, k_other = 0.0f;
+    if (has_dim) {
+        q_d = to_float(packed[tid]);
+        k_d = to_float(packed[s.dims + tid]);
+    }
+    if (rotates) {
+        q_other = to_float(packed[other]);
+        k_other = to_float(packed[s.dims + other]);
+    }
+    const bool has_new = split == 0 && group == 0; /* this group attends to the new key */
+    Dims<T, N> new_v[P];
+#pragma unroll
+    for (int p = 0; p < P; p++) {
+        new_v[p] = load_dims<T, N>(packed + 2 * s.dims, (p * G + lane) * N, has_new ? s.dims : 0);
+    }
+    ND_CHECK_INDEX("positions", head / s.heads, position, min(s.capacity, s.angles));
     if (position < 0 || position >= s.capacity || position >= s.angles) {
         for (int d = tid; d < s.dims + 2; d += threads) {
             if (s.splits > 1) {
@@ -73,74 +129,77 @@ __global__ void __launch_bounds__(threads)
         }
         return;
     }
-    const T *packed = qkv + head * 3 * s.dims;
+    float cosine = 1.0f, sine = 0.0f;
+    if (rotates) {
+        const int64_t angle = position * s.half + (first ? tid : other);
+        cosine = cosines[angle];
+        sine = (first ? -1.0f : 1.0f) * sines[angle];
+    }
     T *own_keys = keys + head * s.capacity * s.dims,
       *own_values = values + head * s.capacity * s.dims;
-    for (int d = tid; d < s.dims; d += threads) {
-        float q = to_float(packed[d]), k = to_float(packed[s.dims + d]);
-        if (d < 2 * s.half) {
-            const bool first = d < s.half;
-            const int at = first ? d : d - s.half, other = first ? d + s.half : d - s.half;
-            const float c = cosines[position * s.half + at];
-            const float n = (first ? -1.0f : 1.0f) * sines[position * s.half + at];
-            q = q * c + to_float(packed[other]) * n;
-            k = k * c + to_float(packed[s.dims + other]) * n;
-        }
-        new_q[d] = to_float(from_float<T>(q));
-        new_k[d] = to_float(from_float<T>(k));
-        if (split == 0) {
-            checked(own_keys + position * s.dims + d) = from_float<T>(k);
-            checked(own_values + position * s.dims + d) = packed[2 * s.dims + d];
-        }
-    }
-    __syncthreads();
-
-    float q[P][N], acc[P][N];
-#pragma unroll
-    for (int p = 0; p < P; p++) {
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const int d = (p * G + lane) * N + n;
-            q[p][n] = d < s.dims ? new_q[d] * s.scale : 0.0f;
-            acc[p][n] = 0.0f;
-        }
-    }
-    float top = -INFINITY, total = 0.0f;
-    const int64_t chunk = ceil_div<int64_t>(position, s.splits);
-    const int64_t start = chunk * split, end = min(start + chunk, position);
-    for (int64_t base = start; base < end; base += groups * unroll) {
-        Dims<T, N> k[unroll][P], v[unroll][P];
-        float score[unroll];
+    const int chunk = ceil_div((int)position, s.splits);
+    const int start = chunk * split, end = min(start + chunk, (int)position);
+    Dims<T, N> k[unroll][P], v[unroll][P];
+    auto load = [&](int base) {
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
-            const int64_t key = base + u * groups + group;
+            const int key = base + u * groups + group;
             const int dims = key < end ? s.dims : 0;
 #pragma unroll
             for (int p = 0; p < P; p++) {
                 const int d = (p * G + lane) * N;
-                load_dims<T, N>(own_keys + key * s.dims, d, dims, k[u][p]);
-                load_dims<T, N>(own_values + key * s.dims, d, dims, v[u][p]);
+                k[u][p] = load_dims<T, N>(own_keys + (int64_t)key * s.dims, d, dims);
+                v[u][p] = load_dims<T, N>(own_values + (int64_t)key * s.dims, d, dims);
             }
         }
-        float highest = top;
+    };
+    load(start);
+    if (has_dim) {
+        const T new_key = from_float<T>(k_d * cosine + k_other * sine);
+        new_q[tid] = to_float(from_float<T>(q_d * cosine + q_other * sine));
+        new_k[tid] = to_float(new_key);
+        if (split == 0) {
+            checked(own_keys + position * s.dims + tid) = new_key;
+        }
+    }
+    __syncthreads();
+
+    float q[P][N], acc[P][N], own = 0.0f;
+#pragma unroll
+    for (int p = 0; p < P; p++) {
+        const int first_d = (p * G + lane) * N;
+        if (has_new && first_d < s.dims) {
+            checked((Dims<T, N> *)(own_values + position * s.dims + first_d)) = new_v[p];
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int d = first_d + n;
+            q[p][n] = d < s.dims ? new_q[d] * s.scale : 0.0f;
+            own += d < s.dims ? q[p][n] * new_k[d] : 0.0f;
+        }
+        to_floats<T>(new_v[p], acc[p]);
+    }
+    own = warp_sum<G>(own);
+    float top = has_new ? own : -INFINITY, total = has_new ? 1.0f : 0.0f;
+    for (int base = start; base < end; base += groups * unroll) {
+        float score[unroll], highest = top;
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
             float sum = 0.0f;
 #pragma unroll
             for (int p = 0; p < P; p++) {
+                float key[N];
+                to_floats<T>(k[u][p], key);
 #pragma unroll
                 for (int n = 0; n < N; n++) {
-                    sum += q[p][n] * to_float(k[u][p].v[n]);
+                    sum += q[p][n] * key[n];
                 }
             }
             sum = warp_sum<G>(sum);
             score[u] = base + u * groups + group < end ? sum : -INFINITY;
             highest = fmaxf(highest, score[u]);
         }
-        if (base + group >= end) {
-            continue; /* no key for this group: nothing below needs the other lanes */
-        }
-        const float shrink = expf(top - highest);
+        const float shrink = expf(top - reference_of(highest));
         top = highest;
         total *= shrink;
 #pragma unroll
@@ -152,58 +211,64 @@ __global__ void __launch_bounds__(threads)
         }
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
-            const float weight = expf(score[u] - top);
+            const float weight = expf(score[u] - reference_of(top));
             total += weight;
 #pragma unroll
             for (int p = 0; p < P; p++) {
+                float value[N];
+                to_floats<T>(v[u][p], value);
 #pragma unroll
                 for (int n = 0; n < N; n++) {
-                    acc[p][n] += weight * to_float(v[u][p].v[n]);
+                    acc[p][n] += weight * value[n];
                 }
             }
         }
+        if (base + groups * unroll < end) {
+            load(base + groups * unroll);
+        }
     }
+
+    /* The groups of a warp, then the warps. */
+    const int warp = tid / 32, warp_lane = tid % 32;
+    const float warp_top = across_groups<G>(top, MaxOp());
+    const float share = expf(top - reference_of(warp_top));
+    total = across_groups<G>(total * share, SumOp());
 #pragma unroll
     for (int p = 0; p < P; p++) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            sums[group * (G * N * P) + (p * G + lane) * N + n] = acc[p][n];
+            const float sum = across_groups<G>(acc[p][n] * share, SumOp());
+            if (warp_lane < G) {
+                sums[warp * width + (p * G + lane) * N + n] = sum;
+            }
         }
     }
-    if (lane == 0) {
-        tops[group] = top;
-        totals[group] = total;
+    if (warp_lane == 0) {
+        tops[warp] = warp_top;
+        totals[warp] = total;
     }
-    /* The new key, by all threads alike: D products, as the groups sum theirs. */
-    float own = tid < s.dims ? new_q[tid] * s.scale * new_k[tid] : 0.0f;
-    own = block_sum(own);
     __syncthreads();
-    float highest = split == 0 ? own : -INFINITY;
-    for (int g = 0; g < groups; g++) {
-        highest = fmaxf(highest, tops[g]);
+    if (!has_dim) {
+        return;
     }
-    /* A split without keys weighs nothing; exp(-inf - -inf) would be NaN. */
-    const float reference = highest == -INFINITY ? 0.0f : highest;
-    float weight = split == 0 ? expf(own - reference) : 0.0f;
-    float all = weight;
-    float sum = tid < s.dims ? weight * to_float(packed[2 * s.dims + tid]) : 0.0f;
-    for (int g = 0; g < groups; g++) {
-        const float w = expf(tops[g] - reference);
-        all += w * totals[g];
-        if (tid < s.dims) {
-            sum += w * sums[g * (G * N * P) + tid];
-        }
+    float highest = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < warps; w++) {
+        highest = fmaxf(highest, tops[w]);
+    }
+    float all = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < warps; w++) {
+        const float weight = expf(tops[w] - reference_of(highest));
+        all += weight * totals[w];
+        sum += weight * sums[w * width + tid];
     }
     if (s.splits == 1) {
-        if (tid < s.dims) {
-            checked(o_of(o, s, head) + tid) = from_float<T>(sum / all);
-        }
+        checked(o_of(o, s, head) + tid) = from_float<T>(sum / all);
         return;
     }
     float *to = share_of(scratch, blockIdx.x, s.dims);
-    if (tid < s.dims) {
-        to[tid] = sum;
-    }
+    to[tid] = sum;
     if (tid == 0) {
         to[s.dims] = highest;
         to[s.dims + 1] = all;
@@ -230,26 +295,27 @@ __global__ void __launch_bounds__(max_dims)
         }
     }
     if ((int)threadIdx.x < dims) {
-        checked(o_of(o, s, blockIdx.x) + threadIdx.x) = from_float<T>(sum / all);
+        checked(o_of(o, s, (int)blockIdx.x) + threadIdx.x) = from_float<T>(sum / all);
     }
 }
 
 template <class T, int N, int G, int P>
-nd_status decode(int device, const decode_attention_args *a, const Decode &s, int64_t heads) {
+nd_status decode(int device, const decode_attention_args *a, Decode s, int64_t heads) {
     void *scratch = nullptr;
     if (s.splits > 1) {
         ND_TRY(cuda_scratch(device, (size_t)(heads * s.splits * (s.dims + 2)) * sizeof(float),
                             &scratch));
     }
     /* Where blocks are few, waiting for keys is most of the time. */
-    constexpr int most = P == 1 ? 8 : 4;
+    constexpr int most = P == 1 ? 8 : 2;
     const bool few = heads * s.splits <= cuda_device_limits(device)->processors;
-    auto kernel =
-        few ? decode_attention_kernel<T, N, G, P, most> : decode_attention_kernel<T, N, G, P, 4>;
-    ND_TRY(cuda_launch("decode_attention", device, kernel, (unsigned)(heads * s.splits), threads, 0,
-                       data_of<T>(a->qkv), data_of<float>(a->cos), data_of<float>(a->sin),
-                       data_of<int32_t>(a->positions), data_of<T>(a->keys), data_of<T>(a->values),
-                       data_of<T>(a->o), (float *)scratch, s));
+    s.prefetched = few ? keys_a_split : 0;
+    auto kernel = few ? decode_attention_kernel<T, N, G, P, most, 512>
+                      : decode_attention_kernel<T, N, G, P, 4, 256>;
+    ND_TRY(cuda_launch("decode_attention", device, kernel, (unsigned)(heads * s.splits),
+                       few ? 512 : 256, 0, data_of<T>(a->qkv), data_of<float>(a->cos),
+                       data_of<float>(a->sin), data_of<int32_t>(a->positions), data_of<T>(a->keys),
+                       data_of<T>(a->values), data_of<T>(a->o), (float *)scratch, s));
     if (s.splits > 1) {
         ND_TRY(cuda_launch("decode_attention", device, decode_combine_kernel<T>, (unsigned)heads,
                            max_dims, 0, (const float *)scratch, data_of<T>(a->o), s));
@@ -293,11 +359,11 @@ __global__ void __launch_bounds__(greedy_threads)
     Best best = {-INFINITY, 0x7fffffff};
     bool finite = true;
     for (int64_t i = (int64_t)threadIdx.x * N; i < vocabulary; i += greedy_threads * N) {
-        Dims<T, N> x;
-        load_dims<T, N>(row + i, 0, 1, x);
+        float x[N];
+        to_floats<T>(load_dims<T, N>(row + i, 0, 1), x);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            const float value = to_float(x.v[k]);
+            const float value = x[k];
             finite = finite && value - value == 0.0f;
             if (value > best.value) {
                 best = {value, (int32_t)(i + k)};

@@ -39,21 +39,6 @@ __device__ __forceinline__ void put(const Finish &f, int64_t row, int64_t column
     checked((T *)f.y + row * f.y_stride + column) = from_float<T>(sum);
 }
 
-/* The elements of 16 bytes. */
-template <class T> __device__ __forceinline__ void to_floats(uint4 bits, float (&x)[Vec<T>::size]) {
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if constexpr (sizeof(T) == 4) {
-            x[i] = __uint_as_float(words[i]);
-        } else {
-            const float2 pair = unpack_pair<T>(words[i]);
-            x[2 * i] = pair.x;
-            x[2 * i + 1] = pair.y;
-        }
-    }
-}
-
 /* Sum v over the lanes that are multiples of OFFSET apart. Each keeps some of the sums, v[0], ...,
  * which were v[first], ...; of lanes that have the same ones one `writes`. */
 template <int COUNT, int OFFSET, int SIZE>
