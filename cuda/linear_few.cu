@@ -98,25 +98,26 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     const int tid = (int)threadIdx.x, lane = tid % LANES;
     const int64_t first = (int64_t)blockIdx.x * LANES * N, column = first + lane * N;
     uint4 v[unroll];
-    auto load = [&](int base) {
-#pragma unroll
-        for (int u = 0; u < unroll; u++) {
-            const int k = base + u * groups;
-            if (k < depth && column < columns) {
-                v[u] = checked((const uint4 *)(w + k * columns + column));
-            }
+    auto load = [&](int k, uint4 &row) {
+        if (k < depth && column < columns) {
+            row = checked((const uint4 *)(w + k * columns + column));
         }
     };
-    int base = tid / LANES;
-    load(base);
-    /* The thread's own result, if any, and what its sum starts from. */
+#pragma unroll
+    for (int u = 0; u < unroll; u++) {
+        load(tid / LANES + u * groups, v[u]);
+    }
+    /* The thread's own result, if any, and what is added to its sum: used last, so not waited for
+     * before x. */
     const int row = tid / LANES / N;
     const int64_t own = first + tid % LANES * N + tid / LANES % N;
     const bool has_own = row < rows && own < columns;
-    float start = 0.0f;
-    if (has_own) {
-        start += finish.b ? to_float(checked((const T *)finish.b + own)) : 0.0f;
-        start += finish.r ? to_float(checked((const T *)finish.r + row * columns + own)) : 0.0f;
+    T bias = {}, residual = {};
+    if (has_own && finish.b) {
+        bias = checked((const T *)finish.b + own);
+    }
+    if (has_own && finish.r) {
+        residual = checked((const T *)finish.r + row * columns + own);
     }
     for (int i = tid * N; i < ROWS * depth; i += threads * N) {
         Vec<T> part = {};
@@ -128,12 +129,13 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     __syncthreads();
 
     float acc[SIZE] = {};
-    while (base < depth && column < columns) {
+    for (int base = tid / LANES; base < depth && column < columns; base += groups * unroll) {
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
             const int k = base + u * groups;
             float factors[N];
             to_floats<T>(v[u], factors);
+            load(k + groups * unroll, v[u]);
 #pragma unroll
             for (int r = 0; r < ROWS && k < depth; r++) {
                 const float x_k = to_float(xs[r * depth + k]);
@@ -143,8 +145,6 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
                 }
             }
         }
-        base += groups * unroll;
-        load(base);
     }
     int at = 0;
     bool writes = true;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
         for (int s = 0; s < warps; s++) {
             sum += sums[s * SIZE * LANES + tid];
         }
-        put<T>(finish, row, own, columns, sum + start);
+        put<T>(finish, row, own, columns, sum + (to_float(bias) + to_float(residual)));
     }
 }
 
