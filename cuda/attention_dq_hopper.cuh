@@ -86,14 +86,22 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
             }
             barrier_wait(at.weights_full(weights.at), weights.phase);
             const Operand ds = columns_operand(at.weights(weights.at), Shape::PART);
-            products_begin();
+            auto multiply = [&](auto keys_seen) {
+                products_begin();
 #pragma unroll
-            for (int step = 0; step < Shape::ROWS / 16; step++) {
-                const uint32_t on = step * 16 * PANEL_ROW;
-                product<T, 1, 1>(c, further(ds, on), further(keys, on),
-                                 step > 0 || (last && item.tile > 0));
+                for (int step = 0; step < decltype(keys_seen)::get / 16; step++) {
+                    const uint32_t on = step * 16 * PANEL_ROW;
+                    product<T, 1, 1>(c, further(ds, on), further(keys, on),
+                                     step > 0 || (last && item.tile > 0));
+                }
+                products_end();
+            };
+            /* Keys that none of the part sees stay out: a NaN of theirs would pass through zeros. */
+            if (keys_end(p, part + HALF) > item.tile * Shape::ROWS + HALF) {
+                multiply(Constant<Shape::ROWS>());
+            } else {
+                multiply(Constant<HALF>());
             }
-            products_end();
             products_wait<0>();
             hold(c);
             if (thread == 0) {

@@ -125,13 +125,16 @@ def attended_both_ways(q, k, v, dout, scale: float, causal: int = 1, lists=(), i
     """(o, lse, [dq, dk, dv]) of attention, or with `lists` and the block of a mask at their end of
     block_sparse_attention. into: where o, dq, dk and dv shall lie."""
     o, *gradients = into or [_C.empty(x.shape, x.dtype, x.device) for x in (q, q, k, v)]
-    last = scale, causal, None, None, *gradients, None, None
+    largest = _C.array(np.nan, "float32", q.device)
+    last = scale, causal, None, None, *gradients, None, largest
     if not lists:
         lse = _C.attention_fwd(q, k, v, scale, causal, o)
         _C.attention_bwd(dout, q, k, v, o, lse, *last)
     else:
         lse = _C.block_sparse_attention_fwd(q, k, v, *lists[:3], lists[-1], scale, causal, o)
         _C.block_sparse_attention_bwd(dout, q, k, v, o, lse, *lists, *last)
+    found = [np.abs(x.numpy().astype(np.float32)).max(initial=0) for x in gradients]
+    np.testing.assert_equal(largest.item(), np.max(found), "the largest magnitude")
     return o, lse, gradients
 
 

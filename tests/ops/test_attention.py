@@ -502,6 +502,19 @@ def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
     assert np.abs(found[0] - found[1]).max() <= bound
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("at", [70, 350])
+def test_a_key_of_nan_reaches_queries_from_its_64_on(at, dtype, device):
+    t = 400
+    q, k, v, dout = (draw(i, 1, t, 2, 64) for i in range(4))
+    k[0, at, 1] = np.nan
+    arrays = [_C.array(x, dtype=dtype, device=device) for x in (q, k, v, dout)]
+    _o, _lse, (dq, _dk, _dv) = attended_both_ways(*arrays, 1 / 8)
+    reached = np.isnan(dq.numpy()[0].astype(np.float32)).any(-1)
+    assert not reached[:, 0].any() and not reached[: at // 64 * 64, 1].any()
+    assert reached[at:, 1].all()
+
+
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("d", [64, 96])
