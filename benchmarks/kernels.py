@@ -257,6 +257,8 @@ def norms(s: Shapes) -> Iterator[Case]:
     yield Case("layernorm_bwd", 3 * size * n, run, theirs)
     run = functools.partial(_C.layernorm_pair_fwd, x, w, b, w2, b2, 1e-5)
     yield Case("layernorm_pair_fwd", 3 * size * n, run)
+    run = functools.partial(_C.layernorm_pair_fp8, x, w, b, w2, b2, 1e-5)
+    yield Case("layernorm_pair_fp8", (size + 4) * n, run)
     operands = dy, dy2, x, w, w2, mean, rstd, dres, dw, db, dw2, db2
     yield Case("layernorm_pair_bwd", 5 * size * n, lambda: _C.layernorm_pair_bwd(*operands))
 

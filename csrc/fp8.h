@@ -44,6 +44,22 @@ ND_FN float nd_fp8_scale(uint32_t largest, bool e5m2) {
     return largest >= 0x7f800000u ? nd_bits_float(0x7fc00000u) : largest == 0u ? 1.0f : scale;
 }
 
+/* More than any |y| of a norm y = h w + b over C columns, from the largest |w| and |b|: h is at most
+ * sqrt(C). The last factor is for what float32 rounds. The same bits everywhere. */
+ND_FN float nd_norm_bound(float w, float b, int64_t columns) {
+    return fmaf(sqrtf((float)columns), w, b) * (1.0f + 1.0f / 1024.0f);
+}
+
+/* What the axes of layernorm_pair_fp8 do not say. */
+static inline nd_status nd_check_layernorm_pair_fp8(const nd_array *x) {
+    const long long rows = x->shape[0], columns = x->shape[1];
+    if (rows % 16 || columns % 16) {
+        return nd_error(ND_EVALUE, "layernorm_pair_fp8: x: (%lld, %lld), but %s", rows, columns,
+                        "products in FP8 take multiples of 16");
+    }
+    return ND_OK;
+}
+
 /* What the axes of fp8_quantize do not say. */
 static inline nd_status nd_check_fp8_quantize(const nd_array *x, int64_t gelu,
                                               const nd_array *dgelu, bool bounded, bool twice,

@@ -435,6 +435,9 @@ def fp8_quantize(
     bound: float,
     sums: NDArray | None,
 ) -> tuple[NDArray, NDArray, NDArray]: ...
+def layernorm_pair_fp8(
+    x: NDArray, w1: NDArray, b1: NDArray, w2: NDArray, b2: NDArray, eps: float
+) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]: ...
 def fp8_matmul(
     a: NDArray,
     a_e5m2: int,

@@ -1,4 +1,5 @@
-/* layernorm.c - layer normalisation over the last axis, by one norm or by two of the same x.
+/* layernorm.c - layer normalisation over the last axis, by one norm or by two of the same x, whose
+ * results may end in FP8.
  *
  *   forward    mean = sum x / C,  var = sum (x - mean)^2 / C,  rstd = 1 / sqrt(var + eps)
  *              xhat = (x - mean) rstd,  y = xhat w + b of each norm
@@ -11,6 +12,8 @@
  */
 #include <omp.h>
 
+#include "../fp8.h"
+
 #include "cpu.h"
 
 /* The operands that each norm has of its own. */
@@ -22,6 +25,22 @@ typedef struct {
     const nd_array *dy, *w;
     nd_array *dw, *db;
 } backward_norm;
+
+static void row_statistics(const float *restrict x, int64_t c, float eps, float *mean,
+                           float *rstd) {
+    float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < c; j++) {
+        sum += x[j];
+    }
+    *mean = sum / (float)c;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t j = 0; j < c; j++) {
+        float d = x[j] - *mean;
+        squares += d * d;
+    }
+    *rstd = 1.0f / sqrtf(squares / (float)c + eps);
+}
 
 static nd_status forward(int device, const nd_array *x_rows, int norms, const forward_norm *of,
                          double epsilon, nd_array *mean_rows, nd_array *rstd_rows) {
@@ -43,18 +62,8 @@ static nd_status forward(int device, const nd_array *x_rows, int norms, const fo
     for (int64_t i = 0; i < n; i++) {
         float *buffer = buffers + 2 * omp_get_thread_num() * c;
         const float *restrict x = cpu_read(x_rows, i * c, c, buffer);
-        float sum = 0, squares = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < c; j++) {
-            sum += x[j];
-        }
-        float mean = sum / (float)c;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t j = 0; j < c; j++) {
-            float d = x[j] - mean;
-            squares += d * d;
-        }
-        float rstd = 1.0f / sqrtf(squares / (float)c + eps);
+        float mean, rstd;
+        row_statistics(x, c, eps, &mean, &rstd);
         for (int k = 0; k < norms; k++) {
             const float *restrict w = ws[k], *restrict b = bs[k];
             float *restrict y = cpu_target(of[k].y, i * c, buffer + c);
@@ -69,6 +78,60 @@ static nd_status forward(int device, const nd_array *x_rows, int norms, const fo
     return ND_OK;
 }
 
+/* ---- FP8 ------------------------------------------------------------------------------------- */
+static float largest(const float *x, int64_t n) {
+    uint32_t most = 0;
+    for (int64_t j = 0; j < n; j++) {
+        uint32_t bits = nd_float_bits(x[j]) & 0x7fffffffu; /* a NaN has more than an infinity */
+        most = bits > most ? bits : most;
+    }
+    return nd_bits_float(most);
+}
+
+nd_status cpu_layernorm_pair_fp8(int device, const layernorm_pair_fp8_args *args) {
+    const nd_array *of[4] = {args->w1, args->b1, args->w2, args->b2};
+    uint8_t *q[2] = {args->q1->data, args->q2->data};
+    uint8_t *q_t[2] = {args->q1_t->data, args->q2_t->data};
+    float *scales[2] = {args->scale1->data, args->scale2->data};
+    float *means = args->mean->data, *rstds = args->rstd->data;
+    int64_t n = args->x->shape[0], c = args->x->shape[1];
+    void *scratch;
+    ND_TRY(nd_check_layernorm_pair_fp8(args->x));
+    ND_TRY(cpu_scratch(device, (size_t)((cpu_threads() + 4) * max_of(c, 1)) * sizeof(float),
+                       &scratch));
+    float *parameters = scratch, *buffers = parameters + 4 * c;
+    const float *values[4];
+    for (int k = 0; k < 4; k++) {
+        values[k] = cpu_read(of[k], 0, c, parameters + k * c);
+    }
+    for (int k = 0; k < 2; k++) {
+        float bound = nd_norm_bound(largest(values[2 * k], c), largest(values[2 * k + 1], c), c);
+        *scales[k] = nd_fp8_scale(nd_float_bits(bound), false);
+    }
+
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
+    for (int64_t i = 0; i < n; i++) {
+        const float *x = cpu_read(args->x, i * c, c, buffers + omp_get_thread_num() * c);
+        float mean, rstd;
+        row_statistics(x, c, (float)args->eps, &mean, &rstd);
+        for (int k = 0; k < 2; k++) {
+            const float *w = values[2 * k], *b = values[2 * k + 1];
+            float times = 1.0f / *scales[k]; /* powers of two */
+            for (int64_t j = 0; j < c; j++) {
+                float y = (x[j] - mean) * rstd * w[j] + b[j];
+                q[k][i * c + j] = nd_to_e4m3(y * times);
+            }
+            for (int64_t j = 0; j < c; j++) {
+                q_t[k][j * n + i] = q[k][i * c + j];
+            }
+        }
+        means[i] = mean;
+        rstds[i] = rstd;
+    }
+    return ND_OK;
+}
+
+/* ---- backward -------------------------------------------------------------------------------- */
 /* One norm's part of a row: g = (add: +=) dy w, and dw and db of the row are added. */
 static void norm_backward(const float *restrict dy, const float *restrict x,
                           const float *restrict w, float mean, float rstd, int64_t c, bool add,

@@ -1,4 +1,4 @@
-"""FP8: numbers of a byte, quantizing, products, and the loss of the head."""
+"""FP8: numbers of a byte, quantizing, norms, products, and the loss of the head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from needle.testing.bounds import assert_near
 from needle.testing.case import cases_of, draw, normal
 from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
-from needle.testing.layers import cross_entropy_fwd
+from needle.testing.layers import cross_entropy_fwd, layernorm_fwd
 
 # Format: bits of the mantissa, bias of the exponent, numbers that are not negative.
 FORMATS = {"e4m3": (3, 7, 0x7F), "e5m2": (2, 15, 0x7C)}
@@ -117,6 +117,21 @@ def fp8_quantize(r, x, gelu, dgelu, e5m2, largest, scale_a, scale_b, bound, sums
     return found
 
 
+def layernorm_pair_fp8(r, x, w1, b1, w2, b2, eps):
+    c, found = x.shape[1], {}
+    for n, w, b in ("1", w1, b1), ("2", w2, b2):
+        largest = np.sqrt(c) * np.abs(w).max(initial=0) + np.abs(b).max(initial=0)
+        scale = scale_of(largest * (1 + 2.0**-10), "e4m3")
+        with np.errstate(invalid="ignore"):
+            one = layernorm_fwd(r, x, w, b, eps)
+            exact = layernorm_fwd(lambda a: a, x, w, b, eps)
+            off = (np.abs(x) + np.abs(exact["mean"])[:, None]) * exact["rstd"][:, None]
+            unit = off * np.abs(w) + np.abs(b)
+            q = Near(exact["y"] / scale, unit / scale, 4 + c**0.5, "e4m3")
+        found |= {"q" + n: q, f"q{n}_t": q.T, "scale" + n: scale}
+    return found | {"mean": one["mean"], "rstd": one["rstd"]}
+
+
 def fp8_matmul(rounded, a, a_e5m2, a_scale, b, b_e5m2, b_scale, bias, r, add, c):
     a, b = (decoded(q, ("e4m3", "e5m2")[wide]) for q, wide in ((a, a_e5m2), (b, b_e5m2)))
     scale, r = a_scale * b_scale, c if add else r
@@ -162,6 +177,19 @@ def quantized_inputs(
         given = {"gelu": form, "dgelu": dgelu, "e5m2": e5m2, "largest": known}
         scaled = {"scale_a": scales[0], "scale_b": scales[1], "bound": bound}
         return {"x": x, **given, **scaled, "sums": sums}
+
+    return inputs
+
+
+def norm_inputs(n, c, sizes=(1.0, 1.0, 1.0, 1.0), operand="x", at=(), value=0.0):
+    """Rows of means about 1; w1, b1, w2 and b2 about as large as `sizes`; `value` at places."""
+
+    def inputs(rng):
+        x = rng.standard_normal((n, c)) * 2 + 1
+        made = [rng.standard_normal(c) * size for size in sizes]
+        values = {"x": x, **dict(zip(("w1", "b1", "w2", "b2"), made)), "eps": 1e-5}
+        values[operand].reshape(-1)[list(at)] = value
+        return values
 
     return inputs
 
@@ -223,6 +251,18 @@ QUANTIZED = {
     "gradient-none": (0, 8, 1.0, (), 0.0, 1, 0, True),
 }
 
+NORMS = {  # rows of half a block, columns beyond 256, 512 and 1,024
+    **{f"{n}x{c}": (n, c) for n, c in [(16, 48), (48, 16), (400, 768), (48, 1024), (80, 4112)]},
+    "none": (0, 32),
+    "unlike": (48, 2048, (1e-3, 1e-6, 40.0, 300.0)),
+    "zeros": (16, 32, (0.0, 0.0, 0.0, 2.0)),
+    "one-far": (32, 1040, (1.0, 1.0, 1.0, 1.0), "x", range(7, 32 * 1040, 1040), -6e4),
+    "nan": (64, 272, (1.0, 1.0, 1.0, 1.0), "x", (300, 40 * 272), np.nan),
+    "infinity": (64, 1296, (1.0, 1.0, 1.0, 1.0), "x", (1500, 40 * 1296 + 1295), -np.inf),
+    "nan-in-w2": (16, 48, (1.0, 1.0, 1.0, 1.0), "w2", (47,), np.nan),
+    "infinity-in-b1": (16, 272, (1.0, 1.0, 1.0, 1.0), "b1", (271,), np.inf),
+}
+
 # Multiples of 16, which is what CUDA takes, also beyond tiles of 128 and 256.
 PRODUCTS = {
     "x".join(map(str, shape[:3])) + "".join(f"-{x}" for x in shape[3:]): shape
@@ -278,6 +318,7 @@ LARGE = cases_of(
 
 CASES = [
     *cases_of(fp8_quantize, quantized_inputs, QUANTIZED),
+    *cases_of(layernorm_pair_fp8, norm_inputs, NORMS, lambda n, c, *more: c),
     *cases_of(fp8_matmul, product_inputs, PRODUCTS, lambda m, n, k, *more: k),
     *cases_of(fp8_cross_entropy, loss_inputs, LOSSES, lambda n, c, v, *more: max(c, v)),
 ]

@@ -43,6 +43,13 @@ BAD = {
     "layernorm_pair_bwd": {
         "a residual of another size": ({"dres": ones(31, 4)}, "dres: axis C is 4")
     },
+    "layernorm_pair_fp8": {
+        "rows of no multiple": ({"x": ones(24, 48)}, r"x: \(24, 48\), but .* multiples of 16"),
+        "columns of no multiple": (
+            {"x": ones(16, 40)} | {n: ones(40) for n in ("w1", "b1", "w2", "b2")},
+            r"x: \(16, 40\), but .* multiples of 16",
+        ),
+    },
     "matmul": {
         "inner sizes": ({"a": ones(1, 2, 3), "b": ones(1, 4, 5)}, "b: axis K"),
         "one without B": (
