@@ -114,6 +114,23 @@ def attend_beside_mlp(form, x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r, s
     return r + seen.reshape(*seen.shape[:2], -1) @ w_o + b_o + mlp(form, x2, w1, b1, w2, b2)
 
 
+NORM_PARALLEL = (  # B T C; C each; C x 3 H D, 3 H D; H D x C, C; C x M, M, M x C, C
+    *(normal(2, 5, 6), normal(6, mean=1), normal(6), normal(6, mean=1), normal(6)),
+    *(normal(6, 36, std=0.4), normal(36), normal(12, 6), normal(6)),
+    *(normal(6, 8), normal(8), normal(8, 6), normal(6)),
+)
+
+
+def norm_attention_mlp(ops, *operands):
+    of_norms, first, rest = operands[:5], operands[5:7], operands[7:]
+    return ops.norm_attention_mlp(*of_norms, 1e-5, *first, 3, *tables(5, 2), *rest)
+
+
+def attend_beside_mlp_of_norms(x, norm_w1, norm_b1, norm_w2, norm_b2, *weights):
+    x1, x2 = norm(x, norm_w1, norm_b1), norm(x, norm_w2, norm_b2)
+    return attend_beside_mlp(gelu, x1, *weights[:4], x2, *weights[4:], x)
+
+
 def norm(x, w, b):
     return layernorm_fwd(np.asarray, x, w, b, 1e-5)["y"]
 
@@ -440,6 +457,9 @@ GRADIENTS = [
                     ("tanh-blocks", "tanh", gelu_tanh, BLOCKS, SEEN),
                 ]
             ],
+            Gradient(
+                "norm_attention_mlp", norm_attention_mlp, attend_beside_mlp_of_norms, NORM_PARALLEL
+            ),
             Gradient(
                 "linear-residual",
                 lambda ops, x, w, b, r: ops.linear(x, w, b, residual=r),

@@ -271,10 +271,10 @@ class Layer(nn.Module):
             return self.hook("hook_resid_post", x)
         norm2 = self.post_attention_layernorm
         if self.parallel:
-            y1, y2, x = normed(x, norm1, norm2)
             if self._ends_in_one_product() and (cache is None or self._has_joined_weights()):
-                x = self._in_one_product(x, y1(), y2(), rotary, mask, cache, fp8)
+                x = self._in_one_product(x, norm1, norm2, rotary, mask, cache, fp8)
                 return self.hook("hook_resid_post", x)
+            y1, y2, x = normed(x, norm1, norm2)
         else:
             y1, x = normed(x, norm1)
         x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
@@ -305,8 +305,8 @@ class Layer(nn.Module):
     def _in_one_product(
         self,
         x: Tensor,
-        y1: Tensor,
-        y2: Tensor,
+        norm1: nn.Module,
+        norm2: nn.Module,
         rotary: tuple[NDArray, NDArray],
         mask: BlockMask | None,
         cache: nn.attention.Cached | None,
@@ -316,14 +316,15 @@ class Layer(nn.Module):
         tables = rotary if cache else (table[: x.shape[1]] for table in rotary)
         qkv, out = attention.query_key_value, attention.dense
         up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
-        return ops.attention_mlp(
-            *(y1, qkv.weight, qkv.bias, attention.heads, *tables, out.weight, out.bias),
-            *(y2, up.weight, up.bias, down.weight, down.bias, x),
-            approximate=mlp.approximate,
-            mask=mask,
-            fp8=fp8,
-            cached=cache,
-        )
+        first = (qkv.weight, qkv.bias, attention.heads, *tables, out.weight, out.bias)
+        second = up.weight, up.bias, down.weight, down.bias
+        options = {"approximate": mlp.approximate, "mask": mask, "fp8": fp8}
+        hooked = norm1.is_hooked_at("hook_out") or norm2.is_hooked_at("hook_out")
+        if fp8 and cache is None and are_plain(norm1, norm2) and not hooked:
+            of_norms = norm1.weight, norm1.bias, norm2.weight, norm2.bias
+            return ops.norm_attention_mlp(x, *of_norms, norm1.eps, *first, *second, **options)
+        y1, y2, x = normed(x, norm1, norm2)
+        return ops.attention_mlp(y1(), *first, y2(), *second, x, **options, cached=cache)
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
         """Return x + part(*operands), added by the part's last product unless it has a hook."""
@@ -332,19 +333,23 @@ class Layer(nn.Module):
         return part(*operands, residual=x)
 
 
-def normed(x: Tensor, *norms: nn.Module) -> tuple:
-    """Return a function for each of one or two norms that gives norm(x), and x for the residual.
-
-    Plain norms of one eps are one op, which returns x and sums its gradients; hooks run when the
-    function is called, as do other modules, and norms with a hook inside.
-    """
-    plain = all(
+def are_plain(*norms: nn.Module) -> bool:
+    """True if one op may compute these norms of one x: no hooks inside, and one eps."""
+    return all(
         nn.fuses_as(norm, nn.LayerNorm1d)
         and norm.eps == norms[0].eps
         and not norm.is_hooked_at("hook_scale", "hook_normalized")
         for norm in norms
     )
-    if not plain:
+
+
+def normed(x: Tensor, *norms: nn.Module) -> tuple:
+    """Return a function for each of one or two norms that gives norm(x), and x for the residual.
+
+    Plain norms are one op, which returns x and sums its gradients; hooks run when the function is
+    called, as do other modules, and norms with a hook inside.
+    """
+    if not are_plain(*norms):
         return (*(partial(norm, x) for norm in norms), x)
     op = ops.layer_norm_residual if len(norms) == 1 else ops.layer_norm_pair
     operands = [p for norm in norms for p in (norm.weight, norm.bias)]

@@ -37,6 +37,14 @@ class Quantized:
             x, gelu, dgelu, self.e5m2, largest, *bound, sums
         )
 
+    @classmethod
+    def from_parts(cls, dtype: str, rows: NDArray, columns: NDArray, scale: NDArray) -> Quantized:
+        """In e4m3 as a kernel wrote it, of rows whose dtype would be `dtype`."""
+        made = cls.__new__(cls)
+        made.e5m2, made.dtype = 0, dtype
+        made.rows, made.columns, made.scale = rows, columns, scale
+        return made
+
 
 class ProductFP8:
     """y = r + x w + b of rows x (N, K) and w (K, M);  dx = d w^T,  dw += x^T d (float32). Keeps

@@ -68,31 +68,45 @@ class LayerNormResidual(FusedTupleOp):
     def backward(
         self, dout: list[NDArray | None], node: TensorTuple, accumulators: Accumulators
     ) -> list[NDArray | None]:
-        x, *of_norms = node.inputs
         *dys, dres = dout
         grads: list[NDArray | None] = [None] * len(node.inputs)
-        into_of: list[NDArray | None] = list(accumulators)
-        for i in range(3, len(into_of)):
-            if of_norms[i - 1] is of_norms[i - 3]:  # both norms' own: kernels add to each at once
-                into_of[i] = None
-        used = [n for n, dy in enumerate(dys) if dy is not None]
-        if not used:
-            grads[0] = dres
-            return grads
-        into = [accumulator_of(into_of, grads, node, 1 + 2 * n + i) for n in used for i in (0, 1)]
-        backward = _C.layernorm_bwd if len(used) == 1 else _C.layernorm_pair_bwd
-        dx = backward(
-            *(rows_of(dys[n]) for n in used),
-            rows_of(x.cached_data),
-            *(of_norms[2 * n].cached_data for n in used),
-            self.mean,
-            self.rstd,
-            None if dres is None else rows_of(dres),
-            *into,
-        )
-        if x.requires_grad:
-            grads[0] = dx.reshape(x.shape)
+        norm_grads(dys, dres, node, self.mean, self.rstd, accumulators, grads)
         return grads
+
+
+def norm_grads(
+    dys: list[NDArray | None],
+    dres: NDArray | None,
+    node: Tensor | TensorTuple,
+    mean: NDArray,
+    rstd: NDArray,
+    accumulators: Accumulators,
+    grads: list[NDArray | None],
+) -> None:
+    """The gradients of x and of the weights and biases of its norms, the first inputs of `node`,
+    from those of the norms' results, `dys`, and of the residual, `dres`; None: there is none."""
+    x, *of_norms = node.inputs[: 1 + 2 * len(dys)]
+    into_of = [None, *(accumulators[i] for i in range(1, 1 + len(of_norms)))]
+    for i in range(3, len(into_of)):
+        if of_norms[i - 1] is of_norms[i - 3]:  # both norms' own: kernels add to each at once
+            into_of[i] = None
+    used = [n for n, dy in enumerate(dys) if dy is not None]
+    if not used:
+        grads[0] = dres
+        return
+    into = [accumulator_of(into_of, grads, node, 1 + 2 * n + i) for n in used for i in (0, 1)]
+    backward = _C.layernorm_bwd if len(used) == 1 else _C.layernorm_pair_bwd
+    dx = backward(
+        *(rows_of(dys[n]) for n in used),
+        rows_of(x.cached_data),
+        *(of_norms[2 * n].cached_data for n in used),
+        mean,
+        rstd,
+        None if dres is None else rows_of(dres),
+        *into,
+    )
+    if x.requires_grad:
+        grads[0] = dx.reshape(x.shape)
 
 
 def layer_norm_residual(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> TensorTuple:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from needle.ops.elementwise import tanh_form
 from needle.ops.fp8 import ProductFP8, Quantized, whole_sizes
 from needle.ops.matmul import check_residual, weight_grad
 from needle.ops.mlp import GeluLayer
+from needle.ops.normalization import layer_norm_pair, norm_grads
 
 
 class AttentionMLP(FusedOp):
@@ -139,28 +141,38 @@ class AttentionMLPFP8(AttentionMLP):
     Attention and sums are as there; y is rounded between the products of w_o and w2."""
 
     def compute(self, *inputs: NDArray) -> NDArray:
-        x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r = inputs
+        weights = (self.W_QKV, self.B_QKV, self.W_O, self.B_O, self.W1, self.B1, self.W2, self.B2)
+        w_qkv, b_qkv, w_o, b_o, w1, b1, w2, b2 = (inputs[i] for i in weights)
+        x1, x2, r = self._operands(inputs)
         gelu = 1 + tanh_form("attention_mlp", self.approximate)
         self.products = {i: ProductFP8() for i in (self.W_QKV, self.W_O, self.W1, self.W2)}
         qkv, out, up, down = self.products.values()
-        packed = qkv.forward(Quantized(rows_of(x1)), w_qkv, vector(b_qkv))
-        packed = packed.reshape((*x1.shape[:2], self.heads, 3, w_o.shape[0] // self.heads))
+        packed = qkv.forward(x1, w_qkv, vector(b_qkv))
+        del x1
+        packed = packed.reshape((*r.shape[:2], self.heads, 3, w_o.shape[0] // self.heads))
         _C.rotary(packed, self.cos, self.sin, 2, 1.0)
         kernel = Kernel("attention_mlp", None, True, self.mask)
         self.attention = PackedKernel(kernel, self.cos, self.sin)
-        z = self.attention.forward(packed).reshape((rows_of(x1).shape[0], w_o.shape[0]))
+        z = self.attention.forward(packed).reshape((rows_of(r).shape[0], w_o.shape[0]))
         bias = _C.add(vector(b_o), vector(b2))
         y = out.forward(Quantized(z), w_o, bias, rows_of(r))
-        pre = up.forward(Quantized(rows_of(x2)), w1, vector(b1))
+        pre = up.forward(x2, w1, vector(b1))
+        del x2
         self.dgelu = _C.empty(pre.shape, pre.dtype, pre.device)
         down.forward(Quantized(pre, gelu=gelu, dgelu=self.dgelu), w2, into=y)
         return y.reshape(r.shape)
+
+    def _operands(self, inputs: tuple[NDArray, ...]) -> tuple[Quantized, Quantized, NDArray]:
+        """The rows of x1 and x2, and r."""
+        x1, x2 = (Quantized(rows_of(inputs[i])) for i in (self.X1, self.X2))
+        return x1, x2, inputs[self.R]
 
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
     ) -> list[NDArray | None]:
         inputs, dy = node.inputs, rows_of(dout)
         grads: list[NDArray | None] = [None] * len(inputs)
+        wanted, dxs = self._wanted(inputs), dict[int, NDArray]()
 
         def weight_grad(i: int, d: Quantized) -> None:
             if inputs[i].requires_grad:
@@ -168,16 +180,16 @@ class AttentionMLPFP8(AttentionMLP):
                 self.products[i].weight_grad(d, into)
 
         def through(i: int, d: Quantized) -> None:
-            """The gradients of x and w, inputs i - 1 and i, from d."""
+            """The gradient of w, input i, and in dxs that of the rows it multiplies, from d."""
             weight_grad(i, d)
-            if inputs[i - 1].requires_grad:
-                grads[i - 1] = self.products[i].input_grad(d).reshape(inputs[i - 1].shape)
+            if wanted[i]:
+                dxs[i] = self.products[i].input_grad(d)
 
         d = Quantized(dy, e5m2=True)
         weight_grad(self.W_O, d)
         weight_grad(self.W2, d)
         self._last_bias_grads(dy, node, accumulators, grads)
-        if any(x.requires_grad for x in inputs[self.X2 : self.B1 + 1]):
+        if wanted[self.W1] or any(inputs[i].requires_grad for i in (self.W1, self.B1)):
             parts = (-(-dy.shape[0] // 128), self.dgelu.shape[1])
             sums = _C.empty(parts, "float32", dy.device)
             dg = self.products[self.W2].input_grad(d)
@@ -188,16 +200,66 @@ class AttentionMLPFP8(AttentionMLP):
                 db1 = vector(accumulator_of(accumulators, grads, node, self.B1))
                 _C.bias_bwd(sums, db1, None)
             through(self.W1, dpre)
-        if any(x.requires_grad for x in inputs[self.X1 : self.B_QKV + 1]):
+        if wanted[self.W_QKV] or any(inputs[i].requires_grad for i in (self.W_QKV, self.B_QKV)):
             dz = self.products[self.W_O].input_grad(d)
             largest = _C.empty((), "float32", dy.device)
             dqkv = self._projection_grad(dz, node, accumulators, grads, largest)
             del dz
             rows = dqkv.reshape((dy.shape[0], inputs[self.W_QKV].shape[1]))
             through(self.W_QKV, Quantized(rows, e5m2=True, largest=largest))
-        if inputs[self.R].requires_grad:
-            grads[self.R] = dout
+        self._operand_grads(dxs, dout, node, accumulators, grads)
         return grads
+
+    def _wanted(self, inputs: Sequence[Tensor]) -> dict[int, bool]:
+        """By the weights of the first products: if the gradient of what they multiply is needed."""
+        x1, x2 = (inputs[i].requires_grad for i in (self.X1, self.X2))
+        return {self.W_QKV: x1, self.W1: x2}
+
+    def _operand_grads(
+        self,
+        dxs: dict[int, NDArray],
+        dout: NDArray,
+        node: Tensor,
+        accumulators: Accumulators,
+        grads: list[NDArray | None],
+    ) -> None:
+        """The gradients of x1, x2 and r: of r it is dout, of the others in dxs as in _wanted()."""
+        for i, dx in (self.X1, dxs.get(self.W_QKV)), (self.X2, dxs.get(self.W1)), (self.R, dout):
+            if node.inputs[i].requires_grad:
+                grads[i] = dx.reshape(node.inputs[i].shape)
+
+
+class NormAttentionMLPFP8(AttentionMLPFP8):
+    """Compute AttentionMLPFP8 of x1 and x2, two norms of x, and of r = x. The norms are written in
+    FP8 alone, with scales from bounds, which needs no pass for their largest elements."""
+
+    X, NORM_W1, NORM_B1, NORM_W2, NORM_B2 = range(5)
+    W_QKV, B_QKV, W_O, B_O, W1, B1, W2, B2 = range(5, 13)
+
+    def __init__(self, eps: float, *layer: Any) -> None:
+        super().__init__(*layer)
+        self.eps = eps
+
+    def _operands(self, inputs: tuple[NDArray, ...]) -> tuple[Quantized, Quantized, NDArray]:
+        x, of_norms = inputs[self.X], inputs[self.NORM_W1 : self.NORM_B2 + 1]
+        *parts, self.mean, self.rstd = _C.layernorm_pair_fp8(rows_of(x), *of_norms, self.eps)
+        x1, x2 = (Quantized.from_parts(x.dtype, *some) for some in (parts[:3], parts[3:]))
+        return x1, x2, x
+
+    def _wanted(self, inputs: Sequence[Tensor]) -> dict[int, bool]:
+        x, w1, b1, w2, b2 = (one.requires_grad for one in inputs[: self.NORM_B2 + 1])
+        return {self.W_QKV: x or w1 or b1, self.W1: x or w2 or b2}
+
+    def _operand_grads(
+        self,
+        dxs: dict[int, NDArray],
+        dout: NDArray,
+        node: Tensor,
+        accumulators: Accumulators,
+        grads: list[NDArray | None],
+    ) -> None:
+        dys = [dxs.get(self.W_QKV), dxs.get(self.W1)]
+        norm_grads(dys, dout, node, self.mean, self.rstd, accumulators, grads)
 
 
 def attention_mlp(
@@ -249,7 +311,78 @@ def attention_mlp(
     """
     operands = {"x1": x1, "w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
     operands |= {"x2": x2, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
+    cos, sin = _checked(operands, heads, cos, sin, cached)
+    op = AttentionMLPFP8 if fp8 and cached is None and _take_fp8(operands) else AttentionMLP
+    return op(int(heads), cos, sin, mask, approximate, cached)(*operands.values())
+
+
+def norm_attention_mlp(
+    x: Tensor,
+    norm_w1: Tensor,
+    norm_b1: Tensor,
+    norm_w2: Tensor,
+    norm_b2: Tensor,
+    eps: float,
+    w_qkv: Tensor,
+    b_qkv: Tensor,
+    heads: int,
+    cos: Any,
+    sin: Any,
+    w_o: Tensor,
+    b_o: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    approximate: str = "none",
+    mask: BlockMask | None = None,
+    fp8: bool = False,
+) -> Tensor:
+    """attention_mlp of x1 = layer_norm(x, norm_w1, norm_b1, eps), x2 = layer_norm(x, norm_w2,
+    norm_b2, eps) and residual = x: the whole layer. With fp8, where attention_mlp takes it, the
+    norms are one op with the rest, and never written in x's dtype.
+
+    >>> config = ndl.PythiaConfig(vocab_size=9, hidden_size=16, num_layers=1, num_heads=2)
+    >>> layer, x = ndl.Pythia(config).layers[0], ndl.randn(1, 3, 16)
+    >>> attention, mlp, norms = layer.attention, layer.mlp, [layer.input_layernorm]
+    >>> norms += [layer.post_attention_layernorm]
+    >>> cos, sin = map(nd.array, nn.rotary_tables(3, 2))
+    >>> packed, out = attention.query_key_value, attention.dense
+    >>> up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
+    >>> y = ndl.ops.norm_attention_mlp(
+    ...     x, norms[0].weight, norms[0].bias, norms[1].weight, norms[1].bias, norms[0].eps,
+    ...     packed.weight, packed.bias, 2, cos, sin, out.weight, out.bias,
+    ...     up.weight, up.bias, down.weight, down.bias, approximate="tanh")
+    >>> parts = attention(norms[0](x), (cos, sin)) + mlp(norms[1](x))
+    >>> bool(abs((y - (x + parts)).numpy()).max() < 1e-5)
+    True
+    """
+    of_norms = {"norm_w1": norm_w1, "norm_b1": norm_b1, "norm_w2": norm_w2, "norm_b2": norm_b2}
+    check_tensors("norm_attention_mlp", x=x, **of_norms)
+    weights = {"w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
+    weights |= {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    operands = {"x1": x, "x2": x, **weights, "residual": x}
+    cos, sin = _checked(operands, heads, cos, sin)
+    if fp8 and _take_fp8(operands):
+        op = NormAttentionMLPFP8(eps, int(heads), cos, sin, mask, approximate)
+        return op(x, *of_norms.values(), *weights.values())
+    x1, x2, x = layer_norm_pair(x, *of_norms.values(), eps)
+    attention, mlp = (w_qkv, b_qkv, heads, cos, sin, w_o, b_o), (w1, b1, w2, b2)
+    return attention_mlp(x1, *attention, x2, *mlp, x, approximate, mask)
+
+
+def _take_fp8(operands: dict[str, Tensor]) -> bool:
+    b, t, _ = operands["x1"].shape
+    sizes = [size for name in ("w_qkv", "w_o", "w1") for size in operands[name].shape]
+    return whole_sizes(b * t, *sizes)
+
+
+def _checked(
+    operands: dict[str, Tensor], heads: Any, cos: Any, sin: Any, cached: Cached | None = None
+) -> tuple[NDArray, NDArray]:
+    """Check the operands of attention_mlp. Return cos and sin as arrays."""
     check_tensors("attention_mlp", **operands)
+    x1, w_qkv, w_o, x2, w1, w2 = (operands[n] for n in ("x1", "w_qkv", "w_o", "x2", "w1", "w2"))
     if not isinstance(heads, (int, np.integer)) or heads < 1:
         raise ValueError(f"attention_mlp: heads must be an int of 1 or more, not {heads!r:.40}")
     if x1.ndim != 3:
@@ -284,7 +417,7 @@ def attention_mlp(
                 f"attention_mlp: {name}: dtype is {x.dtype}, but x1 is {x1.dtype}; they must be "
                 "equal"
             )
-    check_residual("attention_mlp", residual, x2, w2)
+    check_residual("attention_mlp", operands["residual"], x2, w2)
     cos, sin = (array_on(table, x1.device) for table in (cos, sin))
     for name, table in ("cos", cos), ("sin", sin):
         fits = table.ndim == 2 and table.shape == cos.shape
@@ -293,7 +426,4 @@ def attention_mlp(
                 f"attention_mlp: cos and sin must be ({t}, R) for x1 {x1.shape}, but {name} is "
                 f"{table.shape}"
             )
-    sizes = (b * t, *w_qkv.shape, *w_o.shape, *w1.shape)
-    in_fp8 = fp8 and cached is None and whole_sizes(*sizes)
-    op = AttentionMLPFP8 if in_fp8 else AttentionMLP
-    return op(int(heads), cos, sin, mask, approximate, cached)(*operands.values())
+    return cos, sin

@@ -21,7 +21,7 @@ from needle.testing import CASES, COMPARISONS, ELEMENTWISE, OPS, REDUCTIONS
 COPIES = {"assign", "fill"}
 # Gradients are written with them; each gives a Tensor, and none is an op.
 # Gradients of FP8 are in tests/ops/test_fp8.py.
-ROUNDED = {"AttentionMLPFP8", "LinearCrossEntropyFP8"}
+ROUNDED = {"AttentionMLPFP8", "LinearCrossEntropyFP8", "NormAttentionMLPFP8"}
 HELPERS = {"reduced_to", "spread", "const"}
 
 
