@@ -226,6 +226,16 @@ def test_a_partly_frozen_layer_has_the_gradients_of_a_whole_one(device):
                     assert_same_bits(gradient, whole[name], name)
 
 
+def test_the_gradient_of_the_residual_is_added_to_that_of_the_norms(device):
+    """It is all of x's where the last products are of zeros."""
+    operands, tables = layer(device, names=NORM_NAMES)
+    for name in "w_o", "w2":
+        operands[name] = Tensor(np.zeros(operands[name].shape), device, requires_grad=True)
+    found = run_layer(operands, tables)["x"]
+    given = np.random.default_rng(9).standard_normal(found.shape) * 1e-4
+    np.testing.assert_array_equal(found.numpy(), given.astype(np.float32))
+
+
 def test_two_norms_of_the_same_parameters(device):
     """Also where kernels add into the flat gradient."""
     apart, tables = layer(device, names=NORM_NAMES)
