@@ -43,9 +43,9 @@ template <class T, int N> __device__ __forceinline__ void store_pack(T *p, const
 }
 
 struct Shape {
-    uint32_t items;            /* (b, t, h, p < parts, vector of R, which of the pair) */
-    uint32_t times, heads;     /* T; H */
-    uint32_t parts, half;      /* of P; R */
+    int64_t items;             /* (b, t, h, p < parts, vector of R, which of the pair) */
+    int64_t times, heads;      /* T; H */
+    int parts, half;           /* of P; R */
     int64_t b, t, head, slice; /* strides of x */
 };
 
@@ -73,18 +73,18 @@ template <class T, int N>
 __global__ void __launch_bounds__(256)
     rotary_kernel(T *x, const float *cosines, const float *sines, float sign, Shape s) {
     await_previous();
-    const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t item = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (item >= s.items) { /* and so is its neighbour */
         return;
     }
-    /* Divisions of 64 bits would take longer than the memory does. */
-    const uint32_t packs = 2 * (s.half / N), slices = item / packs, heads = slices / s.parts;
-    const uint32_t times = heads / s.heads, batch = times / s.times;
-    const uint32_t pack = item - slices * packs, at = pack / 2 * N, t = times - batch * s.times;
+    const int64_t packs = 2 * (s.half / N), slices = item / packs, heads = slices / s.parts;
+    const int64_t times = heads / s.heads, batch = times / s.times;
+    const int pack = (int)(item - slices * packs), at = pack / 2 * N;
     const bool second = pack % 2 != 0; /* of the pair */
+    const int64_t t = times - batch * s.times;
     T *to = x + batch * s.b + t * s.t + (heads - times * s.heads) * s.head +
             (slices - heads * s.parts) * s.slice + at + (second ? s.half : 0);
-    const int64_t angle = (int64_t)t * s.half + at;
+    const int64_t angle = t * s.half + at;
     const Pack<T, N> mine = load_pack<T, N>(to);
     store_pack<T, N>(to,
                      rotated<T, N>(mine, cosines + angle, sines + angle, second ? sign : -sign));
@@ -108,19 +108,23 @@ nd_status cuda_rotate(const char *op, int device, const nd_array *x, int64_t par
         for (int axis = 0; axis < x->ndim - 1; axis++) {
             vectors = vectors && (shape[axis] == 1 || strides[axis] % N == 0);
         }
-        const int64_t items = 2 * slices * (vectors ? half / N : half);
-        if (items > INT32_MAX) {
-            return nd_error(ND_EVALUE,
-                            "%s: x: %lld vectors to rotate, but one launch takes at most 2^31", op,
-                            (long long)items);
+        const Shape s = {2 * slices * (vectors ? half / N : half),
+                         shape[1],
+                         shape[2],
+                         (int)parts,
+                         (int)half,
+                         strides[0],
+                         strides[1],
+                         strides[2],
+                         x->ndim == 5 ? strides[3] : 0};
+        const int64_t blocks = ceil_div<int64_t>(s.items, 256);
+        if (blocks > INT32_MAX) {
+            return nd_error(ND_EVALUE, "%s: %lld dims to rotate, but one launch takes at most 2^39",
+                            op, (long long)s.items);
         }
-        const Shape s = {(uint32_t)items, (uint32_t)shape[1], (uint32_t)shape[2],
-                         (uint32_t)parts, (uint32_t)half,     strides[0],
-                         strides[1],      strides[2],         x->ndim == 5 ? strides[3] : 0};
-        const unsigned blocks = (unsigned)ceil_div<int64_t>(items, 256);
         auto kernel = vectors ? rotary_kernel<T, N> : rotary_kernel<T, 1>;
-        return cuda_launch(op, device, kernel, blocks, 256, 0, (T *)x->data, cosines, sines, sign,
-                           s);
+        return cuda_launch(op, device, kernel, (unsigned)blocks, 256, 0, (T *)x->data, cosines,
+                           sines, sign, s);
     });
 }
 
