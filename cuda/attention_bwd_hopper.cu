@@ -101,6 +101,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
     Ring<Shape::WEIGHTS> weights;
+    uint32_t most = 0; /* see larger() */
     for (;;) {
         barrier_wait(at.own_full(slot.at), slot.phase);
         const WorkItem item = load_item(at.item(slot.at));
@@ -359,7 +360,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         if (p.largest) {
 #pragma unroll
             for (int which = 0; which < GRADIENTS; which++) {
-                find_largest<T>(gradient[which], count, which == 0 ? p.scale : 1.0f, p.largest);
+                most = larger(most, gradient[which], count, which == 0 ? p.scale : 1.0f);
             }
         }
         if (f.sums) {
@@ -397,6 +398,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         barrier_arrive(at.own_empty(slot.at));
         slot.advance();
     }
+    join_largest<T>(most, p.largest);
 }
 
 #endif

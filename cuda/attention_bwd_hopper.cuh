@@ -213,19 +213,27 @@ __device__ __forceinline__ void sum_rows(const float (&c)[32 * PANELS], const bo
     }
 }
 
-/* Largest magnitude of a thread's part of a gradient, times `factor` and rounded, by its bits. */
-template <class T, int N>
-__device__ __forceinline__ void find_largest(const float (&c)[N], const bool (&rows)[2],
-                                             float factor, unsigned *largest) {
-    uint32_t most = 0;
+/* The larger of `most` and the magnitudes of a thread's part of a gradient, times `factor`, as bits. */
+template <int N>
+__device__ __forceinline__ uint32_t larger(uint32_t most, const float (&c)[N],
+                                           const bool (&rows)[2], float factor) {
+    uint32_t found = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        most = max(most, rows[i / 2 % 2] ? __float_as_uint(c[i]) & 0x7fffffffu : 0u);
+        found = max(found, rows[i / 2 % 2] ? __float_as_uint(c[i]) & 0x7fffffffu : 0u);
     }
-    most = __reduce_max_sync(~0u, most);
-    if (threadIdx.x % 32 == 0) {
-        const float stored = to_float(from_float<T>(__uint_as_float(most) * factor));
-        atomicMax(largest, __float_as_uint(stored) & 0x7fffffffu);
+    return max(most, __float_as_uint(__uint_as_float(found) * factor) & 0x7fffffffu);
+}
+
+/* Joins what each thread of a warp found, rounded, to `largest`. Once a warp: each tile's took as long
+ * as a pass over the gradients. */
+template <class T> __device__ __forceinline__ void join_largest(uint32_t most, unsigned *largest) {
+    if (largest) {
+        most = __reduce_max_sync(~0u, most);
+        if (threadIdx.x % 32 == 0) {
+            const float stored = to_float(from_float<T>(__uint_as_float(most)));
+            atomicMax(largest, __float_as_uint(stored));
+        }
     }
 }
 

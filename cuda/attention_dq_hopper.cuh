@@ -47,6 +47,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
     Ring<Shape::SLOTS> slot;
     Ring<Shape::WEIGHTS> weights;
     Ring<Shape::SHARES> share;
+    uint32_t most = 0; /* see larger() */
     /* Hands on the share that all threads have stored. */
     auto send = [&](ShareUse use, int place, int tile) {
         if (thread == 0) {
@@ -131,7 +132,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
             }
             const bool count[2] = {rows[0] < p.T, rows[1] < p.T};
             if (p.largest) {
-                find_largest<T>(c, count, p.scale, p.largest);
+                most = larger(most, c, count, p.scale);
             }
             if (f.sums) {
                 const uint32_t sums = at.sums(Shape::CONSUMERS, 0);
@@ -149,6 +150,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
         barrier_arrive(at.own_empty(slot.at));
         slot.advance();
     }
+    join_largest<T>(most, p.largest);
     for (int i = 0; i < Shape::SHARES; i++) {
         barrier_wait(at.share_empty(share.at), share.phase ^ 1);
         send(SHARE_END, 0, 0);
