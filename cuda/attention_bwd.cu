@@ -31,68 +31,57 @@ namespace {
 /* ---- row statistics -----------------------------------------------------------------------------
  * (lse, delta) of each row, lse in the unit of the kernel that reads it (times log2 e for 16-bit
  * operands) and +inf for a row without keys, so that its weights exp(s - lse) are 0. Eight lanes a
- * row. A thread block takes HALF rows of a head, so that what it writes lies together; of its
- * neighbours each takes the same rows of another head, whose o and dout lie beside its own. */
+ * row, four rows a warp; rows in the order (b, t, h) of o. */
 constexpr int STATS_THREADS = 256;
-constexpr int STATS_ROWS = STATS_THREADS / 8; /* at a time */
+constexpr int STATS_ROWS = STATS_THREADS / 8; /* of a thread block */
 
 template <class T>
 __global__ void __launch_bounds__(STATS_THREADS)
     attention_stats_kernel(const __grid_constant__ Problem p) {
     await_previous();
-    constexpr int V = Vec<T>::size, STEPS = HALF / STATS_ROWS;
-    const int lane = threadIdx.x % 8, parts = ceil_div(p.T, HALF);
+    constexpr int V = Vec<T>::size;
+    const int lane = threadIdx.x % 8;
     const bool vector = p.o.vector && p.dout.vector;
-    const int64_t works = (int64_t)p.B * parts * p.H;
-    for (int64_t work = blockIdx.x; work < works; work += gridDim.x) {
-        const int64_t above = work / p.H;
-        const int h = (int)(work - above * p.H), b = (int)(above / parts);
-        const int part = (int)(above - (int64_t)b * parts);
-        const int64_t head = (int64_t)b * p.H + h;
-        const int first = part * HALF + (int)threadIdx.x / 8;
-        const T *o = p.o.head<const T>(b, h) + first * p.o.t;
-        const T *dout = p.dout.head<const T>(b, h) + first * p.dout.t;
-        float sum[STEPS] = {};
-        for (int d = lane * V; d < p.D; d += 8 * V) {
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                const int below = step * STATS_ROWS;
-                if (first + below >= p.T) {
-                    continue;
-                }
-                const T *x = o + below * p.o.t + d, *y = dout + below * p.dout.t + d;
+    const int64_t rows = (int64_t)p.B * p.T * p.H;
+    for (int64_t start = (int64_t)blockIdx.x * STATS_ROWS; start < rows;
+         start += (int64_t)gridDim.x * STATS_ROWS) {
+        int64_t row = start + threadIdx.x / 8;
+        bool inside = row < rows;
+        int64_t bt = row / p.H;
+        int h = (int)(row - bt * p.H), b = (int)(bt / p.T), t = (int)(bt % p.T);
+        float sum = 0.0f;
+        if (inside) {
+            const T *o = p.o.head<const T>(b, h) + t * p.o.t;
+            const T *dout = p.dout.head<const T>(b, h) + t * p.dout.t;
+            for (int d = lane * V; d < p.D; d += 8 * V) {
                 if (vector) {
-                    const Vec<T> xs = load16(x), ys = load16(y);
+                    Vec<T> x = load16(o + d), y = load16(dout + d);
 #pragma unroll
                     for (int e = 0; e < V; e++) {
-                        sum[step] = fmaf(to_float(xs.v[e]), to_float(ys.v[e]), sum[step]);
+                        sum = fmaf(to_float(x.v[e]), to_float(y.v[e]), sum);
                     }
                 } else {
-                    for (int e = 0; e < min(V, p.D - d); e++) {
-                        sum[step] = fmaf(to_float(x[e]), to_float(y[e]), sum[step]);
+                    for (int e = d; e < min(d + V, p.D); e++) {
+                        sum = fmaf(to_float(o[e]), to_float(dout[e]), sum);
                     }
                 }
             }
         }
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const int t = first + step * STATS_ROWS;
-            const float delta = warp_sum<8>(sum[step]);
-            if (t < p.T && lane == 0) {
-                const float lse = p.lse[head * p.T + t];
-                const float unit = sizeof(T) == 4 ? 1.0f : LOG2E;
-                p.stats[head * p.T + t] =
-                    make_float2(lse == -INFINITY ? INFINITY : lse * unit, delta);
-                if constexpr (sizeof(T) == 2) {
-                    if (p.terms) {
-                        store_terms((T *)p.terms + (head * p.T + t) * TERMS,
-                                    lse == -INFINITY ? NO_KEY : lse / p.scale, delta);
-                    }
+        sum = warp_sum<8>(sum);
+        if (inside && lane == 0) {
+            int64_t head = (int64_t)b * p.H + h;
+            float lse = p.lse[head * p.T + t];
+            float unit = sizeof(T) == 4 ? 1.0f : LOG2E;
+            p.stats[head * p.T + t] = make_float2(lse == -INFINITY ? INFINITY : lse * unit, sum);
+            if constexpr (sizeof(T) == 2) {
+                if (p.terms) {
+                    store_terms((T *)p.terms + (head * p.T + t) * TERMS,
+                                lse == -INFINITY ? NO_KEY : lse / p.scale, sum);
+                }
+                if (p.tickets && t % HALF == 0) {
+                    p.tickets[head * ceil_div(p.T, HALF) + t / HALF] = 0;
                 }
             }
-        }
-        if (p.tickets && threadIdx.x == 0) {
-            p.tickets[head * parts + part] = 0;
         }
     }
     if (p.largest && blockIdx.x == 0 && threadIdx.x == 0) {
@@ -585,9 +574,9 @@ template <class T, int DP> struct Kernels<T, DP, true> {
 };
 
 template <class T> nd_status launch_stats(const char *op, int device, const Problem &p) {
-    const int64_t works = (int64_t)p.B * ceil_div(p.T, HALF) * p.H;
-    if (works > 0) {
-        unsigned blocks = cuda_grid(device, works, 32);
+    int64_t rows = (int64_t)p.B * p.T * p.H;
+    if (rows > 0) {
+        unsigned blocks = cuda_grid(device, ceil_div(rows, (int64_t)STATS_ROWS), 32);
         ND_TRY(cuda_launch(op, device, attention_stats_kernel<T>, blocks, STATS_THREADS, 0, p));
     }
     return ND_OK;
@@ -649,9 +638,9 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
                                          {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv});
     const bool rotates = a->cos == NULL || hopper_rotates(a->cos);
     const bool sums_on_the_way = a->db && p.T == p.S && rotates;
-    const bool largest_on_the_way = a->largest && on_hopper && rotates && p.B * p.T * p.H > 0;
-    p.largest = largest_on_the_way ? (unsigned *)a->largest->data : NULL;
     const int64_t heads = (int64_t)p.B * p.H, parts = (int64_t)p.B * ceil_div(p.T, HALF);
+    const bool largest_on_the_way = a->largest && on_hopper && rotates && heads * p.T > 0;
+    p.largest = largest_on_the_way ? (unsigned *)a->largest->data : NULL;
     const int64_t columns = (int64_t)p.H * 3 * p.D;
     const size_t shares = on_hopper && dq_in_one_pass(p.D, lists) ? (size_t)(parts * p.H) : 0;
     const size_t terms = on_hopper ? (size_t)(heads * p.T) * TERMS_ROW : 0;
