@@ -59,8 +59,7 @@ nd_status cuda_scratch(int device, size_t bytes, void **out);
 
 /* device.cu: launches on the device's stream. Threads and shared memory beyond the device's limits
  * are ND_ECUDA with both numbers. Blocks may start while the work before still runs (programmatic
- * dependent launch, compute capability 9.0), so every kernel begins with await_previous(), before
- * which it may only prefetch_to_l2(). */
+ * dependent launch, compute capability 9.0), so every kernel begins with await_previous(). */
 nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim3 grid, dim3 block,
                              size_t shared, void **arguments);
 
@@ -73,20 +72,9 @@ static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A
     return cuda_launch_kernel(op, device, (const void *)kernel, grid, block, shared, pointers);
 }
 
-/* Bring the sector of 32 bytes around p, which lies in an operand, into L2. The only access to memory
- * that is allowed before await_previous(): it gives no value, and all multiprocessors read and write
- * through L2, so that loads after await_previous() find what the work before wrote, earlier or later
- * than this. Does nothing where launches do not overlap. */
-__device__ __forceinline__ void prefetch_to_l2(const void *p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("prefetch.global.L2 [%0];\n" ::"l"(__cvta_generic_to_global(p)));
-#endif
-}
-
 /* The first act of every kernel, by all of its threads: lets the launch after this one come onto
  * the multiprocessors, and returns once all work before this one is done and its writes are
- * visible. Nothing in memory that another launch writes may be touched earlier [griddepcontrol], but
- * by prefetch_to_l2(), in one function whose name begins with prefetch_. */
+ * visible. Nothing in memory that another launch writes may be touched earlier [griddepcontrol]. */
 __device__ __forceinline__ void await_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;\n"

@@ -10,8 +10,7 @@
  *   rotates and stores the new key and value, and its first group begins with them, so that no block
  *   reads another block's writes. With splits > 1 the splits go through scratch to a second kernel.
  *   All sums have a fixed order. How a head is split depends on the shapes alone, never on positions,
- *   so that a captured graph stays right. Few blocks bring their part of the cache into L2 while the
- *   work before runs.
+ *   so that a captured graph stays right.
  *   Bytes: 2 (p + 1) D a head, once.
  *
  * decode_greedy. A thread block takes a row of logits: the first largest, or -1 where one is not
@@ -41,7 +40,6 @@ struct Decode {
     int64_t capacity, angles; /* S, X */
     int64_t o_row, o_head;    /* strides of o */
     int heads, dims, half, splits;
-    int prefetched; /* keys, by a block */
     float scale;
 };
 
@@ -53,21 +51,6 @@ template <class T> __device__ __forceinline__ T *o_of(T *o, const Decode &s, int
 /* A split leaves in scratch D sums, the maximum and the sum of weights. */
 __device__ __forceinline__ float *share_of(float *scratch, int64_t block, int dims) {
     return scratch + block * (dims + 2);
-}
-
-/* A split's part of the cache, which the blocks of a head share otherwise once the position is
- * known. */
-template <class T>
-__device__ __forceinline__ void prefetch_cache(const T *keys, const T *values, const Decode &s) {
-    const int64_t head = blockIdx.x / (unsigned)s.splits, split = blockIdx.x % (unsigned)s.splits;
-    const int64_t share = ceil_div<int64_t>(s.capacity, s.splits), start = split * share;
-    const int64_t count = min(min(share, s.capacity - start), (int64_t)s.prefetched) * s.dims;
-    constexpr int sector = 32 / sizeof(T);
-    for (int64_t i = (int64_t)threadIdx.x * sector; i < count; i += blockDim.x * sector) {
-        const int64_t at = (head * s.capacity + start) * s.dims + i;
-        prefetch_to_l2(keys + at);
-        prefetch_to_l2(values + at);
-    }
 }
 
 /* Over the lanes of a warp that are multiples of G apart, in a fixed order. */
@@ -88,7 +71,6 @@ __global__ void __launch_bounds__(threads)
     decode_attention_kernel(const T *qkv, const float *cosines, const float *sines,
                             const int32_t *positions, T *keys, T *values, T *o, float *scratch,
                             Decode s) {
-    prefetch_cache(keys, values, s);
     await_previous();
     constexpr int groups = threads / G, warps = threads / 32, width = G * N * P;
     static_assert(threads >= max_dims, "a thread rotates one dim");
@@ -309,7 +291,6 @@ nd_status decode(int device, const decode_attention_args *a, Decode s, int64_t h
     /* Where blocks are few, waiting for keys is most of the time. */
     constexpr int most = P == 1 ? 8 : 2;
     const bool few = heads * s.splits <= cuda_device_limits(device)->processors;
-    s.prefetched = few ? keys_a_split : 0;
     auto kernel = few ? decode_attention_kernel<T, N, G, P, most, 512>
                       : decode_attention_kernel<T, N, G, P, 4, 256>;
     ND_TRY(cuda_launch("decode_attention", device, kernel, (unsigned)(heads * s.splits),

@@ -7,16 +7,13 @@
  * Precision: float32 sums, in an order that the shape of w decides: a row has the same bits beside
  * any others. Parallel: a block owns LANES vectors of columns, its threads share the depth:
  * LANES neighbours read a row of w, and the groups meet through shuffles and shared memory.
- * Bytes: w once; x once a block, into shared memory. What a block reads of w comes into L2 while the
- * work before still runs.
+ * Bytes: w once; x once a block, into shared memory.
  */
 #include "linear_few.cuh"
 
 namespace {
 
 constexpr int threads = 512, warps = threads / 32;
-/* Of w, by a block: the blocks that fit onto an H100 then fill less than half of its L2. */
-constexpr int prefetched_bytes = 80 << 10;
 
 /* What becomes of a sum. */
 struct Finish {
@@ -62,33 +59,9 @@ __device__ __forceinline__ void sum_and_scatter(float (&v)[SIZE], int &first, bo
     }
 }
 
-/* The bias and the first rows of w that a block reads, for the blocks that may wait for the work
- * before, the first `ahead`. */
-template <class T, int LANES>
-__device__ __forceinline__ void prefetch_weights(const T *w, const T *b, int depth, int64_t columns,
-                                                 int ahead) {
-    if ((int)blockIdx.x >= ahead) {
-        return;
-    }
-    constexpr int sector = 32 / sizeof(T), width = LANES * Vec<T>::size, sectors = width / sector;
-    const int64_t first = (int64_t)blockIdx.x * width;
-    const int rows = min(depth, prefetched_bytes / 32 / sectors);
-    for (int i = (int)threadIdx.x; i < rows * sectors; i += threads) {
-        const int64_t column = first + i % sectors * sector;
-        if (column < columns) {
-            prefetch_to_l2(w + i / sectors * columns + column);
-            if (b && i < sectors) {
-                prefetch_to_l2(b + column);
-            }
-        }
-    }
-}
-
 template <class T, int ROWS, int LANES>
 __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
-    few_kernel(const T *x, const T *w, Finish finish, int rows, int depth, int64_t columns,
-               int ahead) {
-    prefetch_weights<T, LANES>(w, (const T *)finish.b, depth, columns, ahead);
+    few_kernel(const T *x, const T *w, Finish finish, int rows, int depth, int64_t columns) {
     await_previous();
     constexpr int N = Vec<T>::size, SIZE = ROWS * N, groups = threads / LANES;
     constexpr int unroll = ROWS > 1 ? 4 : 8, kept = SIZE * LANES >= 32 ? SIZE * LANES / 32 : 1;
@@ -176,8 +149,7 @@ nd_status few(const char *op, int device, const nd_array *x, const nd_array *w, 
         const size_t bytes = sizeof(float) * warps * ROWS * N * LANES + sizeof(T) * ROWS * depth;
         return cuda_launch(op, device, few_kernel<T, ROWS, LANES>,
                            (unsigned)ceil_div<int64_t>(columns, LANES * N), threads, bytes,
-                           data_of<T>(x), data_of<T>(w), f, (int)x->shape[0], depth, columns,
-                           2 * cuda_device_limits(device)->processors);
+                           data_of<T>(x), data_of<T>(w), f, (int)x->shape[0], depth, columns);
     };
     /* Whole lines of w where that leaves enough blocks, else sectors. */
     const int64_t lines = columns * (int64_t)sizeof(T) / 128;
