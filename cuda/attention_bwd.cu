@@ -23,6 +23,7 @@
  *   tile (dk dv), repeats mostly from L2; do, o once and 8 bytes a row written (stats).
  */
 #include "attention_hopper.cuh"
+#include "attention_sums.cuh"
 
 using namespace attention;
 
@@ -477,86 +478,6 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     float_store_rows<DP>(dv, one, p.dv, p.dv.head<float>(work.b, work.h), work.own, p.D);
 }
 
-/* ---- their sums ------------------------------------------------------------------------------ */
-constexpr int SUMS_THREADS = 256;
-
-/* A block sums `chunk` rows, of all batch entries one after the other, of 32 columns of dq, dk or
- * dv (blockIdx.z): partial (chunks, H, 3, D). */
-template <class T>
-__global__ void __launch_bounds__(SUMS_THREADS)
-    attention_sums_kernel(const __grid_constant__ Problem p, int64_t chunk, float *partial) {
-    await_previous();
-    __shared__ float sums[SUMS_THREADS];
-    const int which = blockIdx.z, times = which == 0 ? p.T : p.S;
-    const Rows &rows = which == 0 ? p.dq : which == 1 ? p.dk : p.dv;
-    const int column = blockIdx.x * 32 + threadIdx.x % 32;
-    const bool inside = column < p.H * p.D;
-    const int h = inside ? column / p.D : 0, d = column - h * p.D;
-    const int64_t end = min((int64_t)p.B * times, (blockIdx.y + 1) * chunk);
-    float sum = 0.0f;
-    for (int64_t i = blockIdx.y * chunk + threadIdx.x / 32; inside && i < end;
-         i += SUMS_THREADS / 32) {
-        const int64_t b = i / times, t = i - b * times;
-        sum += to_float(rows.head<const T>((int)b, h)[t * rows.t + d]);
-    }
-    sums[threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.x < 32 && inside) {
-        for (int i = 1; i < SUMS_THREADS / 32; i++) {
-            sum += sums[32 * i + threadIdx.x];
-        }
-        partial[((int64_t)blockIdx.y * p.H + h) * 3 * p.D + which * p.D + d] = sum;
-    }
-}
-
-/* db += those of the dq, dk and dv that are there. */
-template <class T> nd_status add_sums(const char *op, int device, const Problem &p, float *db) {
-    const int64_t most = (int64_t)p.B * (p.T > p.S ? p.T : p.S), columns = (int64_t)p.H * p.D;
-    if (most == 0 || columns == 0) {
-        return ND_OK;
-    }
-    const int64_t strips = ceil_div<int64_t>(columns, 32), chunk = ceil_div<int64_t>(most, 64);
-    const int64_t chunks = ceil_div(most, chunk);
-    void *partial;
-    ND_TRY(cuda_scratch(device, (size_t)(chunks * 3 * columns) * sizeof(float), &partial));
-    dim3 grid((unsigned)strips, (unsigned)chunks, 3);
-    ND_TRY(cuda_launch(op, device, attention_sums_kernel<T>, grid, SUMS_THREADS, 0, p, chunk,
-                       (float *)partial));
-    return cuda_add_columns(op, device, (const float *)partial, chunks, 3 * columns, db);
-}
-
-/* The largest magnitude in dq, dk and dv (blockIdx.y), a warp a row. */
-template <class T>
-__global__ void __launch_bounds__(SUMS_THREADS)
-    attention_largest_kernel(const __grid_constant__ Problem p) {
-    await_previous();
-    const int which = blockIdx.y, length = which == 0 ? p.T : p.S;
-    const Rows &x = which == 0 ? p.dq : which == 1 ? p.dk : p.dv;
-    const int64_t rows = (int64_t)p.B * length * p.H, step = (int64_t)gridDim.x * SUMS_THREADS / 32;
-    unsigned most = 0;
-    for (int64_t row = (blockIdx.x * SUMS_THREADS + threadIdx.x) / 32; row < rows; row += step) {
-        const int64_t bt = row / p.H, t = bt % length;
-        const T *of = x.head<const T>((int)(bt / length), (int)(row % p.H)) + t * x.t;
-        for (int d = threadIdx.x % 32; d < p.D; d += 32) {
-            most = max(most, __float_as_uint(fabsf(to_float(of[d]))));
-        }
-    }
-    most = __reduce_max_sync(~0u, most);
-    if (threadIdx.x % 32 == 0) {
-        atomicMax(p.largest, most);
-    }
-}
-
-template <class T>
-nd_status find_largest(const char *op, int device, Problem p, nd_array *largest) {
-    const int64_t rows = (int64_t)p.B * (p.T > p.S ? p.T : p.S) * p.H;
-    fill_args zero = {largest, 0.0};
-    ND_TRY(cuda_fill(device, &zero));
-    p.largest = (unsigned *)largest->data;
-    const dim3 grid(cuda_grid(device, ceil_div<int64_t>(rows, SUMS_THREADS / 32), 4), 3);
-    return cuda_launch(op, device, attention_largest_kernel<T>, grid, SUMS_THREADS, 0, p);
-}
-
 /* ---- host ------------------------------------------------------------------------------------ */
 template <class T, int DP, bool FLOAT = sizeof(T) == 4> struct Kernels {
     static constexpr auto dq = attention_dq_kernel<T, DP>, dkdv = attention_dkdv_kernel<T, DP>;
@@ -687,9 +608,9 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
             ND_TRY(cuda_rotate(op, device, a->dk, 1, a->cos, a->sin, -1.0f));
         }
         if (a->largest && !largest_on_the_way) {
-            ND_TRY(find_largest<T>(op, device, p, a->largest));
+            ND_TRY(find_largest(op, device, a->q->dtype, p, a->largest));
         }
-        return db ? add_sums<T>(op, device, p, db) : ND_OK;
+        return db ? add_sums(op, device, a->q->dtype, p, db) : ND_OK;
     });
 }
 
