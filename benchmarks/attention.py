@@ -95,23 +95,8 @@ def needle_calls(
         if mask is None:
             _C.attention_bwd(do, q, k, v, o, lse, scale, 1, None, None, *gradients, None, None)
         else:
-            _C.block_sparse_attention_bwd(
-                do,
-                q,
-                k,
-                v,
-                o,
-                lse,
-                *lists,
-                mask.block,
-                scale,
-                1,
-                None,
-                None,
-                *gradients,
-                None,
-                None,
-            )
+            last = scale, 1, None, None, *gradients, None, None
+            _C.block_sparse_attention_bwd(do, q, k, v, o, lse, *lists, mask.block, *last)
 
     return forward, backward
 

@@ -72,9 +72,13 @@ static inline nd_status nd_check_fp8_quantize(const nd_array *x, int64_t gelu,
     if (bounded != twice) {
         return nd_error(ND_EVALUE, "fp8_quantize: scale_a and scale_b: give both or none");
     }
-    if (sums && (gelu || !dgelu || sums->shape[0] != parts)) {
+    if (sums && (gelu || !dgelu)) {
         return nd_error(ND_EVALUE,
-                        "fp8_quantize: sums: (%lld, C), but it must be (%lld, C), of a gradient",
+                        "fp8_quantize: sums: they are of a gradient alone: give dgelu and "
+                        "0 for gelu");
+    }
+    if (sums && sums->shape[0] != parts) {
+        return nd_error(ND_EVALUE, "fp8_quantize: sums: (%lld, C), but it must be (%lld, C)",
                         (long long)sums->shape[0], (long long)parts);
     }
     return ND_OK;

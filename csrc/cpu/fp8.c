@@ -72,8 +72,8 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
     bool tanh = args->gelu == 2, gradient = args->dgelu && !args->gelu;
     ND_TRY(nd_check_fp8_quantize(args->x, args->gelu, args->dgelu, args->scale_a, args->scale_b,
                                  args->sums));
-    float largest = args->largest ? *(const float *)args->largest->data
-                                  : nd_bits_float(cpu_largest_bits(args->x));
+    float largest = args->largest && n * c > 0 ? *(const float *)args->largest->data
+                                               : nd_bits_float(cpu_largest_bits(args->x));
     if (args->scale_a && n * c > 0) {
         const float *a = args->scale_a->data, *b = args->scale_b->data;
         largest = fabsf((float)args->bound * *a * *b);

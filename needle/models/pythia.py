@@ -298,9 +298,12 @@ class Layer(nn.Module):
         )
 
     def _has_joined_weights(self) -> bool:
-        """True if the last weights are neighbours in memory, so that a step copies none."""
-        last = self.mlp.dense_4h_to_h.weight.cached_data
-        return self.attention.dense.weight.cached_data.joined(last) is not None
+        """True if the last weights are neighbours in memory, so that a step copies none. Those of a
+        copied model become so here."""
+        first, last = self.attention.dense.weight, self.mlp.dense_4h_to_h.weight
+        if first.cached_data.joined(last.cached_data) is None:
+            nn.place_neighbours(self)
+        return first.cached_data.joined(last.cached_data) is not None
 
     def _in_one_product(
         self,
@@ -313,7 +316,7 @@ class Layer(nn.Module):
         fp8: bool,
     ) -> Tensor:
         attention, mlp = self.attention, self.mlp
-        tables = rotary if cache else (table[: x.shape[1]] for table in rotary)
+        tables = rotary if cache is not None else (table[: x.shape[1]] for table in rotary)
         qkv, out = attention.query_key_value, attention.dense
         up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
         first = (qkv.weight, qkv.bias, attention.heads, *tables, out.weight, out.bias)

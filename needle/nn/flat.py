@@ -122,12 +122,12 @@ def is_decayed(name: str, p: Parameter) -> bool:
 
 
 def place_neighbours(module: Module) -> None:
-    """Let the parameters of each pair of `Module.neighbours` of a new module follow each other in
+    """Let the parameters of each pair of `Module.neighbours` of a module follow each other in
     memory, as flatten_parameters does. Values stay. Pairs that it would not join either, for their
-    sizes, and views, stay where they are."""
+    sizes, views, and parameters in its buffers stay where they are."""
     own = dict(module.named_parameters())
     for names in _neighbours(module).items():
-        pair = [own[name] for name in names if name in own]
+        pair = [own[name] for name in names if name in own and not own[name].has_grad_buffer]
         if len(pair) < 2:
             continue
         a, b = (p.cached_data for p in pair)

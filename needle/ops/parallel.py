@@ -80,6 +80,8 @@ class AttentionMLP(FusedOp):
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
     ) -> list[NDArray | None]:
+        if self.cached is not None:
+            raise RuntimeError("attention_mlp: over a cache it has no gradients: use no_grad()")
         inputs, dy = node.inputs, rows_of(dout)
         w_o, w2 = inputs[self.W_O], inputs[self.W2]
         grads: list[NDArray | None] = [None] * len(inputs)
@@ -311,7 +313,7 @@ def attention_mlp(
     """
     operands = {"x1": x1, "w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
     operands |= {"x2": x2, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
-    cos, sin = _checked(operands, heads, cos, sin, cached)
+    cos, sin = _checked("attention_mlp", operands, heads, cos, sin, cached)
     op = AttentionMLPFP8 if fp8 and cached is None and _take_fp8(operands) else AttentionMLP
     return op(int(heads), cos, sin, mask, approximate, cached)(*operands.values())
 
@@ -359,10 +361,16 @@ def norm_attention_mlp(
     """
     of_norms = {"norm_w1": norm_w1, "norm_b1": norm_b1, "norm_w2": norm_w2, "norm_b2": norm_b2}
     check_tensors("norm_attention_mlp", x=x, **of_norms)
+    for name, p in of_norms.items():
+        if p.shape != x.shape[-1:] or p.dtype != x.dtype:
+            raise ValueError(
+                f"norm_attention_mlp: for x {x.shape} of {x.dtype} {name} must be {x.shape[-1:]} "
+                f"of it, but is {p.shape} of {p.dtype}"
+            )
     weights = {"w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
     weights |= {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
     operands = {"x1": x, "x2": x, **weights, "residual": x}
-    cos, sin = _checked(operands, heads, cos, sin)
+    cos, sin = _checked("norm_attention_mlp", operands, heads, cos, sin)
     if fp8 and _take_fp8(operands):
         op = NormAttentionMLPFP8(eps, int(heads), cos, sin, mask, approximate)
         return op(x, *of_norms.values(), *weights.values())
@@ -378,19 +386,24 @@ def _take_fp8(operands: dict[str, Tensor]) -> bool:
 
 
 def _checked(
-    operands: dict[str, Tensor], heads: Any, cos: Any, sin: Any, cached: Cached | None = None
+    op: str,
+    operands: dict[str, Tensor],
+    heads: Any,
+    cos: Any,
+    sin: Any,
+    cached: Cached | None = None,
 ) -> tuple[NDArray, NDArray]:
-    """Check the operands of attention_mlp. Return cos and sin as arrays."""
-    check_tensors("attention_mlp", **operands)
+    """Check the operands of attention_mlp, for `op`. Return cos and sin as arrays."""
+    check_tensors(op, **operands)
     x1, w_qkv, w_o, x2, w1, w2 = (operands[n] for n in ("x1", "w_qkv", "w_o", "x2", "w1", "w2"))
     if not isinstance(heads, (int, np.integer)) or heads < 1:
-        raise ValueError(f"attention_mlp: heads must be an int of 1 or more, not {heads!r:.40}")
+        raise ValueError(f"{op}: heads must be an int of 1 or more, not {heads!r:.40}")
     if x1.ndim != 3:
-        raise ValueError(f"attention_mlp: x1 must be (B, T, K1), but is {x1.shape}")
+        raise ValueError(f"{op}: x1 must be (B, T, K1), but is {x1.shape}")
     b, t, k = x1.shape
     if w_qkv.ndim != 2 or w_qkv.shape[0] != k or w_qkv.shape[1] % (3 * heads):
         raise ValueError(
-            f"attention_mlp: for x1 {x1.shape} and {heads} heads w_qkv must be ({k}, 3 x {heads} x "
+            f"{op}: for x1 {x1.shape} and {heads} heads w_qkv must be ({k}, 3 x {heads} x "
             f"D), but is {w_qkv.shape}"
         )
     inner = w_qkv.shape[1] // 3
@@ -398,32 +411,31 @@ def _checked(
     fits = fits and tuple(x2.shape) == (b, t, w1.shape[0]) and w2.shape[0] == w1.shape[1]
     if not fits:
         raise ValueError(
-            f"attention_mlp: for x1 {x1.shape} and w_qkv {w_qkv.shape} w_o must be ({inner}, C), "
+            f"{op}: for x1 {x1.shape} and w_qkv {w_qkv.shape} w_o must be ({inner}, C), "
             f"x2 ({b}, {t}, K2), w1 (K2, M) and w2 (M, C), but they are {w_o.shape}, {x2.shape}, "
             f"{w1.shape} and {w2.shape}"
         )
     if w2.shape[1] != w_o.shape[1]:
-        raise ValueError(f"attention_mlp: w_o {w_o.shape} and w2 {w2.shape} must have one width")
+        raise ValueError(f"{op}: w_o {w_o.shape} and w2 {w2.shape} must have one width")
     for bias, of in ("b_qkv", "w_qkv"), ("b_o", "w_o"), ("b1", "w1"), ("b2", "w2"):
         columns = operands[of].shape[1]
         if operands[bias].size != columns:
             raise ValueError(
-                f"attention_mlp: {bias} must have {columns} elements, as {of} "
+                f"{op}: {bias} must have {columns} elements, as {of} "
                 f"{operands[of].shape} has columns, but is {operands[bias].shape}"
             )
     for name, x in operands.items():
         if x.dtype != x1.dtype:
             raise TypeError(
-                f"attention_mlp: {name}: dtype is {x.dtype}, but x1 is {x1.dtype}; they must be "
-                "equal"
+                f"{op}: {name}: dtype is {x.dtype}, but x1 is {x1.dtype}; they must be equal"
             )
-    check_residual("attention_mlp", operands["residual"], x2, w2)
+    check_residual(op, operands["residual"], x2, w2)
     cos, sin = (array_on(table, x1.device) for table in (cos, sin))
     for name, table in ("cos", cos), ("sin", sin):
         fits = table.ndim == 2 and table.shape == cos.shape
         if not fits or (cached is None and table.shape[0] != t):
             raise ValueError(
-                f"attention_mlp: cos and sin must be ({t}, R) for x1 {x1.shape}, but {name} is "
-                f"{table.shape}"
+                f"{op}: cos and sin must be ({t if cached is None else 'S'}, R) for x1 {x1.shape}, "
+                f"but {name} is {table.shape}"
             )
     return cos, sin

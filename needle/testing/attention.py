@@ -164,23 +164,7 @@ def block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale
 
 
 def block_sparse_attention_bwd(
-    r,
-    dout,
-    q,
-    k,
-    v,
-    o,
-    lse,
-    offsets,
-    columns,
-    block,
-    scale,
-    causal,
-    cos,
-    sin,
-    db,
-    largest,
-    **unread,
+    r, dout, q, k, v, o, lse, offsets, columns, block, scale, causal, cos, sin, db, **unread
 ):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)

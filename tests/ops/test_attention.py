@@ -263,21 +263,8 @@ class Ordered:
         o = _C.array(o, self.dtype, self.device)
         lse = _C.array(lse.transpose(0, 2, 1), "float32", self.device)
         options = (self.mask.block, self.d**-0.5, 1)
-        _C.block_sparse_attention_bwd(
-            self.dout,
-            self.q,
-            self.k,
-            self.v,
-            o,
-            lse,
-            *lists,
-            *options,
-            None,
-            None,
-            *into,
-            None,
-            None,
-        )
+        last = *options, None, None, *into, None, None
+        _C.block_sparse_attention_bwd(self.dout, self.q, self.k, self.v, o, lse, *lists, *last)
         return [x.numpy() for x in into]
 
 
