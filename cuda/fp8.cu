@@ -5,8 +5,8 @@
  *   elements a thread and row, each block finding the scale anew from the parts' maxima. A tile's
  *   bytes are transposed through shared memory, 16 x 4 a thread; words of a row lie at their index
  *   ^ 4 (row / 16), so that neither side meets a bank twice.
- * Bytes: x is read twice (the second time from L2 where it fits; once with a bound), dgelu read or
- *   written once, q and its transpose written.
+ * Bytes: x is read twice (the second time from L2 where it fits; once with a bound or the largest
+ *   given), dgelu read or written once, q and its transpose written.
  */
 #include "common.cuh"
 #include "fp8.cuh"

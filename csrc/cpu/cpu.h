@@ -100,7 +100,7 @@ ND_FN void cpu_write(nd_array *a, int64_t offset, int64_t n, const float *buffer
     }
 }
 
-/* attention_bwd.c, fp8.c: the bits of the largest |x|; infinity, and then NaN, are above numbers. */
+/* fp8.c: the bits of the largest |x|; infinity, and then NaN, are above numbers. */
 uint32_t cpu_largest_bits(const nd_array *x);
 
 /* ---- iteration over the rows (innermost axis) of an nd_loop -------------------------------------

@@ -79,15 +79,6 @@ static nd_status forward(int device, const nd_array *x_rows, int norms, const fo
 }
 
 /* ---- FP8 ------------------------------------------------------------------------------------- */
-static float largest(const float *x, int64_t n) {
-    uint32_t most = 0;
-    for (int64_t j = 0; j < n; j++) {
-        uint32_t bits = nd_float_bits(x[j]) & 0x7fffffffu; /* a NaN has more than an infinity */
-        most = bits > most ? bits : most;
-    }
-    return nd_bits_float(most);
-}
-
 nd_status cpu_layernorm_pair_fp8(int device, const layernorm_pair_fp8_args *args) {
     const nd_array *of[4] = {args->w1, args->b1, args->w2, args->b2};
     uint8_t *q[2] = {args->q1->data, args->q2->data};
@@ -105,7 +96,9 @@ nd_status cpu_layernorm_pair_fp8(int device, const layernorm_pair_fp8_args *args
         values[k] = cpu_read(of[k], 0, c, parameters + k * c);
     }
     for (int k = 0; k < 2; k++) {
-        float bound = nd_norm_bound(largest(values[2 * k], c), largest(values[2 * k + 1], c), c);
+        float w = nd_bits_float(cpu_largest_bits(of[2 * k]));
+        float b = nd_bits_float(cpu_largest_bits(of[2 * k + 1]));
+        float bound = nd_norm_bound(w, b, c);
         *scales[k] = nd_fp8_scale(nd_float_bits(bound), false);
     }
 
