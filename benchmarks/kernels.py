@@ -36,7 +36,7 @@ LEFT_OUT = {
     "block_sparse_attention_bwd": "beside dense attention in benchmarks/attention.py",
     "block_lists": "once a mask",
     **dict.fromkeys(
-        ("fp8_quantize", "fp8_matmul", "fp8_cross_entropy"),
+        ("fp8_quantize", "fp8_layer_weights", "fp8_matmul", "fp8_cross_entropy"),
         "whole steps in benchmarks/train_step.py",
     ),
     "decode_attention": "several calls in PyTorch; whole steps in benchmarks/generate.py",

@@ -50,6 +50,28 @@ ND_FN float nd_norm_bound(float w, float b, int64_t columns) {
     return fmaf(sqrtf((float)columns), w, b) * (1.0f + 1.0f / 1024.0f);
 }
 
+/* The bound of fp8_layer_weights, from the largest |norm_w|, the sum of norm_b^2, the largest sum of
+ * the squares of a column of w1, and the largest |b1|. */
+ND_FN float nd_layer_bound(float norm_w, float norm_b, float column, float b1, int64_t columns) {
+    float x = fmaf(sqrtf((float)columns), norm_w, sqrtf(norm_b + 0x1p-100f));
+    return fmaf(x * sqrtf(column + 0x1p-100f), 1.125f, b1) * (1.0f + 1.0f / 64.0f);
+}
+
+/* What the axes of fp8_layer_weights do not say. */
+static inline nd_status nd_check_fp8_layer_weights(const nd_array *w_qkv, const nd_array *w_o,
+                                                   const nd_array *w1, const nd_array *w2) {
+    const nd_array *const of[4] = {w_qkv, w_o, w1, w2};
+    const char *const names[4] = {"w_qkv", "w_o", "w1", "w2"};
+    for (int i = 0; i < 4; i++) {
+        const long long rows = of[i]->shape[0], columns = of[i]->shape[1];
+        if (rows % 16 || columns % 16 || !rows || !columns) {
+            return nd_error(ND_EVALUE, "fp8_layer_weights: %s: (%lld, %lld), but %s", names[i],
+                            rows, columns, "products in FP8 take multiples of 16 above 0");
+        }
+    }
+    return ND_OK;
+}
+
 /* What the axes of layernorm_pair_fp8 do not say. */
 static inline nd_status nd_check_layernorm_pair_fp8(const nd_array *x) {
     const long long rows = x->shape[0], columns = x->shape[1];

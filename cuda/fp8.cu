@@ -1,10 +1,14 @@
-/* fp8.cu - fp8_quantize: v = scale q in e4m3 or e5m2, q also transposed, v made of x.
+/* fp8.cu - fp8_quantize: v = scale q in e4m3 or e5m2, q also transposed, v made of x;
+ * fp8_layer_weights: that of four weights, and a bound of what one of them makes of a norm.
  *
  * Parallel: first, unless a bound is given, the largest |x| of each block's part, from the end of x
  *   on, so that its beginning is what a cache holds afterwards; then tiles of 128 x 128, eight
  *   elements a thread and row, each block finding the scale anew from the parts' maxima. A tile's
  *   bytes are transposed through shared memory, 16 x 4 a thread; words of a row lie at their index
  *   ^ 4 (row / 16), so that neither side meets a bank twice.
+ *   Of a layer's weights: in the first launch a block searches 128 bytes of a row times 256 rows, or
+ *   all rows of w1, whose columns it sums; in the second the first block finds the bound, and the
+ *   others have tiles.
  * Bytes: x is read twice (the second time from L2 where it fits; once with a bound or the largest
  *   given), dgelu read or written once, q and its transpose written.
  */
@@ -105,16 +109,16 @@ __device__ __forceinline__ void store_words(uint8_t *to, const uint32_t *words, 
     }
 }
 
+/* The tile `index` of those of x; the first one writes the scale. */
 template <class T, Way WAY, bool E5M2>
-__global__ void __launch_bounds__(threads)
-    quantize_kernel(const T *x, T *dgelu, bool tanh, int64_t rows, int64_t columns,
-                    const float *largest, int parts, const float *scale_a, const float *scale_b,
-                    float bound, float *sums, uint8_t *q, uint8_t *q_t, float *scale) {
-    await_previous();
+__device__ __forceinline__ void
+quantize_tile(unsigned index, const T *x, T *dgelu, bool tanh, int64_t rows, int64_t columns,
+              const float *largest, int parts, const float *scale_a, const float *scale_b,
+              float bound, float *sums, uint8_t *q, uint8_t *q_t, float *scale) {
     __shared__ alignas(16) uint32_t words[tile][tile / 4]; /* four columns of a row */
     const int64_t tiles_across = ceil_div(columns, (int64_t)tile);
-    const int64_t tile_row = blockIdx.x / tiles_across, first_row = tile_row * tile;
-    const int64_t first_column = blockIdx.x % tiles_across * tile;
+    const int64_t tile_row = index / tiles_across, first_row = tile_row * tile;
+    const int64_t first_column = index % tiles_across * tile;
     const int strip = threadIdx.x % 16, below = threadIdx.x / 16;
     const int64_t column = first_column + 8 * strip;
     float by = 0.0f, sum[8] = {};
@@ -143,7 +147,7 @@ __global__ void __launch_bounds__(threads)
             most *= WAY == GRADIENT ? 1.25f : 1.0f; /* gelu' is 1.13 at most */
             const float found = nd_fp8_scale(__float_as_uint(most), E5M2);
             by = 1.0f / found; /* powers of two */
-            if (blockIdx.x == 0 && threadIdx.x == 0) {
+            if (index == 0 && threadIdx.x == 0) {
                 checked(scale) = found;
             }
         }
@@ -220,6 +224,16 @@ __global__ void __launch_bounds__(threads)
 }
 
 template <class T, Way WAY, bool E5M2>
+__global__ void __launch_bounds__(threads)
+    quantize_kernel(const T *x, T *dgelu, bool tanh, int64_t rows, int64_t columns,
+                    const float *largest, int parts, const float *scale_a, const float *scale_b,
+                    float bound, float *sums, uint8_t *q, uint8_t *q_t, float *scale) {
+    await_previous();
+    quantize_tile<T, WAY, E5M2>(blockIdx.x, x, dgelu, tanh, rows, columns, largest, parts, scale_a,
+                                scale_b, bound, sums, q, q_t, scale);
+}
+
+template <class T, Way WAY, bool E5M2>
 nd_status quantize(int device, const fp8_quantize_args *a, int64_t tiles, const float *largest,
                    int parts) {
     return cuda_launch("fp8_quantize", device, quantize_kernel<T, WAY, E5M2>, (unsigned)tiles,
@@ -229,6 +243,135 @@ nd_status quantize(int device, const fp8_quantize_args *a, int64_t tiles, const 
                        a->scale_b ? data_of<float>(a->scale_b) : nullptr, (float)a->bound,
                        a->sums ? data_of<float>(a->sums) : nullptr, data_of<uint8_t>(a->q),
                        data_of<uint8_t>(a->q_t), data_of<float>(a->scale));
+}
+
+/* ---- the weights of a layer ------------------------------------------------------------------ */
+constexpr int weights = 4, across = 8, down = finders / across;        /* vectors, rows at once */
+template <class T> constexpr int width = 16 * across / (int)sizeof(T); /* columns */
+
+template <class T> struct Weight {
+    const T *x;
+    uint8_t *q, *q_t;
+    float *scale;
+    int64_t rows, columns;
+};
+
+template <class T> struct Layer {
+    Weight<T> of[weights]; /* w1 is the first */
+    const T *norm_w, *norm_b, *b1;
+    float *bound;
+    int first_part[weights + 1], first_tile[weights + 1]; /* of each weight */
+};
+
+/* Rows that a block searches. */
+__host__ __device__ constexpr int64_t searched(int weight, int64_t rows) {
+    return weight == 0 ? rows : 256;
+}
+
+/* The weight of a part, or a tile. */
+__device__ __forceinline__ int weight_at(const int (&first)[weights + 1], int index) {
+    return (index >= first[1]) + (index >= first[2]) + (index >= first[3]);
+}
+
+/* largest: of |x| in each part; squares: the largest sum of those of a column, in each part of w1. */
+template <class T>
+__global__ void __launch_bounds__(finders, 2)
+    search_kernel(const Layer<T> p, float *largest, float *squares) {
+    await_previous();
+    constexpr int N = Vec<T>::size;
+    __shared__ float sums[down][width<T>];
+    const int index = weight_at(p.first_part, (int)blockIdx.x);
+    const int part = (int)blockIdx.x - p.first_part[index];
+    const Weight<T> &w = p.of[index];
+    const int64_t strips = ceil_div(w.columns, (int64_t)width<T>), many = searched(index, w.rows);
+    const int64_t first = part / strips * many, end = min(first + many, w.rows);
+    const int vector = threadIdx.x % across, below = threadIdx.x / across;
+    const int64_t column = part % strips * width<T> + vector * N;
+    const LargerBits larger;
+    float most = 0.0f, sum[N] = {};
+    if (column < w.columns) {
+        for (int64_t row = first + below; row < end; row += 4 * down) {
+            uint4 some[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const T *from = w.x + (row + i * down) * w.columns + column;
+                some[i] = row + i * down < end ? checked((const uint4 *)from) : uint4{};
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float x[N];
+                to_floats<T>(some[i], x);
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    most = larger(most, fabsf(x[k]));
+                    sum[k] = fmaf(x[k], x[k], sum[k]);
+                }
+            }
+        }
+    }
+    most = block_reduce(most, larger);
+    if (threadIdx.x == 0) {
+        checked(largest + blockIdx.x) = most;
+    }
+    if (index == 0) {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            sums[below][vector * N + k] = sum[k];
+        }
+        __syncthreads();
+        float all = 0.0f;
+        if (threadIdx.x < width<T>) {
+            for (int i = 0; i < down; i++) {
+                all += sums[i][threadIdx.x];
+            }
+        }
+        all = block_reduce(all, larger);
+        if (threadIdx.x == 0) {
+            checked(squares + part) = all;
+        }
+    }
+}
+
+/* By a block. */
+template <class T>
+__device__ __forceinline__ void find_bound(const Layer<T> &p, const float *squares) {
+    const LargerBits larger;
+    const int64_t rows = p.of[0].rows, columns = p.of[0].columns;
+    float norm_w = 0.0f, norm_b = 0.0f, column = 0.0f, b1 = 0.0f;
+    for (int64_t i = threadIdx.x; i < rows; i += threads) {
+        const float b = to_float(checked(p.norm_b + i));
+        norm_w = larger(norm_w, fabsf(to_float(checked(p.norm_w + i))));
+        norm_b = fmaf(b, b, norm_b);
+    }
+    for (int64_t i = threadIdx.x; i < columns; i += threads) {
+        b1 = larger(b1, fabsf(to_float(checked(p.b1 + i))));
+    }
+    for (int i = threadIdx.x; i < p.first_part[1]; i += threads) {
+        column = larger(column, checked(squares + i));
+    }
+    norm_w = block_reduce(norm_w, larger);
+    norm_b = block_sum(norm_b);
+    column = block_reduce(column, larger);
+    b1 = block_reduce(b1, larger);
+    if (threadIdx.x == 0) {
+        checked(p.bound) = nd_layer_bound(norm_w, norm_b, column, b1, rows);
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(threads)
+    weights_kernel(const Layer<T> p, const float *largest, const float *squares) {
+    await_previous();
+    if (blockIdx.x == 0) {
+        find_bound(p, squares);
+        return;
+    }
+    const int block = (int)blockIdx.x - 1, index = weight_at(p.first_tile, block);
+    const int part = p.first_part[index], parts = p.first_part[index + 1] - part;
+    const Weight<T> &w = p.of[index];
+    quantize_tile<T, PLAIN, false>(block - p.first_tile[index], w.x, nullptr, false, w.rows,
+                                   w.columns, largest + part, parts, nullptr, nullptr, 0.0f,
+                                   nullptr, w.q, w.q_t, w.scale);
 }
 
 } // namespace
@@ -264,5 +407,42 @@ nd_status cuda_fp8_quantize(int device, const fp8_quantize_args *a) {
                        : quantize<T, PLAIN, false>;
         return a->largest ? run(device, a, tiles, data_of<float>(a->largest), 1)
                           : run(device, a, tiles, largest, (int)parts);
+    });
+}
+
+nd_status cuda_fp8_layer_weights(int device, const fp8_layer_weights_args *a) {
+    const char *op = "fp8_layer_weights";
+    ND_TRY(nd_check_fp8_layer_weights(a->w_qkv, a->w_o, a->w1, a->w2));
+    return with_float(op, a->w1->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        const auto weight = [](const nd_array *x, nd_array *q, nd_array *q_t, nd_array *scale) {
+            return Weight<T>{data_of<T>(x),         data_of<uint8_t>(q), data_of<uint8_t>(q_t),
+                             data_of<float>(scale), x->shape[0],         x->shape[1]};
+        };
+        Layer<T> p = {
+            {weight(a->w1, a->q1, a->q1_t, a->scale1),
+             weight(a->w_qkv, a->q_qkv, a->q_qkv_t, a->scale_qkv),
+             weight(a->w_o, a->q_o, a->q_o_t, a->scale_o),
+             weight(a->w2, a->q2, a->q2_t, a->scale2)},
+            data_of<T>(a->norm_w),
+            data_of<T>(a->norm_b),
+            data_of<T>(a->b1),
+            data_of<float>(a->bound),
+        };
+        for (int i = 0; i < weights; i++) {
+            const int64_t rows = p.of[i].rows, columns = p.of[i].columns;
+            const int64_t parts =
+                ceil_div(rows, searched(i, rows)) * ceil_div(columns, (int64_t)width<T>);
+            const int64_t tiles = ceil_div(rows, (int64_t)tile) * ceil_div(columns, (int64_t)tile);
+            p.first_part[i + 1] = p.first_part[i] + (int)parts;
+            p.first_tile[i + 1] = p.first_tile[i] + (int)tiles;
+        }
+        const int parts = p.first_part[weights], tiles = p.first_tile[weights];
+        void *memory;
+        ND_TRY(cuda_scratch(device, (parts + p.first_part[1]) * sizeof(float), &memory));
+        float *largest = (float *)memory, *squares = largest + parts;
+        ND_TRY(cuda_launch(op, device, search_kernel<T>, parts, finders, 0, p, largest, squares));
+        return cuda_launch(op, device, weights_kernel<T>, tiles + 1, threads, 0, p, largest,
+                           squares);
     });
 }

@@ -438,6 +438,29 @@ def fp8_quantize(
 def layernorm_pair_fp8(
     x: NDArray, w1: NDArray, b1: NDArray, w2: NDArray, b2: NDArray, eps: float
 ) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]: ...
+def fp8_layer_weights(
+    norm_w: NDArray,
+    norm_b: NDArray,
+    w_qkv: NDArray,
+    w_o: NDArray,
+    w1: NDArray,
+    b1: NDArray,
+    w2: NDArray,
+) -> tuple[
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+    NDArray,
+]: ...
 def fp8_matmul(
     a: NDArray,
     a_e5m2: int,

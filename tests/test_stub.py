@@ -28,6 +28,8 @@ def declaration(op: Op) -> str:
     outputs = len(op.outputs)
     result = ["None", "NDArray"][outputs] if outputs < 2 else ", ".join(["NDArray"] * outputs)
     result = f"tuple[{result}]" if outputs > 1 else result
+    if len(result) > 80:
+        result = "tuple[\n" + "    NDArray,\n" * outputs + "]"
     joined = ", ".join(parameters)
     layouts = (joined, f"\n    {joined}\n", "\n    " + ",\n    ".join(parameters) + ",\n")
     written = [f"def {op.name}({text}) -> {result}: ..." for text in layouts]

@@ -1,7 +1,8 @@
-/* fp8.c - FP8 for training: fp8_quantize, fp8_matmul, fp8_cross_entropy.
+/* fp8.c - FP8 for training: fp8_quantize, fp8_layer_weights, fp8_matmul, fp8_cross_entropy.
  *
  *   quantize       scale from the largest |x|, q = v / scale of v = x, gelu(x) or x dgelu, and its
  *                  transpose
+ *   layer_weights  that of four weights, and a bound of what the third one makes of a norm
  *   matmul         c = r + scales a b^T + bias
  *   cross_entropy  logits = scale x w^T, their losses, d = 2^15 (softmax - onehot) in e5m2
  * Operands of a product become bfloat16, which holds each number of FP8, and matmul.c multiplies.
@@ -122,6 +123,50 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
         }
         transpose(q + i * c, rows, c, q_t + i, n);
     }
+    return ND_OK;
+}
+
+/* ---- fp8_layer_weights ----------------------------------------------------------------------- */
+/* to[j] = the sum of squares of column j of x. */
+static void column_squares(const nd_array *x, float *to) {
+    int64_t n = x->shape[0], c = x->shape[1];
+
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
+    for (int64_t j = 0; j < c; j += CPU_RUN) {
+        cpu_run some;
+        int64_t run = min_of(CPU_RUN, c - j);
+        memset(to + j, 0, (size_t)run * sizeof *to);
+        for (int64_t i = 0; i < n; i++) {
+            const float *v = cpu_read(x, i * c + j, run, some.f32);
+            for (int64_t k = 0; k < run; k++) {
+                to[j + k] += v[k] * v[k];
+            }
+        }
+    }
+}
+
+nd_status cpu_fp8_layer_weights(int device, const fp8_layer_weights_args *args) {
+    int64_t c = args->w1->shape[0], m = args->w1->shape[1];
+    fp8_quantize_args of[4] = {
+        {.x = args->w_qkv, .q = args->q_qkv, .q_t = args->q_qkv_t, .scale = args->scale_qkv},
+        {.x = args->w_o, .q = args->q_o, .q_t = args->q_o_t, .scale = args->scale_o},
+        {.x = args->w1, .q = args->q1, .q_t = args->q1_t, .scale = args->scale1},
+        {.x = args->w2, .q = args->q2, .q_t = args->q2_t, .scale = args->scale2},
+    };
+    ND_TRY(nd_check_fp8_layer_weights(args->w_qkv, args->w_o, args->w1, args->w2));
+    for (int i = 0; i < 4; i++) {
+        ND_TRY(cpu_fp8_quantize(device, &of[i]));
+    }
+    float norm_w = nd_bits_float(cpu_largest_bits(args->norm_w)), norm_b;
+    float b1 = nd_bits_float(cpu_largest_bits(args->b1));
+    void *squares;
+    ND_TRY(cpu_scratch(device, (size_t)m * sizeof(float), &squares));
+    nd_array of_w1 = matrix_of(squares, ND_F32, 1, m);
+    nd_array column = matrix_of(args->norm_b->data, args->norm_b->dtype, c, 1);
+    column_squares(&column, &norm_b);
+    column_squares(args->w1, squares);
+    float largest = nd_bits_float(cpu_largest_bits(&of_w1));
+    *(float *)args->bound->data = nd_layer_bound(norm_w, norm_b, largest, b1, c);
     return ND_OK;
 }
 

@@ -1,4 +1,4 @@
-"""FP8: numbers of a byte, quantizing, norms, products, and the loss of the head."""
+"""FP8: numbers of a byte, quantizing, norms, weights, products, and the loss of the head."""
 
 from __future__ import annotations
 
@@ -132,6 +132,18 @@ def layernorm_pair_fp8(r, x, w1, b1, w2, b2, eps):
     return found | {"mean": one["mean"], "rstd": one["rstd"]}
 
 
+def fp8_layer_weights(r, norm_w, norm_b, w_qkv, w_o, w1, b1, w2):
+    found = {}
+    for name, w in ("_qkv", w_qkv), ("_o", w_o), ("1", w1), ("2", w2):
+        one = fp8_quantize(r, w, 0, None, 0, None, None, None, 0.0, None)
+        found |= {"q" + name: one["q"], f"q{name}_t": one["q_t"], "scale" + name: one["scale"]}
+    with np.errstate(invalid="ignore"):
+        row = np.sqrt(len(w1)) * np.abs(norm_w).max() + np.sqrt((norm_b**2).sum() + 2.0**-100)
+        column = np.sqrt((w1**2).sum(0).max() + 2.0**-100)
+        bound = (1.125 * row * column + np.abs(b1).max()) * (1 + 2.0**-6)
+    return found | {"bound": Near(bound, bound, 16.0)}
+
+
 def fp8_matmul(rounded, a, a_e5m2, a_scale, b, b_e5m2, b_scale, bias, r, add, c):
     a, b = (decoded(q, ("e4m3", "e5m2")[wide]) for q, wide in ((a, a_e5m2), (b, b_e5m2)))
     scale, r = a_scale * b_scale, c if add else r
@@ -188,6 +200,22 @@ def norm_inputs(n, c, sizes=(1.0, 1.0, 1.0, 1.0), operand="x", at=(), value=0.0)
         x = rng.standard_normal((n, c)) * 2 + 1
         made = [rng.standard_normal(c) * size for size in sizes]
         values = {"x": x, **dict(zip(("w1", "b1", "w2", "b2"), made)), "eps": 1e-5}
+        values[operand].reshape(-1)[list(at)] = value
+        return values
+
+    return inputs
+
+
+def weights_inputs(c, p, i, m, stds=(1.0,) * 7, operand="w1", at=(), value=0.0):
+    """Operands about as large as `stds`; `value` at places of one."""
+
+    def inputs(rng):
+        shapes = {"norm_w": (c,), "norm_b": (c,), "w_qkv": (c, p), "w_o": (i, c)}
+        shapes |= {"w1": (c, m), "b1": (m,), "w2": (m, c)}
+        values = {
+            name: rng.standard_normal(shape) * std
+            for (name, shape), std in zip(shapes.items(), stds)
+        }
         values[operand].reshape(-1)[list(at)] = value
         return values
 
@@ -264,6 +292,23 @@ NORMS = {  # rows of half a block, columns beyond 256, 512 and 1,024
     "infinity-in-b1": (16, 272, (1.0, 1.0, 1.0, 1.0), "b1", (271,), np.inf),
 }
 
+WEIGHTS = {  # widths about strips of 32 and 64, heights about 64 and 256 rows, tiles of 128
+    "16": (16, 16, 16, 16),
+    "48x80x32x144": (48, 80, 32, 144),
+    "272x48x528x208": (272, 48, 528, 208),
+    "528x400x272x1040": (528, 400, 272, 1040, (1.0, 1.0, 0.02, 0.05, 0.02, 1.0, 0.02)),
+    "unlike": (64, 144, 64, 272, (1e-2, 30.0, 1e-8, 1e4, 3e-3, 1e-4, 0.0)),
+    "zeros": (32, 96, 32, 128, (1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)),
+    "b1-alone": (32, 96, 32, 128, (1.0, 1.0, 1.0, 1.0, 0.0, 3.0, 1.0)),
+    "last-column": (80, 96, 32, 112, (1.0,) * 7, "w1", range(111, 80 * 112, 112), 50.0),
+    "nan-in-w1": (80, 96, 32, 112, (1.0,) * 7, "w1", (80 * 112 - 1,), np.nan),
+    "infinity-in-w1": (80, 96, 32, 112, (1.0,) * 7, "w1", (0,), -np.inf),
+    "nan-in-w_o": (48, 96, 272, 112, (1.0,) * 7, "w_o", (272 * 48 - 1,), np.nan),
+    "nan-in-norm_w": (48, 96, 32, 112, (1.0,) * 7, "norm_w", (47,), np.nan),
+    "infinity-in-norm_b": (48, 96, 32, 112, (1.0,) * 7, "norm_b", (3,), np.inf),
+    "nan-in-b1": (48, 96, 32, 112, (1.0,) * 7, "b1", (111,), np.nan),
+}
+
 # Multiples of 16, which is what CUDA takes, also beyond tiles of 128 and 256.
 PRODUCTS = {
     "x".join(map(str, shape[:3])) + "".join(f"-{x}" for x in shape[3:]): shape
@@ -320,6 +365,7 @@ LARGE = cases_of(
 CASES = [
     *cases_of(fp8_quantize, quantized_inputs, QUANTIZED),
     *cases_of(layernorm_pair_fp8, norm_inputs, NORMS, lambda n, c, *more: c),
+    *cases_of(fp8_layer_weights, weights_inputs, WEIGHTS),
     *cases_of(fp8_matmul, product_inputs, PRODUCTS, lambda m, n, k, *more: k),
     *cases_of(fp8_cross_entropy, loss_inputs, LOSSES, lambda n, c, v, *more: max(c, v)),
 ]

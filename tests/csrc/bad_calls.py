@@ -50,6 +50,13 @@ BAD = {
             r"x: \(16, 40\), but .* multiples of 16",
         ),
     },
+    "fp8_layer_weights": {
+        "inner columns of no multiple": (
+            {"w1": ones(16, 24), "b1": ones(24), "w2": ones(24, 16)},
+            r"w1: \(16, 24\), but .* multiples of 16 above 0",
+        ),
+        "no rows": ({"w_o": ones(0, 16)}, r"w_o: \(0, 16\), but .* multiples of 16 above 0"),
+    },
     "matmul": {
         "inner sizes": ({"a": ones(1, 2, 3), "b": ones(1, 4, 5)}, "b: axis K"),
         "one without B": (
