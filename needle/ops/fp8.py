@@ -19,8 +19,9 @@ class Quantized:
     """Rows x (N, C) in FP8: `rows` as they lie and `columns`, their transpose, times `scale`.
 
     gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead, and `dgelu` receives gelu'(x). dgelu alone: of
-    x dgelu, of which `sums` receives the column sums of 128 rows each. largest: the largest |x|, if
-    known. bound: |x| is at most the product of these two scales and this number."""
+    x dgelu, of which `sums` receives the column sums of 128 rows each. largest: the largest |x|, or
+    a number above it, if known. bound: |x| is at most the product of these two scales and this
+    number."""
 
     def __init__(
         self,
@@ -53,19 +54,18 @@ class ProductFP8:
     def forward(
         self,
         x: Quantized,
-        w: NDArray,
+        w: Quantized,
         b: NDArray | None = None,
         r: NDArray | None = None,
         into: NDArray | None = None,
     ) -> NDArray:
         """b: M elements; r (N, M); into: y of another product, to which this one is added."""
-        matrix = Quantized(w)
-        n, m = x.rows.shape[0], w.shape[1]
-        y = _C.empty((n, m), x.dtype, w.device) if into is None else into
-        operands = (x.rows, 0, x.scale, matrix.columns, 0, matrix.scale)
+        n, m = x.rows.shape[0], w.rows.shape[1]
+        y = _C.empty((n, m), x.dtype, x.rows.device) if into is None else into
+        operands = (x.rows, 0, x.scale, w.columns, 0, w.scale)
         _C.fp8_matmul(*operands, b, r, int(into is not None), y)
         self.x, self.x_scale = x.columns, x.scale
-        self.w, self.w_scale = matrix.rows, matrix.scale
+        self.w, self.w_scale = w.rows, w.scale
         return y
 
     def input_grad(self, d: Quantized) -> NDArray:

@@ -143,31 +143,37 @@ class AttentionMLPFP8(AttentionMLP):
     Attention and sums are as there; y is rounded between the products of w_o and w2."""
 
     def compute(self, *inputs: NDArray) -> NDArray:
-        weights = (self.W_QKV, self.B_QKV, self.W_O, self.B_O, self.W1, self.B1, self.W2, self.B2)
-        w_qkv, b_qkv, w_o, b_o, w1, b1, w2, b2 = (inputs[i] for i in weights)
+        b_qkv, b_o, b1, b2 = (vector(inputs[i]) for i in (self.B_QKV, self.B_O, self.B1, self.B2))
+        inner = inputs[self.W_O].shape[0]
         x1, x2, r = self._operands(inputs)
         gelu = 1 + tanh_form("attention_mlp", self.approximate)
-        self.products = {i: ProductFP8() for i in (self.W_QKV, self.W_O, self.W1, self.W2)}
+        weights, largest = self._weights(inputs)
+        self.products = {i: ProductFP8() for i in weights}
         qkv, out, up, down = self.products.values()
-        packed = qkv.forward(x1, w_qkv, vector(b_qkv))
+        packed = qkv.forward(x1, weights.pop(self.W_QKV), b_qkv)
         del x1
-        packed = packed.reshape((*r.shape[:2], self.heads, 3, w_o.shape[0] // self.heads))
+        packed = packed.reshape((*r.shape[:2], self.heads, 3, inner // self.heads))
         _C.rotary(packed, self.cos, self.sin, 2, 1.0)
         kernel = Kernel("attention_mlp", None, True, self.mask)
         self.attention = PackedKernel(kernel, self.cos, self.sin)
-        z = self.attention.forward(packed).reshape((rows_of(r).shape[0], w_o.shape[0]))
-        bias = _C.add(vector(b_o), vector(b2))
-        y = out.forward(Quantized(z), w_o, bias, rows_of(r))
-        pre = up.forward(x2, w1, vector(b1))
+        z = self.attention.forward(packed).reshape((rows_of(r).shape[0], inner))
+        y = out.forward(Quantized(z), weights.pop(self.W_O), _C.add(b_o, b2), rows_of(r))
+        pre = up.forward(x2, weights.pop(self.W1), b1)
         del x2
         self.dgelu = _C.empty(pre.shape, pre.dtype, pre.device)
-        down.forward(Quantized(pre, gelu=gelu, dgelu=self.dgelu), w2, into=y)
+        g = Quantized(pre, gelu=gelu, dgelu=self.dgelu, largest=largest)
+        down.forward(g, weights.pop(self.W2), into=y)
         return y.reshape(r.shape)
 
     def _operands(self, inputs: tuple[NDArray, ...]) -> tuple[Quantized, Quantized, NDArray]:
         """The rows of x1 and x2, and r."""
         x1, x2 = (Quantized(rows_of(inputs[i])) for i in (self.X1, self.X2))
         return x1, x2, inputs[self.R]
+
+    def _weights(self, inputs: tuple[NDArray, ...]) -> tuple[dict[int, Quantized], NDArray | None]:
+        """w_qkv, w_o, w1 and w2; a bound of x2 w1 + b1, if known."""
+        of = self.W_QKV, self.W_O, self.W1, self.W2
+        return {i: Quantized(inputs[i]) for i in of}, None
 
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
@@ -233,7 +239,8 @@ class AttentionMLPFP8(AttentionMLP):
 
 class NormAttentionMLPFP8(AttentionMLPFP8):
     """Compute AttentionMLPFP8 of x1 and x2, two norms of x, and of r = x. The norms are written in
-    FP8 alone, with scales from bounds, which needs no pass for their largest elements."""
+    FP8 alone, with scales from bounds, and so is GELU's result, which needs no pass for their
+    largest elements."""
 
     X, NORM_W1, NORM_B1, NORM_W2, NORM_B2 = range(5)
     W_QKV, B_QKV, W_O, B_O, W1, B1, W2, B2 = range(5, 13)
@@ -247,6 +254,15 @@ class NormAttentionMLPFP8(AttentionMLPFP8):
         *parts, self.mean, self.rstd = _C.layernorm_pair_fp8(rows_of(x), *of_norms, self.eps)
         x1, x2 = (Quantized.from_parts(x.dtype, *some) for some in (parts[:3], parts[3:]))
         return x1, x2, x
+
+    def _weights(self, inputs: tuple[NDArray, ...]) -> tuple[dict[int, Quantized], NDArray | None]:
+        """No bound in float16, which infinities end in: it would make them finite."""
+        of = self.W_QKV, self.W_O, self.W1, self.W2
+        w_qkv, w_o, w1, w2 = (inputs[i] for i in of)
+        norm, b1 = inputs[self.NORM_W2 : self.NORM_B2 + 1], vector(inputs[self.B1])
+        *parts, bound = _C.fp8_layer_weights(*norm, w_qkv, w_o, w1, b1, w2)
+        found = (Quantized.from_parts(w1.dtype, *parts[k : k + 3]) for k in range(0, 12, 3))
+        return dict(zip(of, found)), None if w1.dtype == "float16" else bound
 
     def _wanted(self, inputs: Sequence[Tensor]) -> dict[int, bool]:
         x, w1, b1, w2, b2 = (one.requires_grad for one in inputs[: self.NORM_B2 + 1])

@@ -392,10 +392,73 @@ def test_a_gradient_beyond_float16_stays_so(device):
     assert not np.isfinite(operands["w1"].grad.numpy()).all()
 
 
+def test_no_argument_of_gelu_passes_its_bound(device):
+    """Rows of a norm along columns of w1, in numbers that e4m3 rounds up as far as it can."""
+    c, n, names = 64, 16, "norm_w norm_b w_qkv w_o w1 b1 w2".split()
+    rng = np.random.default_rng(0)
+    signs = np.array([rng.permutation(np.repeat([1.0, -1.0], c // 2)) for _ in range(n)])
+    one_column, last = np.where(np.arange(n) == 5, 1e4, 1e-4), np.arange(n) == n - 1
+    # By case: the norm's weight and bias, w1 and b1.
+    cases = {
+        "along": (1, 0, signs.T, 0),
+        "one column": (1, 0, signs.T * one_column, 0),
+        "a norm's bias": (0.01, 50 * signs[3], signs.T * 1e-3, 0),
+        "a bias": (1, 0, signs.T * 1e-3, -1e3 * last),
+        "tiny": (1, 0, signs.T * 1e-30, 0),
+        "zeros": (1, 0, signs.T * 0, 0),
+    }
+    for (dtype, up), case in itertools.product(
+        {"float32": 1.0626, "bfloat16": 137 / 128}.items(), cases
+    ):
+        norm_w, norm_b, w1, b1 = cases[case]
+        w, zeros = np.ones((c, c)), np.zeros(n)
+        given = (np.full(c, norm_w * up), np.zeros(c) + norm_b, w, w, w1 * up, zeros + b1, w1.T)
+        of = {name: _C.array(x, dtype, device) for name, x in zip(names, given)}
+        x, norm = _C.array(signs, dtype, device), (of["norm_w"], of["norm_b"])
+        q, _, x_scale, *_ = _C.layernorm_pair_fp8(x, *norm, *norm, 1e-12)
+        *_, w1_t, w1_scale, _, _, _, bound = _C.fp8_layer_weights(*of.values())
+        h = _C.empty((n, n), dtype, device)
+        _C.fp8_matmul(q, 0, x_scale, w1_t, 0, w1_scale, of["b1"], None, 0, h)
+        largest = np.abs(h.numpy().astype(np.float64)).max()
+        with naming(case, dtype):
+            assert largest <= bound.item() <= 1.2 * largest + 1e-13
+
+
+def test_layers_far_from_usual_are_close_to_those_without_fp8(device):
+    column = np.where(np.arange(144) == 7, 300.0, 1.0)
+    changes = [("w1", column), ("w1", 1e-12), ("w1", 0.0), ("norm_b2", 40.0), ("norm_w2", 30.0)]
+    changes += [("norm_w2", 0.0), ("b1", 50.0), ("w2", 0.0), ("w_o", 1e4)]
+    for (name, factor), dtype in itertools.product(changes, ("float32", "bfloat16")):
+        operands, tables = layer(device, dtype, names=NORM_NAMES)
+        operands[name] = Tensor(operands[name].numpy().astype(float) * factor, device, dtype)
+        with naming(name, np.max(factor), dtype), no_grad():
+            values = list(operands.values())
+            given = (*values[:5], EPS, *values[5:7], 4, *tables, *values[7:])
+            exact, got = (
+                ops.norm_attention_mlp(*given, fp8=fp8).numpy().astype(np.float64)
+                for fp8 in (False, True)
+            )
+            assert np.linalg.norm(got - exact) < 0.1 * np.linalg.norm(exact)
+
+
+def test_an_argument_of_gelu_beyond_float16_stays_so(device):
+    for dtype, finite in ("float16", False), ("bfloat16", True):
+        operands, tables = layer(device, dtype, names=NORM_NAMES)
+        for name, factor in ("w1", 3e3), ("w2", 1e-4):
+            values = operands[name].numpy().astype(float)
+            operands[name] = Tensor(values * factor, device, dtype)
+        operands["b1"] = Tensor(np.full(144, 6e4), device, dtype)
+        values = list(operands.values())
+        given = (*values[:5], EPS, *values[5:7], 4, *tables, *values[7:])
+        y = ops.norm_attention_mlp(*given, fp8=True)
+        assert np.isfinite(y.numpy().astype(float)).all() == finite
+
+
 def test_a_nan_is_seen_behind_a_layer(device):
-    places = "x2 w_qkv b1 residual x norm_w1 norm_b2".split()
-    for name, bad in itertools.product(places, (np.nan, np.inf)):
-        operands, tables = layer(device, names=NAMES if name in NAMES else NORM_NAMES)
+    places = [(NAMES, name) for name in "x2 w_qkv b1 residual".split()]
+    places += [(NORM_NAMES, name) for name in NORM_NAMES]
+    for (names, name), bad in itertools.product(places, (np.nan, np.inf)):
+        operands, tables = layer(device, names=names)
         values = operands[name].numpy()
         values.reshape(-1)[5] = bad
         operands[name] = Tensor(values, device, requires_grad=True)
