@@ -105,6 +105,12 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
             }
             products_wait<0>();
             hold(c);
+            if (keys_end(p, part + HALF) == 0) {
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    c[i] = 0.0f;
+                }
+            }
             if (thread == 0) {
                 barrier_arrive(at.weights_empty(weights.at));
             }

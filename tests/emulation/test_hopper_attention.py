@@ -275,6 +275,13 @@ def test_backward(compiled, given):
         p.close(got, getattr(p, name), name)
 
 
+def test_a_key_of_nan_and_queries_without_keys(compiled):
+    p = Problem(1, 330, 150, 2, 64, True)  # the first 180 queries see no key
+    p.k[0, 5] = poison(p.k[0, 5].shape)
+    dq = from_16(backward(compiled, p)[0], False)
+    assert (dq[:, :128] == 0).all() and np.isnan(dq[:, 192:]).all()
+
+
 SUMMED = [
     x for x in (*problems(), *low_scores(), *rotated()) if x.values[0]["T"] == x.values[0]["S"]
 ]

@@ -490,11 +490,13 @@ def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("at", [70, 350])
-def test_a_key_of_nan_reaches_queries_from_its_64_on(at, dtype, device):
+@pytest.mark.parametrize("keys, at", [(400, 70), (400, 350), (200, 5)])
+def test_a_key_of_nan_reaches_queries_from_its_64_on(keys, at, dtype, device):
+    """With 200 keys the first 200 queries see none."""
     t = 400
-    q, k, v, dout = (draw(i, 1, t, 2, 64) for i in range(4))
+    q, k, v, dout = (draw(i, 1, n, 2, 64) for i, n in enumerate((t, keys, keys, t)))
     k[0, at, 1] = np.nan
+    at += t - keys  # the first query that sees it
     arrays = [_C.array(x, dtype=dtype, device=device) for x in (q, k, v, dout)]
     _o, _lse, (dq, _dk, _dv) = attended_both_ways(*arrays, 1 / 8)
     reached = np.isnan(dq.numpy()[0].astype(np.float32)).any(-1)
