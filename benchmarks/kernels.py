@@ -39,7 +39,10 @@ LEFT_OUT = {
         ("fp8_quantize", "fp8_layer_weights", "fp8_matmul", "fp8_cross_entropy"),
         "whole steps in benchmarks/train_step.py",
     ),
-    "decode_attention": "several calls in PyTorch; whole steps in benchmarks/generate.py",
+    **dict.fromkeys(
+        ("decode_projections", "decode_attention"),
+        "several calls in PyTorch; whole steps in benchmarks/generate.py",
+    ),
 }
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 Theirs = Callable[[Any], Call]  # given the torch module

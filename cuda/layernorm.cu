@@ -22,7 +22,7 @@
  * Bytes, T bytes an element: forward 2 N C T + 8 N, by two norms 3 N C T + 8 N; backward 3 N C T +
  * 8 N, N C T more for the second norm and for dres, and 8 C a block and norm twice.
  */
-#include "common.cuh"
+#include "layernorm.cuh"
 #include "mma.cuh"
 
 namespace {
@@ -46,29 +46,6 @@ template <class T, int norms> struct Backward {
 };
 enum { X, DRES, DY };
 
-/* Sum over the group of 32 or 256 neighbouring threads. */
-template <int group> __device__ __forceinline__ float group_sum(float v) {
-    return group == 32 ? warp_sum(v) : block_sum(v);
-}
-
-/* count vectors of T a thread, `group` vectors apart; beyond the row nothing is read: zeros. */
-template <class T, int count>
-__device__ __forceinline__ void load_row(const T *row, int columns, int group, int lane,
-                                         Vec<T> (&out)[count]) {
-#pragma unroll
-    for (int i = 0; i < count; i++) {
-        int c = (i * group + lane) * Vec<T>::size;
-        if (c < columns) {
-            out[i] = load16(row + c);
-        } else {
-#pragma unroll
-            for (int k = 0; k < Vec<T>::size; k++) {
-                out[i].v[k] = from_float<T>(0.0f);
-            }
-        }
-    }
-}
-
 /* ---- rows in registers ----------------------------------------------------------------------- */
 template <class T, int norms, int group, int count>
 __global__ void __launch_bounds__(threads, count < 4 ? 1 : 3)
@@ -78,7 +55,6 @@ __global__ void __launch_bounds__(threads, count < 4 ? 1 : 3)
     const int64_t rows = p.rows;
     const int columns = (int)p.columns;
     const int lane = threadIdx.x % group;
-    const float inverse = 1.0f / (float)columns;
     for (int64_t base = (int64_t)blockIdx.x * (threads / group); base < rows;
          base += (int64_t)gridDim.x * (threads / group)) {
         int64_t row = base + threadIdx.x / group;
@@ -87,40 +63,16 @@ __global__ void __launch_bounds__(threads, count < 4 ? 1 : 3)
         }
         Vec<T> xs[count];
         load_row(p.x + row * columns, columns, group, lane, xs);
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < count; i++) {
-#pragma unroll
-            for (int k = 0; k < N; k++) {
-                sum += to_float(xs[i].v[k]);
-            }
-        }
-        const float m = group_sum<group>(sum) * inverse;
-        float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < count; i++) {
-            if ((i * group + lane) * N < columns) {
-#pragma unroll
-                for (int k = 0; k < N; k++) {
-                    float d = to_float(xs[i].v[k]) - m;
-                    squares += d * d;
-                }
-            }
-        }
-        const float r = 1.0f / sqrtf(group_sum<group>(squares) * inverse + p.eps);
+        float m, r;
+        row_statistics<group>(xs, columns, lane, p.eps, m, r);
 #pragma unroll
         for (int i = 0; i < count; i++) {
             int c = (i * group + lane) * N;
             if (c < columns) {
 #pragma unroll
                 for (int n = 0; n < norms; n++) {
-                    Vec<T> ws = load16(p.w[n] + c), bs = load16(p.b[n] + c), ys;
-#pragma unroll
-                    for (int k = 0; k < N; k++) {
-                        float h = (to_float(xs[i].v[k]) - m) * r;
-                        ys.v[k] = from_float<T>(h * to_float(ws.v[k]) + to_float(bs.v[k]));
-                    }
-                    store16(p.y[n] + row * columns + c, ys);
+                    const Vec<T> ws = load16(p.w[n] + c), bs = load16(p.b[n] + c);
+                    store16(p.y[n] + row * columns + c, normalized(xs[i], ws, bs, m, r));
                 }
             }
         }

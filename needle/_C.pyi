@@ -412,6 +412,20 @@ def decode_attention(
     values: NDArray,
     o: NDArray,
 ) -> None: ...
+def decode_projections(
+    x: NDArray,
+    norm_w1: NDArray,
+    norm_b1: NDArray,
+    norm_w2: NDArray,
+    norm_b2: NDArray,
+    eps: float,
+    w_qkv: NDArray,
+    b_qkv: NDArray,
+    w1: NDArray,
+    b1: NDArray,
+    tanh: int,
+    g: NDArray,
+) -> NDArray: ...
 def decode_greedy(logits: NDArray, tokens: NDArray, positions: NDArray) -> None: ...
 def embedding_fwd(ids: NDArray, w: NDArray) -> NDArray: ...
 def embedding_bwd(ids: NDArray, dy: NDArray, dw: NDArray) -> None: ...

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import itertools
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from harness import small_pythia as model_of
 
 import needle as ndl
 from needle import _C, generation, sampling
+from needle.ops import parallel
 
 GREEDY = {"temperature": 0.0}
 SHAPES = [
@@ -94,6 +96,36 @@ def test_products_of_a_step(way, change, monkeypatch):
     done = {name: (count - start[name]) / steps for name, count in counts.items()}
     a_layer = 3 if not change and way == "apart" or "use_parallel_residual" in change else 2
     assert done == {"linear_fwd": 3 * a_layer + 1, "add": 0, "assign": 0}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_step_that_computes_norms_and_first_products_at_once(rows, dtype, device, monkeypatch):
+    """As on a GPU for up to four rows; the text is that of the ops one by one, bit for bit."""
+    model, calls = model_of(device, seed=3, dtype=dtype), []
+    usual = _C.decode_projections
+    monkeypatch.setattr(_C, "decode_projections", lambda *given: calls.append(1) or usual(*given))
+    texts = []
+    for at_once in (True, False):
+        is_step = lambda x, *_, at_once=at_once: at_once and x.shape[1] == 1
+        monkeypatch.setattr(parallel, "_is_step", is_step)
+        texts.append(model.generate(prompts(*range(4, 4 + rows)), 20, **GREEDY))
+        assert bool(calls) is at_once
+        calls.clear()
+    for one, other in zip(*texts, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_where_a_step_computes_norms_and_first_products_at_once():
+    def is_step(b, t, c, host=False):
+        x = types.SimpleNamespace(shape=(b, t, c), device=types.SimpleNamespace(is_host=host))
+        return parallel._is_step(x, np.empty((c, 24)), np.empty((c, 32)))
+
+    assert not is_step(1, 1, 512)  # gradients may be asked for
+    with ndl.no_grad():
+        assert is_step(1, 1, 512) and is_step(4, 1, 1024)
+        for case in (5, 1, 512), (1, 2, 512), (1, 1, 1032), (1, 1, 12), (1, 1, 512, True):
+            assert not is_step(*case)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,4 +1,5 @@
-/* decode.c - one step of generation: attention of a new token over its cache, and the next token.
+/* decode.c - one step of generation: the first products of a layer, attention of a new token over its
+ * cache, and the next token.
  *
  *   q, k rotated by the angle of p = positions[b];  keys[b, :, p] = k,  values[b, :, p] = v
  *   o[b, h] = sum_{j <= p} softmax_j(scale q . keys[b, h, j]) values[b, h, j]
@@ -9,6 +10,8 @@
  * 2 (p + 1) D cached values a head.
  */
 #include <math.h>
+
+#include "../decode.h"
 
 #include "cpu.h"
 
@@ -122,6 +125,40 @@ nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
         attend(args, task);
     }
     return ND_OK;
+}
+
+nd_status cpu_decode_projections(int device, const decode_projections_args *args) {
+    const nd_array *x = args->x;
+    int64_t rows = x->shape[0], c = x->shape[1], m = args->w1->shape[1];
+    ND_TRY(nd_check_decode_projections(x, args->w_qkv, args->w1));
+    void *memory; /* y1, y2, what linear_gelu_fwd keeps, all in x's dtype */
+    size_t element = nd_dtype_size(x->dtype), norm = (size_t)(rows * c) * element;
+    ND_TRY(cpu_allocate(device, 2 * norm + (size_t)(rows * m) * element, &memory));
+    float statistics[2][4];
+    nd_array y1 = *x, y2 = *x, dgelu = *x, mean = {.data = statistics[0]}, rstd = mean;
+    y1.data = memory;
+    y2.data = (char *)memory + norm;
+    dgelu.data = (char *)memory + 2 * norm;
+    dgelu.shape[1] = dgelu.strides[0] = m;
+    rstd.data = statistics[1];
+    layernorm_pair_fwd_args norms = {.x = x,
+                                     .w1 = args->norm_w1,
+                                     .b1 = args->norm_b1,
+                                     .w2 = args->norm_w2,
+                                     .b2 = args->norm_b2,
+                                     .eps = args->eps,
+                                     .y1 = &y1,
+                                     .y2 = &y2,
+                                     .mean = &mean,
+                                     .rstd = &rstd};
+    linear_fwd_args first = {.x = &y1, .w = args->w_qkv, .b = args->b_qkv, .y = args->packed};
+    linear_gelu_fwd_args second = {
+        .x = &y2, .w = args->w1, .b = args->b1, .tanh = args->tanh, .dgelu = &dgelu, .y = args->g};
+    nd_status status = cpu_layernorm_pair_fwd(device, &norms);
+    status = status ? status : cpu_linear_fwd(device, &first);
+    status = status ? status : cpu_linear_gelu_fwd(device, &second);
+    cpu_release(device, memory);
+    return status;
 }
 
 nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {

@@ -321,13 +321,13 @@ class Layer(nn.Module):
         up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
         first = (qkv.weight, qkv.bias, attention.heads, *tables, out.weight, out.bias)
         second = up.weight, up.bias, down.weight, down.bias
-        options = {"approximate": mlp.approximate, "mask": mask, "fp8": fp8}
+        options = {"approximate": mlp.approximate, "mask": mask, "fp8": fp8, "cached": cache}
         hooked = norm1.is_hooked_at("hook_out") or norm2.is_hooked_at("hook_out")
-        if fp8 and cache is None and are_plain(norm1, norm2) and not hooked:
+        if (fp8 or cache is not None) and are_plain(norm1, norm2) and not hooked:
             of_norms = norm1.weight, norm1.bias, norm2.weight, norm2.bias
             return ops.norm_attention_mlp(x, *of_norms, norm1.eps, *first, *second, **options)
         y1, y2, x = normed(x, norm1, norm2)
-        return ops.attention_mlp(y1(), *first, y2(), *second, x, **options, cached=cache)
+        return ops.attention_mlp(y1(), *first, y2(), *second, x, **options)
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
         """Return x + part(*operands), added by the part's last product unless it has a hook."""

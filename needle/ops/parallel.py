@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask
+from needle.grad_mode import mode
 from needle.ops.attention import Cached, Kernel, PackedKernel, RotaryLayer, array_on
 from needle.ops.common import accumulator_and_beta, accumulator_of, check_tensors, rows_of, vector
 from needle.ops.elementwise import tanh_form
@@ -18,6 +19,31 @@ from needle.ops.fp8 import ProductFP8, Quantized, whole_sizes
 from needle.ops.matmul import check_residual, weight_grad
 from needle.ops.mlp import GeluLayer
 from needle.ops.normalization import layer_norm_pair, norm_grads
+
+
+def _heads_of(both: NDArray, b: int, t: int, heads: int, inner: int) -> NDArray:
+    """z as (B, T, H, D), in its place beside g."""
+    d, width = inner // heads, both.shape[1]
+    return both.as_strided((b, t, heads, d), (t * width, width, d, 1))
+
+
+def _last_product(
+    both: NDArray,
+    w_o: NDArray,
+    b_o: NDArray,
+    w2: NDArray,
+    b2: NDArray,
+    r: NDArray,
+    add: Callable[[NDArray, NDArray], NDArray],
+) -> NDArray:
+    """r + [z g] [w_o; w2] + b_o + b2."""
+    w, inner = w_o.joined(w2), w_o.shape[0]
+    if w is None:
+        w = _C.empty((both.shape[1], w2.shape[1]), w2.dtype, w2.device)
+        _C.assign(w[:inner], w_o)
+        _C.assign(w[inner:], w2)
+    bias = add(vector(b_o), vector(b2))
+    return _C.linear_fwd(both, w, bias, rows_of(r)).reshape(r.shape)
 
 
 class AttentionMLP(FusedOp):
@@ -46,19 +72,13 @@ class AttentionMLP(FusedOp):
 
     def compute(self, *inputs: NDArray) -> NDArray:
         x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r = inputs
-        rows, inner, width = rows_of(x2), w_o.shape[0], w_o.shape[0] + w1.shape[1]
-        self.both = _C.empty((rows.shape[0], width), x2.dtype, x2.device)
+        rows, inner = rows_of(x2), w_o.shape[0]
+        self.both = _C.empty((rows.shape[0], inner + w1.shape[1]), x2.dtype, x2.device)
         self.up = GeluLayer("attention_mlp", self.approximate)
-        self._attend(x1, w_qkv, b_qkv, self._heads(*x1.shape[:2], inner, width))
+        self._attend(x1, w_qkv, b_qkv, _heads_of(self.both, *x1.shape[:2], self.heads, inner))
         self.up.forward(rows, w1, b1, self.both[:, inner:])
-        w = w_o.joined(w2)
-        if w is None:
-            w = _C.empty((width, w2.shape[1]), w2.dtype, w2.device)
-            _C.assign(w[:inner], w_o)
-            _C.assign(w[inner:], w2)
         add = _C.add if self.cached is None else self.cached.last_bias
-        bias = add(vector(b_o), vector(b2))
-        return _C.linear_fwd(self.both, w, bias, rows_of(r)).reshape(r.shape)
+        return _last_product(self.both, w_o, b_o, w2, b2, r, add)
 
     def _attend(self, x1: NDArray, w_qkv: NDArray, b_qkv: NDArray, into: NDArray) -> None:
         """z, in `into`."""
@@ -71,11 +91,6 @@ class AttentionMLP(FusedOp):
         self.projection = RotaryLayer(self.heads, self.cos, self.sin)
         self.attention = PackedKernel(kernel, self.cos, self.sin)
         self.attention.forward(self.projection.forward(x1, w_qkv, b_qkv), into)
-
-    def _heads(self, b: int, t: int, inner: int, width: int) -> NDArray:
-        """z as (B, T, H, D), in its place beside g."""
-        d = inner // self.heads
-        return self.both.as_strided((b, t, self.heads, d), (t * width, width, d, 1))
 
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
@@ -355,10 +370,12 @@ def norm_attention_mlp(
     approximate: str = "none",
     mask: BlockMask | None = None,
     fp8: bool = False,
+    cached: Cached | None = None,
 ) -> Tensor:
     """attention_mlp of x1 = layer_norm(x, norm_w1, norm_b1, eps), x2 = layer_norm(x, norm_w2,
     norm_b2, eps) and residual = x: the whole layer. With fp8, where attention_mlp takes it, the
-    norms are one op with the rest, and never written in x's dtype.
+    norms are one op with the rest, and never written in x's dtype; so they are, with the first
+    products, in a step over a cache of at most 4 rows on a GPU.
 
     >>> config = ndl.PythiaConfig(vocab_size=9, hidden_size=16, num_layers=1, num_heads=2)
     >>> layer, x = ndl.Pythia(config).layers[0], ndl.randn(1, 3, 16)
@@ -386,13 +403,57 @@ def norm_attention_mlp(
     weights = {"w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
     weights |= {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
     operands = {"x1": x, "x2": x, **weights, "residual": x}
-    cos, sin = _checked("norm_attention_mlp", operands, heads, cos, sin)
-    if fp8 and _take_fp8(operands):
+    cos, sin = _checked("norm_attention_mlp", operands, heads, cos, sin, cached)
+    if cached is not None and _is_step(x, w_qkv, w1):
+        given = (one.cached_data for one in (x, *of_norms.values(), *weights.values()))
+        return Tensor.from_ndarray(_step(*given, eps, int(heads), cos, sin, approximate, cached))
+    if fp8 and cached is None and _take_fp8(operands):
         op = NormAttentionMLPFP8(eps, int(heads), cos, sin, mask, approximate)
         return op(x, *of_norms.values(), *weights.values())
     x1, x2, x = layer_norm_pair(x, *of_norms.values(), eps)
     attention, mlp = (w_qkv, b_qkv, heads, cos, sin, w_o, b_o), (w1, b1, w2, b2)
-    return attention_mlp(x1, *attention, x2, *mlp, x, approximate, mask)
+    return attention_mlp(x1, *attention, x2, *mlp, x, approximate, mask, cached=cached)
+
+
+def _is_step(x: Tensor, w_qkv: Tensor, w1: Tensor) -> bool:
+    """True for one token of a few rows on a GPU, where decode_projections saves launches."""
+    b, t, c = x.shape
+    columns = c, w_qkv.shape[1], w1.shape[1]
+    few = t == 1 and 0 < b <= 4 and 8 <= c <= 1024 and all(n % 8 == 0 for n in columns)
+    return few and not x.device.is_host and not mode.enabled
+
+
+def _step(
+    x: NDArray,
+    norm_w1: NDArray,
+    norm_b1: NDArray,
+    norm_w2: NDArray,
+    norm_b2: NDArray,
+    w_qkv: NDArray,
+    b_qkv: NDArray,
+    w_o: NDArray,
+    b_o: NDArray,
+    w1: NDArray,
+    b1: NDArray,
+    w2: NDArray,
+    b2: NDArray,
+    eps: float,
+    heads: int,
+    cos: NDArray,
+    sin: NDArray,
+    approximate: str,
+    cached: Cached,
+) -> NDArray:
+    """A layer over a cache where _is_step(): norms and first products are one op."""
+    b, t, _ = x.shape
+    inner = w_o.shape[0]
+    both = _C.empty((b, inner + w1.shape[1]), x.dtype, x.device)
+    norms, tanh = (norm_w1, norm_b1, norm_w2, norm_b2), tanh_form("attention_mlp", approximate)
+    first = w_qkv, vector(b_qkv), w1, vector(b1)
+    packed = _C.decode_projections(rows_of(x), *norms, eps, *first, tanh, both[:, inner:])
+    packed = packed.reshape((b, t, heads, 3, inner // heads))
+    cached.attend(packed, cos, sin, _heads_of(both, b, t, heads, inner))
+    return _last_product(both, w_o, b_o, w2, b2, x, cached.last_bias)
 
 
 def _take_fp8(operands: dict[str, Tensor]) -> bool:

@@ -62,6 +62,14 @@ def layernorm_pair_fwd(r, x, w1, b1, w2, b2, eps):
     return {"y1": one["y"], "y2": other["y"], "mean": one["mean"], "rstd": one["rstd"]}
 
 
+def decode_projections(
+    r, x, norm_w1, norm_b1, norm_w2, norm_b2, eps, w_qkv, b_qkv, w1, b1, tanh, g
+):
+    of = layernorm_pair_fwd(r, x, norm_w1, norm_b1, norm_w2, norm_b2, eps)
+    packed = linear_fwd(r, of["y1"], w_qkv, b_qkv, None)["y"]
+    return {"packed": packed, "g": linear_gelu_fwd(r, of["y2"], w1, b1, tanh, g)["y"]}
+
+
 def layernorm_pair_bwd(r, dy1, dy2, x, w1, w2, mean, rstd, dres, dw1, db1, dw2, db2):
     one = layernorm_bwd(r, dy1, x, w1, mean, rstd, dres, dw1, db1)
     other = layernorm_bwd(r, dy2, x, w2, mean, rstd, one["dx"], dw2, db2)
@@ -388,6 +396,34 @@ CASES = [
         ),
         ROWS,
         lambda n, c: c,
+    ),
+    *cases_of(
+        decode_projections,
+        lambda n, c, p, m, tanh: draw(
+            x=normal(n, c, mean=1, std=2),
+            norm_w1=normal(c, mean=1, std=c**-0.5),
+            norm_b1=normal(c, std=c**-0.5),
+            norm_w2=normal(c, std=c**-0.5),
+            norm_b2=normal(c, mean=1, std=c**-0.5),
+            eps=0.1,
+            w_qkv=normal(c, p, std=c**-0.5),
+            b_qkv=normal(p),
+            w1=normal(c, m, std=c**-0.5),
+            b1=normal(m),
+            tanh=tanh,
+            g=np.full((n, m), np.nan),  # overwritten
+        ),
+        {
+            f"{n}x{c}x{p}-{m}-{tanh}": (n, c, p, m, tanh)
+            for n, c, p, m, tanh in [
+                (1, 512, 1536, 2048, 1),
+                (2, 776, 24, 40, 0),
+                (3, 8, 8, 304, 1),
+                (4, 1024, 304, 8, 0),
+                (0, 64, 8, 8, 1),
+            ]
+        },
+        lambda n, c, *more: c,
     ),
     *cases_of(
         layernorm_pair_bwd,

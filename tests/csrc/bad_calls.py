@@ -40,6 +40,16 @@ BAD = {
     },
     "layernorm_bwd": {"a residual of another size": ({"dres": ones(2, 3)}, "dres: axis N is 2")},
     "layernorm_pair_fwd": {"weights of two sizes": ({"w2": ones(2)}, "w2: axis C is 2")},
+    "decode_projections": {
+        "more than 4 rows": (
+            {"x": ones(5, 512), "g": ones(5, 2048)},
+            r".*x \(5, 512\), .* rows must be at most 4",
+        ),
+        "columns of no multiple": (
+            {"w1": ones(512, 12), "b1": ones(12), "g": ones(1, 12)},
+            r".*w1 \(.., 12\): .* multiples of 8",
+        ),
+    },
     "layernorm_pair_bwd": {
         "a residual of another size": ({"dres": ones(31, 4)}, "dres: axis C is 4")
     },

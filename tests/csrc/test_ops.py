@@ -114,6 +114,24 @@ def test_norms_of_a_pair_have_the_bits_of_each_alone(device):
                 assert_same_bits(got, wanted, f"{shape} {dtype} {name}")
 
 
+@pytest.mark.parametrize("tanh", [0, 1])
+@pytest.mark.parametrize("shape", [(1, 512, 1536, 2048), (3, 776, 40, 24), (4, 1024, 8, 304)])
+def test_first_products_have_the_bits_of_norms_and_products(shape, tanh, device):
+    n, c, p, m = shape
+    sizes = (n, c), *[(c,)] * 4, (c, p), (p,), (c, m), (m,)
+    for dtype in FLOATS:
+        rng = rng_of("decode_projections", shape)
+        x, *norms, w_qkv, b_qkv, w1, b1 = (
+            to_ndarray(rng.standard_normal(of), dtype, device) for of in sizes
+        )
+        g, wanted = (_C.empty((n, m), dtype, device) for _ in range(2))
+        packed = _C.decode_projections(x, *norms, 1e-5, w_qkv, b_qkv, w1, b1, tanh, g)
+        y1, y2, _, _ = _C.layernorm_pair_fwd(x, *norms, 1e-5)
+        _C.linear_gelu_fwd(y2, w1, b1, tanh, wanted)
+        assert_same_bits(g, wanted, f"{dtype} g")
+        assert_same_bits(packed, _C.linear_fwd(y1, w_qkv, b_qkv, None), f"{dtype} packed")
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
