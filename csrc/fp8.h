@@ -50,19 +50,22 @@ ND_FN float nd_norm_bound(float w, float b, int64_t columns) {
     return fmaf(sqrtf((float)columns), w, b) * (1.0f + 1.0f / 1024.0f);
 }
 
-/* The bound of fp8_layer_weights, from the largest |norm_w|, the sum of norm_b^2, the largest sum of
- * the squares of a column of w1, and the largest |b1|. */
-ND_FN float nd_layer_bound(float norm_w, float norm_b, float column, float b1, int64_t columns) {
-    float x = fmaf(sqrtf((float)columns), norm_w, sqrtf(norm_b + 0x1p-100f));
-    return fmaf(x * sqrtf(column + 0x1p-100f), 1.125f, b1) * (1.0f + 1.0f / 64.0f);
+/* The bound of fp8_layer_weights, from max |norm_w|, max |norm_b|, max |w1|, the largest sum of
+ * squares of a column, and max |b1|. */
+ND_FN float nd_layer_bound(float norm_w, float norm_b, float w1, float column, float b1,
+                           int64_t columns) {
+    float c = (float)columns,
+          denormals = c * 0x1p-16f * nd_norm_bound(norm_w, norm_b, columns) * w1;
+    return (1.125f * sqrtf(2.0f * c) * sqrtf(column + 0x1p-100f) + denormals + b1) *
+           (1.0f + 1.0f / 64.0f);
 }
 
-/* What the axes of fp8_layer_weights do not say. */
+/* The sizes that fp8_layer_weights takes; those of w2 are of w1 and w_o. */
 static inline nd_status nd_check_fp8_layer_weights(const nd_array *w_qkv, const nd_array *w_o,
-                                                   const nd_array *w1, const nd_array *w2) {
-    const nd_array *const of[4] = {w_qkv, w_o, w1, w2};
-    const char *const names[4] = {"w_qkv", "w_o", "w1", "w2"};
-    for (int i = 0; i < 4; i++) {
+                                                   const nd_array *w1) {
+    const nd_array *const of[3] = {w_qkv, w_o, w1};
+    const char *const names[3] = {"w_qkv", "w_o", "w1"};
+    for (int i = 0; i < 3; i++) {
         const long long rows = of[i]->shape[0], columns = of[i]->shape[1];
         if (rows % 16 || columns % 16 || !rows || !columns) {
             return nd_error(ND_EVALUE, "fp8_layer_weights: %s: (%lld, %lld), but %s", names[i],

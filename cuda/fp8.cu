@@ -1,5 +1,5 @@
 /* fp8.cu - fp8_quantize: v = scale q in e4m3 or e5m2, q also transposed, v made of x;
- * fp8_layer_weights: that of four weights, and a bound of what one of them makes of a norm.
+ * fp8_layer_weights: that of four weights, and a bound of GELU's argument.
  *
  * Parallel: first, unless a bound is given, the largest |x| of each block's part, from the end of x
  *   on, so that its beginning is what a cache holds afterwards; then tiles of 128 x 128, eight
@@ -273,7 +273,8 @@ __device__ __forceinline__ int weight_at(const int (&first)[weights + 1], int in
     return (index >= first[1]) + (index >= first[2]) + (index >= first[3]);
 }
 
-/* largest: of |x| in each part; squares: the largest sum of those of a column, in each part of w1. */
+/* largest: of |x| in each part; squares: in each part of w1 the largest sum of squares of a column whose
+ * rows are multiplied as nd_layer_bound() says. */
 template <class T>
 __global__ void __launch_bounds__(finders, 2)
     search_kernel(const Layer<T> p, float *largest, float *squares) {
@@ -292,10 +293,17 @@ __global__ void __launch_bounds__(finders, 2)
     if (column < w.columns) {
         for (int64_t row = first + below; row < end; row += 4 * down) {
             uint4 some[4];
+            float factor[4] = {}; /* of w1's rows */
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const T *from = w.x + (row + i * down) * w.columns + column;
-                some[i] = row + i * down < end ? checked((const uint4 *)from) : uint4{};
+                const int64_t at = row + i * down;
+                const T *from = w.x + at * w.columns + column;
+                some[i] = at < end ? checked((const uint4 *)from) : uint4{};
+                if (index == 0 && at < end) {
+                    const float a = to_float(checked(p.norm_w + at));
+                    const float b = to_float(checked(p.norm_b + at));
+                    factor[i] = sqrtf(a * a + b * b);
+                }
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -304,7 +312,8 @@ __global__ void __launch_bounds__(finders, 2)
 #pragma unroll
                 for (int k = 0; k < N; k++) {
                     most = larger(most, fabsf(x[k]));
-                    sum[k] = fmaf(x[k], x[k], sum[k]);
+                    const float scaled = x[k] * factor[i];
+                    sum[k] = fmaf(scaled, scaled, sum[k]);
                 }
             }
         }
@@ -334,27 +343,29 @@ __global__ void __launch_bounds__(finders, 2)
 
 /* By a block. */
 template <class T>
-__device__ __forceinline__ void find_bound(const Layer<T> &p, const float *squares) {
+__device__ __forceinline__ void find_bound(const Layer<T> &p, const float *largest,
+                                           const float *squares) {
     const LargerBits larger;
     const int64_t rows = p.of[0].rows, columns = p.of[0].columns;
-    float norm_w = 0.0f, norm_b = 0.0f, column = 0.0f, b1 = 0.0f;
+    float norm_w = 0.0f, norm_b = 0.0f, w1 = 0.0f, column = 0.0f, b1 = 0.0f;
     for (int64_t i = threadIdx.x; i < rows; i += threads) {
-        const float b = to_float(checked(p.norm_b + i));
         norm_w = larger(norm_w, fabsf(to_float(checked(p.norm_w + i))));
-        norm_b = fmaf(b, b, norm_b);
+        norm_b = larger(norm_b, fabsf(to_float(checked(p.norm_b + i))));
     }
     for (int64_t i = threadIdx.x; i < columns; i += threads) {
         b1 = larger(b1, fabsf(to_float(checked(p.b1 + i))));
     }
     for (int i = threadIdx.x; i < p.first_part[1]; i += threads) {
+        w1 = larger(w1, checked(largest + i));
         column = larger(column, checked(squares + i));
     }
     norm_w = block_reduce(norm_w, larger);
-    norm_b = block_sum(norm_b);
+    norm_b = block_reduce(norm_b, larger);
+    w1 = block_reduce(w1, larger);
     column = block_reduce(column, larger);
     b1 = block_reduce(b1, larger);
     if (threadIdx.x == 0) {
-        checked(p.bound) = nd_layer_bound(norm_w, norm_b, column, b1, rows);
+        checked(p.bound) = nd_layer_bound(norm_w, norm_b, w1, column, b1, rows);
     }
 }
 
@@ -363,7 +374,7 @@ __global__ void __launch_bounds__(threads)
     weights_kernel(const Layer<T> p, const float *largest, const float *squares) {
     await_previous();
     if (blockIdx.x == 0) {
-        find_bound(p, squares);
+        find_bound(p, largest, squares);
         return;
     }
     const int block = (int)blockIdx.x - 1, index = weight_at(p.first_tile, block);
@@ -412,7 +423,7 @@ nd_status cuda_fp8_quantize(int device, const fp8_quantize_args *a) {
 
 nd_status cuda_fp8_layer_weights(int device, const fp8_layer_weights_args *a) {
     const char *op = "fp8_layer_weights";
-    ND_TRY(nd_check_fp8_layer_weights(a->w_qkv, a->w_o, a->w1, a->w2));
+    ND_TRY(nd_check_fp8_layer_weights(a->w_qkv, a->w_o, a->w1));
     return with_float(op, a->w1->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         const auto weight = [](const nd_array *x, nd_array *q, nd_array *q_t, nd_array *scale) {

@@ -102,7 +102,8 @@ def test_products_of_a_step(way, change, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_step_that_computes_norms_and_first_products_at_once(rows, dtype, device, monkeypatch):
     """As on a GPU for up to four rows; the text is that of the ops one by one, bit for bit."""
-    model, calls = model_of(device, seed=3, dtype=dtype), []
+    erf = {"hidden_act": "gelu", "layer_norm_eps": 0.1} if rows == 3 else {}
+    model, calls = model_of(device, seed=3, dtype=dtype, **erf), []
     usual = _C.decode_projections
     monkeypatch.setattr(_C, "decode_projections", lambda *given: calls.append(1) or usual(*given))
     texts = []
@@ -117,15 +118,17 @@ def test_a_step_that_computes_norms_and_first_products_at_once(rows, dtype, devi
 
 
 def test_where_a_step_computes_norms_and_first_products_at_once():
-    def is_step(b, t, c, host=False):
+    def is_step(b, t, c, host=False, p=24, m=32):
         x = types.SimpleNamespace(shape=(b, t, c), device=types.SimpleNamespace(is_host=host))
-        return parallel._is_step(x, np.empty((c, 24)), np.empty((c, 32)))
+        return parallel._is_step(x, np.empty((c, p)), np.empty((c, m)))
 
     assert not is_step(1, 1, 512)  # gradients may be asked for
     with ndl.no_grad():
         assert is_step(1, 1, 512) and is_step(4, 1, 1024)
-        for case in (5, 1, 512), (1, 2, 512), (1, 1, 1032), (1, 1, 12), (1, 1, 512, True):
+        for case in (0, 1, 512), (5, 1, 512), (1, 2, 512), (1, 1, 1032), (1, 1, 12):
             assert not is_step(*case)
+        assert not is_step(1, 1, 512, host=True)
+        assert not is_step(1, 1, 512, p=12) and not is_step(1, 1, 512, m=12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -134,7 +134,7 @@ nd_status cpu_decode_projections(int device, const decode_projections_args *args
     void *memory; /* y1, y2, what linear_gelu_fwd keeps, all in x's dtype */
     size_t element = nd_dtype_size(x->dtype), norm = (size_t)(rows * c) * element;
     ND_TRY(cpu_allocate(device, 2 * norm + (size_t)(rows * m) * element, &memory));
-    float statistics[2][4];
+    float statistics[2][ND_STEP_ROWS];
     nd_array y1 = *x, y2 = *x, dgelu = *x, mean = {.data = statistics[0]}, rstd = mean;
     y1.data = memory;
     y2.data = (char *)memory + norm;

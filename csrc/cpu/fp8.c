@@ -2,7 +2,7 @@
  *
  *   quantize       scale from the largest |x|, q = v / scale of v = x, gelu(x) or x dgelu, and its
  *                  transpose
- *   layer_weights  that of four weights, and a bound of what the third one makes of a norm
+ *   layer_weights  that of four weights, and a bound of GELU's argument
  *   matmul         c = r + scales a b^T + bias
  *   cross_entropy  logits = scale x w^T, their losses, d = 2^15 (softmax - onehot) in e5m2
  * Operands of a product become bfloat16, which holds each number of FP8, and matmul.c multiplies.
@@ -127,8 +127,8 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
 }
 
 /* ---- fp8_layer_weights ----------------------------------------------------------------------- */
-/* to[j] = the sum of squares of column j of x. */
-static void column_squares(const nd_array *x, float *to) {
+/* to[j] = the sum of squares of column j of x, row i times factors[i]. */
+static void column_squares(const nd_array *x, const float *factors, float *to) {
     int64_t n = x->shape[0], c = x->shape[1];
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
@@ -139,7 +139,8 @@ static void column_squares(const nd_array *x, float *to) {
         for (int64_t i = 0; i < n; i++) {
             const float *v = cpu_read(x, i * c + j, run, some.f32);
             for (int64_t k = 0; k < run; k++) {
-                to[j + k] += v[k] * v[k];
+                float factor = v[k] * factors[i];
+                to[j + k] += factor * factor;
             }
         }
     }
@@ -153,20 +154,27 @@ nd_status cpu_fp8_layer_weights(int device, const fp8_layer_weights_args *args) 
         {.x = args->w1, .q = args->q1, .q_t = args->q1_t, .scale = args->scale1},
         {.x = args->w2, .q = args->q2, .q_t = args->q2_t, .scale = args->scale2},
     };
-    ND_TRY(nd_check_fp8_layer_weights(args->w_qkv, args->w_o, args->w1, args->w2));
+    ND_TRY(nd_check_fp8_layer_weights(args->w_qkv, args->w_o, args->w1));
     for (int i = 0; i < 4; i++) {
         ND_TRY(cpu_fp8_quantize(device, &of[i]));
     }
-    float norm_w = nd_bits_float(cpu_largest_bits(args->norm_w)), norm_b;
-    float b1 = nd_bits_float(cpu_largest_bits(args->b1));
-    void *squares;
-    ND_TRY(cpu_scratch(device, (size_t)m * sizeof(float), &squares));
+    void *scratch;
+    ND_TRY(cpu_scratch(device, (size_t)(m + 3 * c) * sizeof(float), &scratch));
+    float *squares = scratch, *factors = squares + m;
+    const float *norm_w = cpu_read(args->norm_w, 0, c, factors + c);
+    const float *norm_b = cpu_read(args->norm_b, 0, c, factors + 2 * c);
+    for (int64_t i = 0; i < c; i++) {
+        factors[i] = sqrtf(norm_w[i] * norm_w[i] + norm_b[i] * norm_b[i]);
+    }
+    column_squares(args->w1, factors, squares);
     nd_array of_w1 = matrix_of(squares, ND_F32, 1, m);
-    nd_array column = matrix_of(args->norm_b->data, args->norm_b->dtype, c, 1);
-    column_squares(&column, &norm_b);
-    column_squares(args->w1, squares);
-    float largest = nd_bits_float(cpu_largest_bits(&of_w1));
-    *(float *)args->bound->data = nd_layer_bound(norm_w, norm_b, largest, b1, c);
+    const nd_array *const of_bound[5] = {args->norm_w, args->norm_b, args->w1, &of_w1, args->b1};
+    float largest[5];
+    for (int i = 0; i < 5; i++) {
+        largest[i] = nd_bits_float(cpu_largest_bits(of_bound[i]));
+    }
+    *(float *)args->bound->data =
+        nd_layer_bound(largest[0], largest[1], largest[2], largest[3], largest[4], c);
     return ND_OK;
 }
 

@@ -1,5 +1,5 @@
 """Products in FP8 (csrc/fp8.h), for layers and the head: operands in e4m3, gradients in e5m2, each
-array times one power of two, from its largest element."""
+array times one power of two, from its largest element or a bound of it."""
 
 from __future__ import annotations
 

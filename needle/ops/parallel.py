@@ -254,8 +254,7 @@ class AttentionMLPFP8(AttentionMLP):
 
 class NormAttentionMLPFP8(AttentionMLPFP8):
     """Compute AttentionMLPFP8 of x1 and x2, two norms of x, and of r = x. The norms are written in
-    FP8 alone, with scales from bounds, and so is GELU's result, which needs no pass for their
-    largest elements."""
+    FP8 alone. Their scales, and but for float16 that of GELU's result, are from bounds."""
 
     X, NORM_W1, NORM_B1, NORM_W2, NORM_B2 = range(5)
     W_QKV, B_QKV, W_O, B_O, W1, B1, W2, B2 = range(5, 13)
@@ -374,8 +373,9 @@ def norm_attention_mlp(
 ) -> Tensor:
     """attention_mlp of x1 = layer_norm(x, norm_w1, norm_b1, eps), x2 = layer_norm(x, norm_w2,
     norm_b2, eps) and residual = x: the whole layer. With fp8, where attention_mlp takes it, the
-    norms are one op with the rest, and never written in x's dtype; so they are, with the first
-    products, in a step over a cache of at most 4 rows on a GPU.
+    norms are one op with the rest, and never written in x's dtype. With `cached`, as there, norms
+    and first products of one token are one op where no gradients are recorded, on a GPU, for up to
+    4 rows of up to 1024 features, all sizes multiples of 8.
 
     >>> config = ndl.PythiaConfig(vocab_size=9, hidden_size=16, num_layers=1, num_heads=2)
     >>> layer, x = ndl.Pythia(config).layers[0], ndl.randn(1, 3, 16)

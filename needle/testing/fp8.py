@@ -138,9 +138,11 @@ def fp8_layer_weights(r, norm_w, norm_b, w_qkv, w_o, w1, b1, w2):
         one = fp8_quantize(r, w, 0, None, 0, None, None, None, 0.0, None)
         found |= {"q" + name: one["q"], f"q{name}_t": one["q_t"], "scale" + name: one["scale"]}
     with np.errstate(invalid="ignore"):
-        row = np.sqrt(len(w1)) * np.abs(norm_w).max() + np.sqrt((norm_b**2).sum() + 2.0**-100)
-        column = np.sqrt((w1**2).sum(0).max() + 2.0**-100)
-        bound = (1.125 * row * column + np.abs(b1).max()) * (1 + 2.0**-6)
+        c, factors = len(w1), np.sqrt(norm_w**2 + norm_b**2)[:, None]
+        columns = 1.125 * np.sqrt(2 * c * (((w1 * factors) ** 2).sum(0).max() + 2.0**-100))
+        row = np.sqrt(c) * np.abs(norm_w).max() + np.abs(norm_b).max()
+        denormals = c * 2.0**-16 * row * (1 + 2.0**-10) * np.abs(w1).max()
+        bound = (columns + denormals + np.abs(b1).max()) * (1 + 2.0**-6)
     return found | {"bound": Near(bound, bound, 16.0)}
 
 

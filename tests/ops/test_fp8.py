@@ -421,7 +421,7 @@ def test_no_argument_of_gelu_passes_its_bound(device):
         _C.fp8_matmul(q, 0, x_scale, w1_t, 0, w1_scale, of["b1"], None, 0, h)
         largest = np.abs(h.numpy().astype(np.float64)).max()
         with naming(case, dtype):
-            assert largest <= bound.item() <= 1.2 * largest + 1e-13
+            assert largest <= bound.item() <= 1.7 * largest + 1e-13
 
 
 def test_layers_far_from_usual_are_close_to_those_without_fp8(device):
@@ -439,6 +439,42 @@ def test_layers_far_from_usual_are_close_to_those_without_fp8(device):
                 for fp8 in (False, True)
             )
             assert np.linalg.norm(got - exact) < 0.1 * np.linalg.norm(exact)
+
+
+def test_weights_of_norm_and_w1_far_from_each_other(device):
+    """What GELU gives alone: w_o is 0. Rows of w2 make up for the columns of w1."""
+    operands, tables = layer(device, "bfloat16", names=NORM_NAMES)
+    rng = np.random.default_rng(3)
+    norm, columns = np.exp(rng.standard_normal(64)), np.exp(rng.standard_normal(144))
+    for name, factor in ("norm_w2", norm), ("w1", columns), ("w2", 1 / columns[:, None]):
+        values = operands[name].numpy().astype(float) if name != "norm_w2" else 1.0
+        operands[name] = Tensor(values * factor, device, "bfloat16")
+    for name in "w_o", "b_o", "b2":
+        operands[name] = Tensor(np.zeros(operands[name].shape), device, "bfloat16")
+    values = list(operands.values())
+    given, x = (*values[:5], EPS, *values[5:7], 4, *tables, *values[7:]), operands["x"].numpy()
+    with no_grad():
+        exact, got = (
+            ops.norm_attention_mlp(*given, fp8=fp8).numpy().astype(np.float64) - x
+            for fp8 in (False, True)
+        )
+    assert np.linalg.norm(got - exact) < 0.07 * np.linalg.norm(exact)
+
+
+def test_gelu_is_scaled_by_the_bound(device, monkeypatch):
+    for dtype in "bfloat16", "float16":
+        operands, tables = layer(device, dtype, names=NORM_NAMES)
+        bounds, usual = [], _C.fp8_quantize
+
+        def quantize(x, gelu, dgelu, e5m2, largest, *rest, bounds=bounds, usual=usual):
+            if gelu:
+                bounds.append(largest)
+            return usual(x, gelu, dgelu, e5m2, largest, *rest)
+
+        monkeypatch.setattr(_C, "fp8_quantize", quantize)
+        run_layer(operands, tables)
+        monkeypatch.undo()
+        assert [bound is None for bound in bounds] == [dtype == "float16"]
 
 
 def test_an_argument_of_gelu_beyond_float16_stays_so(device):
