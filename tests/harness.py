@@ -121,9 +121,12 @@ def attended(op: Callable, q: _C.NDArray, *rest) -> tuple[_C.NDArray, _C.NDArray
     return o, op(q, *rest, o)
 
 
-def attended_both_ways(q, k, v, dout, scale: float, causal: int = 1, lists=(), into=None):
+def attended_both_ways(
+    q, k, v, dout, scale: float, causal: int = 1, lists=(), into=None, checked=True
+):
     """(o, lse, [dq, dk, dv]) of attention, or with `lists` and the block of a mask at their end of
-    block_sparse_attention. into: where o, dq, dk and dv shall lie."""
+    block_sparse_attention. into: where o, dq, dk and dv shall lie. checked: the largest magnitude
+    that it gives is compared with NumPy's, which takes long for many elements."""
     o, *gradients = into or [_C.empty(x.shape, x.dtype, x.device) for x in (q, q, k, v)]
     largest = _C.array(np.nan, "float32", q.device)
     last = scale, causal, None, None, *gradients, None, largest
@@ -133,8 +136,9 @@ def attended_both_ways(q, k, v, dout, scale: float, causal: int = 1, lists=(), i
     else:
         lse = _C.block_sparse_attention_fwd(q, k, v, *lists[:3], lists[-1], scale, causal, o)
         _C.block_sparse_attention_bwd(dout, q, k, v, o, lse, *lists, *last)
-    found = [np.abs(x.numpy().astype(np.float32)).max(initial=0) for x in gradients]
-    np.testing.assert_equal(largest.item(), np.max(found), "the largest magnitude")
+    if checked:
+        found = [np.abs(x.numpy().astype(np.float32)).max(initial=0) for x in gradients]
+        np.testing.assert_equal(largest.item(), np.max(found), "the largest magnitude")
     return o, lse, gradients
 
 

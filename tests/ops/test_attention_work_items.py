@@ -105,7 +105,7 @@ def test_attention_repeated_a_thousand_times_gives_equal_bits(other_work, block)
         for _ in range(1000):
             for x in into:
                 x.fill(float("nan"))
-            attended_both_ways(*arrays, 0.125, lists=lists, into=into)
+            attended_both_ways(*arrays, 0.125, lists=lists, into=into, checked=False)
             for one, found in zip(first, into):  # on the device: they are 80 MB
                 differ = differ + _C.not_equal(*(x.view("uint16") for x in (one, found))).sum()
         assert differ.item() == 0
