@@ -260,7 +260,7 @@ template <class T> struct Layer {
     Weight<T> of[weights]; /* w1 is the first */
     const T *norm_w, *norm_b, *b1;
     float *bound;
-    int first_part[weights + 1], first_tile[weights + 1]; /* of each weight */
+    int first_part[weights + 1] = {}, first_tile[weights + 1] = {}; /* of each weight */
 };
 
 /* Rows that a block searches. */

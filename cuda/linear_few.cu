@@ -30,10 +30,12 @@ template <class T> struct Product {
     const T *w;
     Finish finish;
     int64_t columns;
-    const T *norm_w, *norm_b; /* of the rows before, where they are normalised */
-    unsigned first_block;
+    const T *norm_w = nullptr, *norm_b = nullptr; /* where the rows are normalised before */
+    unsigned first_block = 0;
 };
-template <class T> struct Products { Product<T> of[2]; /* one, or two of normalised rows */ };
+template <class T> struct Products {
+    Product<T> of[2] = {}; /* one, or two of normalised rows */
+};
 
 /* y, and dgelu, of a sum that has its bias and residual. */
 template <class T>
