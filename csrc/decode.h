@@ -13,8 +13,9 @@ static inline nd_status nd_check_decode_projections(const nd_array *x, const nd_
         return nd_error(
             ND_EVALUE,
             "decode_projections: x (%lld, %lld), w_qkv (.., %lld) and w1 (.., %lld): rows "
-            "must be at most 4, columns multiples of 8, of x from 8 to 1024",
-            (long long)rows, (long long)c, (long long)p, (long long)m);
+            "must be at most %d, columns multiples of 8, of x from 8 to %d",
+            (long long)rows, (long long)c, (long long)p, (long long)m, ND_STEP_ROWS,
+            ND_STEP_COLUMNS);
     }
     return ND_OK;
 }

@@ -7,7 +7,6 @@
 
 /* Up to so many rows: above them the products of the library are as fast, that with GELU is not. */
 constexpr int few_linear_rows = 4, few_gelu_rows = 8;
-constexpr int few_norm_columns = 1024;   /* of rows that a warp normalises */
 constexpr int64_t most_bytes = 64 << 10; /* of x, in shared memory beside 32 KiB of sums */
 
 nd_status linear_fwd_few(int device, const linear_fwd_args *a);
