@@ -1,5 +1,6 @@
 """needle/processes.py: children that report, print, hang, or lose their parent."""
 
+import gc
 import os
 import select
 import signal
@@ -119,6 +120,7 @@ def test_a_child_whose_parent_is_gone_does_nothing():
 
 
 def test_closing_kills_the_group_and_leaves_no_descriptor():
+    gc.collect()  # mapped files that other tests left in cycles would close below
     before = set(os.listdir("/proc/self/fd"))
     code = (
         "print(subprocess.Popen(['sleep', '60']).pid, flush=True); writer.write(); time.sleep(60)"
