@@ -5,6 +5,7 @@ NEEDLE_REQUIRE_CUDA=1   no GPU is a failure, not a reason to skip
 """
 
 import collections
+import gc
 import importlib.util
 import os
 import random
@@ -89,6 +90,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=no_parity))
     if SEED is not None:
         random.Random(SEED).shuffle(items)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported and collected from the collections of garbage that tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -33,20 +33,20 @@ def rounder(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
 
     def to_bfloat16(a):
         with np.errstate(all="ignore"):
-            a = np.asarray(a, np.float64).astype(np.float32)
-            bits = a.view(np.uint32).astype(np.uint64)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            rounded = bits.astype(np.uint32).view(np.float32).astype(float)
-            return np.where(np.isnan(a), np.nan, rounded)
+            a = np.array(a, np.float32)
+        nan, bits = np.isnan(a), a.view(np.uint32)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits &= 0xFFFF0000
+        a[nan] = np.nan
+        return a.astype(np.float64)
 
     return to_bfloat16
 
 
 def half_ulp(exact: np.ndarray, dtype: str) -> np.ndarray:
     """Half the distance of each number to its neighbour in `dtype`."""
-    return HALF_ULP[dtype] * np.maximum(
-        2.0 ** np.floor(np.log2(np.abs(exact) + TINY[dtype])), TINY[dtype]
-    )
+    exponent = np.frexp(np.maximum(np.abs(exact), TINY[dtype]))[1] - 1
+    return HALF_ULP[dtype] * np.ldexp(1.0, exponent)
 
 
 def assert_within(

@@ -40,11 +40,11 @@ def gelu_grad(x):
 
 
 def gelu_tanh(x):
-    return 0.5 * x * (1 + np.tanh(SQRT_2_PI * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + np.tanh(SQRT_2_PI * (x + 0.044715 * x * x * x)))
 
 
 def gelu_tanh_grad(x):
-    t = np.tanh(SQRT_2_PI * (x + 0.044715 * x**3))
+    t = np.tanh(SQRT_2_PI * (x + 0.044715 * x * x * x))
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_PI * (1 + 3 * 0.044715 * x * x)
 
 
