@@ -8,14 +8,23 @@ enum { ND_STEP_ROWS = 4, ND_STEP_COLUMNS = 1024 }; /* at most; _is_step() in par
 
 static inline nd_status nd_check_decode_projections(const nd_array *x, const nd_array *w_qkv,
                                                     const nd_array *w1) {
-    const int64_t rows = x->shape[0], c = x->shape[1], p = w_qkv->shape[1], m = w1->shape[1];
-    if (rows > ND_STEP_ROWS || c < 8 || c > ND_STEP_COLUMNS || c % 8 || p % 8 || m % 8) {
+    const nd_array *of[3] = {x, w_qkv, w1};
+    const char *names[3] = {"x", "w_qkv", "w1"};
+    const long long rows = x->shape[0], c = x->shape[1];
+    if (rows > ND_STEP_ROWS || c < 8 || c > ND_STEP_COLUMNS) {
         return nd_error(
             ND_EVALUE,
-            "decode_projections: x (%lld, %lld), w_qkv (.., %lld) and w1 (.., %lld): rows "
-            "must be at most %d, columns multiples of 8, of x from 8 to %d",
-            (long long)rows, (long long)c, (long long)p, (long long)m, ND_STEP_ROWS,
-            ND_STEP_COLUMNS);
+            "decode_projections: x: is (%lld, %lld), but must have at most %d rows, and "
+            "8 to %d columns",
+            rows, c, ND_STEP_ROWS, ND_STEP_COLUMNS);
+    }
+    for (int i = 0; i < 3; i++) {
+        if (of[i]->shape[1] % 8) {
+            return nd_error(
+                ND_EVALUE,
+                "decode_projections: %s: has %lld columns, but must have a multiple of 8", names[i],
+                (long long)of[i]->shape[1]);
+        }
     }
     return ND_OK;
 }
