@@ -223,7 +223,7 @@ def resumed_run(
     set_up(model, parallel, settings)
     step = saved["step"]
     print(f"resuming {checkpoint.path} after step {step}")
-    before, now = saved.get("products"), state.products_of(device)
+    before, now = saved.get("products"), state.products_of(model)
     if before not in (None, now):
         print(f"its steps were multiplied by {before}, these by {now}: bits may differ")
     run_id = saved["run"]
@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks.tell_gpus(group, run.settings, args.verify > 0)
         print(textwrap.fill(str(run.model), COLUMNS, subsequent_indent="  "))
         if run.model.fp8:
-            print(f"{run.model.parts_in_fp8} in FP8 (e4m3 forward, e5m2 gradients)")
+            print(f"{state.said_of_fp8(run.model)}, all others in {run.settings['dtype']}")
         print(f"{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)

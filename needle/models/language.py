@@ -84,10 +84,12 @@ class LanguageModel(Texts, Hooked):
                 f"but is {type(head).__name__}{'' if bias is None else ' with one'}"
             )
         width, vocabulary = self._head_sizes
-        if not whole_sizes(width, vocabulary):
-            raise ValueError(
-                f"fp8: width {width} and vocabulary {vocabulary} must be multiples of {MULTIPLE}"
-            )
+        for what, size in ("width", width), ("vocabulary", vocabulary):
+            if not whole_sizes(size):
+                raise ValueError(
+                    f"fp8: {what} {size} must be a multiple of {MULTIPLE}, such as "
+                    f"{-(-size // MULTIPLE) * MULTIPLE}"
+                )
         if not self.parts_in_fp8:
             widest = ops.LinearCrossEntropyFP8.WIDEST
             raise ValueError(f"fp8: width {width} is more than {widest}, and no layer takes FP8")

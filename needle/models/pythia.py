@@ -270,10 +270,10 @@ class Layer(nn.Module):
             x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
             return self.hook("hook_resid_post", x)
         norm2 = self.post_attention_layernorm
+        if self._ends_in_one_product() and (cache is None or self._has_joined_weights()):
+            x = self._in_one_product(x, norm1, norm2, rotary, mask, cache, fp8)
+            return self.hook("hook_resid_post", x)
         if self.parallel:
-            if self._ends_in_one_product() and (cache is None or self._has_joined_weights()):
-                x = self._in_one_product(x, norm1, norm2, rotary, mask, cache, fp8)
-                return self.hook("hook_resid_post", x)
             y1, y2, x = normed(x, norm1, norm2)
         else:
             y1, x = normed(x, norm1)
@@ -283,9 +283,10 @@ class Layer(nn.Module):
         return self.hook("hook_resid_post", self._add("hook_mlp_out", x, self.mlp, y2()))
 
     def _ends_in_one_product(self) -> bool:
-        """True if attention and MLP may be fused: both are plain, and no hooks are inside."""
+        """True if attention and MLP may be fused: of one x, both plain, and no hooks inside."""
         attention, mlp = self.attention, self.mlp
-        if not nn.fuses_as(attention, nn.Attention) or not nn.fuses_as(mlp, MLP):
+        plain = nn.fuses_as(attention, nn.Attention) and nn.fuses_as(mlp, MLP)
+        if not (self.parallel and plain):
             return False
         linears = [attention.query_key_value, attention.dense]
         linears += [mlp.dense_h_to_4h, mlp.dense_4h_to_h]
@@ -432,11 +433,12 @@ class Pythia(FactoredWeights, LanguageModel):
 
     @property
     def layers_take_fp8(self) -> bool:
-        """True for layers of one op (ops.attention_mlp), from a width on at which it saves time."""
+        """True if a layer is one op (ops.attention_mlp), from a width on at which it saves time."""
         config = self.config
-        fused = config.use_parallel_residual and not config.attention_only and self.group is None
         wide = config.hidden_size >= FP8_LAYERS_FROM and whole_sizes(config.intermediate_size)
-        return fused and wide
+        return wide and any(
+            nn.fuses_as(layer, Layer) and layer._ends_in_one_product() for layer in self.layers
+        )
 
     def hidden_from(self, x: Tensor, layer: int) -> Tensor:
         """Return hidden() of the residual stream (B, T, C) that enters `layer`."""

@@ -59,7 +59,7 @@ class ProductFP8:
         r: NDArray | None = None,
         into: NDArray | None = None,
     ) -> NDArray:
-        """b: M elements; r (N, M); into: y of another product, to which this one is added."""
+        """b: M elements; r (N, M); into: y of another product, in the place of r."""
         n, m = x.rows.shape[0], w.rows.shape[1]
         y = _C.empty((n, m), x.dtype, x.rows.device) if into is None else into
         operands = (x.rows, 0, x.scale, w.columns, 0, w.scale)

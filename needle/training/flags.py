@@ -185,8 +185,9 @@ TABLE = {
     (default: float32 | bfloat16)
 --fp8  compute the products of the head up to a width of 1024, and those of layers from 768 on, in
     FP8 while training: e4m3 forward, e5m2 for gradients; weights, checkpoints and evaluations are
-    in --dtype. The width, the vocabulary and the tokens of a micro-batch must be multiples of 16; a
-    GPU must have compute capability 9.0 (Hopper)
+    in --dtype. What is in FP8 is printed at the start and kept in checkpoints. The width, the
+    vocabulary and the tokens of a micro-batch must be multiples of 16; a GPU must have compute
+    capability 9.0 (Hopper)
 """,
     "data": """
 --data PATH  text or JSON lines (.gz and .zst too), a folder or quoted pattern of them, or tokens:
@@ -440,7 +441,8 @@ def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> d
     for flag, value in named.items():
         before = {**implied, **saved}.get(flag)
         if flag not in free and before != value:
-            differences.append(f"--{flag.replace('_', '-')} is {value}, but the run has {before}")
+            has = "is without it" if before is None else f"has {before}"
+            differences.append(f"--{flag.replace('_', '-')} is {value}, but the run {has}")
             if flag == "steps":
                 differences[-1] += f", where its {saved['schedule']} schedule ends"
     if differences:

@@ -77,7 +77,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
             trusted=run.data.trusted,
             schedule=schedule,
             settings=run.settings,
-            products=state.products_of(run.device),
+            products=state.products_of(run.model),
         )
         folders.note_saved(at)
         beat(saved=run.step)

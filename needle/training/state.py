@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from typing import Any
 
-from needle._C import Device
 from needle.backend_ndarray import as_bytes
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import TokenData
@@ -49,12 +49,19 @@ GPU_KERNELS = {
 }
 
 
-def products_of(device: Device) -> str:
+def products_of(model: Any) -> str:
     """Return the facts that decide the bits of products: the library, its table, the kind of GPU
-    by which the table is read, and variables of the environment."""
-    properties = device.properties()
-    if device.is_host:
-        return properties["products"]
-    given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
-    chosen = (f", {name}={word}" for name, word in given if GPU_KERNELS[name](word))
-    return f"{properties['products']} on {properties['name']}{''.join(chosen)}"
+    by which the table is read, variables of the environment, and what is in FP8."""
+    properties = model.device.properties()
+    facts = [properties["products"]]
+    if not model.device.is_host:
+        facts[0] += f" on {properties['name']}"
+        given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
+        facts += [f"{name}={word}" for name, word in given if GPU_KERNELS[name](word)]
+    if model.fp8:
+        facts.append(said_of_fp8(model))
+    return ", ".join(facts)
+
+
+def said_of_fp8(model: Any) -> str:
+    return f"products of {model.parts_in_fp8} in FP8 (operands e4m3, gradients e5m2)"

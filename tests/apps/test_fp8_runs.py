@@ -21,11 +21,16 @@ def test_a_run_in_fp8_resumes_with_the_same_bits(parts, tmp_path, tokens, monkey
     more = ("--fp8", "--grad-accum", "2")
     assert train_pythia.main(flags(tmp_path, tokens, "whole", *more)) == 0
     said = capsys.readouterr().out
-    assert f"\n{parts} in FP8 (e4m3 forward, e5m2 gradients)\n" in said
+    products = f"products of {parts} in FP8 (operands e4m3, gradients e5m2)"
+    assert f"\n{products}, all others in float32\n" in said
     run_until(monkeypatch, 4, flags(tmp_path, tokens, "parts", *more))
     assert train_pythia.main(["--resume", str(tmp_path / "runs" / "parts")]) == 0
-    assert f"\n{parts} in FP8" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"\n{products}" in said and "bits may differ" not in said
     assert_same_run(tmp_path, "whole", "parts")
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 16 if parts == "head" else 64)
+    assert train_pythia.main(["--resume", str(tmp_path / "runs" / "parts")]) == 0
+    assert f"{products}, these by" in capsys.readouterr().out
     assert train_pythia.main(flags(tmp_path, tokens, "plain", "--grad-accum", "2")) == 0
     assert "FP8" not in capsys.readouterr().out
     losses = [[line["loss"] for line in numbers_of(tmp_path, run)] for run in ("whole", "plain")]
@@ -33,13 +38,13 @@ def test_a_run_in_fp8_resumes_with_the_same_bits(parts, tmp_path, tokens, monkey
     np.testing.assert_allclose(*losses, rtol=0.01)
     plain = flags(tmp_path, tokens, "plain", "--fp8", "--resume", "auto")
     assert train_pythia.main(plain) == 1
-    assert "--fp8 is True, but the run has None" in capsys.readouterr().err
+    assert "--fp8 is True, but the run is without it" in capsys.readouterr().err
 
 
 def test_fp8_is_refused_where_it_cannot_be(tmp_path, tokens, capsys, monkeypatch):
     for more, text in (
-        ("--vocab-size 65", "width 32 and vocabulary 65 must be multiples of 16"),
-        ("--hidden 36", "width 36 and vocabulary 64 must be multiples of 16"),
+        ("--vocab-size 65", "vocabulary 65 must be a multiple of 16, such as 80"),
+        ("--hidden 36", "width 36 must be a multiple of 16, such as 48"),
         ("--hidden 1056 --no-mlp", "width 1056 is more than 1024, and no layer takes FP8"),
         ("--seq-len 12", "--batch-size 2 x --seq-len 12, the tokens of a rank's micro-batch, must"),
     ):
@@ -85,6 +90,23 @@ def test_layers_of_ranks_that_share_sequences_are_not_said_to_be_in_fp8(monkeypa
     monkeypatch.setattr(ops.LinearCrossEntropyFP8, "WIDEST", 16)
     with pytest.raises(ValueError, match="^fp8: width 32 is more than 16, and no layer takes FP8"):
         train_pythia.set_up(ndl.Pythia(config), parallel, {"fp8": True})
+
+
+def test_layers_with_other_modules_inside_are_not_said_to_be_in_fp8(monkeypatch):
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
+    config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2)
+    model = ndl.Pythia(config)
+
+    class Own(ndl.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    for layer, parts in zip(model.layers, ("head and layers", "head")):
+        layer.mlp.dense_h_to_4h = Own(32, 128)
+        model.use_fp8()
+        assert model.parts_in_fp8 == parts
+    model = ndl.Pythia(dataclasses.replace(config, use_parallel_residual=False))
+    assert model.parts_in_fp8 == "head"
 
 
 def test_a_nan_in_front_of_the_head_names_its_step(tmp_path, tokens, capsys, monkeypatch):

@@ -287,6 +287,7 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
 def test_products_of_a_gpu_name_its_kind_and_the_environment(monkeypatch):
     facts = {"products": "cuBLASLt 13.1.0, plans 0123abcd", "name": "NVIDIA H200"}
     gpu = SimpleNamespace(is_host=False, properties=lambda: facts)
+    model = SimpleNamespace(device=gpu, fp8=False)
     plain = "cuBLASLt 13.1.0, plans 0123abcd on NVIDIA H200"
     for environment, said in [
         ({}, ""),
@@ -302,7 +303,7 @@ def test_products_of_a_gpu_name_its_kind_and_the_environment(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, word in environment.items():
             monkeypatch.setenv(name, word)
-        assert states.products_of(gpu) == plain + said
+        assert states.products_of(model) == plain + said
 
 
 def test_sparse_attention_is_remembered(tmp_path, tokens):
