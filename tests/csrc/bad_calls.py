@@ -42,20 +42,20 @@ BAD = {
     "layernorm_pair_fwd": {"weights of two sizes": ({"w2": ones(2)}, "w2: axis C is 2")},
     "decode_projections": {
         "more than 4 rows": (
-            {"x": ones(5, 512), "g": ones(5, 2048)},
-            r"x: is \(5, 512\), but must have at most 4 rows",
+            {"x": ones(5, 776), "g": ones(5, 40)},
+            r"x: is \(5, 776\), but must have at most 4 rows",
         ),
         "more than 1024 columns": (
-            {"x": ones(1, 1032), "w_qkv": ones(1032, 1536), "w1": ones(1032, 2048)}
+            {"x": ones(2, 1032), "w_qkv": ones(1032, 24), "w1": ones(1032, 40)}
             | {n: ones(1032) for n in ("norm_w1", "norm_b1", "norm_w2", "norm_b2")},
-            r"x: is \(1, 1032\), .* 8 to 1024 columns",
+            r"x: is \(2, 1032\), .* 8 to 1024 columns",
         ),
         "columns of g of no multiple": (
-            {"w1": ones(512, 12), "b1": ones(12), "g": ones(1, 12)},
+            {"w1": ones(776, 12), "b1": ones(12), "g": ones(2, 12)},
             "w1: has 12 columns, but must have a multiple of 8",
         ),
         "columns of packed of no multiple": (
-            {"w_qkv": ones(512, 12), "b_qkv": ones(12)},
+            {"w_qkv": ones(776, 12), "b_qkv": ones(12)},
             "w_qkv: has 12 columns, but must have a multiple of 8",
         ),
     },
