@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks.tell_gpus(group, run.settings, args.verify > 0)
         print(textwrap.fill(str(run.model), COLUMNS, subsequent_indent="  "))
         if run.model.fp8:
-            print(f"{state.said_of_fp8(run.model)}, all others in {run.settings['dtype']}")
+            print(f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}")
         print(f"{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)

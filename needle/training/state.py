@@ -51,7 +51,7 @@ GPU_KERNELS = {
 
 def products_of(model: Any) -> str:
     """Return the facts that decide the bits of products: the library, its table, the kind of GPU
-    by which the table is read, variables of the environment, and what is in FP8."""
+    by which the table is read, variables of the environment, and the parts in FP8."""
     properties = model.device.properties()
     facts = [properties["products"]]
     if not model.device.is_host:
@@ -59,9 +59,10 @@ def products_of(model: Any) -> str:
         given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
         facts += [f"{name}={word}" for name, word in given if GPU_KERNELS[name](word)]
     if model.fp8:
-        facts.append(said_of_fp8(model))
+        facts.append(products_in_fp8(model))
     return ", ".join(facts)
 
 
-def said_of_fp8(model: Any) -> str:
+def products_in_fp8(model: Any) -> str:
+    """Name the parts of a model whose products are in FP8, and the formats of operands."""
     return f"products of {model.parts_in_fp8} in FP8 (operands e4m3, gradients e5m2)"
