@@ -266,9 +266,10 @@ class Control:
         self._at = self._at._replace(inside="")
 
     def _error(self, at: _At) -> RankError:
-        error = type(self._failure)(f"rank {self.rank}, {at}: {self._failure}")
-        error.code = self._failure.code
-        return error
+        with self._changed:  # held by the thread while it ends this process: one tells the failure
+            error = type(self._failure)(f"rank {self.rank}, {at}: {self._failure}")
+            error.code = self._failure.code
+            return error
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -490,15 +491,16 @@ class Control:
         """Exit if the main thread waits in C, where no exception reaches it."""
         if self._failure is None:
             return
-        at = self._at
-        if at.inside == "watched":
-            self._exit(at)
-        if not self._enqueued:
-            self._doomed = None
-        elif self._doomed is None:
-            self._doomed = self._now
-        elif self._now - self._doomed >= GRACE * self.deadline:
-            self._exit(self._enqueued[0].at)
+        with self._changed:
+            at = self._at
+            if at.inside == "watched":
+                self._exit(at)
+            if not self._enqueued:
+                self._doomed = None
+            elif self._doomed is None:
+                self._doomed = self._now
+            elif self._now - self._doomed >= GRACE * self.deadline:
+                self._exit(self._enqueued[0].at)
 
     def _exit(self, at: _At) -> None:
         line = f"needle: rank {self.rank}, {at}: {self._failure}\n".encode()[:4000]

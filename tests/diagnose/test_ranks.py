@@ -112,7 +112,9 @@ def test_rank_that_sends_wrong_bytes_is_named_with_its_device(injected):
 def test_rank_that_dies_or_hangs_is_named_within_the_deadline(injected, what, said):
     code, lines, seconds = diagnose(injected, 2, plan={"rank": 1, "call": 3, "what": what})
     assert code != 0 and seconds < 75, lines
-    [line] = [line for line in lines if line.startswith("rank 0 of 2: ranks")]
+    found = [line for line in lines if line.startswith("rank 0 of 2: ranks")]
+    assert len(found) == 1, lines
+    [line] = found
     assert "FAILED: rank 0, in 'all_reduce'" in line and "rank 1" in line and said in line
     assert f"rank 1 is {os.uname().nodename}, cpu()" in line
 

@@ -183,15 +183,43 @@ with control.watched("weights"): say("never")
     assert one.end()[0] == 3
 
 
-def test_a_stderr_that_is_not_read_delays_no_end(start):
-    body = f"""
-control = join()
-control.gather("begin", None)
+# A stderr that takes nothing more, of which an end waits a second.
+FULL_STDERR = """
 os.set_blocking(2, False)
 try:
     while True: os.write(2, b"x" * 4096)
 except BlockingIOError:
     os.set_blocking(2, True)
+"""
+
+
+def test_a_rank_that_goes_on_while_it_is_ended_tells_nothing_more(start):
+    """A collective may return after the thread has decided to end the process: the failure is told
+    once, by the thread."""
+    body = f"""
+control = join()
+control.gather("begin", None)
+{FULL_STDERR}
+with control.watched('weights'):
+    say("ready")
+    while control._failure is None: time.sleep(0.001)
+    time.sleep(0.2)
+try:
+    control.gather("losses", rank)
+except Exception:
+    say("raised")
+"""
+    zero, one = start(body, heard="ready")
+    one.process.kill()
+    assert zero.process.wait(20) == 75  # before its output is read
+    assert zero.end()[1] == ["ready"]
+
+
+def test_a_stderr_that_is_not_read_delays_no_end(start):
+    body = f"""
+control = join()
+control.gather("begin", None)
+{FULL_STDERR}
 with control.watched('weights'):
     say("ready")
     {HANG}
