@@ -42,11 +42,13 @@ def decoded(q: Any, kind: str) -> np.ndarray:
 def encoded(x: Any, kind: str) -> np.ndarray:
     """The byte of the nearest number, of two equally near ones the even byte; the largest beyond
     it; 0x7f of NaN."""
-    x, numbers = np.asarray(x, np.float64), NUMBERS[kind][: FORMATS[kind][2]]
-    low = np.clip(np.searchsorted(numbers, np.abs(x), "right") - 1, 0, len(numbers) - 2)
-    below, above = np.abs(x) - numbers[low], numbers[low + 1] - np.abs(x)
-    q = low + ((above < below) | ((above == below) & (low % 2 == 1)))
-    return np.where(np.isnan(x), 0x7F, q | np.signbit(x) * 0x80).astype(np.uint8)
+    mantissa, bias, count = FORMATS[kind]
+    x = np.asarray(x, np.float64)
+    size = np.minimum(np.abs(x), NUMBERS[kind][count - 1])
+    exponent = np.frexp(np.maximum(size, 2.0 ** (1 - bias)))[1] - 1
+    q = np.rint(np.ldexp(size, mantissa - exponent)) + (exponent + bias - 1) * 2**mantissa
+    q += np.signbit(x) * 128
+    return np.where(np.isnan(x), 0x7F, q).astype(np.uint8)
 
 
 def scale_of(largest: float, kind: str) -> np.float64:

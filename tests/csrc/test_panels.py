@@ -7,11 +7,11 @@ of magnitudes at most, in any order, and half a unit of a result that has 16 bit
 """
 
 import ctypes
-import functools
 import itertools
 import os
 import re
 import sys
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,8 @@ def operands(size, dtype):
 
 
 def products():
-    """(name, k, result, exact, magnitudes) of every op, dtype, size and layout."""
+    """(name, k, function that returns the result, exact, magnitudes) of every op, dtype, size and
+    layout."""
     cpu = ndl.cpu()
     for dtype, size in itertools.product(FLOATS, SIZES):
         a, b, c, bias = operands(size, dtype)
@@ -62,13 +63,19 @@ def products():
             left, right = to_ndarray(a, dtype, cpu, first), to_ndarray(b, dtype, cpu, second)
             exact, magnitudes = seen_a @ seen_b, abs(seen_a) @ abs(seen_b)
             name = f"{dtype} {size} {first} {second}"
-            yield f"matmul {name}", k, _C.matmul(left, right, None), exact, magnitudes
-            total = to_ndarray(c, "float32", cpu)
-            _C.matmul_acc(left, right, None, 1, total)
-            yield f"matmul_acc {name}", k, total, c + exact, abs(c) + magnitudes
+            yield f"matmul {name}", k, partial(_C.matmul, left, right, None), exact, magnitudes
+            added = partial(accumulated, left, right, c)
+            yield f"matmul_acc {name}", k, added, c + exact, abs(c) + magnitudes
         x, w, y = (to_ndarray(value, dtype, cpu) for value in (a[0], b[0], bias))
         exact, magnitudes = a[0] @ b[0] + bias, abs(a[0]) @ abs(b[0]) + abs(bias)
-        yield f"linear_fwd {dtype} {size}", k, _C.linear_fwd(x, w, y, None), exact, magnitudes
+        layer = partial(_C.linear_fwd, x, w, y, None)
+        yield f"linear_fwd {dtype} {size}", k, layer, exact, magnitudes
+
+
+def accumulated(left, right, c):
+    total = to_ndarray(c, "float32", ndl.cpu())
+    _C.matmul_acc(left, right, None, 1, total)
+    return total
 
 
 def special() -> np.ndarray:
@@ -78,18 +85,18 @@ def special() -> np.ndarray:
     b = [[1, 1], [1, -1], [0, 1], [0, 1], [2.0**120, 0], [2.0**-70, 0]]
     left = to_ndarray(np.reshape(a, (6, 1, 2)), "bfloat16", ndl.cpu())
     right = to_ndarray(np.reshape(b, (6, 2, 1)), "bfloat16", ndl.cpu())
-    total = to_ndarray(np.zeros((6, 1, 1)), "float32", ndl.cpu())
-    _C.matmul_acc(left, right, None, 1, total)
-    return total.numpy().ravel()
+    return accumulated(left, right, np.zeros((6, 1, 1))).numpy().ravel()
 
 
 def main(folder: str, *numbers: str) -> None:
     """Check every product and write its bits, a file for each number of threads, in a process of
     its own. From few to many, so that none finds more scratch memory than it asks for."""
+    checks = list(products())
     for threads in map(int, numbers):
         ctypes.CDLL(_C.__file__).omp_set_num_threads(threads)
         found = {"special": special(), "detail": ndl.cpu().properties()["detail"]}
-        for name, k, result, exact, magnitudes in products():
+        for name, k, product, exact, magnitudes in checks:
+            result = product()
             rounding = HALF_ULP[result.dtype] * np.maximum(abs(exact), TINY[result.dtype])
             bound = rounding + 1.01 * (k + 2) * EPS32 * magnitudes
             error = abs(result.numpy().astype(float) - exact)
@@ -104,7 +111,7 @@ def results(tmp_path_factory):
     needle = Path(_C.__file__).parent.parent  # the one that is tested here
     python_path = os.pathsep.join([str(needle), str(ROOT / "tests")])
 
-    @functools.cache
+    @cache
     def files(path: str) -> Path:
         folder = tmp_path_factory.mktemp(path)
         numbers = THREADS if path in PATHS else [1]
