@@ -183,8 +183,10 @@ with control.watched("weights"): say("never")
     assert one.end()[0] == 3
 
 
-# A stderr that takes nothing more, of which an end waits a second.
+# A rank whose stderr takes nothing more: its end waits for it for a second.
 FULL_STDERR = """
+control = join()
+control.gather("begin", None)
 os.set_blocking(2, False)
 try:
     while True: os.write(2, b"x" * 4096)
@@ -197,8 +199,6 @@ def test_a_rank_that_goes_on_while_it_is_ended_tells_nothing_more(start):
     """A collective may return after the thread has decided to end the process: the failure is told
     once, by the thread."""
     body = f"""
-control = join()
-control.gather("begin", None)
 {FULL_STDERR}
 with control.watched('weights'):
     say("ready")
@@ -217,8 +217,6 @@ except Exception:
 
 def test_a_stderr_that_is_not_read_delays_no_end(start):
     body = f"""
-control = join()
-control.gather("begin", None)
 {FULL_STDERR}
 with control.watched('weights'):
     say("ready")
