@@ -199,11 +199,13 @@ def test_a_rank_that_goes_on_while_it_is_ended_tells_nothing_more(start):
     """A collective may return after the thread has decided to end the process: the failure is told
     once, by the thread."""
     body = f"""
+import threading
+decided, end = threading.Event(), Control._exit
+Control._exit = lambda self, at: (decided.set(), end(self, at))
 {FULL_STDERR}
 with control.watched('weights'):
     say("ready")
-    while control._failure is None: time.sleep(0.001)
-    time.sleep(0.2)
+    decided.wait()
 try:
     control.gather("losses", rank)
 except Exception:
