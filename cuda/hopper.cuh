@@ -333,24 +333,30 @@ __device__ __forceinline__ void product(float (&c)[C], Operand a, Operand b, boo
     }
 }
 
-/* The same of bytes in e4m3, 64 x 32 by 32 x N; both are rows_operands. */
-#define HOPPER_BYTES(SHAPE, NAMES, A, B, ADD, ...)                                       \
-    asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n" \
-                 "mov.b64 a, {%" #A ", " HOPPER_PANELS "};\n"                            \
-                 "mov.b64 b, {%" #B ", " HOPPER_PANELS "};\n"                            \
-                 "wgmma.mma_async.sync.aligned." SHAPE ".f32.e4m3.e4m3 {" NAMES          \
-                 "}, a, b, add, 1, "                                                     \
-                 "1;\n}\n"                                                               \
-                 : __VA_ARGS__                                                           \
+/* The same of bytes, a in e4m3 or e5m2, b in e4m3: 64 x 32 by 32 x N; both are rows_operands. */
+#define HOPPER_BYTES(SHAPE, KIND, NAMES, A, B, ADD, ...)                                           \
+    asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"           \
+                 "mov.b64 a, {%" #A ", " HOPPER_PANELS "};\n"                                      \
+                 "mov.b64 b, {%" #B ", " HOPPER_PANELS "};\n"                                      \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, a, b, add, 1, " \
+                 "1;\n}\n"                                                                         \
+                 : __VA_ARGS__                                                                     \
                  : "r"(a), "r"(b), "r"((int)add))
-template <int C>
-__device__ __forceinline__ void product_e4m3(float (&c)[C], Operand a, Operand b, bool add) {
+#define HOPPER_BYTES_OF(KIND)                                                              \
+    if constexpr (C == 128) {                                                              \
+        HOPPER_BYTES("m64n256k32", KIND, HOPPER_NAMES128, 128, 129, 130, HOPPER_C32(c, 0), \
+                     HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96));             \
+    } else {                                                                               \
+        HOPPER_BYTES("m64n128k32", KIND, HOPPER_NAMES64, 64, 65, 66, HOPPER_C32(c, 0),     \
+                     HOPPER_C32(c, 32));                                                   \
+    }
+template <bool A_E5M2, int C>
+__device__ __forceinline__ void product_fp8(float (&c)[C], Operand a, Operand b, bool add) {
     static_assert(C == 64 || C == 128, "N is 128 or 256");
-    if constexpr (C == 128) {
-        HOPPER_BYTES("m64n256k32", HOPPER_NAMES128, 128, 129, 130, HOPPER_C32(c, 0),
-                     HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96));
+    if constexpr (A_E5M2) {
+        HOPPER_BYTES_OF("e5m2.e4m3")
     } else {
-        HOPPER_BYTES("m64n128k32", HOPPER_NAMES64, 64, 65, 66, HOPPER_C32(c, 0), HOPPER_C32(c, 32));
+        HOPPER_BYTES_OF("e4m3.e4m3")
     }
 }
 
