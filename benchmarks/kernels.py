@@ -36,7 +36,14 @@ LEFT_OUT = {
     "block_sparse_attention_bwd": "beside dense attention in benchmarks/attention.py",
     "block_lists": "once a mask",
     **dict.fromkeys(
-        ("fp8_quantize", "fp8_layer_weights", "fp8_matmul", "fp8_cross_entropy"),
+        (
+            "fp8_quantize",
+            "fp8_layer_weights",
+            "fp8_matmul",
+            "fp8_linear_gelu_fwd",
+            "fp8_linear_gelu_bwd",
+            "fp8_cross_entropy",
+        ),
         "whole steps in benchmarks/train_step.py",
     ),
     **dict.fromkeys(

@@ -24,6 +24,8 @@ FLOP = {
     "linear_fwd": (2, "NKM"),
     "fp8_matmul": (2, "MKN"),
     "fp8_cross_entropy": (2, "NCV"),
+    "fp8_linear_gelu_fwd": (2, "NKM"),
+    "fp8_linear_gelu_bwd": (2, "NCM"),
     "linear_gelu_fwd": (2, "NKM"),
     "linear_gelu_bwd": (2, "NKM"),
     "linear_rotary_fwd": (2, "BTKHPD"),

@@ -60,19 +60,28 @@ ND_FN float nd_layer_bound(float norm_w, float norm_b, float w1, float column, f
            (1.0f + 1.0f / 64.0f);
 }
 
+static inline nd_status nd_check_fp8_sizes(const char *op, const char *name, const nd_array *x) {
+    const long long rows = x->shape[0], columns = x->shape[1];
+    if (rows % 16 || columns % 16 || !rows || !columns) {
+        return nd_error(ND_EVALUE, "%s: %s: (%lld, %lld), but %s", op, name, rows, columns,
+                        "products in FP8 take multiples of 16 above 0");
+    }
+    return ND_OK;
+}
+
 /* The sizes that fp8_layer_weights takes; those of w2 are of w1 and w_o. */
 static inline nd_status nd_check_fp8_layer_weights(const nd_array *w_qkv, const nd_array *w_o,
                                                    const nd_array *w1) {
-    const nd_array *const of[3] = {w_qkv, w_o, w1};
-    const char *const names[3] = {"w_qkv", "w_o", "w1"};
-    for (int i = 0; i < 3; i++) {
-        const long long rows = of[i]->shape[0], columns = of[i]->shape[1];
-        if (rows % 16 || columns % 16 || !rows || !columns) {
-            return nd_error(ND_EVALUE, "fp8_layer_weights: %s: (%lld, %lld), but %s", names[i],
-                            rows, columns, "products in FP8 take multiples of 16 above 0");
-        }
-    }
-    return ND_OK;
+    ND_TRY(nd_check_fp8_sizes("fp8_layer_weights", "w_qkv", w_qkv));
+    ND_TRY(nd_check_fp8_sizes("fp8_layer_weights", "w_o", w_o));
+    return nd_check_fp8_sizes("fp8_layer_weights", "w1", w1);
+}
+
+/* Of fp8_linear_gelu_fwd and _bwd. */
+static inline nd_status nd_check_fp8_linear_gelu(const char *op, const char *name,
+                                                 const nd_array *x, const nd_array *w) {
+    ND_TRY(nd_check_fp8_sizes(op, name, x));
+    return nd_check_fp8_sizes(op, "w", w);
 }
 
 /* What the axes of layernorm_pair_fp8 do not say. */

@@ -487,6 +487,24 @@ def fp8_matmul(
     add: int,
     c: NDArray,
 ) -> None: ...
+def fp8_linear_gelu_fwd(
+    x: NDArray,
+    x_scale: NDArray,
+    w: NDArray,
+    w_scale: NDArray,
+    b: NDArray,
+    largest: NDArray,
+    tanh: int,
+) -> tuple[NDArray, NDArray, NDArray, NDArray]: ...
+def fp8_linear_gelu_bwd(
+    d: NDArray,
+    d_scale: NDArray,
+    w: NDArray,
+    w_scale: NDArray,
+    dgelu: NDArray,
+    bound: float,
+    db: NDArray | None,
+) -> tuple[NDArray, NDArray, NDArray]: ...
 def fp8_cross_entropy(
     x: NDArray, w: NDArray, scale: NDArray, targets: NDArray
 ) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]: ...

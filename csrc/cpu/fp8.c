@@ -1,9 +1,11 @@
-/* fp8.c - FP8 for training: fp8_quantize, fp8_layer_weights, fp8_matmul, fp8_cross_entropy.
+/* fp8.c - FP8 for training: fp8_quantize, fp8_layer_weights, fp8_matmul, fp8_linear_gelu_fwd and
+ * _bwd, fp8_cross_entropy.
  *
  *   quantize       scale from the largest |x|, q = v / scale of v = x, gelu(x) or x dgelu, and its
  *                  transpose
  *   layer_weights  that of four weights, and a bound of GELU's argument
  *   matmul         c = r + scales a b^T + bias
+ *   linear_gelu    products and GELU, quantized at their ends: the two above, in float32 between
  *   cross_entropy  logits = scale x w^T, their losses, d = 2^15 (softmax - onehot) in e5m2
  * Operands of a product become bfloat16, which holds each number of FP8, and matmul.c multiplies.
  * The loss takes ROWS rows at a time, whose float32 logits cross_entropy.c turns into their
@@ -255,6 +257,77 @@ nd_status cpu_fp8_matmul(int device, const fp8_matmul_args *args) {
     }
     cpu_release(device, b.data);
     cpu_release(device, a.data);
+    return status;
+}
+
+/* ---- fp8_linear_gelu_fwd, fp8_linear_gelu_bwd ------------------------------------------------ */
+/* c = a_scale b_scale a b^T + bias in float32, in memory that the caller releases; b is in e4m3. */
+static nd_status product(int device, const nd_array *a, bool e5m2, const nd_array *a_scale,
+                         const nd_array *b, const nd_array *b_scale, const nd_array *bias,
+                         nd_array *c) {
+    void *memory;
+    int64_t m = a->shape[0], n = b->shape[0];
+    ND_TRY(cpu_allocate(device, (size_t)(m * n) * sizeof(float), &memory));
+    *c = matrix_of(memory, ND_F32, m, n);
+    fp8_matmul_args args = {.a = a,
+                            .a_e5m2 = e5m2,
+                            .a_scale = a_scale,
+                            .b = b,
+                            .b_scale = b_scale,
+                            .bias = bias,
+                            .c = c};
+    return cpu_fp8_matmul(device, &args);
+}
+
+nd_status cpu_fp8_linear_gelu_fwd(int device, const fp8_linear_gelu_fwd_args *args) {
+    ND_TRY(nd_check_fp8_linear_gelu("fp8_linear_gelu_fwd", "x", args->x, args->w));
+    nd_array pre = {0};
+    nd_status status =
+        product(device, args->x, false, args->x_scale, args->w, args->w_scale, args->b, &pre);
+    if (status == ND_OK) {
+        fp8_quantize_args end = {.x = &pre,
+                                 .gelu = args->tanh ? 2 : 1,
+                                 .dgelu = args->dgelu,
+                                 .largest = args->largest,
+                                 .q = args->y,
+                                 .q_t = args->y_t,
+                                 .scale = args->scale};
+        status = cpu_fp8_quantize(device, &end);
+    }
+    cpu_release(device, pre.data);
+    return status;
+}
+
+nd_status cpu_fp8_linear_gelu_bwd(int device, const fp8_linear_gelu_bwd_args *args) {
+    ND_TRY(nd_check_fp8_linear_gelu("fp8_linear_gelu_bwd", "d", args->d, args->w));
+    int64_t m = args->w->shape[0], parts = cpu_ceil_div(args->d->shape[0], SUMMED);
+    nd_array gradient = {0}, sums = {0};
+    void *memory = NULL;
+    nd_status status =
+        product(device, args->d, true, args->d_scale, args->w, args->w_scale, NULL, &gradient);
+    if (status == ND_OK && args->db) {
+        status = cpu_allocate(device, (size_t)(parts * m) * sizeof(float), &memory);
+        sums = matrix_of(memory, ND_F32, parts, m);
+    }
+    if (status == ND_OK) {
+        fp8_quantize_args end = {.x = &gradient,
+                                 .dgelu = args->dgelu,
+                                 .e5m2 = 1,
+                                 .scale_a = args->d_scale,
+                                 .scale_b = args->w_scale,
+                                 .bound = args->bound,
+                                 .sums = args->db ? &sums : NULL,
+                                 .q = args->q,
+                                 .q_t = args->q_t,
+                                 .scale = args->scale};
+        status = cpu_fp8_quantize(device, &end);
+    }
+    if (status == ND_OK && args->db) {
+        bias_bwd_args add = {.dy = &sums, .db = args->db};
+        status = cpu_bias_bwd(device, &add);
+    }
+    cpu_release(device, memory);
+    cpu_release(device, gradient.data);
     return status;
 }
 

@@ -7,6 +7,7 @@ from needle import _C
 from needle._C import NDArray
 
 MULTIPLE = 16  # of the sizes of products on CUDA
+DEEPEST = 1024  # the depth that cuda/linear_fp8_hopper.cuh has room for
 LARGEST = {0: 448.0, 1: 57344.0}  # of e4m3, of e5m2
 
 
@@ -39,10 +40,12 @@ class Quantized:
         )
 
     @classmethod
-    def from_parts(cls, dtype: str, rows: NDArray, columns: NDArray, scale: NDArray) -> Quantized:
-        """In e4m3 as a kernel wrote it, of rows whose dtype would be `dtype`."""
+    def from_parts(
+        cls, dtype: str, rows: NDArray, columns: NDArray, scale: NDArray, e5m2: bool = False
+    ) -> Quantized:
+        """As a kernel wrote it, of rows whose dtype would be `dtype`."""
         made = cls.__new__(cls)
-        made.e5m2, made.dtype = 0, dtype
+        made.e5m2, made.dtype = int(e5m2), dtype
         made.rows, made.columns, made.scale = rows, columns, scale
         return made
 
@@ -67,6 +70,34 @@ class ProductFP8:
         self.x, self.x_scale = x.columns, x.scale
         self.w, self.w_scale = w.rows, w.scale
         return y
+
+    def forward_gelu(
+        self, x: Quantized, w: Quantized, b: NDArray, gelu: int, largest: NDArray | None
+    ) -> tuple[Quantized, NDArray]:
+        """gelu(x w + b), of the form `gelu` of Quantized, and gelu'(x w + b). largest: a bound of
+        |x w + b|, if known: with it this is one op, up to the depth DEEPEST."""
+        if largest is None or x.rows.shape[1] > DEEPEST:
+            pre = self.forward(x, w, b)
+            dgelu = _C.empty(pre.shape, pre.dtype, pre.device)
+            return Quantized(pre, gelu=gelu, dgelu=dgelu, largest=largest), dgelu
+        self.x, self.x_scale = x.columns, x.scale
+        self.w, self.w_scale = w.rows, w.scale
+        operands = (x.rows, x.scale, w.columns, w.scale, b, largest, int(gelu == 2))
+        *parts, dgelu = _C.fp8_linear_gelu_fwd(*operands)
+        return Quantized.from_parts(x.dtype, *parts), dgelu
+
+    def input_grad_gelu(self, d: Quantized, dgelu: NDArray, db: NDArray | None) -> Quantized:
+        """input_grad(d) dgelu, whose column sums are added to db (float32)."""
+        bound = self.input_grad_bound(d)
+        if bound[0] is None or self.w.shape[1] > DEEPEST:
+            parts = (-(-d.rows.shape[0] // 128), dgelu.shape[1])
+            sums = _C.empty(parts, "float32", dgelu.device)
+            made = Quantized(self.input_grad(d), True, 0, dgelu, sums, bound=bound)
+            if db is not None:
+                _C.bias_bwd(sums, db, None)
+            return made
+        operands = (d.rows, d.scale, self.w, self.w_scale, dgelu, bound[2], db)
+        return Quantized.from_parts(d.dtype, *_C.fp8_linear_gelu_bwd(*operands), e5m2=True)
 
     def input_grad(self, d: Quantized) -> NDArray:
         dx = _C.empty((d.rows.shape[0], self.w.shape[0]), d.dtype, self.w.device)

@@ -25,7 +25,7 @@ from needle.ops.elementwise import (
     subtract,
     where,
 )
-from needle.ops.fp8 import Quantized, whole_sizes
+from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
 from needle.ops.matmul import weight_grad
 from needle.ops.pointwise import abs, clip, log1p, softplus
 from needle.ops.reduce import logsoftmax, mean
@@ -273,7 +273,7 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
     scale. The scales of w and of each run of x follow from the largest element. That of the
     gradient, whose elements are from -1 to 1, is constant (D_SCALE)."""
 
-    WIDEST = 1024  # the C that cuda/cross_entropy_fp8.cu has room for
+    WIDEST = DEEPEST
     D_SCALE = 2.0**-15
 
     @classmethod

@@ -173,10 +173,8 @@ class AttentionMLPFP8(AttentionMLP):
         self.attention = PackedKernel(kernel, self.cos, self.sin)
         z = self.attention.forward(packed).reshape((rows_of(r).shape[0], inner))
         y = out.forward(Quantized(z), weights.pop(self.W_O), _C.add(b_o, b2), rows_of(r))
-        pre = up.forward(x2, weights.pop(self.W1), b1)
+        g, self.dgelu = up.forward_gelu(x2, weights.pop(self.W1), b1, gelu, largest)
         del x2
-        self.dgelu = _C.empty(pre.shape, pre.dtype, pre.device)
-        g = Quantized(pre, gelu=gelu, dgelu=self.dgelu, largest=largest)
         down.forward(g, weights.pop(self.W2), into=y)
         return y.reshape(r.shape)
 
@@ -213,15 +211,10 @@ class AttentionMLPFP8(AttentionMLP):
         weight_grad(self.W2, d)
         self._last_bias_grads(dy, node, accumulators, grads)
         if wanted[self.W1] or any(inputs[i].requires_grad for i in (self.W1, self.B1)):
-            parts = (-(-dy.shape[0] // 128), self.dgelu.shape[1])
-            sums = _C.empty(parts, "float32", dy.device)
-            dg = self.products[self.W2].input_grad(d)
-            bound = self.products[self.W2].input_grad_bound(d)
-            dpre = Quantized(dg, True, 0, self.dgelu, sums, bound=bound)
-            del dg
+            db1 = None
             if inputs[self.B1].requires_grad:
                 db1 = vector(accumulator_of(accumulators, grads, node, self.B1))
-                _C.bias_bwd(sums, db1, None)
+            dpre = self.products[self.W2].input_grad_gelu(d, self.dgelu, db1)
             through(self.W1, dpre)
         if wanted[self.W_QKV] or any(inputs[i].requires_grad for i in (self.W_QKV, self.B_QKV)):
             dz = self.products[self.W_O].input_grad(d)

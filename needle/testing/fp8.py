@@ -156,6 +156,27 @@ def fp8_matmul(rounded, a, a_e5m2, a_scale, b, b_e5m2, b_scale, bias, r, add, c)
     return {"c": Near(scale * (a @ b.T) + sum(added), unit, OF_SUMS)}
 
 
+def fp8_linear_gelu_fwd(r, x, x_scale, w, w_scale, b, largest, tanh):
+    x, w, scale = decoded(x, "e4m3"), decoded(w, "e4m3"), x_scale * w_scale
+    pre, unit = scale * (x @ w.T) + b, abs(scale) * (np.abs(x) @ np.abs(w).T) + np.abs(b)
+    (f, df), of_y = FORMS[1 + tanh], scale_of(largest, "e4m3")
+    # gelu' is 1.13 at most, gelu'' 0.8
+    y = Near(np.minimum(f(pre) / of_y, 448), unit / of_y, 1.13 * OF_SUMS + OF_GELU, "e4m3")
+    dgelu = Near(df(pre), 1 + unit + pre * pre, OF_SUMS)
+    return {"y": y, "y_t": y.T, "scale": of_y, "dgelu": dgelu}
+
+
+def fp8_linear_gelu_bwd(r, d, d_scale, w, w_scale, dgelu, bound, db):
+    d, w, scale = decoded(d, "e5m2"), decoded(w, "e4m3"), d_scale * w_scale
+    v, unit = scale * (d @ w.T) * dgelu, abs(scale) * (np.abs(d) @ np.abs(w).T) * np.abs(dgelu)
+    of_q = scale_of(1.25 * abs(bound * scale), "e5m2")
+    q = Near(np.clip(v / of_q, -57344, 57344), unit / of_q, OF_SUMS, "e5m2")
+    found = {"q": q, "q_t": q.T, "scale": of_q}
+    if db is not None:
+        found["db"] = Near(db + v.sum(0), np.abs(db) + unit.sum(0), OF_SUMS + len(d))
+    return found
+
+
 def fp8_cross_entropy(r, x, w, scale, targets):
     x, w = decoded(x, "e4m3"), decoded(w, "e4m3")
     logits, sums = scale * (x @ w.T), abs(scale) * (np.abs(x) @ np.abs(w).T)
@@ -240,6 +261,32 @@ def product_inputs(m, n, k, wide="", add=1, bias=False, r=False):
         # written without being read: a NaN would stay
         c=normal(m, n) if add else np.full((m, n), np.nan),
     )
+
+
+def gelu_inputs(n, k, m, tanh=0, largest=16.0, bad=()):
+    """pre is about 2; NaN in x at the places `bad`."""
+
+    def inputs(rng):
+        x, w = numbers(n, k)(rng), numbers(m, k)(rng)
+        x.reshape(-1)[list(bad)] = 0x7F
+        scale = np.float64(2.0 ** -np.round(np.log2(1800 * k**0.5)))
+        scales = {"x_scale": scale * 64, "w_scale": np.float64(2.0**-6)}
+        given = {"b": rng.standard_normal(m), "largest": np.float64(largest), "tanh": tanh}
+        return {"x": x, "w": w, **scales, **given}
+
+    return inputs
+
+
+def gelu_grad_inputs(n, c, m, summed=True, bound=2.0**21, bad=()):
+    def inputs(rng):
+        d, w = numbers(n, c, kind="e5m2", std=200.0)(rng), numbers(m, c)(rng)
+        d.reshape(-1)[list(bad)] = 0x7F
+        scales = {"d_scale": np.float64(2.0**-20), "w_scale": np.float64(2.0**-9)}
+        slopes = rng.uniform(-0.13, 1.13, (n, m))
+        db = rng.standard_normal(m) * 0.1 if summed else None
+        return {"d": d, "w": w, **scales, "dgelu": slopes, "bound": bound, "db": db}
+
+    return inputs
 
 
 def loss_inputs(n, c, v, ignored=()):
@@ -329,6 +376,24 @@ PRODUCTS = {
         (48, 272, 64, "a", 1, True),
     ]
 }
+GELU = {  # rows about tiles of 64, columns about 128, depths about steps of 128
+    "16": (16, 16, 16),
+    "80x272x144-tanh": (80, 272, 144, 1),
+    "144x1024x400": (144, 1024, 400),
+    "208x512x272-tanh": (208, 512, 272, 1, 10.0),
+    "beyond-the-largest": (32, 48, 80, 0, 0.5),
+    "nan": (96, 48, 144, 0, 16.0, (3, 70 * 48 + 47)),
+    "no-bound": (32, 48, 144, 0, np.inf),
+}
+GELU_GRADIENT = {
+    "16": (16, 16, 16),
+    "80x272x144": (80, 272, 144),
+    "144x1024x400": (144, 1024, 400, True, 2.0**26),
+    "208x512x272-no-db": (208, 512, 272, False),
+    "beyond-the-bound": (48, 48, 80, True, 2.0**8),
+    "nan": (96, 48, 144, True, 2.0**21, (3, 70 * 48 + 47)),
+    "no-bound": (32, 48, 144, True, np.inf),
+}
 LOSSES = {
     "16x32x48": (16, 32, 48),
     "64x48x272": (64, 48, 272, (0, 3, 63)),
@@ -359,17 +424,24 @@ ODD = [
     ),
 ]
 
-# More columns of tiles than a GPU has multiprocessors, of depths above and below 512.
-LARGE = cases_of(
-    fp8_cross_entropy,
-    loss_inputs,
-    {"208x1024x17040": (208, 1024, 17040, (7,)), "144x96x34064": (144, 96, 34064, (143,))},
-)
+# More tiles than a GPU has multiprocessors; of the loss also columns of them, of depths above and
+# below 512.
+LARGE = [
+    *cases_of(
+        fp8_cross_entropy,
+        loss_inputs,
+        {"208x1024x17040": (208, 1024, 17040, (7,)), "144x96x34064": (144, 96, 34064, (143,))},
+    ),
+    *cases_of(fp8_linear_gelu_fwd, gelu_inputs, {"9232x400x400": (9232, 400, 400)}),
+    *cases_of(fp8_linear_gelu_bwd, gelu_grad_inputs, {"9232x400x400": (9232, 400, 400)}),
+]
 
 CASES = [
     *cases_of(fp8_quantize, quantized_inputs, QUANTIZED),
     *cases_of(layernorm_pair_fp8, norm_inputs, NORMS, lambda n, c, *more: c),
     *cases_of(fp8_layer_weights, weights_inputs, WEIGHTS),
     *cases_of(fp8_matmul, product_inputs, PRODUCTS, lambda m, n, k, *more: k),
+    *cases_of(fp8_linear_gelu_fwd, gelu_inputs, GELU),
+    *cases_of(fp8_linear_gelu_bwd, gelu_grad_inputs, GELU_GRADIENT),
     *cases_of(fp8_cross_entropy, loss_inputs, LOSSES, lambda n, c, v, *more: max(c, v)),
 ]

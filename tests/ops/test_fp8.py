@@ -12,6 +12,7 @@ from harness import assert_same_bits, naming
 from needle import _C, BlockMask, Tensor, no_grad, ops
 from needle.models import Pythia, PythiaConfig, pythia
 from needle.nn import LayerNorm1d, Module, Parameter, flatten_parameters, rotary_tables
+from needle.ops import fp8 as ops_fp8
 from needle.testing import call, check, prepare
 from needle.testing.fp8 import LARGE, ODD, encoded
 
@@ -462,20 +463,33 @@ def test_weights_of_norm_and_w1_far_from_each_other(device):
     assert np.linalg.norm(got - exact) < 0.07 * np.linalg.norm(exact)
 
 
-def test_gelu_is_scaled_by_the_bound(device, monkeypatch):
-    for dtype in "bfloat16", "float16":
-        operands, tables = layer(device, dtype, names=NORM_NAMES)
-        bounds, usual = [], _C.fp8_quantize
-
-        def quantize(x, gelu, dgelu, e5m2, largest, *rest, bounds=bounds, usual=usual):
-            if gelu:
-                bounds.append(largest)
-            return usual(x, gelu, dgelu, e5m2, largest, *rest)
-
-        monkeypatch.setattr(_C, "fp8_quantize", quantize)
-        run_layer(operands, tables)
-        monkeypatch.undo()
-        assert [bound is None for bound in bounds] == [dtype == "float16"]
+def test_a_product_and_its_gelu_are_one_op_where_a_bound_is_known(device, monkeypatch):
+    """Not in float16, nor deeper than the kernels take; close to the two ops."""
+    called = []
+    for name in "fp8_linear_gelu_fwd", "fp8_linear_gelu_bwd", "fp8_quantize":
+        usual = getattr(_C, name)
+        record = lambda *a, name=name, usual=usual: called.append((name, a)) or usual(*a)
+        monkeypatch.setattr(_C, name, record)
+    fused = {"fp8_linear_gelu_fwd", "fp8_linear_gelu_bwd"}
+    for dtype, names in itertools.product(("bfloat16", "float32"), (NORM_NAMES, NAMES)):
+        found = {}
+        for deepest in 1024, 48:
+            monkeypatch.setattr(ops_fp8, "DEEPEST", deepest)
+            called.clear()
+            found[deepest] = run_layer(*layer(device, dtype, names=names))
+            bounded = fused - ({"fp8_linear_gelu_fwd"} if names is NAMES else set())
+            expected = bounded if deepest > 48 else set()
+            assert {name for name, _ in called} & fused == expected
+        one, two = (found[deepest] for deepest in (1024, 48))
+        for name in one:
+            with naming(dtype, name):
+                a, b = (x[name].numpy().astype(np.float64) for x in (one, two))
+                assert np.linalg.norm(a - b) <= CLOSE * np.linalg.norm(b)
+    called.clear()
+    run_layer(*layer(device, "float16", names=NORM_NAMES))
+    of_gelu = [a for name, a in called if name == "fp8_quantize" and a[1]]
+    assert {name for name, _ in called} == {"fp8_quantize"}
+    assert [a[4] for a in of_gelu] == [None]
 
 
 def test_an_argument_of_gelu_beyond_float16_stays_so(device):
