@@ -39,7 +39,7 @@ from needle.models.registry import Config, register
 from needle.ops.fp8 import whole_sizes
 
 MOST = 3.4028234663852886e38  # the largest float32
-FP8_LAYERS_FROM = 768  # the width from which products of layers in FP8 save more than they cost
+FP8_LAYERS_FROM = 512  # the width from which products of layers in FP8 save more than they cost
 SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
 # Hugging Face's names of the two forms; the three tanh names differ only in how they compute it.
 TANH = ("gelu_new", "gelu_fast", "gelu_tanh", "gelu_pytorch_tanh")

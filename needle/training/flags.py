@@ -183,7 +183,7 @@ TABLE = {
     (default: 256)
 --dtype  of weights and activations; bfloat16 keeps float32 master weights in the optimizer
     (default: float32 | bfloat16)
---fp8  compute the products of the head up to a width of 1024, and those of layers from 768 on, in
+--fp8  compute the products of the head up to a width of 1024, and those of layers from 512 on, in
     FP8 while training: e4m3 forward, e5m2 for gradients; weights, checkpoints and evaluations are
     in --dtype. The parts in FP8 are printed at the start and kept in checkpoints. The width, the
     vocabulary and the tokens of a micro-batch must be multiples of 16; a GPU must have compute
