@@ -44,6 +44,11 @@ ND_FN float nd_fp8_scale(uint32_t largest, bool e5m2) {
     return largest >= 0x7f800000u ? nd_bits_float(0x7fc00000u) : largest == 0u ? 1.0f : scale;
 }
 
+/* The scale of x gelu'(y), |x| at most `largest`: gelu' is 1.13 at most. */
+ND_FN float nd_fp8_gradient_scale(float largest, bool e5m2) {
+    return nd_fp8_scale(nd_float_bits(1.25f * largest), e5m2);
+}
+
 /* More than any |y| of a norm y = h w + b over C columns, from the largest |w| and |b|: h is at most
  * sqrt(C). The last factor is for what float32 rounds. The same bits everywhere. */
 ND_FN float nd_norm_bound(float w, float b, int64_t columns) {

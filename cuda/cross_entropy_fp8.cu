@@ -32,7 +32,7 @@ constexpr float log2_e = 1.44269504f;
 constexpr float d_scale = 32768.0f; /* of d: 2^15 */
 
 /* ---- epilogues of a tile --------------------------------------------------------------------- */
-/* Of c[i] of consume_bytes(). */
+/* The column of c[i], counted from the tile's first. */
 __device__ __forceinline__ int column_of(int i) {
     return i / 8 * 16 + (threadIdx.x & 3) * 4 + (i & 1) * 2 + (i >> 2 & 1);
 }
@@ -96,13 +96,12 @@ struct SumsEpilogue {
     __device__ __forceinline__ void begin(int, int) {}
     template <int C>
     __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) const {
-        const int warp = (int)(threadIdx.x % WARPGROUP) / 32, lane = threadIdx.x & 31;
-        sums_of(f, c, scale, across, tile * linear::TileShape::OWN + 16 * warp + lane / 4 * 2);
+        sums_of(f, c, scale, across, linear::first_row(tile));
     }
 };
 
-/* Puts d of HALF columns, from the thread's results c. target[h]: of row h, counted from the first of
- * these columns, maybe not one of them. */
+/* Puts d of WRITTEN columns, from the thread's results c. target[h]: of row h, counted from the first
+ * of these columns, maybe not one of them. */
 template <bool TARGETS, class Shape>
 __device__ __forceinline__ void put_gradient(const linear::BytesWriter<Shape> &to, const float *c,
                                              float scale, const float (&shift)[2],
@@ -111,7 +110,7 @@ __device__ __forceinline__ void put_gradient(const linear::BytesWriter<Shape> &t
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int h = i / 4, k = i % 4;
-            v[h][k] = fast_exp2(fmaf(c[8 * m + 4 * (k & 1) + 2 * h + k / 2], scale, -shift[h]));
+            v[h][k] = fast_exp2(fmaf(c[linear::index_of(m, h, k)], scale, -shift[h]));
             if (TARGETS && target[h] == 16 * m + 4 * (int)(threadIdx.x & 3) + k) {
                 v[h][k] -= d_scale;
             }
@@ -126,8 +125,7 @@ template <class Shape> struct GradientEpilogue {
 
     __device__ __forceinline__ void begin(int, int) {}
     template <int C> __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) {
-        const int warp = (int)(threadIdx.x % WARPGROUP) / 32, lane = threadIdx.x & 31;
-        const int row = tile * Shape::ROWS + 16 * warp + lane / 4 * 2;
+        const int row = linear::first_row(tile);
         float shift[2];
         int target[2];
 #pragma unroll
@@ -138,19 +136,19 @@ template <class Shape> struct GradientEpilogue {
             target[h] -= across * Shape::COLUMNS;
         }
 #pragma unroll
-        for (int half = 0; half < Shape::COLUMNS / Shape::HALF; half++) {
-            const bool has = (target[0] >= 0 && target[0] < Shape::HALF) ||
-                             (target[1] >= 0 && target[1] < Shape::HALF);
-            const float *mine = c + half * (Shape::HALF / 2);
+        for (int half = 0; half < Shape::COLUMNS / Shape::WRITTEN; half++) {
+            const bool has = (target[0] >= 0 && target[0] < Shape::WRITTEN) ||
+                             (target[1] >= 0 && target[1] < Shape::WRITTEN);
+            const float *mine = c + half * (Shape::WRITTEN / 2);
             to.begin();
             if (__any_sync(~0u, has)) {
                 put_gradient<true>(to, mine, scale, shift, target);
             } else {
                 put_gradient<false>(to, mine, scale, shift, target);
             }
-            to.end(across * Shape::COLUMNS + half * Shape::HALF, tile);
-            target[0] -= Shape::HALF;
-            target[1] -= Shape::HALF;
+            to.end(across * Shape::COLUMNS + half * Shape::WRITTEN, tile);
+            target[0] -= Shape::WRITTEN;
+            target[1] -= Shape::WRITTEN;
         }
     }
 };
@@ -252,7 +250,7 @@ nd_status cuda_fp8_cross_entropy(int device, const fp8_cross_entropy_args *a) {
     Head f = {};
     f.scale = data_of<float>(a->scale);
     f.targets = data_of<int32_t>(a->targets);
-    ND_TRY(linear::check_bytes_product(op, device, a->x, a->w));
+    ND_TRY(linear::check_bytes_product(op, device, "x", a->x, a->w));
     if (rows > 0) {
         ND_TRY(depth <= 512 ? run<256>(device, a, f) : run<128>(device, a, f));
     }

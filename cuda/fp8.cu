@@ -144,8 +144,8 @@ quantize_tile(unsigned index, const T *x, T *dgelu, bool tanh, int64_t rows, int
                 }
                 most = block_reduce(most, LargerBits());
             }
-            most *= WAY == GRADIENT ? 1.25f : 1.0f; /* gelu' is 1.13 at most */
-            const float found = nd_fp8_scale(__float_as_uint(most), E5M2);
+            const float found = WAY == GRADIENT ? nd_fp8_gradient_scale(most, E5M2)
+                                                : nd_fp8_scale(__float_as_uint(most), E5M2);
             by = 1.0f / found; /* powers of two */
             if (index == 0 && threadIdx.x == 0) {
                 checked(scale) = found;

@@ -36,9 +36,9 @@ template <int COLUMNS_, bool WRITES, bool SUMS_ = false> struct BytesShape : Til
      * sums take a part of one. */
     static constexpr int BUFFERS = !WRITES ? 0 : COLUMNS == 256 ? 2 : 1;
     static constexpr int STAGES = 12 - 4 * BUFFERS - SUMS, LOADS = 1;
-    static constexpr int HALF = 128;               /* columns that are written together */
-    static constexpr uint32_t PANEL = HALF * ROWS; /* bytes of HALF columns */
-    static constexpr uint32_t OF_WARP = 4 * HALF;  /* sums */
+    static constexpr int WRITTEN = 128;               /* columns that are written together */
+    static constexpr uint32_t PANEL = WRITTEN * ROWS; /* their bytes */
+    static constexpr uint32_t OF_WARP = 4 * WRITTEN;  /* sums */
     static constexpr uint32_t STAGES_AT = WEIGHTS;
     static constexpr uint32_t BUFFERS_AT = STAGES_AT + STAGES * STAGE;
     static constexpr uint32_t SUMS_AT = BUFFERS_AT + CONSUMERS * BUFFERS * 2 * PANEL;
@@ -97,9 +97,18 @@ __device__ __forceinline__ void produce_bytes(const BytesProduct &f, Barriers<Sh
     });
 }
 
-/* Of a consumer's tiles: epilogue.begin(column tile, row tile), then, with c = x w^T,
- * epilogue.finish(c, column tile, row tile). X_E5M2: x is in e5m2.
- *   c[8 m + 4 b + 2 h + e] of a thread: row 2 l + h of its warp's 16, column 16 m + 4 q + 2 e + b. */
+/* The first of a thread's two rows. */
+__device__ __forceinline__ int first_row(int tile) {
+    const int warp = (int)(threadIdx.x % hopper::WARPGROUP) / 32, lane = threadIdx.x & 31;
+    return tile * TileShape::OWN + 16 * warp + lane / 4 * 2;
+}
+/* The index in c of a thread's row h, column 16 m + 4 q + k. */
+__device__ __forceinline__ constexpr int index_of(int m, int h, int k) {
+    return 8 * m + 4 * (k & 1) + 2 * h + k / 2;
+}
+
+/* Calls, of each of a consumer's tiles, epilogue.begin(column tile, row tile) and, with c = x w^T,
+ * epilogue.finish(c, column tile, row tile). X_E5M2: x is in e5m2. */
 template <class Shape, bool X_E5M2, class Epilogue>
 __device__ __forceinline__ void consume_bytes(const BytesProduct &f, Barriers<Shape> at, int group,
                                               Epilogue &epilogue) {
@@ -163,8 +172,8 @@ __device__ __forceinline__ void consume_bytes(const BytesProduct &f, Barriers<Sh
     }
 }
 
-/* A consumer's way out for bytes: begin(), put() HALF columns, end(). All its threads call each at the
- * same place, but for put(). */
+/* Writes a consumer's bytes and their transpose: begin(), put() WRITTEN columns, end(). All its threads
+ * call each at the same place, but for put(). */
 template <class Shape> struct BytesWriter {
     const BytesProduct &f;
     const Barriers<Shape> at;
@@ -176,7 +185,7 @@ template <class Shape> struct BytesWriter {
     __device__ __forceinline__ void sync() const {
         hopper::named_barrier_sync(3 + group, hopper::WARPGROUP);
     }
-    /* Where the bytes go in shared memory; behind them, PANEL further, their transpose. */
+    /* The bytes in shared memory; PANEL after them, their transpose. */
     __device__ __forceinline__ uint32_t place() const {
         return at.base + Shape::BUFFERS_AT + (Shape::BUFFERS * group + buffer) * 2 * Shape::PANEL;
     }
@@ -195,7 +204,7 @@ template <class Shape> struct BytesWriter {
         const int matrix = lane / 8, of_matrix = lane % 8;
         const uint32_t q = place(), q_t = q + Shape::PANEL;
 #pragma unroll
-        for (int m = 0; m < Shape::HALF / 16; m += 2) {
+        for (int m = 0; m < Shape::WRITTEN / 16; m += 2) {
             uint32_t rows[4], columns[4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -261,13 +270,13 @@ nd_status bytes_product(const char *op, const nd_array *x, const nd_array *w, co
     f->column_tiles = ceil_div(f->columns, COLUMNS);
     ND_TRY(bytes_map(op, x, Shape::ROWS, &f->x));
     ND_TRY(bytes_map(op, w, COLUMNS, &f->w));
-    ND_TRY(result_map(op, q, Shape::HALF, Shape::ROWS, &f->q));
-    return result_map(op, q_t, Shape::ROWS, Shape::HALF, &f->q_t);
+    ND_TRY(result_map(op, q, Shape::WRITTEN, Shape::ROWS, &f->q));
+    return result_map(op, q_t, Shape::ROWS, Shape::WRITTEN, &f->q_t);
 }
 
-/* If these kernels run here and take x (rows, depth), w (columns, depth). */
-static inline nd_status check_bytes_product(const char *op, int device, const nd_array *x,
-                                            const nd_array *w) {
+/* ND_OK if these kernels run here and take x (rows, depth), of this name, and w (columns, depth). */
+static inline nd_status check_bytes_product(const char *op, int device, const char *name,
+                                            const nd_array *x, const nd_array *w) {
     const int64_t rows = x->shape[0], depth = x->shape[1], columns = w->shape[0];
     if (!hopper::hopper_usable(device)) {
         return nd_error(ND_ECUDA,
@@ -278,9 +287,9 @@ static inline nd_status check_bytes_product(const char *op, int device, const nd
     if (rows % 16 || depth % 16 || columns % 16 || !depth || !columns || depth > DEEPEST_FP8 ||
         rows >= 1 << 30 || columns >= 1 << 30) {
         return nd_error(ND_EVALUE,
-                        "%s: x (%lld, %lld), w (%lld, %lld): sizes must be multiples of 16, below "
-                        "2^30, the columns 16 to 1,024",
-                        op, (long long)rows, (long long)depth, (long long)columns,
+                        "%s: %s (%lld, %lld), w (%lld, %lld): sizes must be multiples of 16, below "
+                        "2^30, the depth 16 to 1,024",
+                        op, name, (long long)rows, (long long)depth, (long long)columns,
                         (long long)depth);
     }
     return ND_OK;

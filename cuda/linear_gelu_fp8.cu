@@ -8,7 +8,7 @@
  *   of the column sums. Sums of 64 rows go to scratch and are added in their order.
  * Parallel, layout: linear_fp8_hopper.cuh.
  * Bytes: as there; dgelu is written or read once, four elements a lane, so that four lanes hold 16
- *   columns of a row. It is asked for before the product.
+ *   columns of a row; the backward asks for it before the product.
  */
 #include "gelu.cuh"
 #include "linear_fp8_hopper.cuh"
@@ -59,19 +59,15 @@ template <class T> __device__ __forceinline__ Four<T> pack_four(const float (&v)
     return x;
 }
 
-/* What the epilogues share: places of the thread's numbers. */
+/* Base of the epilogues: scales, and places of the thread's numbers. */
 template <class T, class Shape> struct Epilogue {
-    static_assert(Shape::COLUMNS == Shape::HALF, "a tile is written at once");
+    static_assert(Shape::COLUMNS == Shape::WRITTEN, "a tile is written at once");
     static constexpr int BLOCKS = Shape::COLUMNS / 16;
     const GeluProduct &f;
     const float of_product; /* the scale of c */
     const float by;         /* 1 / scale of the result */
     linear::BytesWriter<Shape> to;
 
-    __device__ __forceinline__ int first_row(int tile) const {
-        const int warp = (int)(threadIdx.x % WARPGROUP) / 32, lane = threadIdx.x & 31;
-        return tile * Shape::ROWS + 16 * warp + lane / 4 * 2;
-    }
     /* Of the thread's four in a block of 16. */
     static __device__ __forceinline__ int first_column(int across, int block) {
         return across * Shape::COLUMNS + 16 * block + 4 * (int)(threadIdx.x & 3);
@@ -81,10 +77,6 @@ template <class T, class Shape> struct Epilogue {
     }
     __device__ __forceinline__ Four<T> *dgelu_at(int row, int column) const {
         return (Four<T> *)((T *)f.dgelu + (int64_t)row * f.columns + column);
-    }
-    /* The index in c of column k of four. */
-    static __device__ __forceinline__ int index(int block, int h, int k) {
-        return 8 * block + 4 * (k & 1) + 2 * h + k / 2;
     }
 };
 
@@ -103,7 +95,7 @@ template <class T, class Shape> struct Forward : Epilogue<T, Shape> {
     }
     template <bool TANH>
     __device__ __forceinline__ void apply(const float *c, int across, int tile) {
-        const int row = this->first_row(tile);
+        const int row = linear::first_row(tile);
         Four<T> bias[Base::BLOCKS] = {};
 #pragma unroll
         for (int m = 0; m < Base::BLOCKS; m++) {
@@ -121,8 +113,8 @@ template <class T, class Shape> struct Forward : Epilogue<T, Shape> {
                 float slopes[4];
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    const Gelu g =
-                        gelu_16<TANH>(fmaf(c[Base::index(m, h, k)], this->of_product, added[k]));
+                    const Gelu g = gelu_16<TANH>(
+                        fmaf(c[linear::index_of(m, h, k)], this->of_product, added[k]));
                     slopes[k] = g.derivative;
                     v[h][k] = g.value * this->by;
                 }
@@ -139,7 +131,7 @@ template <class T, class Shape> struct Backward : Epilogue<T, Shape> {
     Four<T> dgelu[Base::BLOCKS][2]; /* of the tile */
 
     __device__ __forceinline__ void begin(int across, int tile) {
-        const int row = this->first_row(tile);
+        const int row = linear::first_row(tile);
 #pragma unroll
         for (int m = 0; m < Base::BLOCKS; m++) {
             const int column = Base::first_column(across, m);
@@ -162,7 +154,7 @@ template <class T, class Shape> struct Backward : Epilogue<T, Shape> {
                 unpack_four<T>(dgelu[m][h], slopes);
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    products[h][k] = c[Base::index(m, h, k)] * slopes[k];
+                    products[h][k] = c[linear::index_of(m, h, k)] * slopes[k];
                     v[h][k] = products[h][k] * by;
                 }
             }
@@ -229,9 +221,9 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
         at.base, [&]() { linear::produce_bytes<Shape>(f, at); },
         [&](int group) {
             const float of_product = *f.x_scale * *f.w_scale;
-            const float most = BACKWARD ? 1.25f * fabsf(f.bound * *f.x_scale * *f.w_scale)
-                                        : *f.largest; /* gelu' is 1.13 at most */
-            const float scale = nd_fp8_scale(__float_as_uint(most), BACKWARD);
+            const float scale =
+                BACKWARD ? nd_fp8_gradient_scale(fabsf(f.bound * *f.x_scale * *f.w_scale), true)
+                         : nd_fp8_scale(__float_as_uint(*f.largest), false);
             if (blockIdx.x == 0 && group == 0 && threadIdx.x == WARPGROUP) {
                 *f.scale = scale;
             }
@@ -272,7 +264,7 @@ nd_status cuda_fp8_linear_gelu_fwd(int device, const fp8_linear_gelu_fwd_args *a
     const char *op = "fp8_linear_gelu_fwd";
     GeluProduct f = {};
     ND_TRY(nd_check_fp8_linear_gelu(op, "x", a->x, a->w));
-    ND_TRY(linear::check_bytes_product(op, device, a->x, a->w));
+    ND_TRY(linear::check_bytes_product(op, device, "x", a->x, a->w));
     f.x_scale = data_of<float>(a->x_scale);
     f.w_scale = data_of<float>(a->w_scale);
     f.largest = data_of<float>(a->largest);
@@ -287,7 +279,7 @@ nd_status cuda_fp8_linear_gelu_bwd(int device, const fp8_linear_gelu_bwd_args *a
     const char *op = "fp8_linear_gelu_bwd";
     GeluProduct f = {};
     ND_TRY(nd_check_fp8_linear_gelu(op, "d", a->d, a->w));
-    ND_TRY(linear::check_bytes_product(op, device, a->d, a->w));
+    ND_TRY(linear::check_bytes_product(op, device, "d", a->d, a->w));
     f.x_scale = data_of<float>(a->d_scale);
     f.w_scale = data_of<float>(a->w_scale);
     f.bound = (float)a->bound;

@@ -1,5 +1,5 @@
 /* linear_hopper.cuh - products with an epilogue on Hopper: their entries, and the skeleton that
- * linear_hopper.cu, linear_shallow_hopper.cu and cross_entropy_fp8.cu fill with shapes.
+ * linear_hopper.cu, linear_shallow_hopper.cu and linear_fp8_hopper.cuh fill with shapes.
  *
  *   c (rows x columns) = a b     16-bit operands, float32 sums; an epilogue makes results of c
  *

@@ -366,6 +366,11 @@ class Calls(Operation):
             c = _C.empty((3, 3), "bfloat16", device)
             _C.fp8_matmul(q, 0, scale, q, 0, scale, None, None, 0, c)
             numbers.append(c.numpy())
+            q = _C.array(np.zeros((16, 16)), "uint8", device)
+            b = _C.array(np.zeros(16), "float32", device)
+            *some, dgelu = _C.fp8_linear_gelu_fwd(q, scale, q, scale, b, scale, 0)
+            some += _C.fp8_linear_gelu_bwd(q, scale, q, scale, dgelu, 1.0, b)
+            numbers += [part.numpy() for part in some]
         buffer = _C.PinnedBuffer(4 * size, device)
         np.frombuffer(buffer, np.float32)[:] = 2
         sent = buffer.send((size,), "float32")

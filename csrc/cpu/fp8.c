@@ -81,8 +81,10 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
         const float *a = args->scale_a->data, *b = args->scale_b->data;
         largest = fabsf((float)args->bound * *a * *b);
     }
-    largest *= gradient ? 1.25f : 1.0f; /* gelu' is 1.13 at most */
-    float scale = nd_fp8_scale(nd_float_bits(largest), args->e5m2 != 0), times = 1.0f / scale;
+    bool e5m2 = args->e5m2 != 0;
+    float scale = gradient ? nd_fp8_gradient_scale(largest, e5m2)
+                           : nd_fp8_scale(nd_float_bits(largest), e5m2);
+    float times = 1.0f / scale;
     *(float *)args->scale->data = scale;
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
@@ -120,7 +122,7 @@ nd_status cpu_fp8_quantize(int device, const fp8_quantize_args *args) {
                 sums[(at + k) % c] += v[k];
             }
             for (int64_t k = 0; k < run; k++) { /* all NaN where the scale is */
-                q[at + k] = args->e5m2 ? nd_to_e5m2(v[k] * times) : nd_to_e4m3(v[k] * times);
+                q[at + k] = e5m2 ? nd_to_e5m2(v[k] * times) : nd_to_e4m3(v[k] * times);
             }
         }
         transpose(q + i * c, rows, c, q_t + i, n);

@@ -69,6 +69,24 @@ BAD = {
             r"x: \(16, 40\), but .* multiples of 16",
         ),
     },
+    "fp8_linear_gelu_fwd": {
+        "rows of no multiple": ({"x": ones(24, 16)}, r"x: \(24, 16\), but .* multiples of 16"),
+        "no rows": ({"x": ones(0, 16)}, r"x: \(0, 16\), but .* multiples of 16 above 0"),
+        "columns of no multiple": (
+            {"w": ones(24, 16), "b": ones(24)},
+            r"w: \(24, 16\), but .* multiples of 16",
+        ),
+    },
+    "fp8_linear_gelu_bwd": {
+        "rows of no multiple": (
+            {"d": ones(24, 16), "dgelu": ones(24, 16)},
+            r"d: \(24, 16\), but .* multiples of 16",
+        ),
+        "columns of no multiple": (
+            {"w": ones(24, 16), "dgelu": ones(16, 24), "db": ones(24)},
+            r"w: \(24, 16\), but .* multiples of 16",
+        ),
+    },
     "fp8_layer_weights": {
         "inner columns of no multiple": (
             {"w1": ones(16, 24), "b1": ones(24), "w2": ones(24, 16)},

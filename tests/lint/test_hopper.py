@@ -13,8 +13,8 @@ from building import cuda  # noqa: E402
 pytestmark = pytest.mark.slow
 
 TOOLKIT = cuda.find_toolkit()
-# HGMMA with A in shared memory, in registers: bits 0 to 11 of an instruction.
-SHARED, REGISTERS = 0x9F0, 0xDF0
+# HGMMA with A in shared memory, in registers, QGMMA: bits 0 to 11 of an instruction.
+SHARED, REGISTERS, BYTES = 0x9F0, 0xDF0, 0x9F3
 
 
 def words_of(code: bytes) -> list[int]:
@@ -40,6 +40,8 @@ def words_of(code: bytes) -> list[int]:
         ("attention_bwd_hopper", (SHARED, REGISTERS)),
         ("linear_hopper", (SHARED,)),
         ("linear_shallow_hopper", (REGISTERS,)),
+        ("cross_entropy_fp8", (BYTES,)),
+        ("linear_gelu_fp8", (BYTES,)),
     ],
 )
 def test_products_are_wgmma(source, kinds, tmp_path):

@@ -14,7 +14,7 @@ from needle.models import Pythia, PythiaConfig, pythia
 from needle.nn import LayerNorm1d, Module, Parameter, flatten_parameters, rotary_tables
 from needle.ops import fp8 as ops_fp8
 from needle.testing import call, check, prepare
-from needle.testing.fp8 import LARGE, ODD, encoded
+from needle.testing.fp8 import FORMS, LARGE, ODD, decoded, encoded
 
 # Rounding to e4m3 has an error of 2.6 % in the mean square, to e5m2 of 5.2 %; logits of x and w
 # have errors of both, so that a softmax is off by some percent too.
@@ -463,33 +463,75 @@ def test_weights_of_norm_and_w1_far_from_each_other(device):
     assert np.linalg.norm(got - exact) < 0.07 * np.linalg.norm(exact)
 
 
-def test_a_product_and_its_gelu_are_one_op_where_a_bound_is_known(device, monkeypatch):
-    """Not in float16, nor deeper than the kernels take; close to the two ops."""
-    called = []
-    for name in "fp8_linear_gelu_fwd", "fp8_linear_gelu_bwd", "fp8_quantize":
-        usual = getattr(_C, name)
-        record = lambda *a, name=name, usual=usual: called.append((name, a)) or usual(*a)
-        monkeypatch.setattr(_C, name, record)
-    fused = {"fp8_linear_gelu_fwd", "fp8_linear_gelu_bwd"}
-    for dtype, names in itertools.product(("bfloat16", "float32"), (NORM_NAMES, NAMES)):
-        found = {}
-        for deepest in 1024, 48:
-            monkeypatch.setattr(ops_fp8, "DEEPEST", deepest)
-            called.clear()
-            found[deepest] = run_layer(*layer(device, dtype, names=names))
-            bounded = fused - ({"fp8_linear_gelu_fwd"} if names is NAMES else set())
-            expected = bounded if deepest > 48 else set()
-            assert {name for name, _ in called} & fused == expected
-        one, two = (found[deepest] for deepest in (1024, 48))
-        for name in one:
-            with naming(dtype, name):
-                a, b = (x[name].numpy().astype(np.float64) for x in (one, two))
-                assert np.linalg.norm(a - b) <= CLOSE * np.linalg.norm(b)
-    called.clear()
+def test_forms_of_gelu(device):
+    """Where sums are exact: rows of x with one 1."""
+    k, m = 48, 80
+    x = _C.array(encoded(np.eye(k), "e4m3"), "uint8", device)
+    values = np.random.default_rng(0).standard_normal((m, k)) * 2
+    w = encoded(values, "e4m3")
+    one, b = _C.array(1.0, "float32", device), _C.array(np.zeros(m), "float32", device)
+    largest, pre = _C.array(16.0, "float32", device), decoded(w, "e4m3").T
+    for tanh in 0, 1:
+        operands = (x, one, _C.array(w, "uint8", device), one, b, largest, tanh)
+        y, _, scale, dgelu = _C.fp8_linear_gelu_fwd(*operands)
+        own, other = (
+            np.linalg.norm(dgelu.numpy() - FORMS[form][1](pre)) for form in (1 + tanh, 2 - tanh)
+        )
+        assert own < 0.05 * other
+        exact = FORMS[1 + tanh][0](pre) / scale.item()
+        assert np.linalg.norm(decoded(y.numpy(), "e4m3") - exact) < 0.05 * np.linalg.norm(exact)
+
+
+def record(monkeypatch):
+    """Return lists, by op, to which calls add their arguments and results."""
+    called = {name: [] for name in ("fp8_linear_gelu_fwd", "fp8_linear_gelu_bwd", "fp8_quantize")}
+    for name, calls in called.items():
+
+        def call_and_keep(*a, calls=calls, usual=getattr(_C, name)):
+            calls.append((a, usual(*a)))
+            return calls[-1][1]
+
+        monkeypatch.setattr(_C, name, call_and_keep)
+    return called
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("names", [NORM_NAMES, NAMES], ids=["norms", "plain"])
+def test_a_product_and_its_gelu_are_one_op_where_a_bound_is_known(
+    device, monkeypatch, names, dtype
+):
+    """Up to a depth that the kernels take (C, 64 here), with the scales of the two ops and results
+    close to theirs."""
+    called = record(monkeypatch)
+    found, scales = {}, {}
+    for deepest in 64, 63:
+        monkeypatch.setattr(ops_fp8, "DEEPEST", deepest)
+        for calls in called.values():
+            calls.clear()
+        found[deepest] = run_layer(*layer(device, dtype, names=names), "tanh")
+        forward, backward = called["fp8_linear_gelu_fwd"], called["fp8_linear_gelu_bwd"]
+        bounded = names is NORM_NAMES
+        assert (len(forward), len(backward)) == ((bounded, 1) if deepest == 64 else (0, 0))
+        of_gelu = [(a, r) for a, r in called["fp8_quantize"] if a[1]]
+        of_gradient = [(a, r) for a, r in called["fp8_quantize"] if a[2] is not None and not a[1]]
+        assert all(a[1] == 2 and (a[4] is not None) == bounded for a, _ in of_gelu)
+        assert all(a[5] is not None for a, _ in of_gradient)
+        assert all(a[6] == 1 for a, _ in forward)
+        scales[deepest] = [
+            r[2].item() for _, r in (forward or of_gelu) + (backward or of_gradient)
+        ]
+    assert len(scales[64]) == 2 and scales[64] == scales[63]
+    for name in found[64]:
+        with naming(name):
+            one, two = (found[n][name].numpy().astype(np.float64) for n in (64, 63))
+            assert np.linalg.norm(one - two) <= CLOSE * np.linalg.norm(two)
+
+
+def test_gelu_in_float16_has_no_bound(device, monkeypatch):
+    called = record(monkeypatch)
     run_layer(*layer(device, "float16", names=NORM_NAMES))
-    of_gelu = [a for name, a in called if name == "fp8_quantize" and a[1]]
-    assert {name for name, _ in called} == {"fp8_quantize"}
-    assert [a[4] for a in of_gelu] == [None]
+    assert not called["fp8_linear_gelu_fwd"] and not called["fp8_linear_gelu_bwd"]
+    assert [a[4] for a, _ in called["fp8_quantize"] if a[1]] == [None]
 
 
 def test_an_argument_of_gelu_beyond_float16_stays_so(device):
