@@ -1,5 +1,5 @@
-/* linear_fp8_hopper.cuh - products in FP8 whose epilogue writes FP8, on Hopper: what
- * cross_entropy_fp8.cu and linear_gelu_fp8.cu share.
+/* linear_fp8_hopper.cuh - products in FP8 whose epilogue writes FP8, on Hopper; for
+ * cross_entropy_fp8.cu and linear_gelu_fp8.cu.
  *
  *   c = x w^T     x (N, C), w (V, C) of bytes; an epilogue makes bytes (N, V) and their transpose
  *

@@ -87,7 +87,7 @@ class ProductFP8:
         return Quantized.from_parts(x.dtype, *parts), dgelu
 
     def input_grad_gelu(self, d: Quantized, dgelu: NDArray, db: NDArray | None) -> Quantized:
-        """input_grad(d) dgelu, whose column sums are added to db (float32)."""
+        """input_grad(d) dgelu, whose column sums are added to db (float32); d is in e5m2."""
         bound = self.input_grad_bound(d)
         if bound[0] is None or self.w.shape[1] > DEEPEST:
             parts = (-(-d.rows.shape[0] // 128), dgelu.shape[1])
