@@ -313,7 +313,7 @@ nd_status cpu_fp8_linear_gelu_bwd(int device, const fp8_linear_gelu_bwd_args *ar
     }
     if (status == ND_OK) {
         fp8_quantize_args end = {.x = &gradient,
-                                 .dgelu = args->dgelu,
+                                 .dgelu = (nd_array *)args->dgelu, /* only read */
                                  .e5m2 = 1,
                                  .scale_a = args->d_scale,
                                  .scale_b = args->w_scale,

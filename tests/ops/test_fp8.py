@@ -486,8 +486,9 @@ def record(monkeypatch):
     """Return lists, by op, to which calls add their arguments and results."""
     called = {name: [] for name in ("fp8_linear_gelu_fwd", "fp8_linear_gelu_bwd", "fp8_quantize")}
     for name, calls in called.items():
+        usual = getattr(_C, name)
 
-        def call_and_keep(*a, calls=calls, usual=getattr(_C, name)):
+        def call_and_keep(*a, calls=calls, usual=usual):
             calls.append((a, usual(*a)))
             return calls[-1][1]
 
