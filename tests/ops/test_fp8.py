@@ -518,9 +518,7 @@ def test_a_product_and_its_gelu_are_one_op_where_a_bound_is_known(
         assert all(a[1] == 2 and (a[4] is not None) == bounded for a, _ in of_gelu)
         assert all(a[5] is not None for a, _ in of_gradient)
         assert all(a[6] == 1 for a, _ in forward)
-        scales[deepest] = [
-            r[2].item() for _, r in (forward or of_gelu) + (backward or of_gradient)
-        ]
+        scales[deepest] = [r[2].item() for _, r in (forward or of_gelu) + (backward or of_gradient)]
     assert len(scales[64]) == 2 and scales[64] == scales[63]
     for name in found[64]:
         with naming(name):
