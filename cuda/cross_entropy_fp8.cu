@@ -100,8 +100,8 @@ struct SumsEpilogue {
     }
 };
 
-/* Puts d of WRITTEN columns, from the thread's results c. target[h]: of row h, counted from the first
- * of these columns, maybe not one of them. */
+/* Puts d of WRITTEN columns, from the thread's results c. target[h]: of row h, counted from the
+ * first of these columns, maybe not one of them. */
 template <bool TARGETS, class Shape>
 __device__ __forceinline__ void put_gradient(const linear::BytesWriter<Shape> &to, const float *c,
                                              float scale, const float (&shift)[2],

@@ -172,8 +172,8 @@ __device__ __forceinline__ void consume_bytes(const BytesProduct &f, Barriers<Sh
     }
 }
 
-/* Writes a consumer's bytes and their transpose: begin(), put() WRITTEN columns, end(). All its threads
- * call each at the same place, but for put(). */
+/* Writes a consumer's bytes and their transpose: begin(), put() WRITTEN columns, end(). All its
+ * threads call each at the same place, but for put(). */
 template <class Shape> struct BytesWriter {
     const BytesProduct &f;
     const Barriers<Shape> at;
@@ -274,7 +274,7 @@ nd_status bytes_product(const char *op, const nd_array *x, const nd_array *w, co
     return result_map(op, q_t, Shape::ROWS, Shape::WRITTEN, &f->q_t);
 }
 
-/* ND_OK if these kernels run here and take x (rows, depth), of this name, and w (columns, depth). */
+/* ND_OK if these kernels run here and take x (rows, depth), called `name`, and w (columns, depth). */
 static inline nd_status check_bytes_product(const char *op, int device, const char *name,
                                             const nd_array *x, const nd_array *w) {
     const int64_t rows = x->shape[0], depth = x->shape[1], columns = w->shape[0];

@@ -168,8 +168,8 @@ template <class T, class Shape> struct Backward : Epilogue<T, Shape> {
             add_rows(sums, across * Shape::COLUMNS, tile);
         }
     }
-    /* Writes the sums over the tile's rows. Over the eight lanes of a column first:
-     * each keeps half of its sums, three times, in the end those of columns 4 lane to 4 lane + 3. */
+    /* Writes the sums over the tile's rows. Over the eight lanes of a column first: each keeps half
+     * of its sums, three times, in the end those of columns 4 lane to 4 lane + 3. */
     __device__ __forceinline__ void add_rows(float (&sums)[4 * Base::BLOCKS], int column,
                                              int tile) const {
         const int thread = (int)threadIdx.x % WARPGROUP, lane = thread % 32;
@@ -186,7 +186,7 @@ template <class T, class Shape> struct Backward : Epilogue<T, Shape> {
                 }
             }
         }
-        /* Over the warps; before the next sums are written here, the consumer meets in begin() and end(). */
+        /* Over the warps. All read these sums before begin() and end() of the next tile. */
         const uint32_t base =
             this->to.at.base + Shape::SUMS_AT + this->to.group * (WARPGROUP / 32) * Shape::OF_WARP;
         uint32_t words[4];
