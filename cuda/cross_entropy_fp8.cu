@@ -37,9 +37,18 @@ __device__ __forceinline__ int column_of(int i) {
     return i / 8 * 16 + (threadIdx.x & 3) * 4 + (i & 1) * 2 + (i >> 2 & 1);
 }
 
+/* Targets of the thread's two rows. By begin(): the product hides the wait. */
+__device__ __forceinline__ void load_targets(const Head &f, int tile, int (&target)[2]) {
+    const int row = linear::first_row(tile);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        target[h] = row + h < f.rows ? f.targets[row + h] : -1;
+    }
+}
+
 template <int C>
 __device__ __forceinline__ void sums_of(const Head &f, float (&c)[C], float scale, int across,
-                                        int row) {
+                                        int row, int (&target)[2]) {
     const int first = across * 2 * C, left = (f.columns - first) / 16;
     if (left < C / 8) { /* beyond the last column */
 #pragma unroll
@@ -47,11 +56,8 @@ __device__ __forceinline__ void sums_of(const Head &f, float (&c)[C], float scal
             c[i] = i / 8 < left ? c[i] : -INFINITY;
         }
     }
-    int target[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        target[h] = row + h < f.rows ? f.targets[row + h] - first : -1;
-    }
+    target[0] -= first;
+    target[1] -= first;
     if (__any_sync(~0u, (target[0] >= 0 && target[0] < 2 * C) ||
                             (target[1] >= 0 && target[1] < 2 * C))) {
 #pragma unroll
@@ -92,11 +98,11 @@ __device__ __forceinline__ void sums_of(const Head &f, float (&c)[C], float scal
 struct SumsEpilogue {
     const Head &f;
     const float scale;
+    int target[2]; /* of the tile's rows */
 
-    __device__ __forceinline__ void begin(int, int) {}
-    template <int C>
-    __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) const {
-        sums_of(f, c, scale, across, linear::first_row(tile));
+    __device__ __forceinline__ void begin(int, int tile) { load_targets(f, tile, target); }
+    template <int C> __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) {
+        sums_of(f, c, scale, across, linear::first_row(tile), target);
     }
 };
 
@@ -122,18 +128,21 @@ template <class Shape> struct GradientEpilogue {
     const Head &f;
     const float scale;
     linear::BytesWriter<Shape> to;
+    int target[2]; /* of the tile's rows */
+    float shift[2];
 
-    __device__ __forceinline__ void begin(int, int) {}
-    template <int C> __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) {
+    __device__ __forceinline__ void begin(int, int tile) {
         const int row = linear::first_row(tile);
-        float shift[2];
-        int target[2];
+        load_targets(f, tile, target);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const bool inside = row + h < f.rows;
-            shift[h] = inside ? f.shift[row + h] : INFINITY;
-            target[h] = inside && shift[h] != INFINITY ? f.targets[row + h] : -1;
-            target[h] -= across * Shape::COLUMNS;
+            shift[h] = row + h < f.rows ? f.shift[row + h] : INFINITY;
+        }
+    }
+    template <int C> __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            target[h] = (shift[h] != INFINITY ? target[h] : -1) - across * Shape::COLUMNS;
         }
 #pragma unroll
         for (int half = 0; half < Shape::COLUMNS / Shape::WRITTEN; half++) {
@@ -165,10 +174,10 @@ __global__ void __launch_bounds__(Shape::THREADS, 1) head_kernel(const __grid_co
         [&](int group) {
             const float scale = *f.scale * log2_e;
             if constexpr (Shape::BUFFERS > 0) {
-                GradientEpilogue<Shape> epilogue = {f, scale, {f, at, group}};
+                GradientEpilogue<Shape> epilogue = {f, scale, {f, at, group}, {}, {}};
                 linear::consume_bytes<Shape, false>(f, at, group, epilogue);
             } else {
-                SumsEpilogue epilogue = {f, scale};
+                SumsEpilogue epilogue = {f, scale, {}};
                 linear::consume_bytes<Shape, false>(f, at, group, epilogue);
             }
         });

@@ -8,7 +8,7 @@
  *   of the column sums. Sums of 64 rows go to scratch and are added in their order.
  * Parallel, layout: linear_fp8_hopper.cuh.
  * Bytes: as there; dgelu is written or read once, four elements a lane, so that four lanes hold 16
- *   columns of a row; the backward asks for it before the product.
+ *   columns of a row; the backward asks for it before the product, the forward for b.
  */
 #include "gelu.cuh"
 #include "linear_fp8_hopper.cuh"
@@ -82,8 +82,16 @@ template <class T, class Shape> struct Epilogue {
 
 template <class T, class Shape> struct Forward : Epilogue<T, Shape> {
     using Base = Epilogue<T, Shape>;
+    Four<T> bias[Base::BLOCKS];
 
-    __device__ __forceinline__ void begin(int, int) {}
+    __device__ __forceinline__ void begin(int across, int) {
+#pragma unroll
+        for (int m = 0; m < Base::BLOCKS; m++) {
+            const int column = Base::first_column(across, m);
+            bias[m] = column < this->f.columns ? *(const Four<T> *)((const T *)this->f.b + column)
+                                               : Four<T>{};
+        }
+    }
     template <int C> __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) {
         this->to.begin();
         if (this->f.tanh) {
@@ -96,14 +104,6 @@ template <class T, class Shape> struct Forward : Epilogue<T, Shape> {
     template <bool TANH>
     __device__ __forceinline__ void apply(const float *c, int across, int tile) {
         const int row = linear::first_row(tile);
-        Four<T> bias[Base::BLOCKS] = {};
-#pragma unroll
-        for (int m = 0; m < Base::BLOCKS; m++) {
-            const int column = Base::first_column(across, m);
-            if (column < this->f.columns) {
-                bias[m] = *(const Four<T> *)((const T *)this->f.b + column);
-            }
-        }
         this->to.template put<false>([&](int m, float(&v)[2][4]) {
             const int column = Base::first_column(across, m);
             float added[4];
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
                 Backward<T, Shape> epilogue = {{f, of_product, 1.0f / scale, {f, at, group}}, {}};
                 linear::consume_bytes<Shape, true>(f, at, group, epilogue);
             } else {
-                Forward<T, Shape> epilogue = {{f, of_product, 1.0f / scale, {f, at, group}}};
+                Forward<T, Shape> epilogue = {{f, of_product, 1.0f / scale, {f, at, group}}, {}};
                 linear::consume_bytes<Shape, false>(f, at, group, epilogue);
             }
         });
