@@ -68,6 +68,12 @@ MASKED = {
     "last-block-masked": (5, 9001, 8192, 9001),
 }
 LONG = {"ignored": (40, 9001, (0, 7, 39))}
+# Rows, inner size, columns, form: beyond the CPU's blocks; more tiles than a GPU has multiprocessors.
+MLPS = [
+    (530, 40, 2100, 1),
+    (17_032, 72, 40, 1),
+    (17_032, 520, 24, 0),
+]
 
 
 def vocabulary(n, v, *more):
@@ -117,13 +123,13 @@ LARGE = [
             tanh=tanh,
             y=np.full((n, m), np.nan),
         ),
-        [(530, 40, 2100, 1)],
+        MLPS,
         lambda n, k, *more: k,
     ),
     *cases_of(
         linear_gelu_bwd,
         lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), dgelu=normal(n, k), db=normal(k)),
-        [(530, 40, 2100)],
+        [shape[:3] for shape in MLPS],
         lambda n, m, k: max(n, m),
         of_rounded=("db",),
     ),
