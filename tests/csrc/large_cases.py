@@ -68,7 +68,7 @@ MASKED = {
     "last-block-masked": (5, 9001, 8192, 9001),
 }
 LONG = {"ignored": (40, 9001, (0, 7, 39))}
-# Rows, inner size, columns, form: beyond the CPU's blocks; more tiles than a GPU has multiprocessors.
+# Rows, inner size, columns, form: past the CPU's blocks; more tiles than a GPU's multiprocessors.
 MLPS = [
     (530, 40, 2100, 1),
     (17_032, 72, 40, 1),
