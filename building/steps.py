@@ -117,9 +117,8 @@ class Step:
     edit: list[str] = dataclasses.field(default_factory=list)  # changes the output in place
 
     def digest(self) -> str:
-        """The same in a copy of the tree, where only what changed is compiled then."""
-        made_by = self.command, os.path.relpath(self.output, ROOT), self.identity, *self.edit
-        return hashlib.sha256(repr(made_by).encode()).hexdigest()
+        made_by = repr((self.command, self.output, self.identity, *self.edit))
+        return hashlib.sha256(made_by.encode()).hexdigest()
 
     def is_current(self) -> bool:
         try:
@@ -161,7 +160,7 @@ class Step:
 
 def compile_step(source: Path, objects: Path, command: list[str], identity: str) -> Step:
     out = objects / source.relative_to(ROOT).with_suffix(".o")
-    depfile, name = os.path.relpath(out.with_suffix(".d"), ROOT), str(source.relative_to(ROOT))
+    depfile, name = str(out.with_suffix(".d")), str(source.relative_to(ROOT))
     words = [*command, "-MMD", "-MF", depfile, "-c", name]
     return Step("compile", words, [source], out, out.with_suffix(".cmd"), identity)
 
