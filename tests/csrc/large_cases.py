@@ -69,7 +69,7 @@ MASKED = {
 }
 LONG = {"ignored": (40, 9001, (0, 7, 39))}
 # Rows, inner size, columns, form: past the CPU's blocks; more tiles than a GPU's multiprocessors.
-MLPS = [(530, 40, 2100, 1), (17_032, 72, 40, 1), (17_032, 520, 24, 0)]
+MLPS = [(530, 40, 2100, 1), (17_032, 72, 40, 1), (24, 72, 17_032, 1), (17_032, 520, 24, 0)]
 
 
 def vocabulary(n, v, *more):
