@@ -179,7 +179,8 @@ def _encode_all(
             yield _encode_unit(model, units[number], number, dtype, parts)
         return
     spawn, start = multiprocessing.get_context("spawn"), (tokenizer, os.getpid())
-    pool = ProcessPoolExecutor(workers, spawn, _worker_start, start)
+    with _block_sigint():  # a semaphore made halfway would never be removed
+        pool = ProcessPoolExecutor(workers, spawn, _worker_start, start)
     try:
         with _block_sigint():
             futures = [
@@ -203,7 +204,8 @@ def _encode_all(
 @contextlib.contextmanager
 def _block_sigint() -> Iterator[None]:
     """Processes that start in the block never get the Ctrl-C of their terminal. This one gets it
-    after the block, since it must not interrupt a start halfway."""
+    after the block, since it must not interrupt a start halfway. The first semaphore of
+    multiprocessing starts a process of its own and unblocks the signal: make it in a block before."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts the main thread alone
         return

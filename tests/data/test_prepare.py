@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,20 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
     else:
         assert process.returncode == 130
         assert err == "needle data: interrupted; the same command goes on\n"
+
+
+def test_ctrl_c_waits_until_the_pool_is_made(tmp_path, inputs, monkeypatch):
+    """Between a semaphore and its finalizer it would leave the semaphore behind."""
+    made = []
+
+    def interrupted(*words):
+        signal.raise_signal(signal.SIGINT)
+        made.append(ProcessPoolExecutor(*words))
+        return made[0]
+
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", interrupted)
+    assert run(tmp_path, inputs, "x", "--processes", "2") == 130
+    assert made
 
 
 @pytest.mark.slow
