@@ -204,8 +204,8 @@ def _encode_all(
 @contextlib.contextmanager
 def _block_sigint() -> Iterator[None]:
     """Processes that start in the block never get the Ctrl-C of their terminal. This one gets it
-    after the block, since it must not interrupt a start halfway. The first semaphore of
-    multiprocessing starts a process of its own and unblocks the signal: make it in a block before."""
+    after the block, since it must not interrupt a start halfway. The first semaphore of all starts
+    a process of multiprocessing's own and unblocks the signal: make it in a block before."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts the main thread alone
         return

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
 from harness import ROOT, run
 
@@ -51,24 +52,16 @@ def test_a_backend_of_another_table_is_refused_by_name(tmp_path, change, said):
         assert part in done.stdout
 
 
-def test_a_function_that_the_cpu_lacks_fails_the_build_by_name(tmp_path):
-    """Builds a copy of the tree with its objects, so that one file is compiled."""
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for part in ("csrc", "needle", "build", "building"):
-        if (ROOT / part).exists():
-            skip = shutil.ignore_patterns("ci", "check", "asan", "state", "*.so")
-            shutil.copytree(ROOT / part, tree / part, ignore=skip)
-    for file in ("setup.py", "pyproject.toml"):
-        shutil.copy2(ROOT / file, tree)
-    source = tree / "csrc/cpu/copy.c"
-    source.write_text(source.read_text().replace("nd_status cpu_fill(", "nd_status cpu_absent("))
-    build = "setup.py", "-q", "build_ext", "--inplace"
-    done = run(sys.executable, *build, cwd=tree, NEEDLE_CUDA="0")
-    said = done.stdout + done.stderr
-    assert done.returncode != 0 and "cpu_fill" in said, said
-    assert said.strip().splitlines()[-1].startswith("needle: error: _C")
-    assert not list((tree / "needle").glob("_C*.so"))
+def test_a_function_that_the_cpu_lacks_fails_the_build_by_name():
+    with mutants.copy_of_the_tree() as tree:
+        for made in (tree / "needle").glob("_C*.so"):
+            made.unlink()
+        source = tree / "csrc/cpu/copy.c"
+        source.write_text(source.read_text().replace(" cpu_fill(", " cpu_absent("))
+        said = mutants.build(tree)
+        assert "cpu_fill" in said
+        assert said.strip().splitlines()[-1].startswith("needle: error: _C"), said
+        assert not list((tree / "needle").glob("_C*.so"))
 
 
 def test_devices_have_capabilities():

@@ -69,6 +69,7 @@ def homes(root: Path, path: Path, module: str, name: str) -> list[str]:
     return []
 
 
+@cache
 def python_arrows(root: Path = ROOT) -> Arrows:
     folders = [root / "needle", *(root / folder for folder in OUTSIDE)]
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
@@ -96,6 +97,7 @@ def symbols(path: Path) -> tuple[set[str], set[str]]:
     return {name for name, *_ in lines} - undefined, undefined
 
 
+@cache
 def open_and_defined() -> dict[str, tuple[set[str], set[str]]]:
     """Symbols that each C file needs and defines, from the object that `make lib` left."""
     built = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
