@@ -50,6 +50,9 @@ from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints  # n
 from needle.models import pythia  # noqa: E402
 from needle.training import run as run_parts  # noqa: E402
 
+with contextlib.suppress(ImportError):
+    from matplotlib import pyplot, ticker  # noqa: F401
+
 STEPS = 30
 pythia.PRESETS["tiny"] = SMALL
 run_parts.SAMPLE_TOKENS = 4

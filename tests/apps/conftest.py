@@ -7,6 +7,7 @@ from small_runs import SMALL, TOKENS, flags
 
 from needle.models import pythia
 from needle.training import run as run_parts
+from needle.training.plot import plot
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +15,13 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
     monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 8)
+    monkeypatch.setattr(run_parts, "plot", lambda folder: "no plot")  # it takes as long as the run
+
+
+@pytest.fixture
+def plots(small, monkeypatch):
+    """Runs draw their loss.png."""
+    monkeypatch.setattr(run_parts, "plot", plot)
 
 
 @pytest.fixture

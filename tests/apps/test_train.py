@@ -36,6 +36,7 @@ def test_wait_for_data_is_that_of_each_step(tmp_path, texts, monkeypatch):
     assert [line["data_wait_ms"] for line in lines_of(tmp_path, "a")] == [400, 1200, 2000]
 
 
+@pytest.mark.usefixtures("plots")
 def test_run_writes_its_files(tmp_path, texts, capsys):
     assert train_pythia.main(flags(tmp_path, texts, "a")) == 0
     folder = tmp_path / "runs" / "a"
@@ -96,6 +97,7 @@ def test_run_writes_its_files(tmp_path, texts, capsys):
     assert "no tokenizer.json lies with it; give --tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("plots")
 def test_finished_run_is_left_alone_and_plotted_if_a_kill_came_before(tmp_path, tokens, capsys):
     argv = flags(tmp_path, tokens, "a", steps=3)
     assert train_pythia.main(argv) == 0

@@ -289,6 +289,7 @@ def test_data_that_cannot_be_used(tmp_path, texts, capsys):
     assert "not a tokenizer.json" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("plots")
 def test_fifo_in_the_folder_is_named(tmp_path, tokens, capsys):
     """Opened for writing it would wait for a reader."""
     for name in "lock", "metrics.jsonl":

@@ -41,6 +41,7 @@ from needle.training import ranks, session
 from needle.training import run as run_parts
 from needle.training.log import RunLog
 
+sys.modules["matplotlib"] = None  # whose import takes as long as the training
 pythia.PRESETS["tiny"] = (2, 64, 2, 256)
 run_parts.SAMPLE_TOKENS = 4
 
