@@ -98,7 +98,7 @@ __device__ __forceinline__ void sums_of(const Head &f, float (&c)[C], float scal
 struct SumsEpilogue {
     const Head &f;
     const float scale;
-    int target[2]; /* of the tile's rows; finish() counts it from its own columns */
+    int target[2]; /* of the tile's rows; finish() counts them from its own columns */
 
     __device__ __forceinline__ void begin(int, int tile) { load_targets(f, tile, target); }
     template <int C> __device__ __forceinline__ void finish(float (&c)[C], int across, int tile) {
@@ -128,7 +128,7 @@ template <class Shape> struct GradientEpilogue {
     const Head &f;
     const float scale;
     linear::BytesWriter<Shape> to;
-    int target[2]; /* of the tile's rows; finish() counts it from its own columns */
+    int target[2]; /* of the tile's rows; finish() counts them from its own columns */
     float shift[2];
 
     __device__ __forceinline__ void begin(int, int tile) {

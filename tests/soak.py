@@ -50,7 +50,7 @@ from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints  # n
 from needle.models import pythia  # noqa: E402
 from needle.training import run as run_parts  # noqa: E402
 
-with contextlib.suppress(ImportError):
+with contextlib.suppress(ImportError):  # here, not in each child
     from matplotlib import pyplot, ticker  # noqa: F401
 
 STEPS = 30

@@ -15,7 +15,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
     monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 8)
-    monkeypatch.setattr(run_parts, "plot", lambda folder: "no plot")  # it takes as long as the run
+    monkeypatch.setattr(run_parts, "plot", lambda folder: "no plot")  # one takes as long as a run
 
 
 @pytest.fixture
