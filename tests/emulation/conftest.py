@@ -2,9 +2,7 @@
 headers, and no GPU."""
 
 import ctypes
-import fcntl
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +17,12 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="session")
-def compiled(request, tmp_path_factory):
-    """file, function -> the function of that file, built once by whichever worker is first."""
+def compiled(tmp_path_factory):
+    """file, function -> the function of that file, built once."""
     toolkit = cuda.find_toolkit()
     if isinstance(toolkit, str):
         pytest.skip(f"no CUDA headers: {toolkit}")
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if hasattr(request.config, "workerinput") else folder  # all workers'
+    folder = tmp_path_factory.mktemp("emulated")
 
     @functools.cache
     def library(name: str) -> ctypes.CDLL:
@@ -33,13 +30,9 @@ def compiled(request, tmp_path_factory):
         command = [*steps.find_compiler("CXX", "c++ g++ clang++", "g++"), "-std=c++17", "-O2", "-w"]
         command += ["-fPIC", "-shared", f"-I{HERE}", "-Icuda", "-Icsrc"]
         command += [f"-I{path}" for path in toolkit.include]
-        command += ["-o", f"{out}.partial", str(HERE / f"{name}.cpp")]
-        with open(f"{out}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not out.exists():
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-                assert done.returncode == 0, done.stderr
-                os.replace(f"{out}.partial", out)
+        command += ["-o", str(out), str(HERE / f"{name}.cpp")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         return ctypes.CDLL(str(out))
 
     def function(name: str, of: str):
