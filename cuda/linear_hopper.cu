@@ -9,7 +9,8 @@
  *   depth. Depths up to 512 are linear_shallow_hopper.cu's.
  * Bytes: the L2 cache bounds smaller tiles: 64 x 128 read 12 bytes for 1,000 FLOP, these half of
  *   it. Results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word, so
- *   that four lanes hold 32 bytes of a row. dgelu is read the same way, 64 columns ahead.
+ *   that four lanes hold 32 bytes of a row. dgelu is read the same way; it and the bias are asked
+ *   for 64 columns ahead.
  */
 #include "linear_hopper.cuh"
 
@@ -99,11 +100,12 @@ template <class Shape> __device__ __forceinline__ void produce(const Linear &f, 
 /* ---- a consumer ------------------------------------------------------------------------------ */
 /* dgelu and y of a panel's sums: pairs of columns of two rows in turns. */
 template <class T, bool TANH>
-__device__ __forceinline__ void apply_gelu(const float *sums, const float2 (&bias)[8],
+__device__ __forceinline__ void apply_gelu(const float *sums, const uint32_t (&bias)[8],
                                            uint32_t (&dgelu)[16], uint32_t (&y)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-        linear::gelu_pair<T, TANH>(&sums[2 * i], bias[i / 2].x, bias[i / 2].y, dgelu[i], y[i]);
+        const float2 b = unpack_pair<T>(bias[i / 2]);
+        linear::gelu_pair<T, TANH>(&sums[2 * i], b.x, b.y, dgelu[i], y[i]);
     }
 }
 
@@ -181,29 +183,32 @@ template <class T, class Shape> struct Epilogue;
 
 template <class T> struct Epilogue<T, LinearShape<false>> {
     using Shape = LinearShape<false>;
+    uint32_t bias[8]; /* of the next fragment: columns 8 i + 2 (lane % 4) + {0, 1} */
 
-    __device__ __forceinline__ void begin(const Linear &, Fragment) {}
+    __device__ __forceinline__ void load(const Linear &f, int first_column) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int column = first_column + 8 * i + 2 * (threadIdx.x % 4);
+            bias[i] = 0;
+            if (column < f.columns) {
+                bias[i] = *reinterpret_cast<const uint32_t *>((const T *)f.bias + column);
+            }
+        }
+    }
+    __device__ __forceinline__ void begin(const Linear &f, Fragment at) { load(f, at.column); }
 
     __device__ __forceinline__ void finish(const Linear &f, Fragment at, const float *c, uint32_t,
                                            int, int) {
 #pragma unroll
         for (int panel = 0; panel < Shape::PANELS; panel++, at.column += PANEL_COLUMNS) {
-            const int mine = at.column + 2 * (threadIdx.x % 4);
-            float2 bias[8];
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const int column = mine + 8 * i;
-                bias[i] = make_float2(0.0f, 0.0f);
-                if (column < f.columns) {
-                    bias[i] = unpack_pair<T>(
-                        *reinterpret_cast<const uint32_t *>((const T *)f.bias + column));
-                }
-            }
             uint32_t dgelu[16], y[16];
             if (f.tanh) {
                 apply_gelu<T, true>(c + 32 * panel, bias, dgelu, y);
             } else {
                 apply_gelu<T, false>(c + 32 * panel, bias, dgelu, y);
+            }
+            if (panel + 1 < Shape::PANELS) {
+                load(f, at.column + PANEL_COLUMNS);
             }
             at.store<T>(f.dgelu, f.columns, dgelu);
             at.store<T>(f.out, f.out_row, y);
