@@ -175,7 +175,7 @@ def build_cuda(objects: Path, out: Path, cuda: Cuda, stays: bool) -> None:
     command += ["-ccbin", os.environ["CXX"]] if os.environ.get("CXX") else []
     command += steps.flags_from("NVCC_FLAGS")
     identity = output_of(cuda.nvcc, "--version") + output_of(*cxx, "--version")
-    sources = sorted(steps.ROOT.glob("cuda/*.cu"))
+    sources = [p for p in sorted(steps.ROOT.glob("cuda/*")) if p.suffix in (".cpp", ".cu")]
     compiles = [steps.compile_step(source, objects, command, identity) for source in sources]
     inputs = [objects / "csrc" / name for name in ("status.o", "array.o")]
     inputs += [step.output for step in compiles]

@@ -27,7 +27,7 @@
 #define EACH_OP(name) nd_status cuda_##name(int device, const name##_args *a);
 #include "../csrc/ops.def"
 
-/* ---- errors (device.cu) ---------------------------------------------------------------------- */
+/* ---- errors (device.cpp) ---------------------------------------------------------------------- */
 nd_status cuda_error(const char *op, const char *what, cudaError_t error);
 
 #define CUDA_TRY(op, call)                                 \
@@ -38,7 +38,7 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error);
         }                                                  \
     } while (0)
 
-/* ---- the device (device.cu); valid inside an op, that is, after open() ----------------------- */
+/* ---- the device (device.cpp); valid inside an op, that is, after open() ----------------------- */
 typedef struct {
     int processors;      /* multiprocessors */
     int arch;            /* 90 for compute capability 9.0 */
@@ -53,11 +53,11 @@ cudaStream_t cuda_stream(int device);
  * the portable kernels on a newer device. */
 int cuda_arch(int device);
 
-/* memory.cu: for this op alone, 256-byte aligned, undefined contents; valid for work enqueued
+/* memory.cpp: for this op alone, 256-byte aligned, undefined contents; valid for work enqueued
  * before the op returns. One call an op: a second one may hand out the same bytes. */
 nd_status cuda_scratch(int device, size_t bytes, void **out);
 
-/* device.cu: launches on the device's stream. Threads and shared memory beyond the device's limits
+/* device.cpp: launches on the device's stream. Threads and shared memory beyond the device's limits
  * are ND_ECUDA with both numbers. Blocks may start while the work before still runs (programmatic
  * dependent launch, compute capability 9.0), so every kernel begins with await_previous(). */
 nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim3 grid, dim3 block,
@@ -183,6 +183,7 @@ template <class F> static inline nd_status with_any(const char *op, nd_dtype dty
 template <class T> static inline const T *data_of(const nd_array *a) { return (const T *)a->data; }
 template <class T> static inline T *data_of(nd_array *a) { return (T *)a->data; }
 
+#ifdef __CUDACC__
 /* ---- strided walks ------------------------------------------------------------------------------
  * An nd_loop cut to what a kernel takes by value: row-major index -> offset of each operand. */
 template <int operands> struct Walk {
@@ -232,8 +233,6 @@ template <int operands> struct Walk {
         }
     }
 };
-
-#ifdef __CUDACC__
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {".git", "runs", ".pytest_cache", ".hypothesis", ".ruff_cache"}
 LEFT_OUT |= {"asan", "arm64", "check", "ci"}  # of build/, where others may write now
 SECONDS = 1200  # that a selection of tests may take
-LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cu": "cpp", ".cuh": "cpp"}
+LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cpp": "cpp", ".cu": "cpp", ".cuh": "cpp"}
 # The tests that see most mutants of a file; its longest prefix counts.
 TESTS = {
     "": "tests/lint",
@@ -192,7 +192,7 @@ def mutants_of(file: str, rng: random.Random) -> Iterator[str]:
 
 def test_mutant(file: str, mutant: str, tests: str) -> str | None:
     """Return the test that caught it, "" where it does not compile, None where it survived."""
-    cuda = file.endswith((".cu", ".cuh"))
+    cuda = file.startswith("cuda/")
     with copy_of_the_tree() as tree:
         (tree / file).write_text(mutant)
         if not file.endswith(".py") and build(tree, cuda):
@@ -214,7 +214,7 @@ def main() -> int:
     for file in arguments.files:
         tests = arguments.tests or TESTS[max((p for p in TESTS if file.startswith(p)), key=len)]
         with copy_of_the_tree() as tree:
-            if failed := caught_by(tree, tests, file.endswith((".cu", ".cuh"))):
+            if failed := caught_by(tree, tests, file.startswith("cuda/")):
                 parser.error(f"{file}: without a mutant `pytest {tests}` does not pass: {failed}")
         drawn = mutants_of(file, random.Random(f"{arguments.seed} {file}"))
         done = 0

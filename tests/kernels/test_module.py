@@ -1,4 +1,4 @@
-"""needle/kernels/kernel.py, csrc/python/kernel.c and cuda/module.cu on a GPU: launches, limits,
+"""needle/kernels/kernel.py, csrc/python/kernel.c and cuda/module.cpp on a GPU: launches, limits,
 graphs, lifetimes, faults; what is read from machine code against what the driver says."""
 
 import ctypes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness import ROOT
 
-C_KINDS = {".c", ".h", ".cu", ".cuh", ".def"}
+C_KINDS = {".c", ".h", ".cpp", ".cu", ".cuh", ".def"}
 
 
 def files(*patterns: str) -> list[Path]:

@@ -9,7 +9,7 @@ from harness import ROOT, naming
 from sources import C_FILES, PY_FILES, code, files, name
 
 # The files of cuda/ that are no ops: what they fill of the vtable needs the device and the graphs.
-FILL_VTABLE = {"device.cu", "memory.cu", "transfer.cu", "event.cu", "graph.cu", "module.cu"}
+FILL_VTABLE = {"device.cpp", "memory.cpp", "transfer.cpp", "event.cpp", "graph.cpp", "module.cpp"}
 FILL_VTABLE |= {"backend.cu", "checks.cu"}
 
 

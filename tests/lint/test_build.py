@@ -219,7 +219,7 @@ while [ $# -gt 0 ]; do
     -o) out=$2; shift ;;
     -MF) dep=$2; shift ;;
     -Xcompiler | -ccbin | -Werror) shift ;;
-    *.cu) src=$1 ;;
+    *.cpp | *.cu) src=$1 ;;
     esac
     shift
 done
@@ -336,7 +336,7 @@ class Tree:
         self.write("cuda/shared.cuh", "#define PART 1\n")
         self.write("cuda/one.cu", '#include "shared.cuh"\nint one() { return PART; }\n')
         self.write(
-            "cuda/two.cu",
+            "cuda/two.cpp",
             'extern "C" int cublasLtCreate();\n#pragma GCC visibility push(default)\n'
             'extern "C" int needle_backend() { return cublasLtCreate(); }\n'
             "int as_in_std() { return 0; }\n",
@@ -460,7 +460,7 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
     assert tree.compiled(**env) == ["cuda/one.cu"]
     changed = tree.compiled(**{**env, "NEEDLE_CUDA_ARCHS": "80"})
     # module.c tells the archs
-    assert changed == ["csrc/python/module.c", "cuda/one.cu", "cuda/two.cu"]
+    assert changed == ["csrc/python/module.c", "cuda/one.cu", "cuda/two.cpp"]
     dynamic = run("readelf", "-d", library).stdout
     assert "libcublasLt.so.13" in dynamic and str(toolkit / "lib") in dynamic
     assert "libcudart" not in dynamic
@@ -477,7 +477,7 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
 
 
 def test_a_missing_cuda_function_does_not_link(tree, toolkit):
-    tree.write("cuda/two.cu", "int absent(); int two() { return absent(); }\n")
+    tree.write("cuda/two.cpp", "int absent(); int two() { return absent(); }\n")
     status, text = tree.build(NEEDLE_CUDA="1", NEEDLE_CUDA_ARCHS="80", CUDA_HOME=str(toolkit))
     assert status != 0 and "absent" in text
     assert text.strip().splitlines()[-1].startswith("needle: error: _cuda.so does not link")

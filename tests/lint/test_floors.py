@@ -168,7 +168,7 @@ def read_tree(text: str) -> dict[str, int]:
             there = (p for p in (ROOT / word, folder / word) if p.exists())
             path = next((p for p in there if p.is_file() or word[-1] == "/"), None)
             if path is None and word != CORE:
-                looks = re.fullmatch(r"[\w./]+(\.(py|c|h|def|cu|cuh)|/)", word)
+                looks = re.fullmatch(r"[\w./]+(\.(py|c|h|def|cpp|cu|cuh)|/)", word)
                 assert not looks, f"docs/walk.md, The tree: {word} is not there: {line}"
                 break
             path = ROOT / word if path is None else path

@@ -1,4 +1,4 @@
-/* transfer.cu - bytes between host and device: blocking and asynchronous copies, pinned buffers.
+/* transfer.cpp - bytes between host and device: blocking and asynchronous copies, pinned buffers.
  *
  * An asynchronous copy goes through pinned memory, because one from or to pageable memory blocks
  * its caller. An event after the last copy of a block tells when the block may be read or written

@@ -1,4 +1,4 @@
-/* event.cu - points in a device's stream, and the time between two of them. */
+/* event.cpp - points in a device's stream, and the time between two of them. */
 #include "device.cuh"
 
 struct nd_event {

@@ -1,4 +1,4 @@
-/* graph.cu - CUDA graphs: the memory of recorded work, its capture, its launch (graph.cuh).
+/* graph.cpp - CUDA graphs: the memory of recorded work, its capture, its launch (graph.cuh).
  *
  * Blocks are handed out by their exact rounded size, last in first out. The captured run makes the
  * same calls in the same order as the run before it, so it finds every size it asks for, and two

@@ -1,4 +1,4 @@
-/* memory.cu - the memory of arrays, and scratch for ops.
+/* memory.cpp - the memory of arrays, and scratch for ops.
  *
  * Memory comes from a stream-ordered pool of our own on each device (threshold at its maximum, so
  * that freed memory stays for the next call); reset() can thus give everything back without

@@ -1,4 +1,4 @@
-/* device.cu - the state of each device, faults, and the way into a call.
+/* device.cpp - the state of each device, faults, and the way into a call.
  *
  * Faults. The first error that ends the context is kept; from then on every call returns it and
  * release() does nothing. The state is never destroyed, so that nothing here runs after the

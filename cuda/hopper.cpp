@@ -1,4 +1,4 @@
-/* hopper.cu - the host's side of hopper.cuh: when its kernels are taken, and tensor maps. */
+/* hopper.cpp - the host's side of hopper.cuh: when its kernels are taken, and tensor maps. */
 #include "hopper.cuh"
 
 namespace hopper {

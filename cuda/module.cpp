@@ -1,4 +1,4 @@
-/* module.cu - kernels of the user's own: machine code loaded, looked up, launched, unloaded.
+/* module.cpp - kernels of the user's own: machine code loaded, looked up, launched, unloaded.
  *
  * A module is a library of the runtime. A kernel lives as long as its module; the shared memory
  * that it may use beyond the 48 KiB that every kernel has is asked for when a launch first needs
