@@ -54,10 +54,11 @@ template <> __device__ __forceinline__ bool result<bool>(float x) { return x != 
 /* x and, with `binary`, y and out are flat arrays of vectors; `tail` elements are left after
  * them. */
 template <class Fn, class T, class O, bool binary>
-__global__ void __launch_bounds__(threads)
-    flat_kernel(const T *x, const T *y, O *out, int64_t vectors, int tail) {
+__global__ void __launch_bounds__(threads) flat_kernel(Operands a, int64_t vectors, int tail) {
     await_previous();
     constexpr int N = Vec<T>::size;
+    const T *x = (const T *)a.x, *y = (const T *)a.y;
+    O *out = (O *)a.out;
     const Fn fn;
     const int64_t base = (int64_t)blockIdx.x * (threads * unroll) + threadIdx.x;
     Vec<T> xs[unroll], ys[unroll];
@@ -201,70 +202,78 @@ bool vectors_fit(const Operands &a, const nd_loop &loop, int count, size_t size,
     return true;
 }
 
-/* x and y both arrays (unary ops have no y), and one axis that all of them walk densely. */
-template <bool binary> bool is_flat(const Operands &a, const nd_loop &loop) {
-    return loop.ndim == 1 && a.x && loop.strides[1][0] == 1 &&
-           (!binary || (a.y && loop.strides[2][0] == 1));
-}
+/* The kernels of an op, those of floats for float32, bfloat16 and float16. Everything on the host
+ * is compiled once, for all ops. */
+struct Kernels {
+    void (*flat[3])(Operands a, int64_t vectors, int tail);
+    void (*vector[3])(Operands a, Walk<3> walk, int64_t vectors, int tail);
+    void (*any_float)(Operands a, Walk<3> walk, nd_dtype dtype, nd_dtype out_dtype);
+    void (*any_integer)(Operands a, Walk<3> walk, nd_dtype dtype, nd_dtype out_dtype);
+    Types types;
+    bool compares, binary;
+};
 
-template <class Fn, class T, class O, bool binary>
-nd_status run_flat(const char *op, int device, const Operands &a, int64_t size) {
-    constexpr int N = Vec<T>::size;
-    const int64_t blocks = ceil_div<int64_t>(size / N, threads * unroll);
-    return cuda_launch(op, device, flat_kernel<Fn, T, O, binary>, blocks ? (unsigned)blocks : 1,
-                       threads, 0, (const T *)a.x, (const T *)a.y, (O *)a.out, size / N,
-                       (int)(size % N));
-}
-
-template <class Fn, class T, class O>
-nd_status run_vectors(const char *op, int device, const Operands &a, const nd_loop &loop) {
-    constexpr int N = Vec<T>::size;
-    Walk<3> walk(loop);
-    int last = loop.ndim - 1, tail = (int)(loop.shape[last] % N);
-    int64_t vectors = loop.size / N;
-    walk.shape[last] /= N;
-    walk.size = vectors;
-    for (int k = 0; k < 3; k++) {
-        walk.strides[k][last] *= N; /* a step of the last axis is a vector now; 0 still repeats */
-    }
-    unsigned grid = cuda_grid(device, ceil_div<int64_t>(vectors, threads * unroll), 4096);
-    return cuda_launch(op, device, vector_kernel<Fn, T, O>, grid, threads, 0, a, walk, vectors,
-                       tail);
-}
+template <bool compares, class T> using Result = std::conditional_t<compares, bool, T>;
 
 template <class Fn, Types types, bool compares, bool binary>
-nd_status elementwise(const char *op, int device, const nd_array *x, const nd_array *y,
-                      double x_scalar, double y_scalar, nd_array *out) {
+const Kernels kernels_of = {
+    {flat_kernel<Fn, float, Result<compares, float>, binary>,
+     flat_kernel<Fn, bf16, Result<compares, bf16>, binary>,
+     flat_kernel<Fn, f16, Result<compares, f16>, binary>},
+    {vector_kernel<Fn, float, Result<compares, float>>,
+     vector_kernel<Fn, bf16, Result<compares, bf16>>,
+     vector_kernel<Fn, f16, Result<compares, f16>>},
+    any_kernel<Fn, float>,
+    any_kernel<Fn, std::conditional_t<types == ANY, int64_t, float>>,
+    types,
+    compares,
+    binary,
+};
+
+/* x and y both arrays (unary ops have no y), and one axis that all of them walk densely. */
+bool is_flat(const Kernels &kernels, const Operands &a, const nd_loop &loop) {
+    return loop.ndim == 1 && a.x && loop.strides[1][0] == 1 &&
+           (!kernels.binary || (a.y && loop.strides[2][0] == 1));
+}
+
+nd_status elementwise(const char *op, int device, const Kernels &kernels, const nd_array *x,
+                      const nd_array *y, double x_scalar, double y_scalar, nd_array *out) {
     const nd_array *operands[3] = {out, x, y};
     nd_loop loop;
     nd_collapse(3, operands, &loop);
     if (loop.size == 0) {
         return ND_OK;
     }
-    nd_dtype dtype = x ? x->dtype : y->dtype;
-    Operands a = {out->data, x ? x->data : nullptr, y ? y->data : nullptr, x_scalar, y_scalar};
-    unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 4096);
-    if (!nd_dtype_is_float(dtype)) {
-        if constexpr (types == ANY) {
-            return cuda_launch(op, device, any_kernel<Fn, int64_t>, grid, threads, 0, a,
-                               Walk<3>(loop), dtype, out->dtype);
-        }
+    const nd_dtype dtype = x ? x->dtype : y->dtype;
+    const bool is_float = nd_dtype_is_float(dtype);
+    if (!is_float && kernels.types == FLOAT) {
         return nd_error(ND_ETYPE, "%s: dtype %s: must be float32, bfloat16 or float16", op,
                         nd_dtype_name(dtype));
     }
-    return with_float(op, dtype, [&](auto tag) -> nd_status {
-        using T = typename decltype(tag)::type;
-        using O = std::conditional_t<compares, bool, T>;
-        if (out->dtype == (compares ? ND_BOOL : dtype) &&
-            vectors_fit(a, loop, Vec<T>::size, sizeof(T), sizeof(O))) {
-            if (is_flat<binary>(a, loop)) {
-                return run_flat<Fn, T, O, binary>(op, device, a, loop.size);
-            }
-            return run_vectors<Fn, T, O>(op, device, a, loop);
-        }
-        return cuda_launch(op, device, any_kernel<Fn, float>, grid, threads, 0, a, Walk<3>(loop),
-                           dtype, out->dtype);
-    });
+    Operands a = {out->data, x ? x->data : nullptr, y ? y->data : nullptr, x_scalar, y_scalar};
+    Walk<3> walk(loop);
+    const int count = (int)(16 / nd_dtype_size(dtype)); /* elements of a vector */
+    if (!is_float || out->dtype != (kernels.compares ? ND_BOOL : dtype) ||
+        !vectors_fit(a, loop, count, nd_dtype_size(dtype), nd_dtype_size(out->dtype))) {
+        const unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 4096);
+        return cuda_launch(op, device, is_float ? kernels.any_float : kernels.any_integer, grid,
+                           threads, 0, a, walk, dtype, out->dtype);
+    }
+    const int kind = dtype == ND_F32 ? 0 : dtype == ND_BF16 ? 1 : 2, last = loop.ndim - 1;
+    const int tail = (int)(loop.shape[last] % count);
+    const int64_t vectors = loop.size / count;
+    const int64_t blocks = ceil_div<int64_t>(vectors, threads * unroll);
+    if (is_flat(kernels, a, loop)) {
+        return cuda_launch(op, device, kernels.flat[kind], blocks ? (unsigned)blocks : 1, threads,
+                           0, a, vectors, tail);
+    }
+    walk.shape[last] /= count;
+    walk.size = vectors;
+    for (int k = 0; k < 3; k++) {
+        walk.strides[k][last] *= count; /* a step is a vector now; 0 still repeats */
+    }
+    return cuda_launch(op, device, kernels.vector[kind], cuda_grid(device, blocks, 4096), threads,
+                       0, a, walk, vectors, tail);
 }
 
 #define EW1(name, types, formula)                                                  \
@@ -284,19 +293,19 @@ nd_status elementwise(const char *op, int device, const nd_array *x, const nd_ar
 
 } // namespace
 
-#define EW1(name, types, formula)                                                              \
-    nd_status cuda_##name(int device, const name##_args *a) {                                  \
-        return elementwise<name##_fn, types, false, false>(#name, device, a->x, nullptr, 0, 0, \
-                                                           a->out);                            \
+#define EW1(name, types, formula)                                                           \
+    nd_status cuda_##name(int device, const name##_args *a) {                               \
+        return elementwise(#name, device, kernels_of<name##_fn, types, false, false>, a->x, \
+                           nullptr, 0, 0, a->out);                                          \
     }
-#define EW2(name, types, formula)                                                                 \
-    nd_status cuda_##name(int device, const name##_args *a) {                                     \
-        return elementwise<name##_fn, types, false, true>(#name, device, a->x, a->y, a->x_scalar, \
-                                                          a->y_scalar, a->out);                   \
+#define EW2(name, types, formula)                                                                \
+    nd_status cuda_##name(int device, const name##_args *a) {                                    \
+        return elementwise(#name, device, kernels_of<name##_fn, types, false, true>, a->x, a->y, \
+                           a->x_scalar, a->y_scalar, a->out);                                    \
     }
-#define CMP(name, formula)                                                                     \
-    nd_status cuda_##name(int device, const name##_args *a) {                                  \
-        return elementwise<name##_fn, ANY, true, true>(#name, device, a->x, a->y, a->x_scalar, \
-                                                       a->y_scalar, a->out);                   \
+#define CMP(name, formula)                                                                    \
+    nd_status cuda_##name(int device, const name##_args *a) {                                 \
+        return elementwise(#name, device, kernels_of<name##_fn, ANY, true, true>, a->x, a->y, \
+                           a->x_scalar, a->y_scalar, a->out);                                 \
     }
 #include "../csrc/ops.def"
