@@ -18,7 +18,7 @@ from typing import Any, ClassVar, overload
 import numpy as np
 
 from needle import generation, nn, ops
-from needle.autograd import Tensor, is_grad_enabled
+from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, array, given_device
 from needle.block_mask import BlockMask
 from needle.hooks import Hooked, hook_names
@@ -36,10 +36,10 @@ class LanguageModel(Texts, Hooked):
     # True to compute layers again in the backward, which saves memory (nn.recompute); None for a
     # class whose `hidden` does not support it.
     recompute: bool | None = None
-    # True to compute loss() in FP8; use_fp8() sets it where that is possible.
+    # True to compute in FP8 where gradients are wanted; use_fp8() sets it where that is possible.
     fp8: bool = False
-    # True where layers take FP8 too: `hidden` then has a parameter fp8.
-    layers_take_fp8: bool = False
+    # The layers whose products `hidden` then computes in FP8: "layers", "3 of 24 layers", or "".
+    layers_in_fp8: str = ""
     # The ranks that share each sequence; `shares` is True for a class whose `hidden` supports it.
     group: Any = None
     shares: bool = False
@@ -71,9 +71,9 @@ class LanguageModel(Texts, Hooked):
                 module.group = group
 
     def use_fp8(self) -> None:
-        """Compute products of loss() in FP8, unless gradients are disabled, for batches of a
-        multiple of 16 tokens; others are computed as before. `parts_in_fp8` says whether they are
-        those of the head (ops.linear_cross_entropy), of layers (ops.attention_mlp) or both.
+        """Compute products in FP8, unless gradients are disabled, for batches of a multiple of 16
+        tokens; others are computed as before. `parts_in_fp8` names them: those of the head, in
+        loss() alone (ops.linear_cross_entropy), of layers (ops.attention_mlp) or both.
         `model.fp8 = False` ends it. ValueError where the model or its GPU cannot."""
         if type(self).forward is not LanguageModel.forward:
             raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")
@@ -103,9 +103,9 @@ class LanguageModel(Texts, Hooked):
 
     @property
     def parts_in_fp8(self) -> str:
-        """What use_fp8() takes: "head", "layers", "head and layers", or "" for nothing."""
+        """What use_fp8() takes: "head", "head and layers", "1 of 2 layers" ..., "" for nothing."""
         head = self._has_plain_head and ops.LinearCrossEntropyFP8.serves(*self._head_sizes)
-        return " and ".join(["head"] * head + ["layers"] * self.layers_take_fp8)
+        return " and ".join(filter(None, ["head" * head, self.layers_in_fp8]))
 
     @property
     def _head_sizes(self) -> tuple[int, int]:
@@ -174,8 +174,7 @@ class LanguageModel(Texts, Hooked):
         head = self.embed_out
         ids, wanted = self._ids_and_targets(input_ids, targets)
         transposed = isinstance(head, nn.TiedHead)
-        layers = self.fp8 and self.layers_take_fp8 and is_grad_enabled()
-        hidden = self.hidden(ids, fp8=True) if layers else self.hidden(ids)
+        hidden = self.hidden(ids)
         return ops.linear_cross_entropy(hidden, head.weight, wanted, transposed, self.fp8)
 
     def _ids_and_targets(self, input_ids: Any, targets: Any) -> tuple[NDArray, NDArray]:

@@ -135,6 +135,7 @@ training
   --grad-accum N     micro-batches a step
   --seed N           of everything; --init-seed, --data-seed
   --device NAME      auto, cpu, cuda or cuda:INDEX; --gpus N
+  --fp8              products in FP8: faster on a Hopper GPU
 output
   --name NAME        the run is runs/NAME; --out FOLDER
   --resume WHAT      go on: auto, the folder of a run, or a checkpoint

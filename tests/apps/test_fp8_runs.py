@@ -101,7 +101,7 @@ def test_layers_with_other_modules_inside_are_not_said_to_be_in_fp8(monkeypatch)
         def forward(self, x):
             return super().forward(x)
 
-    for layer, parts in zip(model.layers, ("head and layers", "head")):
+    for layer, parts in zip(model.layers, ("head and 1 of 2 layers", "head")):
         layer.mlp.dense_h_to_4h = Own(32, 128)
         model.use_fp8()
         assert model.parts_in_fp8 == parts

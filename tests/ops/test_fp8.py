@@ -308,9 +308,13 @@ def test_layers_of_a_model(device, monkeypatch):
         def forward(self, x, rotary, mask=None, cache=None):
             return super().forward(x, rotary, mask, cache)
 
-    def step(fp8=True, recompute=False, hooks=None, own=()):
+    class OwnModel(Pythia):
+        def hidden(self, ids, cache=None):
+            return super().hidden(ids, cache)
+
+    def step(fp8=True, recompute=False, hooks=None, own=(), kind=Pythia):
         np.random.seed(0)
-        model = Pythia(config, device)
+        model = kind(config, device)
         for i in own:
             model.layers[i].__class__ = Own
         flat = flatten_parameters(model)
@@ -332,6 +336,7 @@ def test_layers_of_a_model(device, monkeypatch):
     again = step(recompute=True)
     assert_same_bits(loss, again[1], "recompute")
     assert_same_bits(grad, again[3], "recompute")
+    assert_same_bits(loss, step(kind=OwnModel)[1], "a hidden() of one's own")
     _, plain, _, plain_grad = step(fp8=False)
     assert_same_bits(plain, evaluated, "evaluation")
     off = np.linalg.norm(grad.numpy() - plain_grad.numpy()) / np.linalg.norm(plain_grad.numpy())
@@ -342,13 +347,15 @@ def test_layers_of_a_model(device, monkeypatch):
     assert step()[0] == "layers"
     with pytest.raises(ValueError, match="^fp8: width 32 .* no layer takes FP8$"):
         step(own=(0, 1))
-    assert step(own=(1,))[1].item() != plain.item()
+    one = step(own=(1,))
+    assert one[0] == "1 of 2 layers" and one[1].item() != plain.item()
     monkeypatch.undo()
     assert step()[0] == "head"
 
 
 def test_norms_of_a_layer_are_quantized_by_themselves_where_they_are_seen(device, monkeypatch):
     """Their results exist for hooks, norms of one's own and two eps; not else."""
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
     called = []
     fused = ops.norm_attention_mlp
     monkeypatch.setattr(
@@ -366,7 +373,8 @@ def test_norms_of_a_layer_are_quantized_by_themselves_where_they_are_seen(device
         change(model)
         called.clear()
         with model.hooks(hooks or {}):
-            y = model.hidden(_C.array(ids, "int32", device), fp8=fp8)
+            model.fp8 = fp8
+            y = model.hidden(_C.array(ids, "int32", device))
         return len(called), y.numpy()
 
     def own(model):
