@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, naming, run
+from harness import OPEN_MPI, ROOT, naming, run
 
 from needle import _C
 from needle.diagnose import ranks
@@ -73,10 +73,9 @@ def injected(tmp_path_factory):
 def diagnose(folder, count, *words, plan=NOTHING, **more):
     """(exit code, lines, seconds)."""
     environ = {
+        **OPEN_MPI,
         "PLAN": json.dumps(plan),
         "PYTHONPATH": str(folder),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "NEEDLE_REQUIRE_CUDA": "0",
         **more,
     }

@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-from harness import ROOT, run
+from harness import OPEN_MPI, ROOT, run
 
 from needle.checkpoint import checkpoint_path
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TIMING = ("tokens_per_second", "data_wait_ms", "seconds")
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-ENVIRON = {**AS_ROOT, "PYTHONPATH": str(ROOT)}
+ENVIRON = {**OPEN_MPI, "PYTHONPATH": str(ROOT)}
 
 
 def mpirun() -> list[str]:
