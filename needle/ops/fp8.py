@@ -17,12 +17,14 @@ def whole_sizes(*sizes: int) -> bool:
 
 
 class Quantized:
-    """Rows x (N, C) in FP8: `rows` as they lie and `columns`, their transpose, times `scale`.
+    """Rows x (N, C) in FP8: x is `scale` times `rows`, rounded; `columns` is their transpose.
 
-    gelu: 0; 1 (erf) or 2 (tanh): of gelu(x) instead, and `dgelu` receives gelu'(x). dgelu alone: of
-    x dgelu, of which `sums` receives the column sums of 128 rows each. largest: the largest |x|, or
-    a number above it, if known. bound: |x| is at most the product of these two scales and this
-    number."""
+    gelu: 1 (erf) or 2 (tanh) quantizes gelu(x), and writes gelu'(x) to `dgelu`; 0 does not.
+    dgelu without gelu: x dgelu is quantized, and the sums of its columns, of 128 rows each, are
+    written to `sums` (ceil(N / 128), C), float32.
+    largest: the largest |x|, or a number above it, if known.
+    bound: |x| is at most the product of these two scales and this number.
+    The last two save reading x twice."""
 
     def __init__(
         self,
