@@ -231,7 +231,7 @@ def test_help_is_a_screen_of_flags_that_exist(capsys):
     screen, every = texts["--help"], texts["all"]
     assert texts["-h"] == screen
     assert len(screen.splitlines()) <= 48 and max(map(len, screen.splitlines())) <= 80
-    shown = set(re.findall(r"--[a-z][a-z-]*", screen))
+    shown = set(re.findall(r"--[a-z][a-z0-9-]*", screen))
     assert {"--help", "--model", "--data", "--steps", "--resume", "--layers", "--keep"} <= shown
     assert all(f"\n  {flag} " in every or flag == "--help" for flag in shown)
     for topic in "model", "data", "training", "output":
