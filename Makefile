@@ -40,7 +40,7 @@ TRAIN_NEEDS := tokenizers tqdm matplotlib backports.zstd
 TRAIN_LIKES := $(TRAIN_NEEDS) pynvml:nvidia-ml-py
 TEST_NEEDS := $(TRAIN_NEEDS) safetensors pytest xdist:pytest-xdist hypothesis
 TEST_LIKES := aiohttp msgspec pynvml:nvidia-ml-py
-C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
+C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cpp cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, overload
 import numpy as np
 
 from needle import generation, nn, ops
-from needle.autograd import Tensor
+from needle.autograd import Tensor, is_grad_enabled
 from needle.backend_ndarray import Device, NDArray, array, given_device
 from needle.block_mask import BlockMask
 from needle.hooks import Hooked, hook_names
@@ -36,9 +36,10 @@ class LanguageModel(Texts, Hooked):
     # True to compute layers again in the backward, which saves memory (nn.recompute); None for a
     # class whose `hidden` does not support it.
     recompute: bool | None = None
-    # True to compute in FP8 where gradients are wanted; use_fp8() sets it where that is possible.
+    # True to compute loss() in FP8; use_fp8() sets it where that is possible.
     fp8: bool = False
-    # The layers whose products `hidden` then computes in FP8: "layers", "3 of 24 layers", or "".
+    # The layers that then are in FP8: "layers", "3 of 24 layers", or "" for none. Where there are
+    # some, loss() calls `hidden` with fp8=True.
     layers_in_fp8: str = ""
     # The ranks that share each sequence; `shares` is True for a class whose `hidden` supports it.
     group: Any = None
@@ -71,9 +72,9 @@ class LanguageModel(Texts, Hooked):
                 module.group = group
 
     def use_fp8(self) -> None:
-        """Compute products in FP8, unless gradients are disabled, for batches of a multiple of 16
-        tokens; others are computed as before. `parts_in_fp8` names them: those of the head, in
-        loss() alone (ops.linear_cross_entropy), of layers (ops.attention_mlp) or both.
+        """Compute products of loss() in FP8, unless gradients are disabled, for batches of a
+        multiple of 16 tokens; others are computed as before. `parts_in_fp8` names them: those of
+        the head (ops.linear_cross_entropy), of layers (ops.attention_mlp) or both.
         `model.fp8 = False` ends it. ValueError where the model or its GPU cannot."""
         if type(self).forward is not LanguageModel.forward:
             raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")
@@ -174,7 +175,8 @@ class LanguageModel(Texts, Hooked):
         head = self.embed_out
         ids, wanted = self._ids_and_targets(input_ids, targets)
         transposed = isinstance(head, nn.TiedHead)
-        hidden = self.hidden(ids)
+        layers = self.fp8 and is_grad_enabled() and self.layers_in_fp8
+        hidden = self.hidden(ids, fp8=True) if layers else self.hidden(ids)
         return ops.linear_cross_entropy(hidden, head.weight, wanted, transposed, self.fp8)
 
     def _ids_and_targets(self, input_ids: Any, targets: Any) -> tuple[NDArray, NDArray]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from needle import hf, init, nn, ops
-from needle.autograd import Tensor, is_grad_enabled
+from needle.autograd import Tensor
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
 from needle.files import FileError
@@ -418,12 +418,13 @@ class Pythia(FactoredWeights, LanguageModel):
         tables = nn.rotary_tables(config.max_seq_len, config.rotary_dims, config.rotary_base)
         self._rotary = tuple(array(table, "float32", self.device) for table in tables)
 
-    def hidden(self, ids: NDArray, cache: Cache | None = None) -> Tensor:
+    def hidden(self, ids: NDArray, cache: Cache | None = None, fp8: bool = False) -> Tensor:
+        """fp8: compute the products of layers in FP8; a module in the place of one is called as it
+        is."""
         rotary, mask = (self._rotary, None) if cache else self._of_tokens(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
-        fp8 = self.fp8 and is_grad_enabled() and self._layers_gain_by_fp8
         for i, layer in enumerate(self.layers):
-            fused = fp8 and nn.fuses_as(layer, Layer)  # others have no parameter for it
+            fused = fp8 and nn.fuses_as(layer, Layer)
             if self.recompute and cache is None:
                 x = nn.recompute(layer, x, rotary, mask, *[None, True] * fused)
             else:
@@ -431,15 +432,15 @@ class Pythia(FactoredWeights, LanguageModel):
         return self.final_layer_norm(x)
 
     @property
-    def _layers_gain_by_fp8(self) -> bool:
-        config = self.config
-        return config.hidden_size >= FP8_LAYERS_FROM and whole_sizes(config.intermediate_size)
-
-    @property
     def layers_in_fp8(self) -> str:
-        """Those that are one op (ops.attention_mlp), from a width on at which it saves time."""
+        """Those that are one op (ops.attention_mlp), from a width on at which it saves time; none
+        of a subclass that writes its own hidden()."""
+        config, own = self.config, type(self).hidden is not Pythia.hidden
+        wide = config.hidden_size >= FP8_LAYERS_FROM and whole_sizes(config.intermediate_size)
+        if own or not wide:
+            return ""
         one_op = [nn.fuses_as(x, Layer) and x._ends_in_one_product() for x in self.layers]
-        if not (self._layers_gain_by_fp8 and any(one_op)):
+        if not any(one_op):
             return ""
         return "layers" if all(one_op) else f"{sum(one_op)} of {len(one_op)} layers"
 

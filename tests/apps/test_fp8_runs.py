@@ -109,13 +109,14 @@ def test_layers_with_other_modules_inside_are_not_said_to_be_in_fp8(monkeypatch)
     assert model.parts_in_fp8 == "head"
 
 
-def test_a_nan_in_front_of_the_head_names_its_step(tmp_path, tokens, capsys, monkeypatch):
+@pytest.mark.parametrize("value", [np.nan, np.inf])  # either makes a scale NaN
+def test_a_nan_in_front_of_the_head_names_its_step(value, tmp_path, tokens, capsys, monkeypatch):
     loss, calls = ndl.Pythia.loss, []
 
     def broken(self, *given):
         calls.append(given)
         if len(calls) == 4:
-            self.final_layer_norm.weight.cached_data[0] = np.nan
+            self.final_layer_norm.weight.cached_data[0] = value
         return loss(self, *given)
 
     monkeypatch.setattr(ndl.Pythia, "loss", broken)

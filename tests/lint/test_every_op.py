@@ -29,7 +29,7 @@ HELPERS = {"reduced_to", "spread", "const"}
 def test_each_op_of_the_table_has_one_function(prefix, folder):
     """Written out for an OP; for the others it follows from the formula."""
     pattern = re.compile(rf"^[^\n;#]*\b{prefix}_(\w+)\s*\([^;{{]*\)\s*\{{", re.MULTILINE)
-    sources = files(f"{folder}/*.c", f"{folder}/*.cu")
+    sources = files(f"{folder}/*.c*")
     written = [(op, name(path)) for path in sources for op in pattern.findall(code(path))]
     for op, entry in OPS.items():
         found = [path for defined, path in written if defined == op]

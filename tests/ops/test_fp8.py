@@ -336,7 +336,12 @@ def test_layers_of_a_model(device, monkeypatch):
     again = step(recompute=True)
     assert_same_bits(loss, again[1], "recompute")
     assert_same_bits(grad, again[3], "recompute")
-    assert_same_bits(loss, step(kind=OwnModel)[1], "a hidden() of one's own")
+    parts, of_own, *_ = step(kind=OwnModel)  # calls hidden() as extending.md has it
+    assert parts == "head" and of_own.item() not in (loss.item(), evaluated.item())
+    model = Pythia(config, device)
+    before = model(ids)[0].cached_data
+    model.use_fp8()
+    assert_same_bits(before, model(ids)[0].cached_data, "forward()")
     _, plain, _, plain_grad = step(fp8=False)
     assert_same_bits(plain, evaluated, "evaluation")
     off = np.linalg.norm(grad.numpy() - plain_grad.numpy()) / np.linalg.norm(plain_grad.numpy())
@@ -355,7 +360,6 @@ def test_layers_of_a_model(device, monkeypatch):
 
 def test_norms_of_a_layer_are_quantized_by_themselves_where_they_are_seen(device, monkeypatch):
     """Their results exist for hooks, norms of one's own and two eps; not else."""
-    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
     called = []
     fused = ops.norm_attention_mlp
     monkeypatch.setattr(
@@ -373,8 +377,7 @@ def test_norms_of_a_layer_are_quantized_by_themselves_where_they_are_seen(device
         change(model)
         called.clear()
         with model.hooks(hooks or {}):
-            model.fp8 = fp8
-            y = model.hidden(_C.array(ids, "int32", device))
+            y = model.hidden(_C.array(ids, "int32", device), fp8=fp8)
         return len(called), y.numpy()
 
     def own(model):
