@@ -27,7 +27,7 @@
 #define EACH_OP(name) nd_status cuda_##name(int device, const name##_args *a);
 #include "../csrc/ops.def"
 
-/* ---- errors (device.cpp) ---------------------------------------------------------------------- */
+/* ---- errors (device.cpp) --------------------------------------------------------------------- */
 nd_status cuda_error(const char *op, const char *what, cudaError_t error);
 
 #define CUDA_TRY(op, call)                                 \
@@ -38,7 +38,7 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error);
         }                                                  \
     } while (0)
 
-/* ---- the device (device.cpp); valid inside an op, that is, after open() ----------------------- */
+/* ---- the device (device.cpp); valid inside an op, that is, after open() ---------------------- */
 typedef struct {
     int processors;      /* multiprocessors */
     int arch;            /* 90 for compute capability 9.0 */

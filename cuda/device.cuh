@@ -55,7 +55,7 @@ struct Device {
 #endif
 };
 
-/* ---- entering a call (device.cpp) ------------------------------------------------------------- */
+/* ---- entering a call (device.cpp) ------------------------------------------------------------ */
 bool cuda_faulted(void);
 nd_status cuda_first_fault(void); /* ND_EFATAL, with its message */
 
@@ -79,7 +79,7 @@ struct Exclusive {
 
 Device &cuda_device(int device);
 
-/* ---- memory.cpp (contracts in backend.h) ------------------------------------------------------ */
+/* ---- memory.cpp (contracts in backend.h) ----------------------------------------------------- */
 nd_status cuda_allocate(int device, size_t bytes, void **out);
 nd_status cuda_release(int device, void *memory);
 nd_status cuda_memory_stats(int device, nd_memory_stats *out);
@@ -87,7 +87,7 @@ nd_status cuda_reset_peak(int device);
 nd_status cuda_empty_cache(int device);
 nd_status cuda_free_scratch(Device &d); /* under the device's lock */
 
-/* ---- module.cpp (contracts in backend.h) ------------------------------------------------------ */
+/* ---- module.cpp (contracts in backend.h) ----------------------------------------------------- */
 nd_status cuda_launch_limits(int device, nd_launch_limits *out);
 nd_status cuda_module_load(int device, const void *code, nd_module **out);
 nd_status cuda_module_kernel(int device, nd_module *module, const char *symbol, nd_kernel **out);
@@ -96,7 +96,7 @@ nd_status cuda_kernel_launch(int device, nd_kernel *kernel, const nd_launch *lau
 /* reset(): unload every module of the device. Under its lock, with nothing enqueued. */
 nd_status cuda_module_reset(int device);
 
-/* ---- transfer.cpp and event.cpp (contracts in backend.h) --------------------------------------- */
+/* ---- transfer.cpp and event.cpp (contracts in backend.h) ------------------------------------- */
 nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes);
 nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes);
 nd_status cuda_async_copy_begin(int device, const void *from, size_t bytes, nd_async_copy **out);

@@ -34,7 +34,7 @@ constexpr uint32_t PANEL_ALIGN = 1024;
 #define HOPPER_CODE 1
 #endif
 
-/* ---- host (hopper.cpp) ---------------------------------------------------------------------------
+/* ---- host (hopper.cpp) --------------------------------------------------------------------------
  * True if kernels for sm_90a were built and the device (or NEEDLE_ARCH) takes them. */
 bool hopper_usable(int device);
 

@@ -23,8 +23,11 @@ from needle.models.pythia import Pythia, PythiaConfig
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 # For mpirun. Ranks that wait leave their processor to other tests.
-OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-OPEN_MPI |= {"OMPI_MCA_mpi_yield_when_idle": "1"}
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
 
 
 def device_of(name: str):
