@@ -202,8 +202,8 @@ bool vectors_fit(const Operands &a, const nd_loop &loop, int count, size_t size,
     return true;
 }
 
-/* The kernels of an op, those of floats for float32, bfloat16 and float16; any_integer is for ops of
- * ANY type alone. What launches them is compiled once, for all ops. */
+/* The kernels of an op, those of floats for float32, bfloat16 and float16; any_integer is for ops
+ * of ANY type alone. What launches them is compiled once, for all ops. */
 struct Kernels {
     void (*flat[3])(Operands a, int64_t vectors, int tail);
     void (*vector[3])(Operands a, Walk<3> walk, int64_t vectors, int tail);
