@@ -45,7 +45,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cpp cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck soak mutants bench docs clean
+.PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck soak bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,8 +60,7 @@ help:
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   random calls of the core for an hour, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
-	@echo 'make soak                   kills, failing disks, damaged files: an hour of tries to lose a run'
-	@echo 'make mutants ARGS=FILE      insert small faults in a file and see which tests fail'
+	@echo 'make soak                   kills and full disks: minutes of tries to lose a run'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make docs                   the documentation site, in build/docs/site'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
@@ -234,12 +233,6 @@ memcheck: gpu $(STATE)/test
 
 soak: $(STATE)/test lib
 	@"$(PY)" tests/soak.py $(ARGS)
-
-# Without comby, which it does not use here: that brings a package `typing`, which hides Python's own.
-mutants: $(STATE)/test lib
-	@"$(PY)" -c 'import universalmutator' 2>/dev/null || \
-	    "$(PY)" -m pip install -q --no-deps universalmutator tabulate levenshtein rapidfuzz python-levenshtein
-	@"$(PY)" tests/mutants.py $(ARGS)
 
 bench: $(STATE)/train lib
 	@for script in $$(grep -l __main__ benchmarks/*.py); do "$(PY)" $$script $(ARGS) || exit 1; done

@@ -5,8 +5,10 @@ import contextlib
 import ctypes
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,6 +216,48 @@ def live_bytes(device) -> int:
     holds them: such cycles go when the collector runs."""
     gc.collect()
     return device.memory_stats()["live_bytes"]
+
+
+# ---- a copy of the checkout ----------------------------------------------------------------------
+
+LEFT_OUT = {".git", "runs", ".pytest_cache", ".hypothesis", ".ruff_cache"}
+LEFT_OUT |= {"asan", "arm64", "check", "ci"}  # of build/, where others may write now
+# setup.py compiles what is not current by a digest of commands, which name the folder: in a copy
+# only files that are younger than their objects are compiled.
+BUILD = """
+import runpy, sys
+sys.path.insert(0, ".")
+from building import steps
+steps.Step.digest = lambda step: step.stamp.read_text() if step.stamp.exists() else ""
+sys.argv = ["setup.py", "-q", "build_ext", "--inplace"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@contextlib.contextmanager
+def copy_of_the_tree() -> Iterator[Path]:
+    """Copy the checkout with its builds, without history, runs and virtual environments."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        venvs = {name for name in names if Path(folder, name, "pyvenv.cfg").exists()}
+        return [name for name in names if name in LEFT_OUT | venvs]
+
+    with tempfile.TemporaryDirectory(prefix="needle-copy-") as folder:
+        tree = Path(folder, "needle")
+        shutil.copytree(ROOT, tree, ignore=left_out, symlinks=True)
+        yield tree
+
+
+def run_in_copy(tree: Path, *command) -> subprocess.CompletedProcess:
+    """Run Python in a copy, with the needle that is there."""
+    paths = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    more = {"PYTHONPATH": paths, "NEEDLE_CUDA": "0", "NEEDLE_TEST_SEED": "off"}
+    return run(sys.executable, *command, cwd=tree, **more)
+
+
+def build_copy(tree: Path) -> subprocess.CompletedProcess:
+    """Compile changed files in a copy."""
+    return run_in_copy(tree, "-W", "ignore", "-c", BUILD)
 
 
 # ---- numerical gradients -------------------------------------------------------------------------

@@ -1,20 +1,16 @@
 """The n-th allocation fails, for each n in turn: in forward, backward, step, save, load, generate.
 
-    python tests/nth_allocation.py DEVICE KIND [OPERATION...] [--every N] [--first N]
+    python tests/nth_allocation.py DEVICE [OPERATION...] [--every N] [--first N]
 
-KIND is whose allocations fail: `needle` those of its C code, `driver` those that it asks of CUDA,
-`python` the objects of the interpreter (csrc/nth_allocation.c). Each operation runs again and again
-on a small model, with its first call failing, its second, ... until none is left to fail; then with
-that call and all after it failing, which is what a full machine does. `--every N` takes each N-th.
+Each operation runs again and again on a small model, with its first allocation in needle's C code
+failing, its second, ... until none is left to fail; then with that and all after it failing, which
+is what a full machine does. `--every N` takes each N-th.
 
 After each failure: MemoryError or CudaError was raised, or the result is the right one all the same
 (CPU and CUDA ask again when they have given back what they keep); nothing is left in memory, open,
 or on the disk; parameters and the optimizer's state are those before or those after a whole step;
 and the operation, not disturbed, gives the bits that it always gave. Of an operation that makes
 few allocations N is less: two of them fail at least, each alone and with all after it.
-
-Not hit: libraries that are not needle's (OpenBLAS, OpenMP, cuBLASLt, the CUDA runtime's own), the
-loading of kernels by the driver, and Python's raw memory, with which it makes threads and modules.
 """
 
 from __future__ import annotations
@@ -46,7 +42,6 @@ import needle as ndl  # noqa: E402
 from needle import _C, nn, optim  # noqa: E402
 from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
 
-KINDS = {"needle": 1, "driver": 2, "python": 4}
 FOREVER = 1 << 40
 TRIES = 5  # until what is kept for later, in caches, is there
 # The logits are beyond 64 KiB, from which on the CPU keeps blocks.
@@ -61,27 +56,22 @@ class Wrong(AssertionError):
 
 
 class Injector:
-    """csrc/nth_allocation.c, compiled and at work in this process. With `cuda`: before anything of
-    CUDA is used."""
+    """csrc/nth_allocation.c, compiled and at work in this process."""
 
-    def __init__(self, cuda: bool = False) -> None:
+    def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "nth_allocation.so"
             source = ROOT / "tests" / "csrc" / "nth_allocation.c"
             command = [*os.environ.get("CC", "cc").split(), "-std=gnu17", "-O1", "-fPIC", "-Wall"]
-            command += ["-Wextra", "-Werror", "-fexceptions", "-shared", str(source), "-ldl"]
+            command += ["-Wextra", "-Werror", "-shared", str(source), "-ldl"]
             subprocess.run([*command, "-o", str(made)], check=True)
             self.functions = ctypes.PyDLL(str(made))
         self.functions.run.restype = ctypes.py_object
-        self.functions.run.argtypes = [ctypes.py_object, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-        self.functions.arm.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+        self.functions.run.argtypes = [ctypes.py_object, ctypes.c_long, ctypes.c_long]
         self.functions.calls_seen.restype = self.functions.calls_failed.restype = ctypes.c_long
         self._replace(_C.__file__, is_c=True)
-        if cuda:
+        if ndl.cuda().enabled():
             self._replace(_C.build_info()["cuda_library"], is_c=False)
-            ndl.cuda_init()
-            if self.functions.driver_calls_replaced() == 0:
-                raise Wrong("the calls of the CUDA driver were not reached")
 
     def _replace(self, path: str, is_c: bool) -> None:
         handle = ctypes.c_void_p(ctypes.CDLL(path)._handle)
@@ -89,7 +79,7 @@ class Injector:
             raise Wrong(f"{path}: none of its imported functions could be replaced")
 
     def attempt(
-        self, call: Callable[[], Any], kind: str, number: int, count: int
+        self, call: Callable[[], Any], number: int, count: int
     ) -> tuple[int, tuple[type, str] | None]:
         """(how many allocations failed, the error that was raised), of call() with its allocations
         `number` to `number + count - 1` failing. In a thread of its own, which has no scratch
@@ -98,7 +88,7 @@ class Injector:
 
         def body() -> None:
             try:
-                self.functions.run(call, KINDS[kind], number, count)
+                self.functions.run(call, number, count)
                 outcome.append(None)
             except BaseException as error:  # whatever it is, the caller judges
                 outcome.append((type(error), str(error)))
@@ -442,18 +432,14 @@ def usage(folder: Path, device) -> dict[str, Any]:
     }
 
 
-def judge(error: tuple[type, str], kind: str) -> None:
-    allowed = (MemoryError,) if kind == "python" else (MemoryError, ndl.CudaError)
-    if not issubclass(error[0], allowed) or issubclass(error[0], ndl.CudaFatalError):
-        raise Wrong(f"it raised {error[0].__name__}: {error[1]}")
-
-
-def one(operation: Operation, injector: Injector, kind: str, number: int, count: int) -> int:
+def one(operation: Operation, injector: Injector, number: int, count: int) -> int:
     """Count the allocations that failed; Wrong if one did more than fail."""
     operation.prepare()
-    failed, error = injector.attempt(operation.run, kind, number, count)
+    failed, error = injector.attempt(operation.run, number, count)
     if error is not None:
-        judge(error, kind)
+        is_allowed = issubclass(error[0], (MemoryError, ndl.CudaError))
+        if not is_allowed or issubclass(error[0], ndl.CudaFatalError):
+            raise Wrong(f"it raised {error[0].__name__}: {error[1]}")
         operation.check()
     elif operation.result() != operation.expected:
         raise Wrong("no error was raised, and the result is wrong")
@@ -468,19 +454,18 @@ def one(operation: Operation, injector: Injector, kind: str, number: int, count:
 
 
 def sweep(
-    operation: Operation, injector: Injector, kind: str, first: int = 1, every: int = 1
+    operation: Operation, injector: Injector, first: int = 1, every: int = 1
 ) -> tuple[int, int]:
     """(the last call that failed, how often one did)."""
     device, folder = operation.device, operation.folder
     tried = last = 0
-    # Python's memory cannot be gone for good: its own clean-up needs some.
-    for count in (1,) if kind == "python" else (1, FOREVER):
+    for count in (1, FOREVER):
         number, failed = first, 1
         while failed:
             try:
                 for _ in range(TRIES):  # what grows each time is lost; else it is kept for later
                     before = usage(folder, device)
-                    failed = one(operation, injector, kind, number, count)
+                    failed = one(operation, injector, number, count)
                     after = usage(folder, device)
                     grown = [what for what in before if after[what] > before[what]]
                     if not grown:
@@ -490,8 +475,8 @@ def sweep(
             except Wrong as error:
                 which = "alone" if count == 1 else "and all after it"
                 raise Wrong(
-                    f"{type(operation).__name__} on {device}: allocation {number} of {kind}, "
-                    f"{which}, fails: {error}"
+                    f"{type(operation).__name__} on {device}: allocation {number}, {which}, "
+                    f"fails: {error}"
                 ) from None
             if failed:
                 tried, last = tried + 1, number
@@ -499,20 +484,19 @@ def sweep(
     return last, tried
 
 
-def undisturbed(operation: Operation, injector: Injector, kind: str) -> int:
+def undisturbed(operation: Operation, injector: Injector) -> int:
     """Count the allocations of the operation if none fails."""
     operation.prepare()
-    _, error = injector.attempt(operation.run, kind, FOREVER, 1)
+    _, error = injector.attempt(operation.run, FOREVER, 1)
     if error is not None:
         raise Wrong(f"{type(operation).__name__}: undisturbed it raised {error}")
     operation.release()
     return injector.functions.calls_seen()
 
 
-def sweeps(device: str, kind: str, names: list[str], first: int, every: int) -> int:
-    """Sweep the named operations, print a line each. Return how often an allocation failed."""
-    injector = Injector(cuda=device == "cuda")
-    total = 0
+def sweeps(device: str, names: list[str], first: int, every: int) -> None:
+    """Sweep the named operations, print a line each."""
+    injector = Injector()
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         for name in names:
@@ -520,20 +504,18 @@ def sweeps(device: str, kind: str, names: list[str], first: int, every: int) -> 
             gc.collect()
             gc.freeze()
             kept = reserved(operation.device)
-            step = min(every, max(undisturbed(operation, injector, kind) // 2, 1))
+            step = min(every, max(undisturbed(operation, injector) // 2, 1))
             start = (first - 1) % step + 1
-            last, tried = sweep(operation, injector, kind, start, step)
-            total += tried
-            calls = undisturbed(operation, injector, kind)  # caches are filled by now
+            last, tried = sweep(operation, injector, start, step)
+            calls = undisturbed(operation, injector)  # caches are filled by now
             due = 2 * len(range(start, calls + 1, step))
-            if kind != "python" and (tried != due or not calls - step < last <= calls):
+            if tried != due or not calls - step < last <= calls:
                 raise Wrong(f"{name}: of {calls} calls {last} failed last, and {tried}, not {due}")
-            if kind != "python" and reserved(operation.device) > kept:
+            if reserved(operation.device) > kept:
                 raise Wrong(f"{name} on {device}: the pool holds more than before")
-            print(f"{name:16} {device} {kind}: {calls} calls, {tried} failures", flush=True)
+            print(f"{name:16} {device}: {calls} calls, {tried} failures", flush=True)
             del operation
             gc.unfreeze()
-    return total
 
 
 def reserved(device) -> int:
@@ -546,13 +528,12 @@ def reserved(device) -> int:
 def main() -> int:
     top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
     top.add_argument("device", choices=["cpu", "cuda"])
-    top.add_argument("kind", choices=KINDS)
     top.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(OPERATIONS))
     top.add_argument("--every", type=int, default=1, metavar="N")
     top.add_argument("--first", type=int, default=1, metavar="N")
     args = top.parse_args()
     try:
-        sweeps(args.device, args.kind, args.operations or list(OPERATIONS), args.first, args.every)
+        sweeps(args.device, args.operations or list(OPERATIONS), args.first, args.every)
     except Wrong as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Helpers of the programs of tests/ that pytest does not start (soak.py, mutants.py, ...).
+"""Helpers of the programs of tests/ that pytest does not start (soak.py, nth_allocation.py).
 
 They import this before anything that may be missing.
 """

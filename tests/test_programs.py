@@ -6,8 +6,7 @@ import pytest
 from harness import ROOT, run
 
 PROGRAMS = {
-    "soak.py": "`make soak` runs it whole, tests/test_soak.py a short form.",
-    "mutants.py": "one at a time, and see which tests fail.",
+    "soak.py": "nothing that was saved is lost.",
     "nth_allocation.py": "in forward, backward, step, save, load, generate.",
     "supervised_soak.py": "bit for bit.",
 }
@@ -42,7 +41,7 @@ def said(*command):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_without_pytest_is_one_line(name):
-    words = {"mutants.py": ["c"], "nth_allocation.py": ["cpu", "needle"]}.get(name, [])
+    words = {"nth_allocation.py": ["cpu"]}.get(name, [])
     done = said("-c", WITHOUT, str(ROOT / "tests" / name), *words)
     line = f"{name}: needs the package pytest: {sys.executable} -m pip install pytest\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)

@@ -1,11 +1,13 @@
 """needle.save and needle.load: any module with its optimizer, bit for bit."""
 
+import json
+
 import numpy as np
 import pytest
-from harness import assert_same_arrays
+from harness import assert_same_arrays, naming
 
 import needle as ndl
-from needle import Tensor, nn, optim
+from needle import Tensor, nn, optim, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models import Pythia, PythiaConfig
 
@@ -169,3 +171,29 @@ def test_the_checked_file_is_the_one_read(taken, tmp_path):
     checkpoint.restore_into(again)
     for name, array in again.state_dict().items():
         np.testing.assert_array_equal(array.numpy(), kept[name])
+
+
+def test_header_whose_offsets_contradict_shapes_is_refused(tmp_path):
+    path, shapes = tmp_path / "a.safetensors", {"a": [2], "b": [3]}
+    for offsets, said in [
+        ([(0, 8), (8, 20)], None),
+        ([(0, 8), (12, 24)], "b contradict"),  # a hole
+        ([(0, 8), (4, 16)], "b contradict"),  # an overlap
+        ([(0, 8), (8, 16)], "b contradict"),  # too few bytes for its shape
+        ([(0, 12), (12, 24)], "a contradict"),  # too many
+        ([(4, 12), (12, 24)], "a contradict"),
+        ([(0, 8), (8, -20)], "b has no proper"),
+    ]:
+        places = zip(shapes.items(), offsets)
+        header = json.dumps(
+            {n: {"dtype": "F32", "shape": shape, "data_offsets": at} for (n, shape), at in places}
+        ).encode()
+        length = offsets[-1][1] if said and "contradict" in said else 20
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(length))
+        with naming(offsets), open(path, "rb") as file:
+            if said is not None:
+                with pytest.raises(safetensors.FileError, match=said):
+                    safetensors.read_header(file)
+                continue
+            entries = safetensors.read_header(file)[1]
+            assert [(entry.name, entry.shape) for entry in entries] == [("a", (2,)), ("b", (3,))]

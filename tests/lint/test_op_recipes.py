@@ -3,11 +3,9 @@ the commands that they name then pass."""
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import harness
-import mutants
 import pytest
 from harness import ROOT
 
@@ -50,13 +48,14 @@ def follow(section: str, tree: Path) -> list[str]:
 
 def run(command: str, tree: Path) -> None:
     if command == "make lib":  # by the objects of the copied tree
-        assert not (output := mutants.build(tree)), output[-3000:]
+        built = harness.build_copy(tree)
+        assert built.returncode == 0, (built.stdout + built.stderr)[-3000:]
         return
     words = shlex.split(command.removeprefix("PYTHONPATH=. "))
     assert words[0] == "python", command
     options = ["-m", "not cuda and not parity"] if "pytest" in words else []
-    code, output = mutants.run([sys.executable, *words[1:], *options], tree, False, 600)
-    assert code == 0, f"{command}\n{output[-3000:]}"
+    done = harness.run_in_copy(tree, *words[1:], *options)
+    assert done.returncode == 0, f"{command}\n{(done.stdout + done.stderr)[-3000:]}"
 
 
 @pytest.mark.slow
@@ -65,7 +64,7 @@ def test_recipes_pass_their_tests(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "extending.md").read_text()
     recipes = re.findall(SECTION, page, re.M | re.S)
     assert len(recipes) == 2
-    with mutants.copy_of_the_tree() as tree:
+    with harness.copy_of_the_tree() as tree:
         commands = [command for _, text in recipes for command in follow(text, tree)]
         for command in dict.fromkeys(commands):
             run(command, tree)
