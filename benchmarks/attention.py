@@ -6,7 +6,7 @@ packed (B, T, H, 3, D) array, as in the model; PyTorch reads contiguous (B, H, T
 
     python benchmarks/attention.py                   64 Ki tokens at T = 2048, 8192, 16384, 65536
     python benchmarks/attention.py --shapes 2048x16 --head-dim 128 --dtype float16
-    python benchmarks/attention.py --densities 0.1 0.25 0.5 0.75 1 --block 128 --plot speedup.png
+    python benchmarks/attention.py --densities 0.1 0.25 0.5 0.75 1 --block 128
     python benchmarks/attention.py --dilated 2048:1 8192:4 32768:16 --shapes 32768x2
 
 A sample is as many calls, one after the other between two events, as take some 20 ms: launching
@@ -371,27 +371,6 @@ def branch(text: str) -> tuple[int, int]:
     return segment, dilation
 
 
-def plot(path: str, curves: dict[int, list[tuple[float, float, float]]], block: int) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for way, name in enumerate(WAYS):
-        axes = figure.add_subplot(1, 2, way + 1)
-        shares = sorted({point[0] for curve in curves.values() for point in curve})
-        axes.plot(shares, [1 / share for share in shares], "k--", label="ideal")
-        for T, curve in curves.items():
-            axes.plot(
-                [p[0] for p in curve], [p[1 + way] for p in curve], marker="o", label=f"T {T}"
-            )
-        axes.set_xlabel("kept share of causal pairs")
-        axes.set_ylabel("speed-up over dense")
-        axes.set_yscale("log")
-        axes.set_title(f"{name}, blocks of {block}")
-        axes.legend()
-    figure.savefig(path, dpi=120)
-    print(f"plot: {path}")
-
-
 def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = bench.parser(
         __doc__,
@@ -400,7 +379,6 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         ("--rounds", 20, "N", "samples of each side, two at least"),
         ("--alone", bool, None, "time needle only (default: beside PyTorch, if found)"),
         ("--block", 128, "N", "of --densities"),
-        ("--plot", str, "FILE", "of --densities: a picture of them"),
         ("--dtype", "bfloat16", None, "", "bfloat16", "float16", "float32"),
         ("--shapes", [shape], "TxB", "causal, S = T (default: 64 Ki tokens at several T)"),
         ("--densities", [float], "SHARE", "time random blocks of these shares, and no baseline"),
@@ -411,8 +389,6 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rounds: quartiles need 2 samples at least, not {args.rounds}")
     if args.densities and args.dilated:
         parser.error("--densities and --dilated are two runs: give one of them")
-    if args.plot and not args.densities:
-        parser.error("--plot is a picture of --densities, which are not given")
     return args
 
 
@@ -427,16 +403,13 @@ def main() -> None:
     )
     columns = "".join(f"{way + ' ms (middle half)':>27} {'TFLOP/s':>7}" for way in WAYS)
     print(f"{'T':>6} {'B':>4} {'D':>4}  {'':31}{columns}")
-    curves = {}
     for T, B in shapes:
         if args.dilated:
             over_branches(T, B, args)
         elif args.densities:
-            curves[T] = over_densities(T, B, args)
+            over_densities(T, B, args)
         else:
             compare(T, B, args)
-    if args.plot and curves:
-        plot(args.plot, curves, args.block)
 
 
 if __name__ == "__main__":

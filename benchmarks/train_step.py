@@ -1,7 +1,6 @@
 """A full training step, needle beside PyTorch, in one process and in turns.
 
     python benchmarks/train_step.py                        with a GPU: B 4, 16, 32, 64 of T 2048
-    python benchmarks/train_step.py --profile              needle's step by operation
     python benchmarks/train_step.py --device cpu --dtype bfloat16
     python benchmarks/train_step.py --device cpu --model tiny --batch-size 16 --seq-len 256
 
@@ -20,12 +19,7 @@
 TFLOP/s count the products forward and backward and causal attention at half of all pairs, nothing
 computed twice: the FLOP a token that are printed. Memory is the most that lay in arrays, and the
 most (PyTorch) or what (needle) the allocator held of the device. Host is the time in which the host
-queues a step.
-
---profile times each operation of needle's step between two events of the device, and counts the
-bytes of its operands and results and the FLOP of its products. The floor is the larger of bytes at
-4.2 TB/s and FLOP at 688 TFLOP/s, the rates of a copy and a bfloat16 product of 8192^3 on an H200.
-The step without events, in turns with the profiled one, takes the sum of the rows, within 3 %.
+queues a step. Its time by operation: NEEDLE_TRACE=1, or `ncu`.
 """
 
 from __future__ import annotations
@@ -262,7 +256,6 @@ def main() -> None:
         ("--steps", int, "N", "of a block (default: 20 on a GPU, what takes 2 s on the CPU)"),
         ("--load", LOAD_SECONDS, "SECONDS", "before the first block"),
         ("--alone", bool, None, "time needle only"),
-        ("--profile", bool, None, "needle's step by operation"),
         ("--fp8", bool, None, "needle's products in FP8, as use_fp8() takes them"),
         bench.MODEL,
         bench.DEVICE,
@@ -287,8 +280,6 @@ def main() -> None:
         parser.error(f"--load must be 0 seconds or more, not {args.load:g}")
     if args.graph and not device.records_graphs:
         parser.error(f"--graph: {device} records no graphs, as GPUs do: leave it out")
-    if args.graph and args.profile:
-        parser.error("--profile times each operation, and a graph has one: leave --graph out")
     if args.baseline and args.baseline.endswith("-bf16") and args.dtype != "bfloat16":
         parser.error(f"--baseline {args.baseline} is for --dtype bfloat16, not {args.dtype}")
     config = models.preset(args.model, max_seq_len=args.seq_len, dtype=args.dtype)
@@ -297,25 +288,16 @@ def main() -> None:
         shape = (batch_size, args.seq_len)
         draw = np.random.default_rng(0).integers
         tokens = draw(0, config.vocab_size, BATCHES * batch_size * args.seq_len + 1, np.uint16)
-        graph = False if args.profile else args.graph
-        side = NeedleSide(config, device, tokens, shape, graph, args.fp8)
+        side = NeedleSide(config, device, tokens, shape, args.graph, args.fp8)
         if number == 0:
             print(
                 f"{args.model}, T {args.seq_len}, {args.dtype}{', FP8' * args.fp8}; "
                 f"{side.model.flops_per_token(args.seq_len) / 1e6:.1f} MFLOP a token"
             )
-        if args.profile:
-            import profile_step
-
-            steps = steps_of_a_block(side, args.steps, on_gpu)
-            bench.load(lambda side=side, steps=steps: block(side, steps), args.load)
-            print(f"B {batch_size}: the mean of {args.blocks} blocks of {steps} steps")
-            profile_step.profile(side, block, steps, args.blocks)
-        else:
-            baseline = torch_baseline(config, device, tokens, shape, args)
-            compare(side, baseline, batch_size, args)
-            if baseline is not None:
-                baseline.close()
+        baseline = torch_baseline(config, device, tokens, shape, args)
+        compare(side, baseline, batch_size, args)
+        if baseline is not None:
+            baseline.close()
         side.close()
 
 

@@ -153,7 +153,9 @@ PARTS = {"kills": (kills, 900), "full_disks": (full_disks, 200)}
 
 def main() -> int:
     top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
-    top.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS))
+    top.add_argument(
+        "parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS)
+    )
     top.add_argument("--count", type=int, metavar="N", help="tries of each part")
     top.add_argument("--seed", type=int, default=0, metavar="N")
     args = top.parse_args()

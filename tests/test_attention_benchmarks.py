@@ -1,10 +1,9 @@
-"""benchmarks/attention.py and attention_cpu.py: what they count, which runs count, what is refused.
-They time a GPU, or for minutes, so no run of them is among the tests."""
+"""benchmarks/attention.py: what it counts, which runs count, what is refused.
+It times a GPU, so no run of it is among the tests."""
 
 import argparse
 
 import attention
-import attention_cpu
 import numpy as np
 import pytest
 
@@ -54,12 +53,7 @@ def test_when_a_run_counts():
     "program, words, message",
     [
         (attention, "--rounds 1", "--rounds: quartiles need 2 samples at least, not 1"),
-        (attention, "--plot x.png", "--plot is a picture of --densities"),
         (attention, "--densities 0.5 --dilated 4:1", "give one of them"),
-        (attention_cpu, "--threads 0", "--threads must be 1 at least, but is 0"),
-        (attention_cpu, "--threads -1", "--threads must be 1 at least, but is -1"),
-        (attention_cpu, "--head-dim 300", "--head-dim is 300, but at most 256"),
-        (attention_cpu, "--seq-len 0", "--seq-len must be 1 at least"),
     ],
 )
 def test_arguments_that_are_refused(program, words, message, capsys):
@@ -70,4 +64,3 @@ def test_arguments_that_are_refused(program, words, message, capsys):
 
 def test_the_usual_arguments():
     assert attention.read_arguments(["--shapes", "2048x32"]).shapes == [(2048, 32)]
-    assert attention_cpu.read_arguments([]).head_dim == 64

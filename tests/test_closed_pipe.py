@@ -56,7 +56,7 @@ def end_of(words, folder):
         ["-m", "needle.supervise", "--help"],
         [ROOT / "apps" / "generate.py", "--help"],
         [ROOT / "apps" / "train_pythia.py", *"--data t.npy --seq-len 8 --device cpu".split()],
-        [ROOT / "benchmarks" / "launch.py", "--help"],
+        [ROOT / "benchmarks" / "kernels.py", "--help"],
     ],
     ids=lambda words: " ".join(map(str, words[:3])).replace(str(ROOT), ""),
 )

@@ -1,7 +1,7 @@
 """Failing allocations, one after the other: tests/nth_allocation.py, in a process of its own.
 
-Short operations fail at each allocation of needle's C code; long ones at every so many from one that
-changes from run to run.
+Short operations fail at each allocation of needle's C code; long ones at every so many from one
+that changes from run to run.
 """
 
 import os
