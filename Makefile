@@ -158,8 +158,8 @@ test-all: $(STATE)/test lib
 
 # What runs on a GPU asks for one before it builds for minutes.
 gpu: $(STATE)/python
-	@"$(PY)" -c 'from building import cuda, steps; why = cuda.missing_gpu(); \
-	    why and steps.fail(f"these tests run on a GPU: {why}")'
+	@"$(PY)" -c 'from building import choices; why = choices.missing_gpu(); \
+	    why and choices.fail(f"these tests run on a GPU: {why}")'
 
 # A fault takes its process along: that is a worker of pytest-xdist, and another does the rest.
 test-cuda: gpu $(STATE)/test

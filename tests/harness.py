@@ -222,16 +222,6 @@ def live_bytes(device) -> int:
 
 LEFT_OUT = {".git", "runs", ".pytest_cache", ".hypothesis", ".ruff_cache"}
 LEFT_OUT |= {"asan", "arm64", "check", "ci"}  # of build/, where others may write now
-# setup.py compiles what is not current by a digest of commands, which name the folder: in a copy
-# only files that are younger than their objects are compiled.
-BUILD = """
-import runpy, sys
-sys.path.insert(0, ".")
-from building import steps
-steps.Step.digest = lambda step: step.stamp.read_text() if step.stamp.exists() else ""
-sys.argv = ["setup.py", "-q", "build_ext", "--inplace"]
-runpy.run_path("setup.py", run_name="__main__")
-"""
 
 
 @contextlib.contextmanager
@@ -256,8 +246,8 @@ def run_in_copy(tree: Path, *command) -> subprocess.CompletedProcess:
 
 
 def build_copy(tree: Path) -> subprocess.CompletedProcess:
-    """Compile changed files in a copy."""
-    return run_in_copy(tree, "-W", "ignore", "-c", BUILD)
+    """Compile a copy, all of it."""
+    return run_in_copy(tree, "-W", "ignore", "setup.py", "-q", "build_ext", "--inplace")
 
 
 # ---- numerical gradients -------------------------------------------------------------------------

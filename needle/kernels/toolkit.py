@@ -1,6 +1,6 @@
 """The CUDA toolkit: where it may be installed, and where NVRTC, the headers and tools are.
 
-The build (building/cuda.py) loads this file by its path before needle is built: it imports the
+The build (building/choices.py) loads this file by its path before needle is built: it imports the
 standard library alone.
 """
 

@@ -11,7 +11,7 @@ import pytest
 from harness import ROOT
 
 sys.path.insert(0, str(ROOT))
-from building import cuda, steps  # noqa: E402
+from building import choices  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """file, function -> the function of that file, built once."""
-    toolkit = cuda.find_toolkit()
+    toolkit = choices.find_toolkit()
     if isinstance(toolkit, str):
         pytest.skip(f"no CUDA headers: {toolkit}")
     folder = tmp_path_factory.mktemp("emulated")
@@ -27,7 +27,8 @@ def compiled(tmp_path_factory):
     @functools.cache
     def library(name: str) -> ctypes.CDLL:
         out = folder / f"{name}.so"
-        command = [*steps.find_compiler("CXX", "c++ g++ clang++", "g++"), "-std=c++17", "-O2", "-w"]
+        cxx = choices.compiler("CXX", "c++ g++ clang++", "g++").split()
+        command = [*cxx, "-std=c++17", "-O2", "-w"]
         command += ["-fPIC", "-shared", f"-I{HERE}", "-Icuda", "-Icsrc"]
         command += [f"-I{path}" for path in toolkit.include]
         command += ["-o", str(out), str(HERE / f"{name}.cpp")]

@@ -8,11 +8,11 @@ import pytest
 from harness import ROOT, run
 
 sys.path.insert(0, str(ROOT))
-from building import cuda  # noqa: E402
+from building import choices  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-TOOLKIT = cuda.find_toolkit()
+TOOLKIT = choices.find_toolkit()
 # HGMMA with A in shared memory, in registers, QGMMA: bits 0 to 11 of an instruction.
 SHARED, REGISTERS, BYTES = 0x9F0, 0xDF0, 0x9F3
 

@@ -9,7 +9,7 @@ import harness
 import pytest
 from harness import ROOT
 
-from building import cuda
+from building import choices
 
 SECTION = r"^## (An elementwise op|A structured op)\n(.*?)(?=^## )"
 BLOCK = r"^```(\w+)\n(.*?)^```\n"
@@ -68,7 +68,7 @@ def test_recipes_pass_their_tests(tmp_path, monkeypatch):
         commands = [command for _, text in recipes for command in follow(text, tree)]
         for command in dict.fromkeys(commands):
             run(command, tree)
-        toolkit = cuda.find_toolkit()
+        toolkit = choices.find_toolkit()
         if isinstance(toolkit, str):  # without a compiler the CUDA block is only looked for
             return
         command = [toolkit.nvcc, "-std=c++17", "-arch=sm_80", "-Werror", "all-warnings", "-Icsrc"]
