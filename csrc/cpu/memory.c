@@ -3,7 +3,9 @@
  * Blocks below 64 KiB come from malloc. Larger ones are rounded up to one of four sizes an
  * octave and kept in a free list when released, because a training step asks for the same sizes
  * again and again and fresh pages cost more than the work that fills them; from 4 MiB on they are
- * aligned to huge pages. empty_cache gives the lists back, and so does an allocation that failed.
+ * aligned to huge pages. Before a fresh block would take the pool above its bound, 1.25 times the
+ * most that was in use and 64 MiB, kept blocks are given back, the largest first; a training step
+ * needs less, so it gives none back. empty_cache gives back all, as does an allocation that failed.
  * Each block carries its size in a 64-byte header. Under the address sanitizer (make asan) a block
  * is as large as asked, is not kept, and its header must not be touched, so that a kernel is caught
  * at the first byte beside its array.
@@ -26,6 +28,7 @@
 #endif
 
 enum { ALIGNMENT = 64, SMALLEST_CACHED = 1 << 16, HUGE_PAGE = 1 << 21, SIZE_CLASSES = 256 };
+enum { SPARE = 64 << 20 }; /* bytes that are kept in any case */
 
 typedef struct block {
     size_t asked;       /* counted in live_bytes */
@@ -38,6 +41,7 @@ _Static_assert(sizeof(block) <= ALIGNMENT, "the header must fit in front of an a
 static struct {
     pthread_mutex_t mutex;
     block *free_lists[SIZE_CLASSES];
+    int64_t kept, most_used; /* bytes in the lists; the most of reserved_bytes that was not */
     nd_memory_stats stats;
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
@@ -59,11 +63,20 @@ static int size_class_of(size_t bytes, size_t *capacity) {
     return (exponent - 14) * 4 + (int)steps - 4;
 }
 
-static void trim_locked(void) {
-    for (int i = 0; i < SIZE_CLASSES; i++) {
-        while (pool.free_lists[i] != NULL) {
-            block *b = pool.free_lists[i];
-            pool.free_lists[i] = b->next;
+static block *take_locked(int size_class) {
+    block *b = pool.free_lists[size_class];
+    if (b != NULL) {
+        pool.free_lists[size_class] = b->next;
+        pool.kept -= (int64_t)b->capacity;
+    }
+    return b;
+}
+
+/* Give kept blocks back, the largest first, until the pool holds `bound` bytes at most. */
+static void trim_locked(int64_t bound) {
+    for (int i = SIZE_CLASSES; i-- > 0 && pool.stats.reserved_bytes > bound;) {
+        block *b;
+        while (pool.stats.reserved_bytes > bound && (b = take_locked(i)) != NULL) {
             pool.stats.reserved_bytes -= (int64_t)b->capacity;
             free(b);
         }
@@ -98,22 +111,21 @@ nd_status cpu_allocate(int device, size_t bytes, void **out) {
         size_class = size_class_of(capacity, &capacity);
     }
     lock();
-    block *b = NULL;
-    if (size_class >= 0 && pool.free_lists[size_class] != NULL) {
-        b = pool.free_lists[size_class];
-        pool.free_lists[size_class] = b->next;
-    } else {
+    block *b = size_class >= 0 ? take_locked(size_class) : NULL;
+    int64_t fresh = b == NULL ? (int64_t)capacity : 0;
+    int64_t most = max_of(pool.most_used, pool.stats.reserved_bytes - pool.kept + fresh);
+    if (b == NULL) {
+        trim_locked(most / 4 * 5 + SPARE - fresh);
         b = system_block(capacity);
         if (b == NULL) {
-            trim_locked();
+            trim_locked(0);
             b = system_block(capacity);
-        }
-        if (b != NULL) {
-            pool.stats.reserved_bytes += (int64_t)capacity;
         }
     }
     if (b != NULL) {
         *b = (block){.asked = bytes, .capacity = capacity, .size_class = size_class};
+        pool.most_used = most;
+        pool.stats.reserved_bytes += fresh;
         pool.stats.live_bytes += (int64_t)bytes;
         pool.stats.peak_bytes = max_of(pool.stats.peak_bytes, pool.stats.live_bytes);
     }
@@ -142,6 +154,7 @@ nd_status cpu_release(int device, void *memory) {
     if (b->size_class >= 0) {
         b->next = pool.free_lists[b->size_class];
         pool.free_lists[b->size_class] = b;
+        pool.kept += (int64_t)b->capacity;
         b = NULL;
     } else {
         pool.stats.reserved_bytes -= (int64_t)b->capacity;
@@ -153,7 +166,8 @@ nd_status cpu_release(int device, void *memory) {
 
 nd_status cpu_empty_cache(int device) {
     lock();
-    trim_locked();
+    trim_locked(0);
+    pool.most_used = pool.stats.reserved_bytes;
     unlock();
     return ND_OK;
 }

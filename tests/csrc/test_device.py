@@ -1,5 +1,7 @@
 """Devices: their names, and the memory and time that they count."""
 
+import ctypes
+import gc
 import pickle
 import re
 import time
@@ -37,6 +39,25 @@ def test_device():
     for wrong in ("end", None, nd.cpu()):
         with pytest.raises(TypeError, match="must be an Event of this device"):
             start.elapsed(wrong)
+
+
+@pytest.mark.skipif(
+    hasattr(ctypes.CDLL(None), "__asan_init"), reason="under the sanitizers nothing is kept"
+)
+def test_memory_that_is_kept_stays_below_a_bound():
+    def reserved(*sizes):
+        held = [_C.empty((size << 20,), "uint8", nd.cpu()) for size in sizes]
+        del held
+        return nd.cpu().memory_stats()["reserved_bytes"] - before
+
+    gc.collect()
+    nd.cpu().empty_cache()
+    before = nd.cpu().memory_stats()["reserved_bytes"]
+    for size in range(1, 257):  # one at a time, and none twice
+        assert reserved(size) <= 1.25 * 320 * 2**20 + 64 * 2**20 + before / 4
+    nd.cpu().empty_cache()
+    step = reserved(200, 100, 50, 3, 3), reserved(70, 7), reserved(200, 100, 50, 3, 3)
+    assert step[0] < step[1] == step[2]  # what a loop asks for again is kept
 
 
 @pytest.mark.skipif("OpenBLAS" not in nd.cpu().properties()["products"], reason="no OpenBLAS")

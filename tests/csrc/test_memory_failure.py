@@ -90,11 +90,11 @@ def test_memory_of_every_size_is_counted_aligned_and_given_back():
 KEPT = """
 import resource
 from needle import _C
-held = _C.empty((64 << 20,))  # 256 MiB
+held = _C.empty((32 << 20,))  # 128 MiB
 del held
-assert _C.cpu().memory_stats()["reserved_bytes"] >= 256 << 20
+assert _C.cpu().memory_stats()["reserved_bytes"] >= 128 << 20
 pages = int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (128 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (256 << 20),) * 2)
 _C.empty((80 << 20,)).fill(1)  # 320 MiB, of another size than what is kept
 print("done")
 """
