@@ -27,6 +27,7 @@ from needle import init, ops
 from needle.activations import ActivationCache, get_act_name
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array
+from needle.hooks import Hook
 from needle.nn import Module
 
 Metric = Callable[[Tensor], Tensor]
@@ -57,12 +58,11 @@ def generic_activation_patch(
         for layer, start in enumerate(stream):
             name = get_act_name(activation_name, layer)
             clean, x = clean_cache[name], corrupted[start]
-            _check_same_run(name, clean, x)
             _check_axes(name, clean, axes)
             sizes = tuple(clean.shape[axis] for axis in axes)
             for places in _groups(itertools.product(*map(range, sizes)), batch // x.shape[0]):
-                patch = partial(_patch, clean=clean, axes=axes, places=places)
-                with model.hooks({name: patch}):
+                patch = partial(_patch, name=name, clean=clean, axes=axes, places=places)
+                with _hooked_after(model, start, {name: patch}):
                     hidden = model.hidden_from(_repeat(x, len(places)), layer)
                 if logits_at is not None:
                     hidden = hidden[:, np.atleast_1d(logits_at)]
@@ -93,7 +93,7 @@ def generic_attribution_patch(
     with no_grad():
         for name, x in corrupted.items():
             clean = clean_cache[name]
-            _check_same_run(name, clean, x)
+            _check_same_run(name, clean, x.shape)
             _check_axes(name, x, axes)
             change = ops.astype(clean, "float32") - ops.astype(x, "float32")
             product = change * ops.astype(x.grad, "float32")
@@ -102,9 +102,24 @@ def generic_attribution_patch(
         return ops.stack(found)
 
 
-def _patch(x: Tensor, clean: Tensor, axes: Sequence[int], places: list[tuple[int, ...]]) -> Tensor:
+@contextlib.contextmanager
+def _hooked_after(model: Any, start: str, functions: dict[str, Hook]) -> Iterator[None]:
+    """Hook functions into a forward of what the hooks in force at `start` have returned."""
+    before = model._in_force
+    model._put_in_force({name: those for name, those in (before or {}).items() if name != start})
+    try:
+        with model.hooks(functions):
+            yield
+    finally:
+        model._put_in_force(before)
+
+
+def _patch(
+    x: Tensor, name: str, clean: Tensor, axes: Sequence[int], places: list[tuple[int, ...]]
+) -> Tensor:
     """Replace in x (patches B, ...) at each of `places` along `axes` a part by that of clean (B,
     ...). The mask is all that is uploaded."""
+    _check_same_run(name, clean, (x.shape[0] // len(places), *x.shape[1:]))
     shape = [x.shape[axis] if axis in axes else 1 for axis in range(1, len(x.shape))]
     mask = np.zeros((len(places), 1, *shape), bool)
     for n, place in enumerate(places):
@@ -135,11 +150,11 @@ def _check_axes(name: str, x: Tensor, axes: Sequence[int]) -> None:
         )
 
 
-def _check_same_run(name: str, clean: Tensor, x: Tensor) -> None:
-    if clean.shape[:1] != x.shape[:1] or x.shape[1] not in clean.shape[1:]:
+def _check_same_run(name: str, clean: Tensor, corrupted: tuple[int, ...]) -> None:
+    if clean.shape != corrupted:
         raise ValueError(
-            f"patching: {name} of the clean run has shape {clean.shape}, and the corrupted run is "
-            f"{x.shape[:2]}: both need as many texts of as many tokens"
+            f"patching: {name} has shape {clean.shape} in the clean run and {corrupted} in the "
+            "corrupted one: both need as many texts of as many tokens"
         )
 
 

@@ -311,11 +311,35 @@ def test_attribution_is_the_first_order_of_a_patch(device):
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("short", ["resid_pre", "z", "mlp_out"])
+def test_patches_beside_hooks_in_force_equal_one_run_after_another(short):
+    model = small()
+    _, clean = model.run_with_cache(CLEAN)
+    for hooked in (short, "resid_pre"):
+        steer = {get_act_name(hooked, layer): lambda x: x * 1.5 - 0.25 for layer in (0, 1)}
+        with model.hooks(steer):
+            got = patching.generic_activation_patch(model, IDS, clean, metric, short, (1,))
+            for layer, at in ((0, 2), (1, 3), (1, 8)):
+
+                def patch(x, hook, at=at):
+                    x = x.numpy().copy()
+                    x[:, at] = clean[hook.name].numpy()[:, at]
+                    return x
+
+                wanted = metric(model.run_with_hooks(IDS, {get_act_name(short, layer): patch}))
+                with naming(hooked, layer, at):
+                    np.testing.assert_allclose(got.numpy()[layer, at], wanted.numpy(), 1e-4, 1e-4)
+    assert not model.is_hooked
+
+
 def test_wrong_patches_say_why():
     model = small()
-    _, clean = model.run_with_cache(CLEAN[:, :5])
-    with pytest.raises(ValueError, match="as many texts of as many tokens"):
-        patching.get_act_patch_resid_pre(model, IDS, clean, metric)
+    for texts, length in ((2, 5), (2, 1), (1, 3), (1, 1)):  # of as many heads as tokens, too
+        _, clean = model.run_with_cache(CLEAN[:texts, :length])
+        for name in ("resid_pre", "z", "pattern"):
+            for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
+                with pytest.raises(ValueError, match="as many texts of as many tokens"):
+                    patch(model, IDS[:, :3], clean, lambda logits: logits[0, -1, 5], name, (1,))
     _, clean = model.run_with_cache(CLEAN)
     for axes in ((1, 7), (1, -2), (2, 1), ()):
         for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
