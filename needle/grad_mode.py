@@ -12,6 +12,9 @@ Entered = TypeVar("Entered", bound="_Set")
 class _Mode(threading.local):
     enabled = True
 
+    def __init__(self) -> None:
+        self.before: list[bool] = []  # outside of each block that was entered
+
 
 mode = _Mode()
 
@@ -19,16 +22,13 @@ mode = _Mode()
 class _Set(ContextDecorator):
     wanted: bool
 
-    def __init__(self) -> None:
-        self._before: list[bool] = []
-
     def __enter__(self: Entered) -> Entered:
-        self._before.append(mode.enabled)
+        mode.before.append(mode.enabled)
         mode.enabled = self.wanted
         return self
 
     def __exit__(self, *exc: object) -> None:
-        mode.enabled = self._before.pop()
+        mode.enabled = mode.before.pop()
 
 
 class no_grad(_Set):

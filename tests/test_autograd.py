@@ -1,6 +1,7 @@
 """The engine: gradients of every op against central differences, and its bookkeeping."""
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -384,6 +385,53 @@ def test_no_grad_concerns_the_calling_thread_alone():
         pool.submit(ndl.no_grad().__enter__).result()
         assert not pool.submit(lambda: x * 2).result().requires_grad
         assert (x * 2).requires_grad
+
+
+def test_no_grad_of_one_object_in_threads():
+    """One enters while the other is inside, and leaves after it."""
+    quiet, inside = ndl.no_grad(), [threading.Event() for _ in range(2)]
+
+    def other():
+        with quiet:
+            inside[0].set()
+            assert inside[1].wait(60)
+        return autograd.is_grad_enabled()
+
+    with ndl.no_grad(), ThreadPoolExecutor(1) as pool:
+        after = pool.submit(other)
+        assert inside[0].wait(60)
+        with quiet:
+            inside[1].set()
+            assert after.result(60)
+        assert not autograd.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "parameter", "flat", "recomputed", "grad"])
+def test_threads_that_reach_one_leaf_lose_no_gradient(kind):
+    """Whole numbers, so that every order of sums has the same bits."""
+    layer = nn.Linear(300, 400, bias=False)
+    if kind == "flat":
+        nn.flatten_parameters(layer)
+    if kind == "tensor":
+        layer.weight = Tensor(layer.weight.numpy())
+    x, times = Tensor(np.full((2, 300), 3.0), requires_grad=False), 30
+    barrier = threading.Barrier(2)
+
+    def work(number):
+        for _ in range(times):
+            out = nn.recompute(layer, x) if kind in ("recomputed", "grad") else layer(x)
+            loss = out.sum() + (layer.weight * 2).sum()
+            barrier.wait(60)
+            if kind == "grad" and number:
+                (got,) = autograd.grad(loss, layer.weight)
+                np.testing.assert_array_equal(got.numpy(), 8)
+            else:
+                loss.backward()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+    wanted = 8 * times * (1 if kind == "grad" else 2)
+    np.testing.assert_array_equal(layer.weight.grad.numpy(), wanted)
 
 
 def test_no_grad_of_one_object_nests():
