@@ -13,8 +13,8 @@
  *   so that a captured graph stays right.
  *   Bytes: 2 (p + 1) D a head, once.
  *
- * decode_greedy. A thread block takes a row of logits: the first largest, or -1 where one is not
- *   finite. Reads the logits once.
+ * decode_greedy. A thread block takes a row of logits: the first largest, or -1 where one is NaN
+ *   or inf, or all are -inf. Reads the logits once.
  */
 #include "common.cuh"
 
@@ -307,7 +307,7 @@ nd_status decode(int device, const decode_attention_args *a, Decode s, int64_t h
 /* ---- the next token -------------------------------------------------------------------------- */
 struct Best {
     float value;
-    int32_t at; /* -1: something is not finite */
+    int32_t at; /* -1: something is NaN or inf */
 };
 
 __device__ __forceinline__ Best better(Best a, Best b) {
@@ -338,20 +338,20 @@ __global__ void __launch_bounds__(greedy_threads)
     __shared__ Best warps[32];
     const T *row = logits + blockIdx.x * vocabulary;
     Best best = {-INFINITY, 0x7fffffff};
-    bool finite = true;
+    bool drawable = true;
     for (int64_t i = (int64_t)threadIdx.x * N; i < vocabulary; i += greedy_threads * N) {
         float x[N];
         to_floats<T>(load_dims<T, N>(row + i, 0, 1), x);
 #pragma unroll
         for (int k = 0; k < N; k++) {
             const float value = x[k];
-            finite = finite && value - value == 0.0f;
+            drawable = drawable && value < INFINITY;
             if (value > best.value) {
                 best = {value, (int32_t)(i + k)};
             }
         }
     }
-    if (!finite) {
+    if (!drawable) {
         best.at = -1;
     }
     best = warp_best(best);
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(greedy_threads)
     if (threadIdx.x < 32) {
         best = warp_best(warps[threadIdx.x]);
         if (threadIdx.x == 0) {
-            tokens[blockIdx.x] = best.at;
+            tokens[blockIdx.x] = best.value > -INFINITY ? best.at : -1;
             positions[blockIdx.x] += 1;
         }
     }

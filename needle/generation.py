@@ -34,13 +34,12 @@ from needle._C import NDArray
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array, full, zeros
 from needle.ops.attention import qkv_parts
-from needle.sampling import check_sampling, penalized, sample
+from needle.sampling import BROKEN, check_sampling, penalized, sample
 
 # A cache holds a multiple of so many positions.
 CAPACITY_STEP = 64
 # With fewer steps to come, recording one costs more than it saves.
 STEPS_WORTH_RECORDING = 4
-BROKEN = "the logits are not finite: the model's weights are broken"
 
 
 # ---- ids ----------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ class Hooked(Module):
     def _put_in_force(
         self, functions: Mapping[str, tuple[Callable[[Tensor], Tensor], ...]] | None
     ) -> None:
-        self._in_force = functions
+        self._in_force = functions or None
         for _, module, _ in _points(self):
             module._hooks = None
         for name, module, point in _points(self):

@@ -8,6 +8,9 @@ import numpy as np
 
 # top_p first looks among this many of the likeliest tokens, which nearly always suffice.
 NUCLEUS = 1024
+BROKEN = (
+    "the logits of a row are not finite: NaN or inf, as of broken weights, or -inf for every token"
+)
 
 
 def check_sampling(
@@ -45,15 +48,15 @@ def sample(
 
     temperature 0 takes the likeliest token, the first of equals, and draws nothing. top_k keeps
     the k likeliest; top_p the fewest whose probabilities sum to p or more (nucleus sampling,
-    Holtzman et al. 2020). Both may be given: k first. Bad values raise ValueError that says what
-    is allowed.
+    Holtzman et al. 2020). Both may be given: k first. A token whose logit is -inf is never taken.
+    ValueError for other settings, and for a row with NaN or inf, or of -inf alone.
 
     >>> print(ndl.sampling.sample(np.array([[0.0, 2.0, 1.0]]), temperature=0))
     [1]
     """
     check_sampling(temperature, top_k, top_p)
-    if not np.isfinite(logits).all():
-        raise ValueError("the logits are not finite: the model's weights are broken")
+    if not np.isfinite(logits.max(axis=-1)).all():
+        raise ValueError(BROKEN)
     if temperature == 0:
         return logits.argmax(axis=-1)
     return np.array([_draw(row, temperature, top_k, top_p, random) for row in logits], np.int64)

@@ -12,7 +12,7 @@ from harness import device_of, live_bytes, naming
 from harness import small_pythia as model_of
 
 import needle as ndl
-from needle import _C, generation, sampling
+from needle import _C, Tensor, generation, nn, sampling
 from needle.ops import parallel
 
 GREEDY = {"temperature": 0.0}
@@ -258,6 +258,38 @@ def test_sample_draws_from_the_right_distribution():
             assert abs((drawn == token).mean() - expected) < 1e-3, limits
 
 
+class Largest:
+    """The largest number that a generator draws."""
+
+    def random_sample(self):
+        return 1 - 2.0**-53
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sample_takes_masked_tokens_as_absent(dtype):
+    """A row with -inf against the same row without those tokens, with equal numbers drawn."""
+    logits = np.random.default_rng(0).standard_normal((40, 30)).astype(dtype)
+    allowed = np.array([1, 4, 5, 17, 28])
+    masked = np.full_like(logits, -np.inf)
+    masked[:, allowed] = logits[:, allowed]
+    for limits in (
+        (0,), (0.5,), (1, 3), (1, 20), (1, None, 0.7), (1, None, 1.0), (2, 4, 0.9), (1e-308, 20),
+    ):  # fmt: skip
+        for random in (Fixed, Largest):
+            with naming(limits, random):
+                limits = (*limits, None, None)[:3]
+                got = sampling.sample(masked, *limits, random())
+                wanted = allowed[sampling.sample(logits[:, allowed], *limits, random())]
+                np.testing.assert_array_equal(got, wanted)
+    for bad in (np.nan, np.inf):
+        masked[3, 0] = bad
+        with pytest.raises(ValueError, match="not finite: NaN or inf"):
+            sampling.sample(masked)
+    masked[3] = -np.inf
+    with pytest.raises(ValueError, match="-inf for every token"):
+        sampling.sample(masked, 0)
+
+
 def test_likeliest_breaks_ties_by_index():
     values = np.array([1.0, 3.0, 2.0, 3.0, 2.0, 2.0])
     assert sampling.likeliest(values, 3).tolist() == [1, 3, 2]
@@ -422,6 +454,37 @@ def test_broken_weights(device, options):
     model.final_layer_norm.weight.cached_data.fill(float("nan"))
     with pytest.raises(ValueError, match="not finite"):
         model.generate([1, 2, 3], 9, **options)
+
+
+class Masked(nn.Linear):
+    """A head that masks tokens by -inf: all but `allowed`."""
+
+    allowed = ()
+
+    def forward(self, x, *, residual=None):
+        mask = np.full(self.out_features, -np.inf)
+        mask[list(self.allowed)] = 0
+        return super().forward(x) + Tensor(mask, device=x.device, requires_grad=False)
+
+
+@pytest.mark.parametrize("options", [GREEDY, {"seed": 1}, {"seed": 1, "top_k": 9, "top_p": 0.9}])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_masked_logits_are_never_drawn(hooked, options, device):
+    model = model_of(device)
+    weight = model.embed_out.weight
+    model.embed_out = Masked(32, 41, bias=False, device=device)
+    model.embed_out.weight = weight
+    allowed = model.embed_out.allowed = [2, 3, 40]
+    with model.hooks({"hook_embed": lambda x: x} if hooked else {}):
+        assert model.is_hooked == hooked
+        drawn = model.generate(prompts(6, 6), 20, **options)[:, 6:]
+        if options == GREEDY:
+            likeliest = [full_logits(model, row).argmax() for row in prompts(6, 6)]
+            np.testing.assert_array_equal(drawn[:, 0], likeliest)
+        assert set(drawn.ravel()) <= set(allowed) and drawn.dtype == np.int64
+        model.embed_out.allowed = []
+        with pytest.raises(ValueError, match="-inf for every token"):
+            model.generate([1, 2, 3], 3, **options)
 
 
 @pytest.mark.parametrize("options", [GREEDY, {"seed": 1}])

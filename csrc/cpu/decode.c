@@ -173,19 +173,19 @@ nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {
         cpu_run run;
         float best = -INFINITY;
         int64_t at = 0;
-        bool finite = true;
+        bool drawable = true;
         for (int64_t first = 0; first < v; first += CPU_RUN) {
             int64_t count = min_of(CPU_RUN, v - first);
             const float *x = cpu_read(args->logits, row * v + first, count, run.f32);
             for (int64_t i = 0; i < count; i++) {
-                finite &= x[i] - x[i] == 0;
+                drawable &= x[i] < INFINITY;
                 if (x[i] > best) {
                     best = x[i];
                     at = first + i;
                 }
             }
         }
-        tokens[row] = finite ? (int32_t)at : -1;
+        tokens[row] = drawable && best > -INFINITY ? (int32_t)at : -1;
         positions[row] += 1;
     }
     return ND_OK;

@@ -541,14 +541,18 @@ def test_each_gradient_counts_once_in_the_norm(device):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [1, 31, 2500])
-def test_greedy_decoding_marks_logits_that_are_not_finite(size, dtype, device):
-    logits = np.tile(np.arange(size) % 7 - 9.0, (4, 1))
-    logits[1:, size // 2] = [np.inf, np.nan, -np.inf]
+def test_greedy_decoding_marks_rows_without_a_largest(size, dtype, device):
+    """-inf masks a token: a row is marked where it masks all of them."""
+    logits = np.tile(np.arange(size) % 7 - 9.0, (6, 1))
+    logits[1:4, size // 2] = [np.inf, np.nan, -np.inf]
+    logits[4], logits[5, : size - 1] = -np.inf, -np.inf
     made = _C.array(logits, dtype=dtype, device=device)
-    tokens, positions = (_C.array(range(4), "int32", device) for _ in range(2))
+    tokens, positions = (_C.array(range(6), "int32", device) for _ in range(2))
     _C.decode_greedy(made, tokens, positions)
-    np.testing.assert_array_equal(tokens.numpy(), [min(size - 1, 6), -1, -1, -1])
-    np.testing.assert_array_equal(positions.numpy(), [1, 2, 3, 4])
+    masked = min(size - 1, 6) if size > 1 else -1
+    wanted = [min(size - 1, 6), -1, -1, masked, -1, size - 1]
+    np.testing.assert_array_equal(tokens.numpy(), wanted)
+    np.testing.assert_array_equal(positions.numpy(), np.arange(1, 7))
 
 
 # ---- same bits -----------------------------------------------------------------------------------
