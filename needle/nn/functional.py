@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from needle import init, ops
-from needle.autograd import Tensor
+from needle.autograd import FLOATS, Tensor
 from needle.ops import *  # noqa: F403
 
 
@@ -55,12 +55,17 @@ def scaled_dot_product_attention(
 
 def normalize(a: Tensor, p: float = 2, dim: int = 1, eps: float = 1e-12) -> Tensor:
     """`a` divided by its norm along `dim`, or by eps where that is larger."""
-    return a / a.norm(p, dim, True).maximum(eps)
+    wide = ops.astype(a, "float32")  # eps is 0 in float16
+    out = wide / wide.norm(p, dim, True).maximum(eps)
+    return ops.astype(out, a.dtype) if a.dtype in FLOATS else out
 
 
 def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """The dot product of the directions of a and b along `dim`."""
-    return (a * b).sum(dim) / (a.norm(2, dim) * b.norm(2, dim)).maximum(eps)
+    """The dot product along `dim` of a and b, each divided by its norm, or by eps where that is
+    larger."""
+    x, y = (normalize(ops.astype(operand, "float32"), 2, dim, eps) for operand in (a, b))
+    out = (x * y).sum(dim)
+    return ops.astype(out, a.dtype) if a.dtype in FLOATS else out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -159,30 +159,46 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     return EWisePow()(a, b)
 
 
-class Where(TensorOp):
-    """a where the condition holds, else b, without arithmetic: bits of one are added to zeros."""
+BITS = {"float32": "int32", "bfloat16": "uint16", "float16": "uint16", "bool": "uint8"}
+
+
+def _kept_bits(a: NDArray, condition: NDArray) -> NDArray:
+    return _C.multiply(a.view(BITS.get(a.dtype, a.dtype)), condition)
+
+
+class Keep(TensorOp):
+    """a where the condition holds, else 0, also in the place of inf and NaN."""
 
     reads_inputs = reads_result = False
 
     def __init__(self, condition: NDArray) -> None:
         self.condition = condition  # bool
 
+    def compute(self, a: NDArray) -> NDArray:
+        return _kept_bits(a, self.condition).view(a.dtype)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(Keep(self.condition)(out_grad), node.inputs[0])
+
+
+class Where(Keep):
+    """a where the condition holds, else b, without arithmetic: bits of one are added to zeros."""
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         dtype = _C.add(*(_C.empty((0,), x.dtype, x.device) for x in (a, b))).dtype
         if a.dtype == b.dtype:
             dtype = a.dtype
-        bits = {"float32": "int32", "bfloat16": "uint16", "float16": "uint16", "bool": "uint8"}
-        a, b = (x.astype(dtype).view(bits.get(dtype, dtype)) for x in (a, b))
-        chosen = _C.multiply(a, self.condition), _C.multiply(b, _C.equal(self.condition, 0))
-        return _C.add(*chosen).view(dtype)
+        pairs = zip((a, b), self._conditions())
+        return _C.add(*(_kept_bits(x.astype(dtype), chosen) for x, chosen in pairs)).view(dtype)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        a, b = node.inputs
-        nothing = const(full((), 0, out_grad.dtype, out_grad.device))
-        return (
-            reduced_to(Where(self.condition)(out_grad, nothing), a) if a.requires_grad else None,
-            reduced_to(Where(self.condition)(nothing, out_grad), b) if b.requires_grad else None,
+        return tuple(
+            reduced_to(Keep(chosen)(out_grad), x) if x.requires_grad else None
+            for x, chosen in zip(node.inputs, self._conditions())
         )
+
+    def _conditions(self) -> tuple[NDArray, NDArray]:
+        return self.condition, _C.equal(self.condition, 0)
 
 
 def _beside(number: Any, x: Tensor) -> Tensor:
@@ -305,7 +321,7 @@ class PowerScalar(_ScalarOp):
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0]
         if self.scalar == 0:
-            return multiply_scalar(out_grad, 0.0)
+            return const(full(a.shape, 0, out_grad.dtype, out_grad.device))
         if self.scalar == 1:
             return reduced_to(out_grad, a)
         factor = a if self.scalar == 2 else power_scalar(a, self.scalar - 1)
@@ -335,12 +351,12 @@ class ScalarPow(_ScalarOp):
         return _C.power(self.scalar, a)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        factor = -math.inf if self.scalar == 0 else math.nan
         if self.scalar > 0:
             factor = math.log(self.scalar)
-        else:
-            factor = 0.0 if self.scalar == 0 else math.nan
-        value = scalar_power(self.scalar, node.inputs[0])
-        return multiply_scalar(multiply(out_grad, value), factor)
+        slope = multiply_scalar(multiply(out_grad, scalar_power(self.scalar, a)), factor)
+        return where(a >= 0, 0.0, slope) if self.scalar == 0 else slope
 
 
 def scalar_power(scalar: float, a: Tensor) -> Tensor:
@@ -458,7 +474,8 @@ class ReLU(TensorOp):
         return _C.relu(a)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return multiply(out_grad, const(_C.greater(node.inputs[0].cached_data, 0.0)))
+        off = _C.less_equal(node.inputs[0].cached_data, 0.0)  # not at NaN
+        return Keep(_C.equal(off, 0))(out_grad)
 
 
 def relu(a: Tensor) -> Tensor:

@@ -10,21 +10,11 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
+from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import full
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
-from needle.ops.elementwise import (
-    add,
-    add_scalar,
-    divide_scalar,
-    exp,
-    log,
-    multiply,
-    negate,
-    subtract,
-    where,
-)
+from needle.ops.elementwise import add, divide_scalar, exp, log, multiply, negate, subtract, where
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
 from needle.ops.matmul import weight_grad
 from needle.ops.pointwise import abs, clip, log1p, softplus
@@ -62,13 +52,30 @@ def l1_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     return _reduced("l1_loss", abs(subtract(input, _same("l1_loss", input, target))), reduction)
 
 
+class BinaryCrossEntropy(TensorOp):
+    """The loss of each element. Its gradient is (p - t) / (p (1 - p)), in which the divisor is at
+    least 1e-12, as in PyTorch."""
+
+    reads_result = False
+
+    def compute(self, p: NDArray, t: NDArray) -> NDArray:
+        hit = _C.maximum(_C.log(p), -100.0)
+        miss = _C.maximum(_C.log1p(_C.negate(p)), -100.0)
+        return _C.subtract(_C.multiply(_C.subtract(t, 1.0), miss), _C.multiply(t, hit))
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        p, t = node.inputs
+        odds = clip(log1p(-p), -100.0) - clip(log(p), -100.0)
+        return out_grad * (p - t) / clip(p * (1 - p), 1e-12), out_grad * odds
+
+
 def binary_cross_entropy(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """-(t log p + (1 - t) log(1 - p)) of probabilities p = `input` and t = `target` in [0, 1];
     logarithms are at least -100, as in PyTorch. reduction as in mse_loss."""
     t = _same("binary_cross_entropy", input, target)
-    hit = multiply(t, clip(log(input), -100.0))
-    miss = multiply(add_scalar(negate(t), 1.0), clip(log1p(negate(input)), -100.0))
-    return _reduced("binary_cross_entropy", negate(add(hit, miss)), reduction)
+    loss = BinaryCrossEntropy()(astype(input, "float32"), astype(t, "float32"))
+    loss = _reduced("binary_cross_entropy", loss, reduction)
+    return astype(loss, input.dtype) if input.dtype in FLOATS else loss
 
 
 def binary_cross_entropy_with_logits(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:

@@ -19,6 +19,7 @@ from needle.backend_ndarray import full, zeros
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import LARGEST, const
 from needle.ops.elementwise import (
+    Keep,
     add,
     add_scalar,
     divide,
@@ -210,10 +211,11 @@ class Extremum(TensorOp):
         a, b = node.inputs
         x, y = a.cached_data, b.cached_data
         half = _C.multiply(_C.equal(x, y).astype(out_grad.dtype), 0.5)
-        first, second = (_C.greater, _C.less) if self.kernel == "maximum" else (_C.less, _C.greater)
+        shared = multiply(out_grad, const(_C.subtract(1.0, half)))
+        lost = [_C.less(x, y), _C.greater(x, y)][:: 1 if self.kernel == "maximum" else -1]
         return tuple(
-            reduced_to(multiply(out_grad, const(_C.add(half, better(x, y)))), operand)
-            for better, operand in ((first, a), (second, b))
+            reduced_to(Keep(_C.equal(off, 0))(shared), operand)
+            for off, operand in zip(lost, (a, b))
         )
 
 
@@ -243,12 +245,12 @@ class Clip(TensorOp):
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         x = node.inputs[0].cached_data
         inside = _C.multiply(_C.greater_equal(x, self.low), _C.less_equal(x, self.high))
-        return multiply(out_grad, const(inside))
+        return Keep(inside)(out_grad)
 
 
 def clip(a: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    """a limited to [min, max], numbers or Tensors, None for no limit; outside of them the gradient
-    is 0.
+    """a limited to [min, max], numbers or Tensors, None for no limit. The gradient is 0 outside and
+    1 at a limit that is a number; one that is a Tensor takes half of it there.
 
     >>> print(ndl.clip(ndl.Tensor([-2, 0.5, 3]), 0, 1))
     [0.  0.5 1. ]

@@ -112,12 +112,14 @@ def _as_floats(a: Tensor) -> Tensor:
     return a if a.dtype in FLOATS else astype(a, "float32")
 
 
-def _shifted(a: NDArray, axes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
-    """(m, e, s): m the maximum over `axes`, kept and made finite, e = exp(a - m), s = sum e, all in
-    float32. A slice of only -inf has e = 0 and s = 0."""
+def _shifted(
+    a: NDArray, axes: Sequence[int], most: float = math.inf
+) -> tuple[NDArray, NDArray, NDArray]:
+    """(m, e, s): m the maximum over `axes`, kept, finite for -inf and up to `most`, e = exp(a - m),
+    s = sum e, all in float32. A slice of only -inf has e = 0 and s = 0, one with inf NaN."""
     a = a.astype("float32")
     m = a.max(axis=tuple(axes), keepdims=True)
-    m = _C.minimum(_C.maximum(m, -LARGEST), LARGEST)
+    m = _C.minimum(_C.maximum(m, -LARGEST), most)
     e = _C.exp(_C.subtract(a, m))
     return m, e, e.sum(axis=tuple(axes), keepdims=True)
 
@@ -130,7 +132,7 @@ class LogSumExp(TensorOp):
 
     def compute(self, a: NDArray) -> NDArray:
         axes = normal_axes("logsumexp", self.axes, a.ndim)
-        m, _, s = _shifted(a, axes)
+        m, _, s = _shifted(a, axes, LARGEST)  # inf, where the others are NaN
         out = tuple(n for i, n in enumerate(a.shape) if i not in axes)
         return _C.add(m, _C.log(s)).astype(a.dtype).reshape(out)
 

@@ -12,7 +12,16 @@ from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import axes_or_dim, const, kept_shape, normal_axes, normal_axis
-from needle.ops.elementwise import add, divide_scalar, multiply, power_scalar, sqrt, subtract, where
+from needle.ops.elementwise import (
+    add,
+    divide,
+    divide_scalar,
+    multiply,
+    power_scalar,
+    sqrt,
+    subtract,
+    where,
+)
 from needle.ops.indexing import get_item, index_select
 from needle.ops.order import TopK, sort, topk
 from needle.ops.pointwise import abs, isnan
@@ -163,14 +172,28 @@ def std(
     """The standard deviation, the root of `var`, which has the arguments; its gradient at 0 is
     0."""
     axes, correction = axes_or_dim("std", axes, dim), _correction(correction, dim)
-    out = _root(var(astype(a, "float32"), axes, keepdims, correction))
+    wide, scale = _scaled(astype(a, "float32"), axes, "max")
+    out = _root(var(wide, axes, keepdims, correction))
+    out = multiply(out, reshape(scale, out.shape))
     return astype(out, a.dtype) if a.dtype in FLOATS else out
 
 
 def _root(a: Tensor) -> Tensor:
     """The square root, whose gradient at 0 is 0."""
     zero = _C.equal(a.cached_data, 0)
-    return multiply(sqrt(add(a, const(zero))), const(_C.equal(zero, 0)))
+    return where(zero, 0.0, sqrt(add(a, const(zero))))
+
+
+def _scaled(a: Tensor, axes: Axes, by: str) -> tuple[Tensor, Tensor]:
+    """(a / s, s), s the power of two below the "max" or "min" of |a| over `axes`: sums of powers of
+    a / s neither overflow nor vanish, and the division rounds nothing."""
+    axes = normal_axes("norm", axes, a.ndim)
+    if a.size == 0:
+        return a, const(ones(kept_shape(a.shape, axes), "float32", a.device))
+    size = getattr(_C.absolute(a.cached_data), by)(axis=axes, keepdims=True)
+    exponent = _C.bitwise_and(size.view("int32"), 0x7F800000).view("float32")
+    scale = const(_C.minimum(_C.maximum(exponent, 2.0**-126), 2.0**127))
+    return divide(a, scale), scale
 
 
 def var_mean(
@@ -189,8 +212,8 @@ def std_mean(
 
 def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """The vector norm over `axes`: sum(|a|^ord)^(1 / ord); the largest |a| for inf, the smallest
-    for -inf, the number of elements that are not 0 for 0; "fro" is 2. Computed in float32. The
-    gradient of the 2-norm at 0 is 0. TypeError for another ord.
+    for -inf, the number of elements that are not 0 for 0; "fro" is 2. Computed in float32, without
+    overflow of powers. The gradient of elements that are 0 is 0. TypeError for another ord.
 
     >>> print(ndl.norm(ndl.Tensor([3, 4])), ndl.norm(ndl.Tensor([3, -4]), 1))
     5.0 7.0
@@ -198,13 +221,20 @@ def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> 
     wide = astype(a, "float32")
     if ord != "fro" and not isinstance(ord, Number):
         raise TypeError(f"norm: ord must be a number or 'fro', not {ord!r}")
-    if ord in (2, "fro"):
-        out = _root(summation(multiply(wide, wide), axes, keepdims))
-    elif ord in (math.inf, -math.inf):
+    if ord in (math.inf, -math.inf):
         out = (amax if ord > 0 else amin)(abs(wide), axes, keepdims)
     elif ord == 0:
         out = summation(astype(wide != 0, "float32"), axes, keepdims)
+    elif ord == 1:
+        out = summation(abs(wide), axes, keepdims)
     else:
-        out = summation(power_scalar(abs(wide), ord) if ord != 1 else abs(wide), axes, keepdims)
-        out = out if ord == 1 else power_scalar(out, 1 / ord)
+        wide, scale = _scaled(wide, axes, "max" if ord == "fro" or ord > 0 else "min")
+        if ord in (2, "fro"):
+            out = _root(summation(multiply(wide, wide), axes, keepdims))
+        else:
+            zero = _C.equal(wide.cached_data, 0)
+            powers = power_scalar(add(abs(wide), const(zero)), ord)
+            powers = where(zero, 0.0 if ord > 0 else math.inf, powers)
+            out = power_scalar(summation(powers, axes, keepdims), 1 / ord)
+        out = multiply(out, reshape(scale, out.shape))
     return astype(out, a.dtype) if a.dtype in FLOATS else out

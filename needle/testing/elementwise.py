@@ -36,6 +36,7 @@ def gelu(x):
 
 
 def gelu_grad(x):
+    x = np.clip(x, -40, 40)  # there it is 0 or 1, and inf * 0 is neither
     return phi(x) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 
@@ -44,6 +45,7 @@ def gelu_tanh(x):
 
 
 def gelu_tanh_grad(x):
+    x = np.clip(x, -40, 40)
     t = np.tanh(SQRT_2_PI * (x + 0.044715 * x * x * x))
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_PI * (1 + 3 * 0.044715 * x * x)
 
@@ -87,7 +89,7 @@ ELEMENTWISE = {
     "multiply": Elementwise(lambda x, y: x * y, integers=True),
     "divide": Elementwise(lambda x, y: x / y, (0.1, 8), 0.51),
     "power": Elementwise(
-        np.power, (0.1, 5), 4, lambda z, x, y: z * (1 + np.abs(y * np.log(x))), (-3, 3)
+        np.power, (0.1, 5), 4, lambda z, x, y: z * (1 + np.abs(y * np.log(np.abs(x)))), (-3, 3)
     ),
     "maximum": Elementwise(np.maximum, integers=True),
     "minimum": Elementwise(np.minimum, integers=True),
@@ -111,6 +113,10 @@ ELEMENTWISE = {
 }
 
 inf, nan = float("inf"), float("nan")
+# Zeros, infinities, NaN, the largest and the smallest, and where formulas change.
+LIMITS = [0.0, 1e-45, 2e-38, 1e-30, 1e-20, 0.5, 1.0, 1.5, 2.0, 20.0, 88.5, 104.0, 1e4, 1e20]
+LIMITS += [3.4028234663852886e38, inf]
+LIMITS += [*(-x for x in LIMITS), nan]
 # Exact float32 results at the edges: op, operands, result.
 SPECIAL = [
     ("exp", ([-inf, inf, 0.0, -1e10, 1e10, nan],), [0, inf, 1, 0, inf, nan]),

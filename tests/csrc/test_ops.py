@@ -27,7 +27,7 @@ from needle.testing import (
     rounder,
     to_ndarray,
 )
-from needle.testing.elementwise import REDUCED_SHAPES, SPECIAL
+from needle.testing.elementwise import LIMITS, REDUCED_SHAPES, SPECIAL
 
 STRUCTURED = {
     op: [case for case in CASES if case.op == op] for op in dict.fromkeys(c.op for c in CASES)
@@ -241,6 +241,19 @@ def test_special_values(op, operands, expected, device):
         arrays = [to_ndarray(np.repeat(x, repeat), "float32", device) for x in operands]
         got = getattr(_C, op)(*arrays).numpy()
         np.testing.assert_array_equal(got, np.repeat(np.float32(expected), repeat))
+
+
+@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if not op.endswith(("_bwd", "and", "or"))])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_elementwise_at_limits(op, dtype, device):
+    """Of two operands all pairs."""
+    with np.errstate(over="ignore"):
+        points = rounder(dtype)(np.float32(LIMITS))
+    count = len(OPS[op].inputs)
+    values = [x.ravel() for x in np.meshgrid(*[points] * count)]
+    got = getattr(_C, op)(*(to_ndarray(x, dtype, device) for x in values))
+    with np.errstate(all="ignore"):
+        check_elementwise(op, got, values, dtype)
 
 
 def test_denormal_and_large_values():
