@@ -522,7 +522,8 @@ class AdamW(Optimizer):
 def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
     """(norm, scale) of all gradients together, float32 scalars on the device, without waiting.
 
-    scale = min(1, max_norm / (norm + 1e-6)), or 1 when max_norm is 0: what AdamW.step takes.
+    scale = min(1, max_norm / (norm + 1e-6)), or 1 when max_norm is 0: what AdamW.step takes. A norm
+    from 1.8e19 on, whose square is beyond float32, counts as inf, for which the scale is NaN.
 
     >>> flat = nn.flatten_parameters(nn.Linear(3, 2))
     >>> flat.grad.fill(2)  # the gaps between parameters count as well: they are 0 after backward()
@@ -571,18 +572,29 @@ def clip_grad_norm(params: FlatParameters | Sequence[Tensor], max_norm: float) -
     """
     if max_norm <= 0:
         raise ValueError(f"clip_grad_norm: max_norm must be above 0, but is {max_norm}")
-    if isinstance(params, FlatParameters):
-        norm, scale = grad_norm(params, max_norm)
-        _C.assign(params.grad, _C.multiply(params.grad, scale))
-        return float(norm.numpy())
-    with_grad = [p for p in params if p.grad is not None]
-    squares = [p.grad.cached_data.astype("float32") for p in with_grad]
-    total = math.sqrt(math.fsum(float(_C.sumsq(g, g.ndim).numpy()) for g in squares))
+    flat = isinstance(params, FlatParameters)
+    with_grad = [] if flat else [p for p in params if p.grad is not None]
+    grads = [params.grad] if flat else [p.grad.cached_data for p in with_grad]
+    total = math.hypot(*map(_norm, grads))
     factor = max_norm / (total + 1e-6)
-    if not factor >= 1:  # also when the norm is NaN: the gradients shall show it
-        for p in with_grad:
-            p.grad = Tensor.from_ndarray(_C.multiply(p.grad.cached_data, factor))
+    if factor >= 1:
+        return total
+    clipped = [_C.multiply(g, factor) for g in grads]  # NaN too: the gradients shall show it
+    if flat:
+        _C.assign(params.grad, clipped[0])
+    for p, grad in zip(with_grad, clipped):
+        p.grad = Tensor.from_ndarray(grad)
     return total
+
+
+def _norm(grad: NDArray) -> float:
+    """The 2-norm of an array, also where squares are beyond float32."""
+    wide = grad.astype("float32")
+    square, top = _C.sumsq(wide, wide.ndim).item(), 1.0
+    if math.isinf(square):
+        top = min(_C.absolute(wide).max().item(), 2.0**127)  # of inf the norm is inf
+        square = _C.sumsq(wide / top, wide.ndim).item()
+    return math.sqrt(square) * top
 
 
 # ---- schedules -----------------------------------------------------------------------------------

@@ -326,6 +326,57 @@ def test_clip_grad_norm_nan_in_one_gradient_is_in_all(flat):
     assert all(np.isnan(p.grad.numpy()).all() for p in module.parameters())
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-20, 1.0, 1e19, 1e20, 1e38])
+def test_clip_grad_norm_of_any_size(size, flat, device):
+    """The square of a norm may be beyond float32, and so may the norm."""
+    module = Two(device)
+    parameters = nn.flatten_parameters(module) if flat else module.parameters()
+    made = {n: np.float32(size * np.clip(g, -3, 3)) for n, g in gradients(0).items()}
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in made.values()))
+    give(module, made)
+    got = optim.clip_grad_norm(parameters, 0.5)
+    np.testing.assert_allclose(got, norm, rtol=1e-5, atol=1e-18)
+    for name, p in module.named_parameters():
+        scale = min(1.0, 0.5 / (norm + 1e-6))
+        np.testing.assert_allclose(p.grad.numpy(), made[name] * scale, rtol=2e-5)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_clip_grad_norm_inf_is_seen_as_in_pytorch(flat):
+    """The others become 0, since the norm is inf."""
+    module = Two(None)
+    parameters = nn.flatten_parameters(module) if flat else module.parameters()
+    made = gradients(0)
+    made["bias"][1] = np.inf
+    give(module, made)
+    assert optim.clip_grad_norm(parameters, 1.0) == np.inf
+    wanted = np.where(np.isinf(made["bias"]), np.nan, 0)
+    np.testing.assert_array_equal(module.bias.grad.numpy(), wanted)
+    np.testing.assert_array_equal(module.matrix.grad.numpy(), 0)
+
+
+def test_clip_grad_value_at_its_limits():
+    w = nn.Parameter(np.zeros(7))
+    given = [np.nan, np.inf, -np.inf, 0.5, -0.5, 0.0, 1e38]
+    for limit in (0.5, 0.0, 1e30):
+        w.grad = Tensor(given, requires_grad=False)
+        nn.utils.clip_grad_value_(w, limit)
+        np.testing.assert_array_equal(w.grad.numpy(), np.clip(np.float32(given), -limit, limit))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_a_gradient_of_zeros_moves_nothing(kind, device):
+    module = Two(device)
+    start = values_of(module)
+    optimizer = getattr(optim, kind)(module.parameters(), lr=0.1, weight_decay=0.0)
+    for _ in range(2):
+        give(module, {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+        optimizer.step()
+    for name, value in values_of(module).items():
+        np.testing.assert_array_equal(value, start[name])
+
+
 def test_step_with_a_device_scale(device):
     """adamw.step(scale) of _C.grad_norm is clipping without a wait for the device."""
     module = Two(device)
