@@ -66,6 +66,11 @@ def test_components_add_up_to_the_stream_and_the_logits(device, parallel):
         stack, labels = cache.accumulated_resid(incl_mid=True, return_labels=True)
         assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "final_post"]
         close(stack[3], cache["resid_mid", 1])
+        for at in (0, 1):  # as the MLP of the layer sees them: by the scale of its own norm
+            read, options = cache["normalized", at, "ln2"], {"mlp_input": True, "apply_ln": True}
+            close(cache.decompose_resid(at, **options).sum(0), read)
+            close(cache.accumulated_resid(at, **options)[-1], read)
+            close(cache.accumulated_resid(at, pos_slice=[2, 4], **options)[-1], read[:, [2, 4]])
     lens = model.embed_out(cache.accumulated_resid(apply_ln=True))
     close(lens[-1], logits)
     seen = cache.apply_ln_to_stack(parts[:3], 1)

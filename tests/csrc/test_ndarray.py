@@ -304,6 +304,23 @@ def test_setitem_of_as_many_elements():
     np.testing.assert_array_equal(array.numpy(), host)
 
 
+def test_setitem_of_values_that_broadcast():
+    """Of square arrays too, where a value fits the shape with the axis of an integer and without
+    it: NumPy's rule, without it, comes first."""
+    every = slice(None)
+    for shape in ((3, 3, 2), (2, 2, 2), (3, 4, 2), (3, 3, 3)):
+        for index in ((every, every, 1), (every, 1), (0,), (every, 1, 1), (-1, every, 0), (..., 1)):
+            host, array = pair(*shape)
+            place = host[index].shape
+            for ones in np.ndindex(*[2] * len(place)):  # each size as it is, or 1
+                of = tuple(1 if one else size for one, size in zip(ones, place))
+                for start in range(len(of) + 1):  # and without leading axes
+                    if all(size == 1 for size in of[:start]):
+                        value = numbers(*of[start:]) + 100 * start
+                        host[index], array[index] = value, nd.array(value)
+                        np.testing.assert_array_equal(array.numpy(), host, f"{shape} {index} {of}")
+
+
 def test_indices_refused():
     _, array = pair(5, 5)
     for index in (5, -6, (0, 5), (0, 0, 0)):

@@ -155,6 +155,69 @@ def test_assignment_is_numpys(device):
                     assert (columns.numpy()[index] == 3).all()
 
 
+def test_assignment_of_values_that_broadcast_and_their_gradients():
+    every = slice(None)
+    for shape in ((3, 3, 2), (2, 2, 2), (3, 4, 2)):
+        for index in (
+            (every, every, 1),
+            (every, 1),
+            (0,),
+            (every, [0, 1], 1),
+            ([1, 0], every, [0, 1]),
+        ):
+            place = np.zeros(shape)[index].shape
+            for ones in np.ndindex(*[2] * len(place)):
+                of = tuple(1 if one else size for one, size in zip(ones, place))
+                with naming(shape, index, of):
+                    wanted = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+                    weights = Tensor(wanted + 1, requires_grad=False)
+                    start = Tensor(wanted)
+                    x, value = start * 1, Tensor(np.arange(100.0, 100 + np.prod(of)).reshape(of))
+                    x[index] = value
+                    wanted[index] = value.numpy()
+                    np.testing.assert_array_equal(x.numpy(), wanted)
+                    (x * weights).sum().backward()
+                    kept = weights.numpy().copy()
+                    kept[index] = 0
+                    np.testing.assert_array_equal(start.grad.numpy(), kept)
+                    axes = tuple(np.flatnonzero(ones))
+                    part = weights.numpy()[index].sum(axes, keepdims=True)
+                    np.testing.assert_array_equal(value.grad.numpy(), part)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.__setitem__(0, 5),
+        lambda x: x.__setitem__(np.array([True, False, False]), 5),
+        lambda x: x.__setitem__(slice(0, 1), x[1:2] * 2),
+        lambda x: x.masked_fill_(Tensor([1, 0, 0], dtype="bool"), 5),
+        lambda x: x.scatter_(0, [0], 5.0),
+        lambda x: x.mul_(1),
+    ],
+)
+def test_assignment_keeps_no_state_of_before(write):
+    leaf = Tensor([1.0, 2.0, 3.0])
+    x = leaf * 1
+    (x * 7).sum().backward()
+    assert x.grad is not None
+    write(x)
+    assert x.grad is None
+    (x * 2).sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [2, 2, 2])
+
+
+def test_assignment_of_what_was_computed_before_an_earlier_one_is_refused():
+    for write in (lambda y: y.__setitem__(0, 1), lambda y: y.mul_(2)):
+        leaf = Tensor([1.0, 2.0, 3.0])
+        y = leaf * 3
+        before = y * 1  # does not read y again, but its gradient would go through the assignment
+        write(y)
+        y[1:2] = before[:1]
+        with pytest.raises(RuntimeError, match="was assigned to"):
+            y.sum().backward()
+
+
 def test_assignment_in_the_graph():
     leaf = Tensor([1.0, 2.0, 3.0])
     with pytest.raises(RuntimeError, match="leaf that requires gradients"):
