@@ -155,6 +155,10 @@ class Compiled:
             f"it is asked for: compile(source, entries=[{name!r}])"
         )
 
+    def __repr__(self) -> str:
+        kernels = ", ".join(str(entry.signature) for entry in self.entries.values())
+        return f"<compiled for sm_{self.arch}: {kernels}>"
+
     def pack(self) -> bytes:
         """Return bytes for another process: a line of JSON, then the machine code."""
         return json.dumps(dataclasses.asdict(self) | {"cubin": ""}).encode() + b"\n" + self.cubin

@@ -78,6 +78,11 @@ def test_entries_are_made_and_found_by_the_name_asked_for():
         "scale<__nv_bfloat16>(__nv_bfloat16 const*, __nv_bfloat16*, float, long long, Affine)"
     )
     assert build(SOURCE, "scale<float>").entries.keys() == {"scale<float>"}
+    listed = build(SOURCE, ["scale<float>", "inner::fill"], "90a")
+    assert repr(listed) == (
+        "<compiled for sm_90a: scale<float>(float const*, float*, float, long long, Affine), "
+        "inner::fill(int*, int)>"
+    )
     with pytest.raises(KeyError, match=r"no kernel 'scale<double>': there are scale<float>, .*"
                        r"entries=\['scale<double>'\]"):  # fmt: skip
         compiled["scale<double>"]
