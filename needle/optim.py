@@ -1,8 +1,8 @@
 """Optimizers, gradient clipping and learning-rate schedules.
 
 An optimizer takes the parameters in one of four forms: a list of Parameters, a list of (name,
-Parameter), a list of groups (dicts with "params" and, where they differ, "lr" and "weight_decay";
-AdamW only), or what `nn.flatten_parameters` returned. It never writes into `.grad`; a parameter
+Parameter), a list of groups (dicts with "params" and, where they differ, "lr" and
+"weight_decay"), or what `nn.flatten_parameters` returned. It never writes into `.grad`; a parameter
 without a gradient is left alone. `lr` may be set between steps.
 
     for step in range(1, steps + 1):
@@ -164,10 +164,12 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__}._arrays is not defined")
 
     def state_dict(self) -> dict[str, Any]:
-        """{"step": steps done, "arrays": {name: NDArray}, and the hyperparameters}. The arrays are
-        the optimizer's own memory; apart from them everything is plain numbers and strings."""
+        """{"step": steps done, "arrays": {name: NDArray}, the hyperparameters, and "groups": the
+        settings of parameters that have their own}. The arrays are the optimizer's own memory;
+        apart from them everything is plain numbers and strings."""
         state: dict[str, Any] = {"step": self.t, "arrays": self._arrays()}
         state.update({name: getattr(self, name) for name in self.hyperparameters})
+        state["groups"] = {name: dict(own) for name, own in self._own.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,6 +209,9 @@ class Optimizer:
             (array, ..., arrays[name].to(array.device)) for name, array in own.items()
         ]
         changes += [(vars(self), name, state[name]) for name in self.hyperparameters]
+        if "groups" in state:
+            own_settings = {name: dict(group) for name, group in state["groups"].items()}
+            changes.append((vars(self), "_own", own_settings))
         return [*changes, (vars(self), "t", int(step))]
 
     @staticmethod
@@ -245,27 +250,26 @@ class _PerParameter(Optimizer):
 
     def __init__(self, params: Params) -> None:
         super().__init__(params)
-        if self._own:
-            raise TypeError(f"{type(self).__name__}: takes no parameter groups; AdamW does")
         self.state: dict[str, list[NDArray]] = {slot: [] for slot in self.slots}
         for kept in self.state.values():
             for p in self.params:
                 kept.append(zeros(p.shape, "float32", p.device))
 
-    def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
+    def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
         """Parameter i after step t, given its gradient in float32: its values, and each slot."""
         raise NotImplementedError
 
     def step(self) -> None:
         t = self.t + 1
         changes: list[tuple[Any, Any, Any]] = [(vars(self), "t", t)]
-        for i, p in enumerate(self.params):
+        for i, (name, p) in enumerate(zip(self.names, self.params)):
             if p.grad is None:
                 continue
-            g = p.grad.cached_data.astype("float32")
-            if self.weight_decay:
-                g = g + self.weight_decay * p.cached_data
-            new, *kept = self._updated(i, p, g, t)
+            g, own = p.grad.cached_data.astype("float32"), self._own.get(name, {})
+            decay = own.get("weight_decay", self.weight_decay)
+            if decay:
+                g = g + decay * p.cached_data
+            new, *kept = self._updated(i, p, g, t, own.get("lr", self.lr))
             new = new.astype(p.dtype)
             flat = p.has_grad_buffer  # its place is in the buffer of all
             changes.append((p.cached_data, ..., new) if flat else (vars(p), "cached_data", new))
@@ -299,9 +303,9 @@ class SGD(_PerParameter):
         super().__init__(params)
         self._set(lr=lr, momentum=momentum, weight_decay=weight_decay)
 
-    def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
+    def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
         u = self.momentum * self.state["u"][i] + (1 - self.momentum) * g
-        return p.cached_data - self.lr * u, u
+        return p.cached_data - lr * u, u
 
 
 class Adam(_PerParameter):
@@ -334,11 +338,11 @@ class Adam(_PerParameter):
         beta1, beta2 = (beta1, beta2) if betas is None else betas
         self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
 
-    def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
+    def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
         m = self.beta1 * self.state["m"][i] + (1 - self.beta1) * g
         v = self.beta2 * self.state["v"][i] + (1 - self.beta2) * (g * g)
         change = (m / (1 - self.beta1**t)) / (_C.sqrt(v / (1 - self.beta2**t)) + self.eps)
-        return p.cached_data - self.lr * change, m, v
+        return p.cached_data - lr * change, m, v
 
 
 class AdamW(Optimizer):
@@ -503,17 +507,6 @@ class AdamW(Optimizer):
         for operands in launches:
             _C.adamw(*operands)
         self.t = t
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; "groups" holds the settings of parameters that have their own."""
-        return {**super().state_dict(), "groups": {n: dict(own) for n, own in self._own.items()}}
-
-    def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
-        changes = super().load_changes(state)
-        if "groups" in state:
-            own = {n: dict(own) for n, own in state["groups"].items()}
-            changes.append((vars(self), "_own", own))
-        return changes
 
 
 # ---- gradient norm -------------------------------------------------------------------------------

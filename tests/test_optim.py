@@ -115,14 +115,32 @@ def test_adamw(device):
     close(run(module, adamw(module.parameters())), expected)
 
 
+RECURRENCES = {
+    "SGD": (sgd, {}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "Adam": (adam, {}, {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.02}),
+    "AdamW": (
+        adam,
+        {"decoupled": True},
+        {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.02},
+    ),
+}
+
+
 @pytest.mark.parametrize("own", [{"weight_decay": 0.0, "lr": 0.05}, {"lr": 0.0}])
-def test_adamw_groups(own, device):
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_groups(kind, own, device):
+    """Also where the state is loaded into an optimizer without groups."""
+    recurrence, form, options = RECURRENCES[kind]
     module = Two(device)
     start = values_of(module)
-    made = adamw([{"params": [module.matrix]}, {"params": [module.bias], **own}])
-    got = run(module, made)
-    close({"matrix": got["matrix"]}, {"matrix": follow(adam, start, decoupled=True)["matrix"]})
-    expected = follow(adam, start, decoupled=True, **own)
+    groups = [{"params": [module.matrix]}, {"params": [module.bias], **own}]
+    made = getattr(optim, kind)(groups, **options)
+    run(module, made, 3)
+    again = getattr(optim, kind)(module.parameters(), **options)
+    again.load_state_dict(made.state_dict())
+    got = run(module, again, 3, start=3)
+    close({"matrix": got["matrix"]}, {"matrix": follow(recurrence, start, **form)["matrix"]})
+    expected = follow(recurrence, start, **form, **own)
     close({"bias": got["bias"]}, {"bias": expected["bias"]})
 
 
