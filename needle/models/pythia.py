@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 import math
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,19 @@ class PythiaConfig(Config):
     dtype: str = "float32"
     use_sparse_attention: bool = False
     sparse_pattern: str = "mixed"  # the window and the first block
-    sparse_window: int = 256  # keys each query sees back; of "strided": the stride
+    # Keys each query sees back; of "strided" the stride. 0: a quarter of max_seq_len, a block at
+    # least.
+    sparse_window: int = 0
     sparse_block: int = 64
     attention_only: bool = False  # no MLPs: x = x + attention(norm1(x)) is all of a layer
 
     def __post_init__(self) -> None:
         if not self.intermediate_size and isinstance(self.hidden_size, int):
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
+        sizes = self.max_seq_len, self.sparse_block
+        if self.sparse_window == 0 and all(isinstance(size, int) for size in sizes):
+            window = max(sizes[0] // 4, sizes[1]) if self.use_sparse_attention else 256
+            object.__setattr__(self, "sparse_window", window)
         own = dataclasses.fields(PythiaConfig)  # those of a subclass have rules of their own
         of_type = lambda kind: (field.name for field in own if field.type == kind)
         for name in of_type("int"):
@@ -402,6 +409,13 @@ class Pythia(FactoredWeights, LanguageModel):
                 parameter.cached_data = parameter.cached_data.compact()
         nn.place_neighbours(self)
         self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
+        mask = self.block_mask(self.config.max_seq_len)
+        if mask is not None and mask.ideal_speedup == 1 and self.config.sparse_pattern != "dense":
+            warnings.warn(
+                f"Pythia: sparse_window {self.config.sparse_window} and blocks of {mask.block} "
+                f"leave out no key of {mask.T} tokens: attention is dense; take other sizes",
+                stacklevel=2,
+            )
         self.named_parameters()  # gives each its name, under which optimizers keep their state
 
     def _make(self) -> None:
@@ -535,11 +549,13 @@ def create_pythia_70m(
     device: Device | None = None,
     dtype: str = "float32",
     sparse: str | None = None,
-    window: int = 256,
+    window: int = 0,
+    block: int = 64,
 ) -> tuple[Pythia, PythiaConfig]:
     """Return a freshly initialised Pythia-70M and its configuration. sparse: a pattern of
     SPARSE_PATTERNS, which makes attention block-sparse, as use_sparse_attention does with "mixed".
-    window: keys that a query sees back; of "strided" the stride."""
+    window: keys that a query sees back, by default a quarter of max_seq_len, and a block at least;
+    of "strided" the stride. block: tokens of a block. Warns where no block is left out."""
     config = PythiaConfig.preset(
         "pythia-70m",
         vocab_size=vocab_size,
@@ -547,6 +563,7 @@ def create_pythia_70m(
         use_sparse_attention=use_sparse_attention or sparse is not None,
         sparse_pattern=sparse or "mixed",
         sparse_window=window,
+        sparse_block=block,
         dtype=dtype,
     )
     return Pythia(config, device=device), config

@@ -181,7 +181,7 @@ TABLE = {
 --sparse PATTERN  block-sparse attention; PATTERN is one of {patterns} (default: off; without
     PATTERN: mixed, a local window and the first block)
 --window N  of --sparse: how many tokens a query sees back; of the pattern strided the stride
-    (default: 256)
+    (default: a quarter of the sequence, 64 at least)
 --dtype  of weights and activations; bfloat16 keeps float32 master weights in the optimizer
     (default: float32 | bfloat16)
 --fp8  compute the products of the head up to a width of 1024, and those of layers from 512 on, in

@@ -45,7 +45,6 @@ COMMON = {
     "clip": 1.0,
     "seed": 1234,
     "sparse": None,
-    "window": 256,
 }
 OTHERS = ("eval_every", "save_every")
 RESULTS = tuple(name for name in (*COMMON, *DEFAULTS, "warmup") if name not in OTHERS)
@@ -55,7 +54,7 @@ RESULTS = tuple(name for name in (*COMMON, *DEFAULTS, "warmup") if name not in O
 OPTIONAL = {
     **{"import": str, "config": dict, "layers": int, "hidden": int, "heads": int},
     **{"vocab_size": int, "no_mlp": bool, "init_seed": int, "data_seed": int, "keep": str},
-    **{"keep_optimizer": bool, "fp8": bool},
+    **{"keep_optimizer": bool, "fp8": bool, "window": int},
 }
 # Flags of the model's shape, by fields of its configuration.
 SHAPE = {
@@ -237,11 +236,8 @@ def model_config(settings: dict, needed: int | None = None) -> models.Config:
             f"--seq-len {settings['seq_len']}: max_seq_len of --config is {changes['max_seq_len']}"
         )
     if settings["sparse"] is not None:
-        changes |= {
-            "use_sparse_attention": True,
-            "sparse_pattern": settings["sparse"],
-            "sparse_window": settings["window"],
-        }
+        changes |= {"use_sparse_attention": True, "sparse_pattern": settings["sparse"]}
+        changes |= {"sparse_window": settings["window"]} if "window" in settings else {}
     _check_flags(settings, family)
     if family is None:
         config = models.preset(settings["model"], **changes)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from types import SimpleNamespace
 
 import generate
@@ -314,6 +315,22 @@ def test_sparse_attention_is_remembered(tmp_path, tokens):
     config = Checkpoint(checkpoint_of(tmp_path, "a", 2)).state["config"]
     assert config["use_sparse_attention"] and config["sparse_pattern"] == "local"
     assert config["sparse_window"] == 70
+
+
+def test_sparse_window_is_a_quarter_of_the_sequence(tmp_path, tokens):
+    """Also of a run that is resumed; a run of its own window goes on with that."""
+    for name, flag, length, window in (
+        ("quarter", "", 300, 75), ("block", "", 200, 64), ("own", "--window 256", 200, 256),
+    ):  # fmt: skip
+        more = f"--sparse local --seq-len {length} --batch-size 1 {flag}"
+        argv = flags(tmp_path, tokens, name, more, steps=1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert train_pythia.main(argv) == 0
+        assert any("attention is dense" in str(w.message) for w in said) == (name == "own")
+        config = Checkpoint(checkpoint_of(tmp_path, name, 1)).state["config"]
+        assert config["sparse_window"] == window
+        assert train_pythia.main([*argv, "--resume", "auto"]) == 0
 
 
 @pytest.mark.cuda

@@ -4,11 +4,12 @@ generation."""
 
 import functools
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import assert_same_parameters, live_bytes
+from harness import assert_same_parameters, live_bytes, naming
 from harness import small_pythia as small
 from safetensors.numpy import load_file
 
@@ -384,6 +385,42 @@ def test_sparse_patterns_leave_blocks_out_and_stay_close_to_dense():
             continue
         assert pythia.sparse_mask(model.config, 300).causal().density < 0.4, pattern
         assert (got[0, 200:] != expected[0, 200:]).any()
+
+
+def test_sparse_window_follows_the_sequence_and_dense_patterns_warn():
+    """The window is a quarter of the sequence, and one block at least, where none is given."""
+    for length, block, given, window, leaves_out in (
+        (128, 64, 0, 64, False), (128, 16, 0, 32, True), (512, 64, 0, 128, True),
+        (2048, 64, 0, 512, True), (64, 16, 0, 16, True), (16, 16, 0, 16, False),
+        (512, 64, 512, 512, False), (512, 64, 70, 70, True), (512, 64, 9999, 9999, False),
+    ):  # fmt: skip
+        for pattern in ("local", "mixed"):
+            with (
+                naming(length, block, given, pattern),
+                warnings.catch_warnings(record=True) as said,
+            ):
+                warnings.simplefilter("always")
+                with ndl.init.meta_device():
+                    model, config = ndl.create_pythia_70m(
+                        50, length, True, sparse=pattern, window=given, block=block
+                    )
+                assert (config.sparse_window, config.sparse_block) == (window, block)
+                i, j = np.indices((length, length)) // block  # by its definition, token by token
+                near = np.abs(np.subtract(*np.indices((length, length)))) < window
+                pairs = np.zeros((i.max() + 1, j.max() + 1), bool)
+                np.logical_or.at(pairs, (i, j), near)
+                pairs[:, 0] |= pattern == "mixed"
+                seen = pairs[i, j] & np.tri(length, dtype=bool)
+                mask = model.block_mask(length).causal()
+                assert (mask.to_dense() & np.tri(length, dtype=bool) == seen).all()
+                assert (seen.sum() < np.tri(length).sum()) == leaves_out
+                assert len(said) == (not leaves_out)
+                assert all("attention is dense" in str(w.message) for w in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small(use_sparse_attention=True, sparse_pattern="dense"), small()
+        saved = {**small().config.to_dict(), "use_sparse_attention": True, "sparse_window": 8}
+        assert PythiaConfig.from_dict(saved | {"sparse_block": 8}).sparse_window == 8
 
 
 # ---- ids -----------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def trained(model, flat):
     [
         {},
         {"use_parallel_residual": False, "tie_word_embeddings": True},
-        {"use_sparse_attention": True},
+        {"use_sparse_attention": True, "sparse_block": 16},
     ],
 )
 @pytest.mark.parametrize("flat", [True, False])
