@@ -8,7 +8,7 @@ Sennrich 2019), a gated MLP (Shazeer 2020), rotary attention, a tied head.
 
 `register` is all that needle asks for: checkpoints name the model, its presets are names for
 --model, `hook_points` say where hooks stand, and generation attends through the cache that `hidden`
-hands on. Axis letters: B batch, T time, C features.
+hands on; learned positions come from `positions_of`. Axis letters: B batch, T time, C features.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A subclass has a configuration with vocab_size, max_seq_len and dtype, makes its
 __init__, and writes
 
     hidden(ids, cache)   int32 ids (B, T) on the device -> (B, T, C), as the head reads it; layer i
-                         gives `cache.layer(i)`, where there is a cache, to its nn.Attention
+                         gives `cache.layer(i)`, where there is a cache, to its nn.Attention. Then T
+                         may be 1 at a later position: positions_of(ids, cache) has the positions
     embed_out            (B, T, C) -> logits (B, T, V): nn.Linear or nn.TiedHead
 
 Everything else is read off its modules. Axis letters: B batch, T time, C channels, V vocabulary.
@@ -46,6 +47,7 @@ class LanguageModel(Texts, Hooked):
     shares: bool = False
 
     def __init__(self, config: Any, device: Device | None = None, dtype: str | None = None) -> None:
+    _positions: NDArray | None = None
         super().__init__()
         self.config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
         self.device = given_device(device)
@@ -66,6 +68,16 @@ class LanguageModel(Texts, Hooked):
         class that does not support it."""
         if not self.shares:
             raise TypeError(f"{self._name}: its sequences cannot be shared among ranks")
+    def positions_of(self, ids: NDArray, cache: generation.Cache | None = None) -> NDArray:
+        """Return the positions of the tokens that hidden(ids, cache) computes, for an embedding of
+        positions: int32, (1, T), or (B, 1) in a step over a cache, where each row has its own."""
+        if cache is not None and cache.filled:
+            return cache.positions.reshape(ids.shape)
+        if self._positions is None:  # kept: a recorded step uploads nothing
+            order = np.arange(self.config.max_seq_len)[None]
+            self._positions = array(order, "int32", self.device)
+        return self._positions[:, : ids.shape[1]]
+
         self.group = group
         for _, module in self.named_modules():
             if isinstance(module, nn.Attention):

@@ -22,6 +22,7 @@ from needle.ops.attention import Cached
 PROJECTIONS = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k")
 PATTERNS = ("hook_attn_scores", "hook_pattern")
 RESULT = "hook_result"
+POSITIONS = 2**31 - 1  # positions are int32
 
 
 def rotary_tables(length: int, dims: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +69,7 @@ class Attention(Module):
     def forward(
         self,
         x: Tensor,
-        rotary: tuple[NDArray, NDArray],
+        rotary: tuple[NDArray, NDArray] | None = None,
         mask: BlockMask | None = None,
         cache: Cached | None = None,
         *,
@@ -77,11 +78,13 @@ class Attention(Module):
         """Training and evaluation attend within x, prefill and decoding over what `cache` holds.
         residual (B, T, C) is added to the result.
 
-        rotary: tables (S, R) with S >= T, 2 R <= D. mask: only these blocks of keys. Scores and
-        pattern, T x T numbers a head in float32, are computed only for hooks on them; q, k and v
-        one by one only for hooks on those.
+        rotary: tables (S, R) with S >= T, 2 R <= D; None rotates nothing. mask: only these blocks
+        of keys. Scores and pattern, T x T numbers a head in float32, are computed only for hooks on
+        them; q, k and v one by one only for hooks on those.
         """
         qkv = self.packed(x)
+        if rotary is None:
+            rotary = (_C.empty((POSITIONS, 0), "float32", x.device),) * 2
         cos, sin = (table[: x.shape[1]] for table in rotary)
         if cache is not None:
             shape = (*x.shape[:2], self.heads, self.head_dim)

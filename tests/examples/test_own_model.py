@@ -1,7 +1,9 @@
 """examples/own_model.py does all that it promises, on both devices: it is registered, trained by
 the application's loop, saved, resumed bit for bit, generates with the cache, and is hooked."""
 
+import dataclasses
 import math
+import re
 import sys
 
 import harness
@@ -85,6 +87,28 @@ def test_the_cache_changes_nothing(device, monkeypatch):
         slow = model.generate(rows, 40, temperature=0.0)
     for ours, theirs in zip(fast, slow):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_learned_positions_generate_the_argmax_of_their_logits(device):
+    """The class of docs/extending.md; prompts of several lengths, each at its own positions."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (code,) = re.findall(r"```python\n(class Learned.*?)```", page, re.DOTALL)
+    names = vars(own_model) | {"__name__": "learned"}
+    exec(compile(code, "extending.md", "exec"), names)
+    np.random.seed(1)
+    model = names["Learned"](dataclasses.replace(SMALL, num_layers=1), device)
+    rows = [np.arange(5), np.arange(11) + 20, np.array([7])]
+    found = model.generate(rows, 12, temperature=0.0)
+    for row, got in zip(rows, found):
+        wanted = list(row)
+        for _ in range(12):
+            wanted.append(int(model([wanted])[0].numpy()[0, -1].argmax()))
+        assert got.tolist() == wanted
+    assert len({tuple(got[-12:]) for got in found}) == 3
+    _, loss = model(IDS, IDS)
+    loss.backward()
+    used = np.abs(model.places.weight.grad.numpy()).max(1) > 0
+    assert used[:9].all() and not used[9:].any()
 
 
 def test_hooks_see_and_replace(device):

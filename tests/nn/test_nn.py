@@ -577,6 +577,24 @@ def test_a_gradient_from_before_flattening_is_not_kept():
     assert not [r for r in gc.get_referrers(gone) if isinstance(r, Tensor)]
 
 
+def test_attention_without_rotary_is_softmax_attention(device):
+    np.random.seed(3)
+    layer, x = nn.Attention(12, 3, device=device), draw(5, 2, 7, 12)
+    qkv, dense = layer.query_key_value, layer.dense
+    packed = x.astype(np.float64) @ qkv.weight.numpy() + qkv.bias.numpy()
+    q, k, v = packed.reshape(2, 7, 3, 3, 4).transpose(3, 0, 2, 1, 4)
+    scores = np.where(np.tri(7, dtype=bool), q @ k.swapaxes(2, 3) / 2, -np.inf)
+    seen = np.exp(logsoftmax(scores)) @ v
+    expected = seen.transpose(0, 2, 1, 3).reshape(2, 7, 12) @ dense.weight.numpy()
+    expected += dense.bias.numpy()
+    x = Tensor(x, device=device)
+    everything = ndl.BlockMask.dense(7, 2)
+    for got in (layer(x, None), layer(x), layer(x, None, everything)):
+        close(got.numpy(), expected)
+    layer._hooks = {"hook_pattern": [lambda pattern: pattern]}
+    close(layer(x, None).numpy(), expected)
+
+
 @pytest.mark.parametrize(
     "layer, message",
     [
