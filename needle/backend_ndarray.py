@@ -114,6 +114,25 @@ def check_device_name(name: str) -> str:
     return name
 
 
+def device_and_dtype(
+    op: str, device: Device | str | None, dtype: str | None
+) -> tuple[Device | None, str | None]:
+    """Return the device and the dtype that `to` was given: the name of a dtype may stand in the
+    place of a device. ValueError for another name."""
+    if not isinstance(device, str):
+        return None if device is None else given_device(device), dtype
+    if device in DTYPES:
+        return None, dtype or device
+    try:
+        check_device_name(device)
+    except ValueError:
+        raise ValueError(
+            f"{op}: must name a device (cpu, cuda, cuda:INDEX) or a dtype ({', '.join(DTYPES)}), "
+            f"not {device!r}"
+        ) from None
+    return given_device(device), dtype
+
+
 def choose_device(name: str) -> Device:
     """The device that a command line names: auto (the first GPU where it can be used, else the
     CPU), cpu, cuda or cuda:INDEX. ValueError for other words, and with the reason for a device that

@@ -101,11 +101,11 @@ def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str
             yield prefix + name, module, name
             continue
         below = getattr(module, attribute)
-        if isinstance(below, Module):
-            yield from _points(below, f"{prefix}{name}.")
-        else:
+        if isinstance(below, (list, tuple)) and not getattr(below, "hook_points", None):
             for i, one in enumerate(below):
                 yield from _points(one, f"{prefix}{name}.{i}.")
+        else:
+            yield from _points(below, f"{prefix}{name}.")
 
 
 def _checked(name: str, function: Hook) -> Callable[[Tensor], Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.backend_ndarray import DTYPES, check_device_name, given_device
+from needle.backend_ndarray import device_and_dtype
 from needle.grad_mode import mode
 
 Result = TypeVar("Result")
@@ -369,21 +369,11 @@ class Operators(Generic[Result]):
     def to(self, device: Device | str | None = None, dtype: str | None = None) -> Result:
         """The values on another device, `ndl.cuda()` or "cuda:0", or by the name of a dtype in that
         one; gradients come back to where these are."""
-        if dtype is not None:
-            moved: Any = self if device is None else self.to(device)
-            return ops.astype(moved, dtype)
-        if not isinstance(device, str):
-            return ops.to_device(self, device)
-        if device in DTYPES:
-            return ops.astype(self, device)
-        try:
-            check_device_name(device)
-        except ValueError:
-            raise ValueError(
-                f"to: must name a device (cpu, cuda, cuda:INDEX) or a dtype ({', '.join(DTYPES)}), "
-                f"not {device!r}"
-            ) from None
-        return ops.to_device(self, given_device(device))
+        device, dtype = device_and_dtype("to", device, dtype)
+        moved: Any = self
+        if device is not None or dtype is None:
+            moved = ops.to_device(self, device)
+        return moved if dtype is None else ops.astype(moved, dtype)
 
     # -- methods that their names define
 

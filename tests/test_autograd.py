@@ -182,8 +182,8 @@ def test_flat_buffers():
 def test_the_bias_of_a_linear_does_not_decay():
     """The bias is a row (1, out), not a matrix."""
     flat = nn.flatten_parameters(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm1d(2)))
-    assert flat.names[0] == "modules.0.weight" and flat.decay_size == flat.offsets[1]
-    assert "modules.0.bias" in flat.names[1:]
+    assert flat.names[0] == "0.weight" and flat.decay_size == flat.offsets[1]
+    assert "0.bias" in flat.names[1:]
 
 
 def test_stable_far_out(device):

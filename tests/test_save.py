@@ -1,5 +1,6 @@
 """needle.save and needle.load: any module with its optimizer, bit for bit."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from harness import assert_same_arrays, naming
 
 import needle as ndl
-from needle import Tensor, nn, optim, safetensors
+from needle import Tensor, models, nn, optim, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models import Pythia, PythiaConfig
 
@@ -74,6 +75,90 @@ def test_the_module_alone(tmp_path):
         assert_same_arrays(bits(other), bits(model))
 
 
+class Former(nn.Module):
+    """Names its parts as a Sequential did: modules.0, modules.1 ..."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.modules = modules
+
+    def forward(self, x):
+        for module in self.modules:
+            x = module(x)
+        return x
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
+def test_files_of_former_names_go_on_bit_for_bit(kind, flat, tmp_path):
+    def of(container):
+        np.random.seed(3)
+        inner = container(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        return container(nn.Linear(3, 4), nn.Residual(inner), nn.Linear(4, 2))
+
+    def optimizer_of(model):
+        if flat:
+            return kind(nn.flatten_parameters(model))
+        weight, *rest = model.named_parameters()
+        return kind([{"params": [weight], "lr": 0.3}, {"params": rest}])
+
+    old, new = of(Former), of(nn.Sequential)
+    first, second = optimizer_of(old), optimizer_of(new)
+    train(old, first, 3)
+    path = ndl.save(old, first, tmp_path / "old.safetensors")
+    train(new, second, 1)
+    ndl.load(path, new, second)
+    assert [*new.state_dict()][1] == "0.bias" and [*old.state_dict()][1] == "modules.0.bias"
+    for _ in range(2):
+        assert train(new, second, 2) == train(old, first, 2)
+    for ours, theirs in zip(bits(new).values(), bits(old).values(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_registered_model_of_former_names_is_made_again(flat, tmp_path):
+    def registered(container):
+        @dataclasses.dataclass(frozen=True)
+        class FormerConfig(models.Config):
+            vocab_size: int = 8
+            max_seq_len: int = 4
+            dtype: str = "float32"
+
+        @models.register("former")
+        class FormerModel(models.LanguageModel):
+            config_class = FormerConfig
+
+            def __init__(self, config, device=None):
+                super().__init__(config, device)
+                self.embedding = nn.Embedding(8, 4)
+                self.body = container(nn.Linear(4, 4), nn.ReLU())
+                self.embed_out = nn.Linear(4, 8, bias=False)
+
+            def hidden(self, ids, cache=None):
+                return self.body(self.embedding(ids))
+
+        return FormerModel(FormerConfig())
+
+    ids = np.arange(4)[None]
+    try:
+        old = registered(Former)
+        old.body.modules[0].bias.requires_grad = False
+        optimizer = optim.AdamW(nn.flatten_parameters(old) if flat else old.parameters())
+        old(ids, ids)[1].backward()
+        optimizer.step()
+        optimizer.reset_grad()
+        path = ndl.save_checkpoint(old, optimizer, 1, 0.5, tmp_path / "old.safetensors")
+        registered(nn.Sequential)
+        new, second, *_ = ndl.load_checkpoint(path)
+        assert not new.body[0].bias.requires_grad and second.t == 1
+        for model, its in ((old, optimizer), (new, second)):
+            model(ids, ids)[1].backward()
+            its.step()
+        np.testing.assert_array_equal(new(ids)[0].numpy(), old(ids)[0].numpy())
+    finally:
+        models.registry._families.pop("former", None)
+
+
 def test_a_refused_load_changes_nothing(tmp_path):
     path = ndl.save(made(), None, tmp_path / "model.safetensors")
     with_adam = made()
@@ -82,7 +167,7 @@ def test_a_refused_load_changes_nothing(tmp_path):
     wide, narrow = made(5), nn.Linear(3, 4)
     misfits = [
         (path, wide, None, r"does not fit the module: .*1.weight has shape \[4\], not \[5\]"),
-        (path, narrow, None, "weight is missing; bias is missing; modules.0.bias is unknown"),
+        (path, narrow, None, "weight is missing; bias is missing; 0.bias is unknown"),
     ]
     for file, kind, some, message in [
         (path, optim.Adam, 6, "holds the state of no optimizer, not of Adam"),

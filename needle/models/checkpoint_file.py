@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +21,7 @@ from needle import nn, optim
 from needle.backend_ndarray import Device, NDArray, commit, default_device, given_device
 from needle.files import FileError, MissingFileError, named, reading
 from needle.models import registry
+from needle.nn.module import own_names
 from needle.safetensors import FROM_FILE, Entry, read_header
 
 FORMAT = "needle checkpoint"
@@ -186,7 +187,8 @@ class Checkpoint:
         config = self.configuration(dtype)
         with self._naming("its configuration cannot be used"):
             model = config.meta_model(device, self._entries.values())
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        tensors = model.saved()
+        self._take_names(tensors)
         self._compare({name: tensor.shape for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
             tensor.cached_data = self._entries[name].read(device).astype(tensor.dtype)
@@ -199,6 +201,7 @@ class Checkpoint:
         state, where they lie and in their dtypes. Nothing is changed where something does not
         fit."""
         own = module.state_dict()
+        self._take_names(own)
         self._compare({name: array.shape for name, array in own.items()}, "the module")
         values = {name: self._entries[name].read(array.device) for name, array in own.items()}
         changes: list[tuple[Any, Any, Any]] = [*module.load_changes(values)]
@@ -214,6 +217,17 @@ class Checkpoint:
                 arrays = self._optimizer_arrays(default_device())
                 changes += optimizer.load_changes(renamed({**saved, "arrays": arrays}, names))
         commit(changes)
+
+    def _take_names(self, own: Collection[str]) -> None:
+        """Rename what a file of an earlier version holds as a module with the names `own` does."""
+        slots = {name.split(".")[1] for name in self._entries if name.startswith("optimizer.")}
+        theirs = [f"optimizer.{slot}.{name}" for slot in slots for name in own]
+        state, known = json.dumps(self.state), own_names([*own, *theirs], self._entries)
+        for old, name in known.items():
+            if old != name:
+                state = state.replace(json.dumps(old), json.dumps(name))
+        self._entries = {known[name]: entry for name, entry in self._entries.items()}
+        self.state = json.loads(state)
 
     def _optimizer_arrays(self, device: Device) -> dict[str, NDArray]:
         return {

@@ -14,18 +14,20 @@ Everything else is read off its modules. Axis letters: B batch, T time, C channe
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import numpy as np
 
 from needle import generation, nn, ops
 from needle.autograd import Tensor, is_grad_enabled
-from needle.backend_ndarray import Device, NDArray, array, given_device
+from needle.backend_ndarray import Device, NDArray, array, device_and_dtype, given_device
 from needle.block_mask import BlockMask
 from needle.hooks import Hooked, hook_names
 from needle.models.registry import Config
 from needle.models.text import Texts
 from needle.ops.fp8 import MULTIPLE, whole_sizes
+
+AnyModel = TypeVar("AnyModel", bound="LanguageModel")
 
 
 class LanguageModel(Texts, Hooked):
@@ -45,16 +47,36 @@ class LanguageModel(Texts, Hooked):
     # The ranks that share each sequence; `shares` is True for a class whose `hidden` supports it.
     group: Any = None
     shares: bool = False
+    _positions: NDArray | None = None
 
     def __init__(self, config: Any, device: Device | None = None, dtype: str | None = None) -> None:
-    _positions: NDArray | None = None
         super().__init__()
         self.config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
         self.device = given_device(device)
         self.tokenizer: Any = None
 
+    def to(
+        self: AnyModel, device: Device | str | None = None, dtype: str | None = None
+    ) -> AnyModel:
+        """Move or cast as Module.to; the configuration has the new dtype."""
+        super().to(device, dtype)
+        _, dtype = device_and_dtype("to", device, dtype)
+        if dtype is not None:
+            self.config = dataclasses.replace(self.config, dtype=dtype)
+        return self
+
     def hidden(self, ids: NDArray, cache: generation.Cache | None = None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.hidden is not defined")
+
+    def positions_of(self, ids: NDArray, cache: generation.Cache | None = None) -> NDArray:
+        """Return the positions of the tokens that hidden(ids, cache) computes, for an embedding of
+        positions: int32, (1, T), or (B, 1) in a step over a cache, where each row has its own."""
+        if cache is not None and cache.filled:
+            return cache.positions.reshape(ids.shape)
+        if self._positions is None:  # kept: a recorded step uploads nothing
+            order = np.arange(self.config.max_seq_len)[None]
+            self._positions = array(order, "int32", self.device)
+        return self._positions[:, : ids.shape[1]]
 
     def block_mask(self, time: int) -> BlockMask | None:
         """The blocks of keys that attention reads in sequences of `time` tokens; None: all. Models
@@ -68,16 +90,6 @@ class LanguageModel(Texts, Hooked):
         class that does not support it."""
         if not self.shares:
             raise TypeError(f"{self._name}: its sequences cannot be shared among ranks")
-    def positions_of(self, ids: NDArray, cache: generation.Cache | None = None) -> NDArray:
-        """Return the positions of the tokens that hidden(ids, cache) computes, for an embedding of
-        positions: int32, (1, T), or (B, 1) in a step over a cache, where each row has its own."""
-        if cache is not None and cache.filled:
-            return cache.positions.reshape(ids.shape)
-        if self._positions is None:  # kept: a recorded step uploads nothing
-            order = np.arange(self.config.max_seq_len)[None]
-            self._positions = array(order, "int32", self.device)
-        return self._positions[:, : ids.shape[1]]
-
         self.group = group
         for _, module in self.named_modules():
             if isinstance(module, nn.Attention):

@@ -18,6 +18,8 @@ from needle.nn.basic import (
     LeakyReLU,
     Linear,
     LogSoftmax,
+    ModuleDict,
+    ModuleList,
     MSELoss,
     ReLU,
     Residual,
@@ -43,16 +45,17 @@ from needle.nn.module import Module, Parameter, fuses_as
 from needle.nn.recomputed import recompute
 from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
 
-# PyTorch's names of the same. A Module finds those in its lists and dicts.
-LayerNorm, CrossEntropyLoss, ModuleList, ModuleDict = LayerNorm1d, SoftmaxLoss, list, dict
+# PyTorch's names of the same.
+LayerNorm, CrossEntropyLoss = LayerNorm1d, SoftmaxLoss
+ParameterList, ParameterDict = ModuleList, ModuleDict
 
 __all__ = [
     "Attention", "AttentionLayer", "BCELoss", "BCEWithLogitsLoss", "BatchNorm1d",
     "CrossEntropyLoss", "Dropout", "ELU", "Embedding", "FlatParameters", "Flatten", "GELU",
     "Identity", "KLDivLoss", "L1Loss", "LayerNorm", "LayerNorm1d", "LeakyReLU", "Linear",
     "LogSoftmax", "MSELoss", "Module", "ModuleDict", "ModuleList", "MultiHeadAttention",
-    "Parameter", "RMSNorm", "ReLU", "Residual", "Sequential", "SiLU", "Sigmoid", "Softmax",
-    "SoftmaxLoss", "Softplus", "SwiGLU", "Tanh", "TiedHead", "Transformer", "TransformerLayer",
-    "flatten_parameters", "functional", "fuses_as", "init", "is_decayed", "place_neighbours",
-    "recompute", "rotary_tables",
+    "Parameter", "ParameterDict", "ParameterList", "RMSNorm", "ReLU", "Residual", "Sequential",
+    "SiLU", "Sigmoid", "Softmax", "SoftmaxLoss", "Softplus", "SwiGLU", "Tanh", "TiedHead",
+    "Transformer", "TransformerLayer", "flatten_parameters", "functional", "fuses_as", "init",
+    "is_decayed", "place_neighbours", "recompute", "rotary_tables",
 ]  # fmt: skip

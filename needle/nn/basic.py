@@ -3,7 +3,7 @@ loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from needle import init, ops
@@ -216,25 +216,81 @@ class SwiGLU(Module):
         return self.down(ops.silu(self.gate(x)) * self.up(x))
 
 
-class Sequential(Module):
-    """One module after the other.
+class ModuleList(Module, list):
+    """A list of modules, or of parameters, that is a module."""
+
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+
+    def __init__(self, modules: Iterable[Any] = ()) -> None:
+        Module.__init__(self)
+        list.__init__(self, modules)
+
+
+class ModuleDict(Module, dict):
+    """A dict of modules that is a module; its keys are attributes, too.
+
+    >>> heads = nn.ModuleDict({"a": nn.Linear(2, 3)})
+    >>> heads.a is heads["a"], [name for name, _ in heads.named_parameters()]
+    (True, ['a.weight', 'a.bias'])
+    """
+
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+
+    def __init__(self, *modules: Any, **named: Any) -> None:
+        Module.__init__(self)
+        dict.__init__(self, *modules, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"ModuleDict: no module {name!r}; it has {[*self]}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self:
+            self[name] = value
+        else:
+            super().__setattr__(name, value)
+
+
+class _Stages(tuple):
+    """The course's `Sequential.modules`; called, as PyTorch has it, the module and all below."""
+
+    owner: Module
+
+    def __call__(self) -> list[Module]:
+        return Module.modules(self.owner)
+
+
+class Sequential(ModuleList):
+    """One module after the other: a list of them, `model[0]`, `model[:-1]`, `len(model)`.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> model(ndl.ones(1, 4)).shape
     (1, 2)
     >>> model
     Sequential(): 58 parameters
-      modules.0: Linear(in_features=4, out_features=8, weight (4, 8), bias (1, 8))
-      modules.1: ReLU()
-      modules.2: Linear(in_features=8, out_features=2, weight (8, 2), bias (1, 2))
+      0: Linear(in_features=4, out_features=8, weight (4, 8), bias (1, 8))
+      1: ReLU()
+      2: Linear(in_features=8, out_features=2, weight (8, 2), bias (1, 2))
     """
 
     def __init__(self, *modules: Module) -> None:
-        super().__init__()
-        self.modules = modules
+        super().__init__(modules)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Sequential(*found) if isinstance(index, slice) else found
+
+    @property
+    def modules(self) -> _Stages:  # type: ignore[override]
+        """The modules as a tuple, also of the course; `modules()` is PyTorch's."""
+        stages = _Stages(self)
+        stages.owner = self
+        return stages
 
     def forward(self, x: Tensor) -> Tensor:
-        for module in self.modules:
+        for module in self:
             x = module(x)
         return x
 

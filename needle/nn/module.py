@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -10,11 +11,14 @@ import numpy as np
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
-from needle.backend_ndarray import commit, given_device
+from needle.backend_ndarray import FLOAT_DTYPES, commit, device_and_dtype
 
 P = ParamSpec("P")
+Part = TypeVar("Part")
 Result = TypeVar("Result", covariant=True)
 M = TypeVar("M", bound="Module")
+# In files of earlier versions, before the number of a part of a Sequential.
+FORMER = re.compile(r"(^|\.)modules\.(?=\d+(\.|$))")
 
 
 class HasForward(Protocol[P, Result]):
@@ -89,13 +93,31 @@ class Parameter(Tensor):
         return {**state, "_grad": self.grad}
 
 
+class Parts(list[Part]):
+    """A list from which `next()` takes the first item, as from PyTorch's iterators:
+    `next(model.parameters()).device`."""
+
+    def __next__(self) -> Part:
+        if not self:
+            raise StopIteration
+        return self.pop(0)
+
+
+def _to(place: str) -> Callable[[M], M]:
+    def method(self: M) -> M:
+        return self.to(place)
+
+    method.__doc__ = f"`to({place!r})`."
+    return method
+
+
 class Module:
     """A part of a model. Subclasses write `forward`.
 
     Parameters and child modules are those in attributes, also inside dicts, lists and tuples; their
     names are the attribute names, keys and indices joined by dots. A Tensor in an attribute that
     is no Parameter and whose name does not begin with an underscore is a buffer (the running
-    statistics of a batch norm): saved, not trained.
+    statistics of a batch norm): saved, not trained. `register_buffer` makes any name one.
 
     >>> class Twice(nn.Module):
     ...     def __init__(self):
@@ -120,6 +142,7 @@ class Module:
     # parameters. A subclass says so anew: it may compute something else.
     fuses: bool = False
     _hooks: Mapping[str, Sequence[Callable[[Tensor], Tensor]]] | None = None  # those in force
+    _registered: Mapping[str, bool] = {}  # buffers of register_buffer, True for those saved
 
     def __init__(self) -> None:
         self.training = True
@@ -148,9 +171,25 @@ class Module:
 
     # -- its parts
 
-    def named_parameters(self) -> list[tuple[str, Parameter]]:
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Set an attribute that moves with the module and is not trained: a mask, a table. With
+        `persistent` False it is not saved. TypeError for what is neither a Tensor nor None.
+
+        >>> layer = nn.Module()
+        >>> layer.register_buffer("mask", ndl.tril(ndl.ones(2, 2)), persistent=False)
+        >>> [name for name, _ in layer.named_buffers()], layer.state_dict()
+        (['mask'], {})
+        """
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"register_buffer: {name} must be a Tensor, not {tensor!r:.40}")
+        if tensor is not None and tensor.requires_grad:
+            tensor = tensor.detach()
+        self._registered = {**self._registered, name: persistent}
+        setattr(self, name, tensor)
+
+    def named_parameters(self) -> Parts[tuple[str, Parameter]]:
         """(name, parameter) in the order of definition; a shared one once, under its first name."""
-        found = []
+        found: Parts[tuple[str, Parameter]] = Parts()
         seen: set[int] = set()
         for name, value in _walk(self, "", set()):
             if isinstance(value, Parameter) and id(value) not in seen:
@@ -159,22 +198,39 @@ class Module:
                 found.append((name, value))
         return found
 
-    def parameters(self) -> list[Parameter]:
+    def parameters(self) -> Parts[Parameter]:
         """Every parameter once, in the order of definition."""
-        return [p for _, p in self.named_parameters()]
+        return Parts(p for _, p in self.named_parameters())
 
     def distinct_parameters(self) -> list[Parameter]:
         """The same; their names stay those that they have in a module around this one."""
         found = {id(v): v for _, v in _walk(self, "", set()) if isinstance(v, Parameter)}
         return list(found.values())
 
-    def named_buffers(self) -> list[tuple[str, Tensor]]:
-        """(name, buffer) in the order of definition."""
-        return [(n, v) for n, v in _walk(self, "", set()) if _is_buffer(v)]
+    def named_buffers(self) -> Parts[tuple[str, Tensor]]:
+        """(name, buffer) in the order of definition, also those that are not saved."""
+        return Parts((n, v) for n, v in _walk(self, "", set()) if _is_buffer(v))
 
-    def named_modules(self) -> list[tuple[str, Module]]:
+    def buffers(self) -> Parts[Tensor]:
+        """Every buffer, in the order of definition."""
+        return Parts(buffer for _, buffer in self.named_buffers())
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return by name all that a file holds: the parameters, and the buffers that are saved."""
+        found = dict([*self.named_parameters(), *self.named_buffers()])
+        for path, module in self.named_modules():
+            for name, persistent in module._registered.items():
+                if not persistent:
+                    found.pop(_join(path, name), None)
+        return found
+
+    def named_modules(self) -> Parts[tuple[str, Module]]:
         """("", self) and every module below it with its name, each once."""
-        return [(n, v) for n, v in _walk(self, "", set()) if isinstance(v, Module)]
+        return Parts((n, v) for n, v in _walk(self, "", set()) if isinstance(v, Module))
+
+    def modules(self) -> Parts[Module]:
+        """This module and every one below it, each once."""
+        return Parts(module for _, module in self.named_modules())
 
     def _children(self) -> list[Module]:
         return [m for _, m in self.named_modules()[1:]]
@@ -202,9 +258,13 @@ class Module:
         for p in self.parameters():
             p.reset_grad()
 
-    def children(self) -> list[Module]:
-        """The modules directly below, also inside dicts, lists and tuples."""
-        return [module for _, module in _members(vars(self), "")]
+    def named_children(self) -> Parts[tuple[str, Module]]:
+        """(name, module) of the modules directly below, also inside dicts, lists and tuples."""
+        return Parts(_members(contents(self), ""))
+
+    def children(self) -> Parts[Module]:
+        """The modules directly below."""
+        return Parts(module for _, module in self.named_children())
 
     def apply(self: M, function: Callable[[Module], Any]) -> M:
         """Call `function` with every module below, then with this one, and return this."""
@@ -212,35 +272,38 @@ class Module:
             function(module)
         return self
 
-    def to(self: M, device: Device | str) -> M:
-        """Move parameters, gradients, buffers and other arrays to a device, and return this. Make
-        optimizers and flat parameters afterwards: ValueError where parameters are flat already."""
-        device = given_device(device)
+    def to(self: M, device: Device | str | None = None, dtype: str | None = None) -> M:
+        """Move parameters, gradients, buffers and other arrays to a device, cast parameters and
+        buffers of floats to a dtype, `m.to("bfloat16")`, or both, and return this. Make optimizers
+        and flat parameters afterwards: ValueError where parameters are flat already. TypeError for
+        a dtype of no floats."""
+        op = f"{type(self).__name__}.to"
+        device, dtype = device_and_dtype(op, device, dtype)
+        if dtype not in (None, *FLOAT_DTYPES):
+            raise TypeError(f"{op}: dtype must be one of {', '.join(FLOAT_DTYPES)}, not {dtype!r}")
         if any(p.has_grad_buffer for p in self.distinct_parameters()):
             raise ValueError(
-                f"{type(self).__name__}.to: the parameters are flat; move the module before "
+                f"{op}: the parameters are flat; move the module before "
                 "nn.flatten_parameters or an AdamW of it"
             )
-        for _, module in self.named_modules():
-            for name, value in vars(module).items():
-                setattr(module, name, device if name == "device" else _moved(value, device))
+        for _, module in self.named_modules() if device is not None else ():
+            for name, value in contents(module).items():
+                moved = device if name == "device" else _moved(value, device)
+                if name in vars(module):
+                    setattr(module, name, moved)
+        for _, value in _walk(self, "", set()) if dtype is not None else ():
+            if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES:
+                value.cached_data = value.cached_data.astype(dtype)
         return self
 
-    def cpu(self: M) -> M:
-        """Move to the CPU, by `to`."""
-        return self.to("cpu")
-
-    def cuda(self: M) -> M:
-        """Move to the first GPU, by `to`."""
-        return self.to("cuda")
+    cpu, cuda, half, bfloat16, float = map(_to, ("cpu", "cuda", "float16", "bfloat16", "float32"))
 
     # -- state
 
     def state_dict(self) -> dict[str, NDArray]:
         """The arrays of parameters and buffers by name. They are the module's own memory, not
         copies."""
-        values: list[tuple[str, Any]] = [*self.named_parameters(), *self.named_buffers()]
-        return {name: value.cached_data for name, value in values}
+        return {name: value.cached_data for name, value in self.saved().items()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy arrays (NDArray, Tensor or NumPy, of any dtype and device) into the parameters and
@@ -261,6 +324,8 @@ class Module:
                 f"not {state!r:.40}"
             )
         own = self.state_dict()
+        names = own_names(own, [name for name in state if isinstance(name, str)])
+        state = {names.get(name, name): array for name, array in state.items()}
         problems = []
         if strict:
             problems += [f"{name} is missing" for name in own if name not in state]
@@ -279,6 +344,14 @@ class Module:
             for name, array in own.items()
             if name in state
         ]
+
+
+def own_names(own: Collection[str], given: Collection[str]) -> dict[str, str]:
+    """Return the name that each of `given`, of a file, has among `own`, those of a module; itself
+    where it has none. Files of earlier versions call the parts of a Sequential `modules.0`."""
+    short = {FORMER.sub(r"\1", name): name for name in own}
+    names = {n: n if n in own else short.get(FORMER.sub(r"\1", n), n) for n in given}
+    return {n: n if name in given else name for n, name in names.items()}
 
 
 def fuses_as(layer: Any, *kinds: type[Module]) -> bool:
@@ -329,7 +402,7 @@ def _label(module: Module) -> str:
 def _tree(module: Module) -> list[str]:
     """A line for each module below; neighbours that look alike share theirs."""
     blocks: list[tuple[str, str, list[str]]] = []  # first name, last name, lines
-    for name, value in _members(vars(module), ""):
+    for name, value in _members(contents(module), ""):
         block = [_label(value), *_tree(value)]
         if blocks and blocks[-1][2] == block:
             blocks[-1] = (blocks[-1][0], name, block)
@@ -340,6 +413,12 @@ def _tree(module: Module) -> list[str]:
         out.append(f"  {first if first == last else f'{first} ... {last}'}: {label}")
         out += [f"  {line}" for line in below]
     return out
+
+
+def contents(module: Module) -> dict[str, Any]:
+    """Return by name the items of a module that is a list or a dict, and its attributes."""
+    items = {str(i): x for i, x in enumerate(module)} if isinstance(module, list) else module
+    return (items if isinstance(items, dict) else {}) | vars(module)
 
 
 def _members(items: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Module]]:
@@ -361,9 +440,10 @@ def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
             return
         seen.add(id(value))
         yield name, value
-        for key, item in list(vars(value).items()):
+        for key, item in contents(value).items():
             if _is_buffer(item):
-                if not key.startswith("_") and item.op is None:
+                is_plain = not key.startswith("_") and item.op is None
+                if is_plain or key in value._registered:
                     yield _join(name, key), item
             else:
                 yield from _walk(item, _join(name, key), seen)

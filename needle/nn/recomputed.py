@@ -28,7 +28,7 @@ from needle.autograd import (
     is_grad_enabled,
     no_grad,
 )
-from needle.nn.module import Module, Parameter
+from needle.nn.module import Module, Parameter, contents
 
 PLAIN = (int, float, complex, str, bytes, np.generic)
 AS_THEY_ARE = (*PLAIN, type(None), Parameter)
@@ -49,7 +49,8 @@ def _settings_of(value: Any, place: str, found: Settings, seen: set[int]) -> Set
     parts: dict[Any, Any] = {}
     setting = value
     if isinstance(value, Module):
-        parts = {name: getattr(value, name) for name in _defaults(type(value))} | vars(value)
+        parts = {name: getattr(value, name) for name in _defaults(type(value))}
+        parts |= contents(value)
     elif isinstance(value, dict):
         parts, setting = value, type(value)
     elif isinstance(value, (list, tuple)):

@@ -423,6 +423,24 @@ def test_sparse_window_follows_the_sequence_and_dense_patterns_warn():
         assert PythiaConfig.from_dict(saved | {"sparse_block": 8}).sparse_window == 8
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cast_model_is_that_of_the_dtype(dtype, device, tmp_path):
+    model, ids = small(), tokens(7, 2, 9)
+    made = Pythia(PythiaConfig.from_dict(model.config.to_dict() | {"dtype": dtype}), device)
+    made.load_state_dict(model.state_dict())
+    assert model.to(device, dtype) is model and model.config == made.config
+    np.testing.assert_array_equal(model(ids)[0].numpy(), made(ids)[0].numpy())
+    texts = [one.generate(ids, 5, temperature=0.0) for one in (model, made)]
+    np.testing.assert_array_equal(*texts)
+    path = ndl.save_checkpoint(model, None, 0, 1.0, tmp_path / "a.safetensors")
+    assert_same_parameters(ndl.load_checkpoint(path, device)[0], made)
+    assert model.float().config.dtype == "float32" and model.embed_in.weight.dtype == "float32"
+    nn.flatten_parameters(model)
+    with pytest.raises(ValueError, match="Pythia.to: the parameters are flat"):
+        model.half()
+    assert model.config.dtype == "float32"
+
+
 # ---- ids -----------------------------------------------------------------------------------------
 
 
