@@ -10,7 +10,8 @@ state: model (the name it is registered by) and config, both null for a module o
 class, frozen (names of parameters that require no gradient), optimizer (class, numbers, and its
 form: the names of its parameters in their order, how many of them decay where they are flat, else
 null, and whether gradients accumulate in buffers), epoch, loss, random_state (NumPy's
-global generator), versions, and what the caller adds: step, position in the data, schedule.
+global generator), versions, and what the caller adds: step, position in the data, schedule. In a
+file without a module: content (Checkpoint.content).
 
 checksum: BLAKE2b over the whole file with the checksum's own digits as zeros, so that one changed
 bit anywhere is found. Written as temporary file, fsync, rename, fsync of the folder: a name always
@@ -32,6 +33,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from needle import _C, models, nn, optim
+from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray
 from needle.files import named, replacing
 from needle.models.checkpoint_file import (
@@ -107,22 +109,62 @@ def save_checkpoint(
     return save(model, optimizer, filepath, epoch=int(epoch), loss=float(loss), **extra)
 
 
-def save(
-    module: nn.Module, optimizer: optim.Optimizer | None, path: str | os.PathLike, **extra: Any
-) -> Path:
+def save(module: Any, optimizer: Any = None, path: Any = None, **extra: Any) -> Path:
     """Writes any module, its parameters and buffers, with its optimizer to `path`, atomically.
     `extra` (JSON values) is kept, see `Checkpoint.state`. CheckpointError where the file cannot be
     written.
+
+    The three are told apart by their types, in any order. In the place of a module: a Tensor, an
+    array, or dicts and lists of them and of JSON values, `{"model": model.state_dict(), "step":
+    3}`, which `load(path)` gives back.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> optimizer = optim.Adam(model.parameters())
     >>> path = ndl.save(model, optimizer, folder / "model.safetensors")
     >>> _ = ndl.load(path, model, optimizer)
+    >>> path = ndl.save(model.state_dict(), folder / "state.safetensors")
+    >>> model.load_state_dict(ndl.load(path))
     """
-    path, config = named(path), _registered_config(module)
+    given = [x for x in (module, optimizer, path) if x is not None]
+    path = next((x for x in given if isinstance(x, (str, os.PathLike))), None)
+    optimizer = next((x for x in given if isinstance(x, optim.Optimizer)), None)
+    kept = [x for x in given if x is not path and x is not optimizer]
+    has_module = any(isinstance(x, nn.Module) for x in kept)
+    if path is None or len(kept) != 1 or not (has_module or optimizer is None):
+        raise TypeError(
+            "save: takes a path, and a module, perhaps with its optimizer, or a dict of arrays, "
+            f"not {', '.join(type(x).__name__ for x in given)}"
+        )
+    path = named(path)
+    tensors: dict[str, NDArray] = {}
+    about = {"model": None, "config": None, "frozen": [], "optimizer": None}
+    if has_module:
+        about = _state_of(kept[0], optimizer, tensors)
+    else:
+        extra["content"] = _packed(kept[0], "", tensors)
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state = {
+        **about,
+        "epoch": 0,
+        "loss": math.nan,
+        "random_state": [kind, keys.tolist(), int(position), int(has_gauss), float(gauss)],
+        "versions": versions(),
+        **extra,
+    }
+    with replacing(path) as file:
+        _write(file, tensors, state)
+    whole_files.add(stamp(path))
+    return path
+
+
+def _state_of(
+    module: nn.Module, optimizer: optim.Optimizer | None, tensors: dict[str, NDArray]
+) -> dict[str, Any]:
+    """Return what a file says of a module and its optimizer; add their arrays to `tensors`."""
+    config = _registered_config(module)
     if config is not None and config.misfits(module):
         config = None  # load fills such a module, and makes none
-    tensors = module.state_dict()
+    tensors |= module.state_dict()
     reserved = [name for name in tensors if name.startswith("optimizer.")]
     if reserved:
         raise ValueError(f"save: {reserved[0]}: in a file that name is the optimizer's; rename it")
@@ -137,22 +179,33 @@ def save(
         accumulating = [n for n, p in module.named_parameters() if p.has_grad_buffer]
         saved_optimizer["accumulating"] = accumulating
         tensors.update({f"optimizer.{name}": value for name, value in arrays.items()})
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state = {
+    return {
         "model": None if config is None else config.family,
         "config": None if config is None else config.to_dict(),
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
         "optimizer": saved_optimizer,
-        "epoch": 0,
-        "loss": math.nan,
-        "random_state": [kind, keys.tolist(), int(position), int(has_gauss), float(gauss)],
-        "versions": versions(),
-        **extra,
     }
-    with replacing(path) as file:
-        _write(file, tensors, state)
-    whole_files.add(stamp(path))
-    return path
+
+
+def _packed(value: Any, name: str, tensors: dict[str, NDArray]) -> Any:
+    """Return `value` with {"needle.Tensor": its name}, or needle.NDArray, for an array, which is
+    added to `tensors`."""
+    if isinstance(value, (NDArray, Tensor)):
+        while not name or name in tensors:
+            name += "_"
+        tensors[name] = value.cached_data if isinstance(value, Tensor) else value
+        return {"needle.Tensor" if isinstance(value, Tensor) else "needle.NDArray": name}
+    below = f"{name}." if name else ""
+    if isinstance(value, dict):
+        return {key: _packed(item, f"{below}{key}", tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_packed(item, f"{below}{i}", tensors) for i, item in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"save: {name or 'it'} is a {type(value).__name__}: save numbers, texts, Tensors, arrays, "
+        "or what its state_dict() gives"
+    )
 
 
 def _registered_config(module: nn.Module) -> models.Config | None:
@@ -213,9 +266,9 @@ def load(
     module: nn.Module | None = None,
     optimizer: optim.Optimizer | None = None,
     device: Device | None = None,
-) -> tuple[Any, optim.Optimizer | None]:
+) -> Any:
     """(module, optimizer) from a file of `save` or `save_checkpoint`, or the newest whole
-    checkpoint of a run's folder.
+    checkpoint of a run's folder; of a dict of arrays, or other content of `save`, the same again.
 
     Values go into the module that is given, and into its optimizer where one is. Without a module
     both are made, on `device`, from what the file says, where the module's class is registered.
@@ -228,6 +281,8 @@ def load(
     True
     """
     checkpoint = find_checkpoint(path)
+    if module is None and "content" in checkpoint.state:
+        return checkpoint.content(device)
     if module is None:
         if optimizer is not None:
             raise TypeError("load: an optimizer is restored beside its module: give both")

@@ -75,6 +75,74 @@ def test_the_module_alone(tmp_path):
         assert_same_arrays(bits(other), bits(model))
 
 
+def test_arguments_of_save_are_told_apart_by_type(tmp_path):
+    model, path = made(), tmp_path / "model.pt"
+    optimizer = optim.Adam(model.parameters())
+    train(model, optimizer, 2)
+    for given in (
+        (model, path), (str(path), model), (model, None, path), (path, model, optimizer),
+        (optimizer, path, model), (model, optimizer, str(path)), (model, path, optimizer),
+    ):  # fmt: skip
+        other = made()
+        beside = optim.Adam(other.parameters()) if optimizer in given else None
+        assert ndl.save(*given) == path
+        assert ndl.load(path, other, beside) == (other, beside)
+        assert_same_arrays(bits(other), bits(model))
+        assert beside is None or beside.t == 2
+        path.unlink()
+    for given in (
+        (model,), (path,), (path, path), (model, model, path), (model, optimizer),
+        (optimizer, path), ({}, optimizer, path),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="^save: takes a path, and a module"):
+            ndl.save(*given)
+    assert not path.exists()
+
+
+def test_dicts_of_arrays_come_back(tmp_path, device):
+    model, path = made(), tmp_path / "state.pt"
+    first, *rest = model.named_parameters()
+    optimizer = optim.AdamW([{"params": [first], "lr": 0.5}, {"params": rest}])
+    train(model, optimizer, 2)
+    kept = {
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2, "loss": 0.5,
+        "names": ["a", None, True], "model.0": {"weight": Tensor([1, 2])}, "empty": {}, "x": [],
+    }  # fmt: skip
+    for given in ((kept, path), (path, kept)):
+        found = ndl.load(ndl.save(*given), device=device)
+        assert {n: v for n, v in found.items() if n not in ("model", "optimizer", "model.0")} == {
+            n: v for n, v in kept.items() if n not in ("model", "optimizer", "model.0")
+        }
+        assert found["model.0"]["weight"].tolist() == [1, 2]
+        assert isinstance(found["model.0"]["weight"], Tensor)
+        other = made()
+        beside = optim.AdamW(other.parameters())
+        other.load_state_dict(found["model"])
+        beside.load_state_dict(found["optimizer"])
+        assert_same_arrays(bits(other), bits(model))
+        again = made()
+        ndl.load(ndl.save(model, optimizer, tmp_path / "both.pt"), again)
+        assert_same_arrays(bits(again), bits(model))
+        assert beside.state_dict()["groups"] == optimizer.state_dict()["groups"]
+    expected = train(model, optimizer, 2)
+    assert train(other, beside, 2) == expected
+
+    state = ndl.load(ndl.save(path, model.state_dict()))  # also into a module
+    other = made()
+    ndl.load(path, other)
+    assert_same_arrays(bits(other), {name: a.numpy() for name, a in state.items()})
+    clash = {"a.b": Tensor([1]), "a": {"b": Tensor([2]), "": Tensor([3])}}
+    found = ndl.load(ndl.save(clash, path))
+    assert (found["a.b"].item(), found["a"]["b"].item(), found["a"][""].item()) == (1, 2, 3)
+    assert ndl.load(ndl.save(Tensor([4, 5]), path)).tolist() == [4, 5]
+    for wrong, said in (
+        ({"net": nn.Linear(2, 2)}, "net is a Linear: save .* or what its state_dict"),
+        ({"a": [1, {2}]}, "a.1 is a set"), (np.ones(2), "it is a ndarray"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"save: {said}"):
+            ndl.save(wrong, path)
+
+
 class Former(nn.Module):
     """Names its parts as a Sequential did: modules.0, modules.1 ..."""
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from needle import nn, optim
+from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, commit, default_device, given_device
 from needle.files import FileError, MissingFileError, named, reading
 from needle.models import registry
@@ -217,6 +218,20 @@ class Checkpoint:
                 arrays = self._optimizer_arrays(default_device())
                 changes += optimizer.load_changes(renamed({**saved, "arrays": arrays}, names))
         commit(changes)
+
+    def content(self, device: Device | None = None) -> Any:
+        """What `save` was given in the place of a module; see _packed in needle/checkpoint.py."""
+        place = given_device(device)
+
+        def array_of(value: dict) -> Any:
+            if [*value] not in (["needle.Tensor"], ["needle.NDArray"]):
+                return value
+            ((kind, name),) = value.items()
+            array = self._entries[name].read(place)
+            return Tensor.from_ndarray(array) if kind == "needle.Tensor" else array
+
+        with self._naming("its content cannot be used"):
+            return json.loads(json.dumps(self.state["content"]), object_hook=array_of)
 
     def _take_names(self, own: Collection[str]) -> None:
         """Rename what a file of an earlier version holds as a module with the names `own` does."""
