@@ -11,6 +11,7 @@ Importing touches no GPU: the CUDA backend is opened by the first use of `cuda()
 from __future__ import annotations
 
 import importlib as _importlib
+from types import SimpleNamespace as _SimpleNamespace
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -39,7 +40,7 @@ from needle.autograd import Tensor, TensorTuple, no_grad
 from needle.backend_ndarray import choose_device as device
 from needle.backend_ndarray import cuda, default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
-from needle.grad_mode import enable_grad
+from needle.grad_mode import enable_grad, is_grad_enabled
 from needle.init import (
     arange,
     constant,
@@ -74,7 +75,8 @@ float32, float16, bfloat16, uint8, uint16, int32, int64 = (
     "float32", "float16", "bfloat16", "uint8", "uint16", "int32", "int64"
 )  # fmt: skip
 inf, nan, pi, newaxis = _np.inf, _np.nan, _np.pi, None
-array = asarray = tensor
+array = asarray = as_tensor = tensor
+set_printoptions = _np.set_printoptions
 empty, empty_like, from_numpy = zeros, zeros_like, from_dlpack
 inference_mode = no_grad
 
@@ -106,13 +108,14 @@ if _TYPE_CHECKING:  # names that __getattr__ finds
 
 __all__ = [
     "CudaError", "CudaFatalError", "Device", "Event", "NDArray", "Tensor", "TensorTuple",
-    "all_devices", "arange", "array", "asarray", "autograd", "backend_ndarray", "bfloat16",
-    "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
+    "all_devices", "arange", "array", "as_tensor", "asarray", "autograd", "backend_ndarray",
+    "bfloat16", "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
     "default_device", "device", "empty", "empty_like", "enable_grad", "eye", "float16", "float32",
     "from_dlpack", "from_numpy", "full", "full_like", "inf", "inference_mode", "init", "int32",
-    "int64", "linalg", "linspace", "manual_seed", "multinomial", "nan", "newaxis", "nn", "no_grad",
-    "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand", "rand_like", "randb", "randint",
-    "randn", "randn_like", "randperm", "tensor", "uint16", "uint8", "zeros", "zeros_like",
+    "int64", "is_grad_enabled", "linalg", "linspace", "manual_seed", "multinomial", "nan",
+    "newaxis", "nn", "no_grad", "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand",
+    "rand_like", "randb", "randint", "randn", "randn_like", "randperm", "set_printoptions",
+    "tensor", "uint16", "uint8", "zeros", "zeros_like",
 ]  # fmt: skip
 __all__ += ops.__all__
 
@@ -160,6 +163,8 @@ def __getattr__(name: str) -> _Any:
         return _CASTS[name]
     elif name in _LAZY:
         return getattr(_importlib.import_module(f"needle.{_LAZY[name]}"), name)
+    elif name == "utils":  # torch.utils.data
+        return _SimpleNamespace(data=_importlib.import_module("needle.data"))
     raise AttributeError(f"module 'needle' has no attribute {name!r}")
 
 

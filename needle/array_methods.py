@@ -272,6 +272,7 @@ for _name, _method in {
     "__array_interface__": property(_array_interface),
     "__cuda_array_interface__": property(_cuda_array_interface),
     "__reduce__": _reduce,
+    "__contains__": lambda self, element: bool(_C.equal(self, element).sum()),
     "__bool__": lambda self: bool(self.item()),
     "__float__": lambda self: float(self.item()),
     "__int__": lambda self: int(self.item()),

@@ -226,6 +226,11 @@ class Operators(Generic[Result]):
 
     __hash__ = object.__hash__
 
+    def __contains__(self, element: Any) -> bool:
+        """True where an element is equal, after broadcasting: `2.0 in x`."""
+        found: Any = self == element
+        return found is not False and bool(ops.any(found))
+
     def __bool__(self) -> bool:
         """True if the one value is not 0. ValueError for several: `(a == b)` holds one each."""
         return bool(self.cached_data)
@@ -332,6 +337,10 @@ class Operators(Generic[Result]):
         """The number of elements, as `size`."""
         return self.size
 
+    nbytes = property(lambda self: self.cached_data.nbytes, doc="The bytes of all elements.")
+    is_cuda = property(lambda self: self.device.name == "cuda", doc="True on a GPU.")
+    grad_fn = property(lambda self: self.op, doc="The op that computed it, None for a leaf.")
+
     def t(self) -> Result:
         """The transpose, as `T`."""
         return self.T
@@ -365,6 +374,8 @@ class Operators(Generic[Result]):
     def astype(self, dtype: str) -> Result:
         """The values in another dtype; gradients come back in this one."""
         return ops.astype(self, dtype)
+
+    type = astype
 
     def to(self, device: Device | str | None = None, dtype: str | None = None) -> Result:
         """The values on another device, `ndl.cuda()` or "cuda:0", or by the name of a dtype in that

@@ -14,7 +14,7 @@ dataset.py   DataLoader and NDArrayDataset: any arrays in memory, by batches
 """
 
 from needle.data.batches import Batches
-from needle.data.dataset import DataLoader, NDArrayDataset
+from needle.data.dataset import DataLoader, Dataset, NDArrayDataset
 from needle.data.identity import cache_dir
 from needle.data.megatron import open_documents, sample_order
 from needle.data.prefetch import Prefetch
@@ -29,15 +29,19 @@ from needle.data.text import (
 )
 from needle.data.tokens import DataError, Documents, FlatTokens
 
+TensorDataset = NDArrayDataset  # PyTorch's name
+
 __all__ = [
     "END_OF_TEXT",
     "Batches",
     "DataError",
     "DataLoader",
+    "Dataset",
     "Documents",
     "FlatTokens",
     "NDArrayDataset",
     "Prefetch",
+    "TensorDataset",
     "TokenData",
     "cache_dir",
     "load_tokenizer",

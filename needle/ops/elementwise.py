@@ -19,6 +19,7 @@ from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import full
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
+from needle.ops.indexing import nonzero_places
 
 NUMBERS = (int, float, np.generic)
 
@@ -210,16 +211,20 @@ def _beside(number: Any, x: Tensor) -> Tensor:
     return const(full((), number, dtype, x.device))
 
 
-def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
+def where(condition: Any, a: Any = None, b: Any = None) -> Any:
     """a where the condition is not 0, else b; all broadcast. A number counts as in a sum with the
     other: a fraction makes integers float32. Two numbers give float32, int64 or bool. Elements that
-    are not chosen have no effect, not even inf or NaN.
+    are not chosen have no effect, not even inf or NaN. The condition alone: its places, as nonzero
+    gives them.
 
     >>> x = ndl.Tensor([4, 0])
     >>> y = ndl.where(x > 0, ndl.log(x), 7)
     >>> print(y.numpy().round(4))
     [1.3863 7.    ]
     """
+    if a is None and b is None:
+        array = condition.cached_data if isinstance(condition, Tensor) else condition
+        return tuple(map(const, nonzero_places(array)))
     beside = a if isinstance(a, Tensor) else b
     if not isinstance(beside, Tensor):
         device = condition.device if isinstance(condition, (Tensor, NDArray)) else _C.cpu()

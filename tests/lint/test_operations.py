@@ -1,5 +1,5 @@
-"""docs/operations.md lists every function of needle.ops. Written by `python
-tests/lint/test_operations.py`; the test compares."""
+"""docs/operations.md lists every function of needle.ops. Written by
+`python tests/lint/test_operations.py`; the test compares."""
 
 import inspect
 from pathlib import Path
@@ -36,6 +36,13 @@ promote: operands of different dtypes are a TypeError.
 `needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`, `layer_norm`, `normalize`,
 `scaled_dot_product_attention`, `cosine_similarity` and `nll_loss`, `needle.linalg` the vector
 `norm`, `needle.nn.init` initialisers, `needle.nn.utils` the clipping of gradients.
+
+Of a Tensor there are also `type`, `is_cuda`, `nbytes`, `grad_fn` and `2.0 in x`, of `needle`
+`as_tensor`, `is_grad_enabled`, `set_printoptions` and `utils.data`. A module has
+`register_buffer(name, x, persistent=True)`, `to(device, dtype)`, `half`, `bfloat16`, `float`,
+`modules`, `named_children` and `buffers`; its lists of parts are iterators too, for `next()`.
+`nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict` are modules, and lists or a dict, whose keys
+are attributes. `ndl.save(obj, path)` takes a module, or dicts and lists of arrays.
 
 | needle | PyTorch | NumPy | gradient | devices |
 |---|---|---|---|---|

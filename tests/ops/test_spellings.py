@@ -156,6 +156,16 @@ b.logsumexp(1) = np.log(np.exp(b + 0.0).sum(1))
 F.log_softmax(i, 1) = i - np.log(np.exp(i).sum(1))[:, None]
 ndl.tensordot(t, x, ([2], [1])) = np.tensordot(t, x, (2, 1))
 ndl.bincount(r, weights=x[0, :3]) = np.bincount(r, x[0, :3])
+0 in i = 0 in i ; 9 in i = False ; x[1] in x = True ; 2.0 in x = False ; "a" in x = False
+3.0 in ndl.NDArray([[1, 3]]) = True ; 2 in ndl.NDArray([[1, 3]]) = False ; None in x = False
+ndl.where(b)[1] = np.where(b)[1] ; ndl.where(i > 1)[0] = np.where(i > 1)[0]
+x.type("int64") = x.astype("i8") ; x.to("cpu", "int64") = x.astype("i8")
+ndl.as_tensor([1, 0.5]) = np.array([1, 0.5], "f4") ; x.is_cuda = False ; x.nbytes = 48
+x.to("float16").nbytes = 24 ; ndl.is_grad_enabled() = True ; x.grad_fn = None
+ndl.ones(2, requires_grad=True).sum().grad_fn is None = False
+x.to(ndl.cpu(), dtype="int64") = x.astype("i8") ; nn.ParameterList([x])[0] = x
+len(ndl.utils.data.TensorDataset(x, y)) = 3
+len(ndl.utils.data.DataLoader(ndl.utils.data.TensorDataset(x), batch_size=2)) = 2
 """
 
 
