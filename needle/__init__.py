@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from needle import core as _core
+from needle import instead as _instead
 
 _core.find()  # first: it says that a checkout is not built, also where NumPy is missing
 
@@ -79,6 +80,8 @@ array = asarray = as_tensor = tensor
 set_printoptions = _np.set_printoptions
 empty, empty_like, from_numpy = zeros, zeros_like, from_dlpack
 inference_mode = no_grad
+
+_instead.explain(Tensor, nn.Module, type(cuda), nn, nn.functional, optim, autograd)
 
 if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle import activations as activations
@@ -165,7 +168,7 @@ def __getattr__(name: str) -> _Any:
         return getattr(_importlib.import_module(f"needle.{_LAZY[name]}"), name)
     elif name == "utils":  # torch.utils.data
         return _SimpleNamespace(data=_importlib.import_module("needle.data"))
-    raise AttributeError(f"module 'needle' has no attribute {name!r}")
+    return _instead.missing("needle", name)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
-"""docs/operations.md lists every function of needle.ops. Written by
+"""docs/operations.md lists every function of needle.ops, and names that are not here. Written by
 `python tests/lint/test_operations.py`; the test compares."""
 
 import inspect
 from pathlib import Path
 
-from needle import ops
+from needle import instead, ops
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 HEAD = """# Operations
@@ -46,6 +46,14 @@ are attributes. `ndl.save(obj, path)` takes a module, or dicts and lists of arra
 
 | needle | PyTorch | NumPy | gradient | devices |
 |---|---|---|---|---|
+"""
+ABSENT = """
+## Not here
+
+Names of PyTorch whose AttributeError says what to write instead.
+
+| PyTorch | instead |
+|---|---|
 """
 SAME = """
     abs absolute all any argmax argmin bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_to
@@ -93,7 +101,7 @@ NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
 
 
 def page() -> str:
-    lines = []
+    lines, absent = [], []
     for name in ops.__all__:
         if not inspect.isroutine(getattr(ops, name)) or name in NOT_OPS:
             continue
@@ -102,7 +110,9 @@ def page() -> str:
         gradient = "no" if name in ops._WITHOUT_GRADIENT and name != "set_item" else "yes"
         devices = "CPU, CUDA" + (" (host)" if name in HOST else "")
         lines.append(f"| `{name}` | {torch} | {numpy} | {gradient} | {devices} |\n")
-    return HEAD + "".join(lines)
+    for names, hint in instead.INSTEAD.items():
+        absent.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {hint} |\n")
+    return HEAD + "".join(lines) + ABSENT + "".join(absent)
 
 
 def test_the_page_of_operations_is_current():

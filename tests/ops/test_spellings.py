@@ -1,11 +1,13 @@
 """Ordinary spellings of PyTorch, NumPy and the course, as they are typed on the first day."""
 
+import re
+
 import numpy as np
 import pytest
 from harness import naming
 
 import needle as ndl
-from needle import nn
+from needle import instead, nn
 from needle import ops as F
 
 SPELLINGS = """
@@ -194,6 +196,51 @@ def test_spellings_have_numpys_values():
                     continue
                 np.testing.assert_allclose(got.numpy(), value, 1e-5, 1e-6)
                 assert got.dtype == {"float64": "float32"}.get(str(value.dtype), str(value.dtype))
+
+
+def test_absent_names_say_what_to_write_instead():
+    """Names that stand in the hint are there, and those in the table are not."""
+    owners = {"ndl": ndl, "nn": nn, "F": nn.functional, "optim": ndl.optim, "cuda": ndl.cuda}
+    owners |= {"autograd": ndl.autograd, "x": ndl.ones(2), "net": nn.Sequential(nn.ReLU())}
+    for text, hint in (
+        ("net.register_forward_hook(print)", "model.hooks({name: function})"),
+        ("net[0].register_full_backward_hook", "ndl.autograd.grad(loss, x)"),
+        ("net.add_module('a', net)", "setattr(self, name, value)"), ("x.double()", "float32"),
+        ("x.register_hook(print)", "ndl.autograd.grad"), ("x.retain_grad()", "ndl.autograd.grad"),
+        ("ndl.set_grad_enabled(True)", "with ndl.no_grad"), ("ndl.compile(net)", "leave it out"),
+        ("optim.lr_scheduler.StepLR", "optim.Cosine(lr, total=steps)"), ("nn.Conv2d", "left out"),
+        ("F.conv2d(x, x)", "left out"), ("nn.MultiheadAttention(8, 2)", "nn.AttentionLayer"),
+        ("autograd.Function", "ndl.autograd.TensorOp"), ("ndl.float64", "float32"),
+        ("cuda.synchronize()", "ndl.cuda()"), ("ndl.backends.cudnn", "leave it out"),
+        ("ndl.cuda.manual_seed_all(0)", "ndl.manual_seed"), ("nn.DataParallel(net)", "--gpus N"),
+    ):  # fmt: skip
+        with naming(text), pytest.raises(AttributeError, match=re.escape(hint)):
+            eval(text, dict(owners))
+    for name, hint in instead.HINTS.items():
+        with naming(name):
+            assert not any(hasattr(owner, name) for owner in owners.values())
+            for said in re.findall(r"\b(?:ndl|nn|optim)(?:\.\w+)+", hint):
+                eval(said, dict(owners))
+    for text in ("ndl.zeroes", "nn.linear", "optim.Adamw", "x.zeroes", "net.zeroes"):
+        with naming(text), pytest.raises(AttributeError, match="has no attribute '[a-zA-Z]*'$"):
+            eval(text, dict(owners))
+
+    class Net(nn.Module):
+        def add_module(self, name):
+            return name
+
+    net = Net()
+    net.register_hook, net.double = "own", 2
+    assert (net.add_module("own"), net.register_hook, net.double) == ("own", "own", 2)
+
+
+@pytest.mark.parity
+def test_absent_names_are_pytorchs():
+    torch = pytest.importorskip("torch")
+    owners = torch, torch.nn, torch.nn.functional, torch.optim, torch.autograd, torch.cuda
+    owners = (*owners, torch.Tensor, torch.nn.Module, torch.amp)
+    for name in instead.HINTS:
+        assert any(hasattr(owner, name) for owner in owners), name
 
 
 def test_other_words_errors_say_what_is_wrong():
