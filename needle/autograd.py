@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import given_device, ones, zeros
 from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
-from needle.graph import arrays_of, checked_order, find_topo_sort, memory_of
+from needle.graph import alone, arrays_of, checked_order, find_topo_sort, memory_of
 from needle.operators import Operators
 
 __all__ = [
@@ -556,27 +555,6 @@ def _moved(data: NDArray, device: Device | str | None, dtype: str | None) -> NDA
 
 # ---- backward ------------------------------------------------------------------------------------
 
-_walked: dict[int, int] = {}  # the leaves that backward() is at, by id: their thread
-_walk_ended = threading.Condition()
-
-
-@contextlib.contextmanager
-def _alone(order: list[Value]) -> Iterator[None]:
-    """Wait until no other thread's backward is at a leaf of `order`. Threads that share none do not
-    wait for each other: they may be ranks."""
-    leaves, me = {id(node) for node in order if node.op is None}, threading.get_ident()
-    with _walk_ended:
-        _walk_ended.wait_for(lambda: all(_walked.get(leaf, me) == me for leaf in leaves))
-        mine = leaves - _walked.keys()
-        _walked.update(dict.fromkeys(mine, me))
-    try:
-        yield
-    finally:
-        with _walk_ended:
-            for leaf in mine:
-                del _walked[leaf]
-            _walk_ended.notify_all()
-
 
 def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = False) -> None:
     """Walk the graph of `output` in reverse and leave the gradients in the leaves.
@@ -589,7 +567,7 @@ def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = 
     """
     order = checked_order([output])  # before the first gradient is added anywhere
     training = inner or all(node.trained for node in order if node.op is None)
-    with _alone(order), no_grad() if training else contextlib.nullcontext():
+    with alone(order), no_grad() if training else contextlib.nullcontext():
         plain = [node for node in order if not training and not node.trained]
         inside = set(map(id, order))
         if any(id(node.grad) in inside for node in plain):
@@ -628,7 +606,7 @@ def grad(
         if seed.shape != output.shape:
             raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
         pending[id(output)] = _sum(pending.get(id(output)), seed)
-    with _alone(order), contextlib.nullcontext() if create_graph else no_grad():
+    with alone(order), contextlib.nullcontext() if create_graph else no_grad():
         _walk(order, pending, found=found)
         found = {key: None if part is None else _Copy()(part) for key, part in found.items()}
     for i, x in enumerate(wanted):

@@ -1,8 +1,11 @@
 """The graph that a backward walks: its order, and whether its arrays were written to since the
-forward. Nodes are Values (autograd.py): op, inputs, cached_data, operands, kept, writes."""
+forward, and the threads at its leaves. Nodes are Values (autograd.py): op, inputs, cached_data,
+operands, kept, writes."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -102,3 +105,27 @@ def memory_of(*values: Any) -> Iterator[int]:
             yield from memory_of(value.cached_data)
         elif value is not None:
             yield from memory_of(*value)
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+_walked: dict[int, int] = {}  # the leaves that backward() is at, by id: their thread
+_walk_ended = threading.Condition()
+
+
+@contextlib.contextmanager
+def alone(order: list[Any]) -> Iterator[None]:
+    """Wait until no other thread's backward is at a leaf of `order`. Threads that share none do not
+    wait for each other: they may be ranks."""
+    leaves, me = {id(node) for node in order if node.op is None}, threading.get_ident()
+    with _walk_ended:
+        _walk_ended.wait_for(lambda: all(_walked.get(leaf, me) == me for leaf in leaves))
+        mine = leaves - _walked.keys()
+        _walked.update(dict.fromkeys(mine, me))
+    try:
+        yield
+    finally:
+        with _walk_ended:
+            for leaf in mine:
+                del _walked[leaf]
+            _walk_ended.notify_all()

@@ -69,14 +69,9 @@ class Injector:
         self.functions.run.restype = ctypes.py_object
         self.functions.run.argtypes = [ctypes.py_object, ctypes.c_long, ctypes.c_long]
         self.functions.calls_seen.restype = self.functions.calls_failed.restype = ctypes.c_long
-        self._replace(_C.__file__, is_c=True)
-        if ndl.cuda().enabled():
-            self._replace(_C.build_info()["cuda_library"], is_c=False)
-
-    def _replace(self, path: str, is_c: bool) -> None:
-        handle = ctypes.c_void_p(ctypes.CDLL(path)._handle)
-        if self.functions.replace_imports(handle, int(is_c)) <= 0:
-            raise Wrong(f"{path}: none of its imported functions could be replaced")
+        handle = ctypes.c_void_p(ctypes.CDLL(_C.__file__)._handle)
+        if self.functions.replace_imports(handle) <= 0:
+            raise Wrong(f"{_C.__file__}: none of its imported functions could be replaced")
 
     def attempt(
         self, call: Callable[[], Any], number: int, count: int

@@ -1,9 +1,9 @@
 /* nth_allocation.c - makes the n-th allocation of needle fail, and counts them
  * (tests/nth_allocation.py).
  *
- * Counted is what needle's own shared objects ask of malloc, calloc, realloc, posix_memalign and
- * operator new: their tables of imported functions are rewritten, so that no other caller is touched.
- * Only the thread that calls run() is counted.
+ * Counted is what needle's core asks of malloc, calloc, realloc and posix_memalign: its table of
+ * imported functions is rewritten, so that no other caller is touched. The few objects of the CUDA
+ * backend are not counted. Only the thread that calls run() is counted.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -50,45 +50,15 @@ static int failing_posix_memalign(void **out, size_t alignment, size_t bytes) {
     return fails() ? ENOMEM : posix_memalign(out, alignment, bytes);
 }
 
-/* operator new: both forms, and how the first tells that there is no memory. */
-static void *(*real_new)(size_t);
-static void *(*real_new_nothrow)(size_t, const void *);
-static void (*throw_bad_alloc)(void);
-
-static void *failing_new(size_t bytes) {
-    if (fails()) {
-        throw_bad_alloc();
-    }
-    return real_new(bytes);
-}
-
-static void *failing_new_nothrow(size_t bytes, const void *tag) {
-    return fails() ? NULL : real_new_nothrow(bytes, tag);
-}
-
-static int find_new(void) {
-    void *library = dlopen("libstdc++.so.6", RTLD_LAZY);
-    if (library == NULL) {
-        return -1;
-    }
-    *(void **)&real_new = dlsym(library, "_Znwm");
-    *(void **)&real_new_nothrow = dlsym(library, "_ZnwmRKSt9nothrow_t");
-    *(void **)&throw_bad_alloc = dlsym(library, "_ZSt17__throw_bad_allocv");
-    return real_new && real_new_nothrow && throw_bad_alloc ? 0 : -1;
-}
-
 /* ---- tables of imported functions ------------------------------------------------------------ */
 static const struct {
     const char *name;
     void *function;
-    bool in_c; /* _C, else _cuda.so, whose malloc and calloc are the CUDA runtime's */
 } imports[] = {
-    {"malloc", (void *)failing_malloc, true},
-    {"calloc", (void *)failing_calloc, true},
-    {"realloc", (void *)failing_realloc, true},
-    {"posix_memalign", (void *)failing_posix_memalign, true},
-    {"_Znwm", (void *)failing_new, false},
-    {"_ZnwmRKSt9nothrow_t", (void *)failing_new_nothrow, false},
+    {"malloc", (void *)failing_malloc},
+    {"calloc", (void *)failing_calloc},
+    {"realloc", (void *)failing_realloc},
+    {"posix_memalign", (void *)failing_posix_memalign},
 };
 
 #ifdef __aarch64__
@@ -97,7 +67,7 @@ enum { JUMP_SLOT = R_AARCH64_JUMP_SLOT, GLOB_DAT = R_AARCH64_GLOB_DAT };
 enum { JUMP_SLOT = R_X86_64_JUMP_SLOT, GLOB_DAT = R_X86_64_GLOB_DAT };
 #endif
 
-static int rewrite(const struct link_map *map, uintptr_t list_at, size_t bytes, bool is_c,
+static int rewrite(const struct link_map *map, uintptr_t list_at, size_t bytes,
                    const Elf64_Sym *symbols, const char *names) {
     const Elf64_Rela *list = (const void *)list_at;
     int replaced_here = 0;
@@ -105,8 +75,7 @@ static int rewrite(const struct link_map *map, uintptr_t list_at, size_t bytes, 
         uint64_t type = ELF64_R_TYPE(list[i].r_info);
         const char *name = names + symbols[ELF64_R_SYM(list[i].r_info)].st_name;
         for (size_t k = 0; k < sizeof imports / sizeof *imports; k++) {
-            if ((type == JUMP_SLOT || type == GLOB_DAT) && imports[k].in_c == is_c &&
-                strcmp(name, imports[k].name) == 0) {
+            if ((type == JUMP_SLOT || type == GLOB_DAT) && strcmp(name, imports[k].name) == 0) {
                 void **slot = (void **)(map->l_addr + list[i].r_offset);
                 if (mprotect((void *)((uintptr_t)slot & ~(uintptr_t)4095), 4096,
                              PROT_READ | PROT_WRITE) == 0) {
@@ -120,10 +89,10 @@ static int rewrite(const struct link_map *map, uintptr_t list_at, size_t bytes, 
 }
 
 /* The number of functions replaced that a loaded file imports, of which the handle of dlopen is
- * given; -1: there is no libstdc++. is_c: it is _C, else _cuda.so. */
-int replace_imports(void *handle, int is_c) {
+ * given. */
+int replace_imports(void *handle) {
     struct link_map *map;
-    if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0 || (!is_c && find_new() < 0)) {
+    if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0) {
         return -1;
     }
     uintptr_t table[DT_NUM] = {0};
@@ -134,8 +103,8 @@ int replace_imports(void *handle, int is_c) {
     }
     const Elf64_Sym *symbols = (const void *)table[DT_SYMTAB];
     const char *names = (const void *)table[DT_STRTAB];
-    return rewrite(map, table[DT_JMPREL], table[DT_PLTRELSZ], is_c, symbols, names) +
-           rewrite(map, table[DT_RELA], table[DT_RELASZ], is_c, symbols, names);
+    return rewrite(map, table[DT_JMPREL], table[DT_PLTRELSZ], symbols, names) +
+           rewrite(map, table[DT_RELA], table[DT_RELASZ], symbols, names);
 }
 
 /* ---- running --------------------------------------------------------------------------------- */
