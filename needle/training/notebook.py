@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from needle import _C
-from needle.autograd import Tensor
+from needle.autograd import Tensor, find_topo_sort
 from needle.models.language import LanguageModel
 from needle.nn import Module, flatten_parameters
+from needle.ops.loss import CrossEntropy, LinearCrossEntropy
 from needle.optim import AdamW, Optimizer, Schedule, clip_grad_norm
 
 
@@ -43,12 +44,14 @@ def fit(
     `model.loss(ids, targets)` of a language model, else `model(ids, targets=targets)`, which must
     give (anything, loss); a forward without `targets` is a TypeError. schedule: the learning rate
     of step 1, 2, ... max_norm: gradients are clipped to it.
-    accumulate: the number of batches a step, which follows the mean of their gradients.
+    accumulate: the number of batches a step, whose loss is the mean over all their targets. Those
+    that cross-entropy ignores do not count; `loss` must give a mean.
     on_step(step, loss): called after each step, to print, evaluate or save. progress: a bar, if
     tqdm is installed.
 
-    Raise ValueError where there is no batch, and FloatingPointError for a loss that is not finite,
-    before it changes the model.
+    Ctrl-C ends it, and the losses of the steps done are returned. Raise KeyboardInterrupt if there
+    are none, ValueError where there is no batch, and FloatingPointError for a loss that is not
+    finite, before it changes the model.
 
     >>> np.random.seed(0)
     >>> x = np.random.randn(8, 2)
@@ -74,38 +77,61 @@ def fit(
     losses: list[float] = []
     source = iter(batches)
     with _bar(steps) if progress else contextlib.nullcontext() as bar:
-        for step in itertools.count(1) if steps is None else range(1, steps + 1):
-            group = list(itertools.islice(source, accumulate))
-            if not group and step == 1:
-                raise ValueError("fit: no batches, or an iterator that was at its end already")
-            if not group:
-                break
-            if schedule is not None:
-                optimizer.lr = schedule(step)
-            optimizer.reset_grad()
-            parts = []
-            for ids, targets in map(_pair, group):
-                part = _loss(model, _input(ids, optimizer.params[0]), targets, loss)
-                share = _C.array(1 / len(group), part.dtype, part.device)
-                part.backward(Tensor.from_ndarray(share.reshape(part.shape)))
-                parts.append(part.detach())  # the activations are free
-                del part
-            losses.append(math.fsum(part.item() for part in parts) / len(parts))
-            if not math.isfinite(losses[-1]):
-                raise FloatingPointError(f"fit: the loss of step {step} is {losses[-1]}")
-            if max_norm is not None:
-                clip_grad_norm(
-                    optimizer.params if optimizer.flat is None else optimizer.flat, max_norm
-                )
-            optimizer.step()
-            if bar is not None:
-                bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
-                bar.update()
-            if on_step is not None:
-                on_step(step, losses[-1])
+        try:
+            for step in itertools.count(1) if steps is None else range(1, steps + 1):
+                group = list(itertools.islice(source, accumulate))
+                if not group and step == 1:
+                    raise ValueError("fit: no batches, or an iterator that was at its end already")
+                if not group:
+                    break
+                if schedule is not None:
+                    optimizer.lr = schedule(step)
+                value = _gradients(model, optimizer, group, loss)
+                if not math.isfinite(value):
+                    raise FloatingPointError(f"fit: the loss of step {step} is {value}")
+                if max_norm is not None:
+                    clip_grad_norm(optimizer.flat or optimizer.params, max_norm)
+                optimizer.step()
+                losses.append(value)
+                if bar is not None:
+                    bar.set_postfix_str(f"loss {value:.4f}", refresh=False)
+                    bar.update()
+                if on_step is not None:
+                    on_step(step, value)
+        except KeyboardInterrupt:
+            if not losses:
+                raise
+            return losses
     if steps is not None and len(losses) < steps:
         warnings.warn(f"fit: the batches ended after {len(losses)} of {steps} steps", stacklevel=2)
     return losses
+
+
+def _gradients(model: Module, optimizer: Optimizer, group: list, loss: Any) -> float:
+    """Compute the gradient of the mean loss over all targets of some batches; return the loss."""
+    optimizer.reset_grad()
+    parts, counts = [], []
+    for ids, targets in map(_pair, group):
+        part = _loss(model, _input(ids, optimizer.params[0]), targets, loss)
+        counts.append(_counted(part, targets) if len(group) > 1 else 1)
+        weight = counts[-1] / (counts[0] or 1)  # 1 where all are alike
+        share = _C.array(weight / len(group), part.dtype, part.device)
+        part.backward(Tensor.from_ndarray(share.reshape(part.shape)))
+        parts.append(part.detach())  # the activations are free
+        del part
+    total, alike = sum(counts) or 1, len(group) * (counts[0] or 1)
+    if total != alike:
+        for p in (p for p in optimizer.params if p.grad is not None):
+            p.grad = Tensor.from_ndarray(_C.multiply(p.grad.cached_data, alike / total))
+    return math.fsum(count * part.item() for count, part in zip(counts, parts)) / total
+
+
+def _counted(part: Tensor, targets: Any) -> int:
+    """Return how many targets the loss of a batch is the mean of: all, but for those that
+    cross-entropy ignores."""
+    of = [node.op for node in find_topo_sort([part])]
+    ids = [op.targets for op in of if isinstance(op, (CrossEntropy, LinearCrossEntropy))]
+    return sum(int((x.numpy() >= 0).sum()) for x in ids) if ids else np.size(targets)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
