@@ -6,7 +6,6 @@ needle generate runs/tiny --prompt "import os" --temperature 0.8 --top-k 50
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,11 +15,11 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
     checkout.choose()
 
-from needle.arguments import Defaults, rows
+from needle.arguments import Defaults, Parser, rows
 from needle.backend_ndarray import FLOAT_DTYPES, choose_device
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.evaluate import load_model
-from needle.files import described
+from needle.files import described, printable
 from needle.generation import stream_text
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
@@ -59,8 +58,8 @@ OPTIONS = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> Parser:
+    top = Parser(
         prog="needle generate", description="Continues a prompt.", formatter_class=Defaults
     )
     text = "a checkpoint, the folder of a run, or a folder that transformers saved"
@@ -93,9 +92,9 @@ def main(argv: list[str] | None = None) -> int:
             repetition_penalty=args.repetition_penalty,
         )
         first = next(chunks)  # an error of the prompt shows here
-        print(prompt + first, end="", flush=True)
+        print(printable(prompt + first), end="", flush=True)
         for chunk in chunks:
-            print(chunk, end="", flush=True)
+            print(printable(chunk), end="", flush=True)
         print()
         return 0
     except BrokenPipeError:

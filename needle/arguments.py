@@ -6,9 +6,9 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from needle.files import named
+from needle.files import named, printable
 
 MOST = 2**63 - 1
 
@@ -59,6 +59,13 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
         return value
 
     return parse
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors, which quote the command line, can be printed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 class Defaults(argparse.ArgumentDefaultsHelpFormatter):

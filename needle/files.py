@@ -17,13 +17,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+
+
+def printable(text: str) -> str:
+    """Return text from outside (a name, a key, a sample) for a terminal, which would obey its
+    escape sequences: control characters other than tabs and line ends are written as \\x1b."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
 
 class FileError(ValueError):
     """A file that cannot be read or written; the message names the file and the problem."""
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class MissingFileError(FileError, FileNotFoundError):
     """A file that is not there."""
+
+
+class BusyError(FileError):
+    """A folder that another process works in."""
 
 
 SECRET = re.compile(r"[A-Za-z0-9._~+/=-]{20,512}")  # what HTTP's Authorization can hold
@@ -134,9 +149,9 @@ class OpenFile:
 def described(error: Exception) -> str:
     """Return an error as a line to print: file and reason for one of the system, else its text."""
     if not isinstance(error, OSError) or error.filename is None:
-        return str(error)
+        return printable(str(error))
     more = "; see to its permissions" if isinstance(error, PermissionError) else ""
-    return f"{error.filename}: {error.strerror}{more}"
+    return printable(f"{error.filename}: {error.strerror}{more}")
 
 
 @contextlib.contextmanager
@@ -198,7 +213,7 @@ def remove_leftovers(folder: Path) -> None:
 
 class Lock:
     """A folder that one process at a time works in, by flock on its file `lock`, which names the
-    process. It is given up with this object, and with the process, however that ends. FileError
+    process. It is given up with this object, and with the process, however that ends. BusyError
     where another process holds it; `held` is False on file systems that know no locks.
     """
 
@@ -217,7 +232,7 @@ class Lock:
         except BlockingIOError:
             holder = os.read(self._file, 200).decode(errors="replace").strip()
             self.release()
-            raise FileError(
+            raise BusyError(
                 f"{folder}: {holder or 'another process'} is working in this folder; stop it, or "
                 "choose another folder"
             ) from None

@@ -67,8 +67,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from needle.arguments import number
-from needle.files import regular
+from needle.arguments import Parser, number
+from needle.files import printable, regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
 from needle.processes import Child, MessageReader, collecting, program, signal_name
 
@@ -494,7 +494,7 @@ def say(text: str) -> None:
     """Print a line for people, on a terminal below the progress bar of the training."""
     with contextlib.suppress(OSError):  # the reader is gone
         bar = "\n" if sys.stderr.isatty() else ""
-        print(f"{bar}supervise: {text}", file=sys.stderr, flush=True)
+        print(printable(f"{bar}supervise: {text}"), file=sys.stderr, flush=True)
 
 
 def _words(given: list[Any]) -> list[str]:
@@ -506,7 +506,7 @@ def _words(given: list[Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="needle supervise",
         usage="%(prog)s [--hang-seconds S] -- COMMAND ...",
         description=__doc__,

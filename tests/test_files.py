@@ -152,3 +152,17 @@ def test_a_lock_that_cannot_be_made(tmp_path):
     with pytest.raises(FileError, match="lock: cannot be opened"):
         Lock(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_control_characters_are_printed_as_escapes():
+    kept = "tab\t line\n end\r\n é \u20ac \U0001f600"
+    assert files.printable(kept) == kept
+    for number in [*range(32), *range(127, 160)]:
+        if chr(number) not in "\t\n":
+            assert files.printable(f"a{chr(number)}b") == f"a\\x{number:02x}b"
+    assert files.printable("\x1b]0;title\x07\x9b2J\r") == "\\x1b]0;title\\x07\\x9b2J\\x0d"
+    for kind in FileError, files.MissingFileError:
+        error = kind("a\x1b[31m.npy: damaged")
+        assert str(error) == files.described(error) == "a\\x1b[31m.npy: damaged"
+    missing = FileNotFoundError(2, "No such file", "a\x1bb")
+    assert files.described(missing) == "a\\x1bb: No such file"

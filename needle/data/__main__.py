@@ -12,21 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
-from needle.arguments import whole
+from needle.arguments import Parser, whole
 from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
 from needle.data.runs import open_run_data
 from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
-from needle.files import described, named, naming, reading
+from needle.files import described, named, naming, printable, reading
 from needle.processes import program
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="needle data", description=__doc__)
+    top = Parser(prog="needle data", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     count = {"type": whole(1), "metavar": "N"}
 
@@ -85,7 +85,7 @@ def show_file(file: str, tokenizer: str | None) -> None:
     if data is None:
         show_text(Path(file))
         return
-    print(data.source)
+    print(printable(data.source))
     for name, tokens in (("to train on", data.train), ("held out", data.held_out)):
         if len(tokens) == 0:
             continue
@@ -103,7 +103,8 @@ def show_file(file: str, tokenizer: str | None) -> None:
         )
     parts = [part for part in [*data.train.parts, *data.held_out.parts] if part.count]
     for part in parts[:8]:
-        print(f"{part.path}: {part.count:,} {part.dtype} from offset {part.offset:,}")
+        text = f"{part.path}: {part.count:,} {part.dtype} from offset {part.offset:,}"
+        print(printable(text))
     first = to_ids(data.train[:32])
     if len(parts) > 8:
         print(f"... and {len(parts) - 8:,} more")
@@ -128,10 +129,11 @@ def show_text(path: Path) -> None:
         count, size = count + last, size + len(text.encode())
     if count == 0:
         raise no_text(str(path), files)
-    print(
+    found = (
         f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
         f"{len(files):,} file(s)"
     )
+    print(printable(found))
 
 
 # ---- view --------------------------------------------------------------------------------------
@@ -174,20 +176,21 @@ def show_step(args: argparse.Namespace) -> None:
     batches.seek_batch((args.step - 1) * accumulate)
     where = batches.position
     rows = np.concatenate([batches.next_rows() for _ in range(accumulate)])
-    print(
+    found = (
         f"{data.source}\nstep {args.step} (batch {args.step - 1} counted from 0): {len(rows):,} "
         f"sequences of {batches.seq_len:,} tokens and the one that follows; epoch "
         f"{where['epoch']}, micro-batch {where['batch']}"
     )
+    print(printable(found))
     if args.save is not None:
         with naming(args.save), open(args.save, "wb") as file:
             np.save(file, rows)
-        print(f"written to {args.save}: {rows.dtype} {rows.shape}")
+        print(printable(f"written to {args.save}: {rows.dtype} {rows.shape}"))
         return
     for number, row in enumerate(rows[: args.rows]):
         print(f"---- sequence {number}\n{' '.join(map(str, row))}")
         if data.tokenizer is not None:
-            print(data.tokenizer.decode(row.tolist(), skip_special_tokens=False))
+            print(printable(data.tokenizer.decode(row.tolist(), skip_special_tokens=False)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -196,7 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "prepare":
             given = args.tokenizer, args.out, args.processes
             made = prepare(args.inputs, *given, progress=shown, field=args.field)
-            print(f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens")
+            text = f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens"
+            print(printable(text))
         elif args.command == "inspect":
             show_file(args.file, args.tokenizer)
         else:

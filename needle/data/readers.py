@@ -52,7 +52,7 @@ from needle.data.text import (
     warn,
 )
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, whole_file
-from needle.files import MissingFileError, named
+from needle.files import MissingFileError, named, printable
 from needle.processes import terminal_bar
 
 HELD_OUT = 20  # one document, or one token, in so many
@@ -308,7 +308,7 @@ def _open_text(
     folder = cache_dir() / f"text-{digest.hexdigest()[:32]}"
 
     def make() -> dict:
-        print(f"tokenising {source}: once, then kept in\n  {folder}", flush=True)
+        print(printable(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
         try:
             for old in folder.glob("*.bin"):  # a process may read them
                 old.unlink()

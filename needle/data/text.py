@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from needle.data.tokens import DataError, absent
-from needle.files import named, reading
+from needle.files import named, printable, reading
 
 END_OF_TEXT = "<|endoftext|>"
 CHUNK = 1 << 20  # characters of a document that are tokenised as one
@@ -153,7 +153,7 @@ def json_text(line: bytes, where: str, field: str) -> str:
 
 
 def warn(text: str) -> None:
-    print(f"needle: {text}", file=sys.stderr, flush=True)
+    print(printable(f"needle: {text}"), file=sys.stderr, flush=True)
 
 
 def json_lines(

@@ -34,13 +34,14 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from needle import _C
-from needle.arguments import path, whole
+from needle.arguments import Parser, path, whole
 from needle.diagnose import facts as known
 from needle.diagnose import ranks, recovery
 from needle.diagnose.examination import Examination, Examinations
 from needle.diagnose.finding import Finding
 from needle.distributed import environment
 from needle.distributed.environment import Place
+from needle.files import printable
 from needle.peaks import peak
 
 LINKED, UNLINKED = 40e9, 2e9  # bytes/s between GPUs, with NVLinks and without, at the very least
@@ -65,7 +66,7 @@ MEET, TOGETHER = 10.0, 20.0  # seconds: for all ranks to come, and then for thei
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="needle diagnose",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -96,7 +97,7 @@ class Report:
     def say(self, text: str) -> None:
         if not self.is_json:
             who = f"rank {self.place.rank} of {self.place.size}: " if self.place else ""
-            print(who + text, flush=True)
+            print(printable(who + text), flush=True)
 
     def log(self, text: str) -> None:
         if self._log is None:

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from needle.files import printable
 from needle.heartbeat import PIPE
 from needle.processes import Child, collecting, signal_name
 
@@ -187,5 +188,6 @@ def environments(count: int) -> list[dict[str, str]]:
 def say(text: str, prefix: str = "needle") -> None:
     """Print a line for people."""
     with contextlib.suppress(OSError):  # the reader is gone
-        sys.stderr.write(f"{prefix}: {text}\n")  # one write: print() may write the end separately
+        # One write: print() may write the end separately.
+        sys.stderr.write(printable(f"{prefix}: {text}\n"))
         sys.stderr.flush()

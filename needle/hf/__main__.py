@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from needle import hf, models
+from needle.arguments import Parser
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
-from needle.files import FileError, described, named, reading, replacing
+from needle.files import FileError, described, named, printable, reading, replacing
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
 
@@ -70,7 +71,7 @@ def import_folder(
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="needle",
         description="Models in and out of the folders of Hugging Face's transformers.",
     )
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"needle {args.command}: {described(error)}", file=sys.stderr)
         return 1
     for path in written:
-        print(path)
+        print(printable(str(path)))
     return 0
 
 

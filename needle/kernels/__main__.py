@@ -9,7 +9,7 @@ import logging.handlers
 import sys
 from collections.abc import Sequence
 
-from needle.arguments import number, path, whole
+from needle.arguments import Parser, number, path, whole
 from needle.files import read_secret, settings_file
 from needle.kernels import access, landlock
 from needle.kernels.access import AccessError
@@ -61,7 +61,7 @@ FLAGS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="needle", description=__doc__)
+    top = Parser(prog="needle", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     own = commands.add_parser(
         "serve", help="evaluate kernels for HTTP clients", description=WARNING

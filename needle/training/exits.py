@@ -10,7 +10,7 @@ from needle._C import CudaError, CudaFatalError
 from needle.distributed.control import RankError
 from needle.distributed.group import Group, RankFailed
 from needle.distributed.verify import WrongDevice
-from needle.files import described
+from needle.files import described, printable
 from needle.heartbeat import beat
 from needle.training.run import Run
 
@@ -65,11 +65,11 @@ class Ending:
         # Another rank has reported its RankFailed; rank 0 reports a WrongDevice for all.
         reports = known is not None and reason is not None and not isinstance(error, RankFailed)
         if reports and ranks.rank == 0:
-            print(f"needle train: {reason}", file=sys.stderr)
+            print(printable(f"needle train: {reason}"), file=sys.stderr)
         if self.run is not None and self.run.lock is not None:
             self.run.lock.release()
         is_told = ranks.close(reason, self.code)
         if reports and ranks.rank > 0 and not is_told and not isinstance(error, WrongDevice):
             who = "" if reason.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "
-            print(f"needle train: {who}{reason}", file=sys.stderr)
+            print(printable(f"needle train: {who}{reason}"), file=sys.stderr)
         return known is not None
