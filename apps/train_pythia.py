@@ -33,7 +33,7 @@ from needle.data import DataError, Prefetch, run_batches, run_data
 from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, Subgroup
-from needle.files import Lock
+from needle.files import Lock, printable
 from needle.heartbeat import beat, supervised
 from needle.processes import program
 from needle.training import flags, folder, length, ranks, state, trackers, weights
@@ -47,6 +47,7 @@ from needle.training.run import (
     is_kept,
     keeps_weights,
     longer,
+    report,
     write_description,
 )
 from needle.training.session import Session
@@ -222,10 +223,10 @@ def resumed_run(
     parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
     set_up(model, parallel, settings)
     step = saved["step"]
-    print(f"resuming {checkpoint.path} after step {step}")
+    print(printable(f"resuming {checkpoint.path} after step {step}"))
     before, now = saved.get("products"), state.products_of(model)
     if before not in (None, now):
-        print(f"its steps were multiplied by {before}, these by {now}: bits may differ")
+        print(printable(f"its steps were multiplied by {before}, these by {now}: bits may differ"))
     run_id = saved["run"]
     return Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel, step)
 
@@ -275,13 +276,13 @@ def main(argv: list[str] | None = None) -> int:
         print(textwrap.fill(str(run.model), COLUMNS, subsequent_indent="  "))
         if run.model.fp8:
             print(f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}")
-        print(f"{run.data.source}\nrun: {run.folder}", flush=True)
+        print(printable(f"{run.data.source}\nrun: {run.folder}"), flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)
         else:
             if group.rank == 0 and not is_finished(run):
                 finish(run)
-            print(f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}")
+            report(f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}")
             ending.code = 0
     return ending.code
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import json
 import math
 import os
@@ -297,11 +298,14 @@ def program(main: Callable[[], int | None]) -> int:
     """Run the `main` of a command-line program and return its exit code. Return EXIT_CLOSED_PIPE
     where the reader of its output has closed it, as `| head` does: a shell sees the same of any
     program that SIGPIPE ends. `main` must let that BrokenPipeError pass. Return EXIT_INTERRUPTED
-    after a Ctrl-C that `main` does not catch. Without stdout or stderr (`>&-`) print nothing. Say
-    in one line that a disk is full, stdout's among them, and return 1."""
+    after a Ctrl-C that `main` does not catch. Without stdout or stderr (`>&-`) print nothing.
+    Print characters that their encoding lacks (LC_ALL=C) as escapes. Say in one line that a disk is
+    full, stdout's among them, and return 1."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
+        if isinstance(getattr(sys, name), io.TextIOWrapper):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
         try:
             code = main() or 0

@@ -86,6 +86,18 @@ def test_program_whose_output_is_on_a_full_disk_says_so(tmp_path, words):
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+def test_program_whose_output_lacks_a_character_prints_its_escape(tmp_path):
+    (tmp_path / "\u00fc.txt").write_text("\u20ac")
+    command = "from needle.command import main; main('data inspect \u00fc.txt'.split())"
+    done = run(
+        *(sys.executable, "-c", f"# -*- coding: utf-8 -*-\n{command}"),
+        cwd=tmp_path,
+        PYTHONPATH=ROOT,
+        PYTHONIOENCODING="ascii",
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("\\xfc.txt: text")
+
+
 def test_every_program_ends_by_one_rule():
     runs = {
         path: path.read_text().partition('if __name__ == "__main__":\n')[2] for path in PROGRAMS

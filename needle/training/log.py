@@ -22,13 +22,14 @@ import json
 import math
 import os
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.files import Lock, naming, reading, regular, replacing
+from needle.files import Lock, naming, printable, reading, regular, replacing
 from needle.heartbeat import beat
 from needle.processes import silence, terminal_bar
 
@@ -224,7 +225,10 @@ class RunLog:
             with contextlib.suppress(OSError):  # a refused line, which was reported
                 self._file.close()
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:  # of many classes; the run has its lines
+                print(f"needle train: {printable(str(error))}", file=sys.stderr)
         self._trackers = ()
 
     # ---- the terminal -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from needle.arguments import path
-from needle.files import described, replacing
+from needle.arguments import Parser, path
+from needle.files import described, printable, replacing
 from needle.processes import program
 from needle.training.log import read_lines
 
@@ -35,15 +36,19 @@ def plot(folder: Path) -> str:
     if not lines:
         return "no loss.png: nothing was trained"
     try:
-        draw({folder.name: lines}, folder / "loss.png")
+        draw({folder.resolve().name: lines}, folder / "loss.png")
     except ImportError:
         return "no loss.png: the package matplotlib is not installed"
+    except Exception as error:  # all steps are saved
+        return f"no loss.png: {described(error)}"
     return f"plot: {folder / 'loss.png'}"
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     """Draw the losses of {name: lines of metrics.jsonl} over tokens; the ending of `out` is the
     format. ImportError without matplotlib."""
+    if "matplotlib" not in sys.modules:
+        os.environ["MPLBACKEND"] = "Agg"  # a notebook's may not be installed here
     import matplotlib
 
     matplotlib.use("Agg")
@@ -54,7 +59,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     for number, (name, lines) in enumerate(runs.items()):
         color = TRAINING if alone else f"C{number}"
         tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
-        label = "training" if alone else name
+        label = "training" if alone else printable(name)
         if len(losses) >= SMOOTHED:
             axes.plot(tokens, losses, color=color, alpha=0.3, lw=0.8)
             label += ", smoothed" if alone else ""
@@ -64,17 +69,19 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
             places, values = [e["tokens"] for e in held_out], [e["val_loss"] for e in held_out]
             of = {"color": HELD_OUT, "label": "held out"} if alone else {"color": color}
             axes.plot(places, values, "o", ms=5, zorder=3, **of)
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=", ".join(runs))
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    axes.set_title(printable(", ".join(runs)), parse_math=False)  # a name may contain $
     axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.grid(alpha=0.5)
-    axes.legend()
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)
     with replacing(out) as file:
         figure.savefig(file, format=out.suffix[1:] or "png", dpi=120)
     pyplot.close(figure)
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="needle plot",
         description="Draws the loss of one run or of several, running or stopped, in one figure. "
         "Dots are the held-out loss.",
@@ -111,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"needle plot: {described(error)}", file=sys.stderr)
         return 1
-    print(out)
+    print(printable(str(out)))
     return 0
 
 

@@ -20,9 +20,9 @@ from needle.checkpoint import (
 )
 from needle.data import Prefetch, TokenData
 from needle.distributed.data_parallel import DataParallel
-from needle.files import Lock, described, replacing
+from needle.files import Lock, described, printable, replacing
 from needle.heartbeat import beat, supervised
-from needle.processes import command_line
+from needle.processes import command_line, silence
 from needle.training import folder as folders
 from needle.training import recipes, state
 from needle.training.log import RunLog
@@ -187,17 +187,17 @@ def longer(run: Run) -> str:
 def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None:
     if failure is not None:
         print(f"needle train: {described(failure)}", file=sys.stderr)
-    print(
+    text = (
         f"stopped by {reason or 'this error'} after step {run.step} of {run.settings['steps']}, "
-        f"and saved. Go on with\n    {resume_command(run)}",
-        file=sys.stdout if failure is None else sys.stderr,
+        f"and saved. Go on with\n    {resume_command(run)}"
     )
+    print(printable(text), file=sys.stdout if failure is None else sys.stderr)
 
 
 def report_divergence(run: Run, error: Exception, finite: int) -> None:
     """Report a loss that is not finite, and which checkpoint is good. finite: the step before."""
     advice = folders.advice_after_divergence(run.folder, finite, run.saved, prove_after(run))
-    print(f"{error}. Stopped.\n{advice}", file=sys.stderr)
+    print(printable(f"{error}. Stopped.\n{advice}"), file=sys.stderr)
 
 
 # ---- the end -----------------------------------------------------------------------------------
@@ -207,13 +207,24 @@ def finish(run: Run) -> None:
     """Write the plot and a sample, and print where they lie."""
     beat(watched=False)  # matplotlib may look for fonts
     with run.lock.writing() as at:
-        print(plot(at).replace(str(at), str(run.folder)))
+        report(plot(at).replace(str(at), str(run.folder)))
     beat()
-    print(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
-    text = sample_text(run)
-    with run.lock.writing() as at, replacing(at / "sample.txt") as file:
-        file.write(text.encode())
-    print(f"sample ({run.folder / 'sample.txt'}):\n{text}")
+    report(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
+    try:
+        text = sample_text(run)
+        with run.lock.writing() as at, replacing(at / "sample.txt") as file:
+            file.write(text.encode())
+        report(f"sample ({run.folder / 'sample.txt'}):\n{text}")
+    except Exception as error:  # all steps are saved
+        report(f"no sample.txt: {described(error)}")
+
+
+def report(text: str) -> None:
+    """Print what a run says after its last step; a closed pipe or a full disk changes nothing."""
+    try:
+        print(printable(text), flush=True)
+    except OSError:
+        silence()
 
 
 def is_finished(run: Run) -> bool:

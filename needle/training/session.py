@@ -22,6 +22,7 @@ from needle.training.run import (
     finish,
     is_kept,
     keeps_weights,
+    report,
     report_divergence,
     report_stop,
     write_checkpoint,
@@ -179,7 +180,7 @@ class Session:
             if self.ranks.rank == 0:
                 report_stop(run, self._reason, self._failure)
             return 0 if self._failure is None else 1
-        print(
+        report(
             f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
             f"{log.seconds:.0f} s of training"
         )

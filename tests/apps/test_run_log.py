@@ -260,3 +260,26 @@ def test_plot_has_short_ticks_and_a_smoothed_line_of_many_steps(tmp_path, monkey
     raw, smooth = training
     assert raw.get_alpha() < 0.5 and smooth.get_alpha() is None and points.get_linestyle() == "None"
     assert not np.allclose(smooth.get_ydata(), losses)
+
+
+def test_plot_is_titled_by_names_as_they_are(tmp_path, monkeypatch):
+    """A run draws by a descriptor of its folder; $ begins no formula, of which this is none."""
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    names = "a$b_{$", "c$\\$d"
+    for name in names:
+        write_metrics(tmp_path / name, [9.0, 8.0], 32, 2)
+        descriptor = os.open(tmp_path / name, os.O_RDONLY)
+        plots.plot(logs.Path(f"/proc/self/fd/{descriptor}"))
+        os.close(descriptor)
+        assert pyplot.gcf().axes[0].get_title() == name
+        assert (tmp_path / name / "loss.png").exists()
+    monkeypatch.chdir(tmp_path)
+    assert plots.main([*names, "--out", "two.svg"]) == 0
+    axes = pyplot.gcf().axes[0]
+    monkeypatch.undo()
+    pyplot.close("all")
+    assert axes.get_title() == "a$b_{$, c$\\$d"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [*names]

@@ -53,6 +53,9 @@ def calls(monkeypatch):
         Value = dict
 
     class Run:
+        def __init__(self, project):
+            self.project = project
+
         def define_metric(self, name, step_metric):
             assert (name, step_metric) == ("*", "step")
 
@@ -61,13 +64,15 @@ def calls(monkeypatch):
 
         def finish(self):
             call("close")
+            if self.project == "offline":
+                raise RuntimeError("no network")
 
     def init(project, name, dir, id, resume, config):
         if project == "forbidden":
             raise RuntimeError("not logged in")
         assert resume == "allow" and os.path.isdir(dir)
         call("open", project, name, id, config["steps"])
-        return Run()
+        return Run(project)
 
     proto = "tensorboard.compat.proto"
     event = {"Event": lambda wall_time, **fields: fields, "SessionLog": SessionLog}
@@ -116,6 +121,13 @@ def test_trackers_get_each_line_through_a_kill(tmp_path, tokens, monkeypatch, ca
     assert [call[1] for call in first + second if call[0] == "log"] == lines_of(tmp_path, "a")
     assert train_pythia.main(flags(tmp_path, tokens, "b", "--wandb", "pythias", steps=1)) == 0
     assert calls()[0][3] != first[1][3]
+
+
+def test_tracker_that_cannot_end_is_reported(tmp_path, tokens, calls, capsys):
+    argv = flags(tmp_path, tokens, "a", "--tensorboard", "--wandb", "offline", steps=2)
+    assert train_pythia.main(argv) == 0 and calls()[-2:] == [["close"], ["close"]]
+    said, error = capsys.readouterr()
+    assert "needle train: no network\n" in error and "sample (" in said
 
 
 def test_tracker_that_cannot_be_used_says_why(tmp_path, tokens, monkeypatch, calls, capsys):

@@ -3,19 +3,24 @@
 import json
 import os
 import warnings
+import sys
 from types import SimpleNamespace
 
 import generate
 import numpy as np
 import pytest
 import train_pythia
-from harness import DEVICES, overwrite
+from harness import DEVICES, ROOT, overwrite
+from harness import run as run_program
 from small_runs import TOKENS, arguments, checkpoint_of, flags, lines_of, numbers_of, run_until
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import identity
+from needle.files import printable
 from needle.training import flags as run_flags
+from needle.training import plot as plots
+from needle.training import run as run_parts
 from needle.training import settings as run_settings
 from needle.training import state as states
 
@@ -115,6 +120,77 @@ def test_finished_run_is_left_alone_and_plotted_if_a_kill_came_before(tmp_path, 
     os.utime(folder / "sample.txt", ns=(0, 0))
     assert train_pythia.main(argv) == 0 and "plot: " in capsys.readouterr().out
     assert train_pythia.main(argv) == 0 and "plot: " not in capsys.readouterr().out
+
+
+# ---- after the last step ----------------------------------------------------------------------
+
+CHILD = """
+import os, sys
+sys.path.insert(0, sys.argv.pop(1))
+import train_pythia
+from needle.models import pythia
+from needle.processes import program
+from needle.training import run as run_parts
+from needle.training.session import Session
+pythia.PRESETS["tiny"], run_parts.SAMPLE_TOKENS = (2, 32, 2, 64), 20
+if sys.argv.pop(1) == "unread":
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(writer)
+    conclude = Session.conclude
+    Session.conclude = lambda self: os.close(reader) or conclude(self)
+sys.exit(program(train_pythia.main))
+"""
+
+
+@pytest.mark.parametrize(
+    "name, environ",
+    [
+        ("a$b_{$\\", {"MPLBACKEND": "module://not_installed.backend", "PYTHONIOENCODING": "ascii"}),
+        ("ascii", {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
+        ("unread", {}),
+    ],
+)
+def test_environment_does_not_decide_the_end_of_a_run(tmp_path, texts, name, environ):
+    """Notebooks name a backend of matplotlib, $ begins a formula there, an output may take ASCII
+    alone, and its reader go after the last step."""
+    folder = tmp_path / "runs" / name
+    for more in [], ["--resume", "auto"]:
+        words = [ROOT / "apps", name, *flags(tmp_path, texts, name, *more, steps=2)]
+        done = run_program(sys.executable, "-c", CHILD, *words, PYTHONPATH=ROOT, **environ)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+        sample = (folder / "sample.txt").read_text()
+        if name != "unread":
+            assert f"plot: {folder}/loss.png" in done.stdout
+            shown = printable(sample).encode("ascii", "backslashreplace").decode()
+            assert shown in done.stdout and not sample.isascii()
+        (folder / "sample.txt").unlink()
+
+
+@pytest.mark.usefixtures("plots")
+def test_plot_and_sample_that_fail_are_reported(tmp_path, tokens, monkeypatch, capsys):
+    def failing(*args):
+        raise RuntimeError("it fails here")
+
+    argv, folder = flags(tmp_path, tokens, "a", steps=2), tmp_path / "runs" / "a"
+    for module, part, file in (plots, "draw", "loss.png"), (run_parts, "sample_text", "sample.txt"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, part, failing)
+            assert train_pythia.main(argv) == 0
+        said, argv = capsys.readouterr().out, [*argv, "--resume", "auto"]
+        assert f"no {file}: it fails here\n" in said and f"checkpoint: {folder}" in said
+        assert not (folder / file).exists()
+        (folder / "sample.txt").unlink(missing_ok=True)
+    assert train_pythia.main(argv) == 0 and (folder / "sample.txt").exists()
+    for file in "loss.png", "sample.txt":  # neither can be written
+        (folder / file).unlink()
+        (folder / file).mkdir()
+    os.utime(folder / "sample.txt", ns=(0, 0))
+    assert train_pythia.main(argv) == 0
+    said = capsys.readouterr().out
+    assert f"no loss.png: {folder}/loss.png: cannot be written" in said
+    assert f"no sample.txt: {folder}/sample.txt: cannot be written" in said
 
 
 # ---- resuming ---------------------------------------------------------------------------------
