@@ -27,7 +27,7 @@ import numpy as np
 
 from needle import models, nn, optim, supervise
 from needle.autograd import Tensor
-from needle.backend_ndarray import NDArray, full
+from needle.backend_ndarray import Device, NDArray, full
 from needle.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from needle.data import DataError, Prefetch, run_batches, run_data
 from needle.distributed import environment, spawn
@@ -130,30 +130,43 @@ def schedule_of(settings: dict) -> optim.Schedule:
 # ---- data, model, optimizer --------------------------------------------------------------------
 
 
-def new_run(args: argparse.Namespace, group: Group) -> Run:
-    """Make a run from the command line."""
+def new_run(
+    args: argparse.Namespace, group: Group, path: Path | None = None, lock: Lock | None = None
+) -> Run:
+    """Make a run from the command line; of a `path`, the run that has begun there and not saved."""
     device = ranks.open_device(args.device, group)
-    given, model = flags.given_anew(args), None
-    if "init" in given:
-        model, given = weights.start(given, args.tokens, device)
-    settings = complete(given, args.tokens, not device.is_host, group.size)
-    out, name, restart = Path(args.out), (args.name, settings["model"]), bool(args.resume)
+    out, tokens, fingerprint, model = Path(args.out), args.tokens, None, None
+    if path is None:
+        given = flags.given_anew(args)
+    else:
+        begun, tokens = state.Begun(path), None
+        state.check(begun)
+        given, fingerprint = flags.resumed(args, begun, path), begun.state["fingerprint"]
+        given["global_batch_size"] = given["batch_size"] * given["grad_accum"]
+    if given.get("init") is not None:
+        model, given = weights.start(given, tokens, device)
+    settings = complete(given, tokens, not device.is_host, group.size)
 
-    # Check the name before text is tokenised, which may take long.
-    planned_folder = group.first(
-        "the name of the run", lambda: str(folder.free_folder(out, *name, restart))
-    )
+    # Check the name and the sizes before text is tokenised, which may take long.
+    if path is None and args.name is not None:
+        group.first("the name of the run", lambda: folder.check_free(out / args.name))
+    known = None
+    if path is None and (model is not None or "vocab_size" in settings):
+        known = group.first("the tokenizer", lambda: weights.known_ids(settings))
+    if model is None:
+        config = model_config(settings, known)
+    else:
+        config = model.config
+        weights.check_vocabulary(settings["init"], config, known)
+    check(args, settings, config, device)
     described = data_of(settings)
     with group.rank_0_first("the data"):
-        data = run_data(described, trust=args.trust_data)
+        data = run_data(described, path, fingerprint, args.trust_data)
         fingerprint = data.fingerprint  # hashed once a machine, if not in earlier starts
     group.same("the data", fingerprint)
     if model is None:
         config = model_config(settings, data.vocab_size)
-    else:
-        config = model.config
-        weights.check_vocabulary(settings["init"], config, data.vocab_size)
-    if device.is_host and may_choose_steps(given, args.tokens, settings):
+    if device.is_host and may_choose_steps(given, tokens, settings):
         run_batches(data, described)  # reports too little text before a step is measured
         given["steps"] = group.first(
             "the number of steps", lambda: length.choose_steps(config, settings, device)
@@ -175,19 +188,35 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     micro_batches, context = settings["grad_accum"], settings["context_parallel"]
     parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
     set_up(model, parallel, settings)
-    lock = None
 
     def take_folder() -> str:
         nonlocal lock
-        taken, lock = folder.take_new(Path(planned_folder), out, *name, restart)
+        taken, lock = folder.begin(out, args.name, settings["model"])
         return str(taken)
 
-    path = Path(group.first("the folder of the run", take_folder))
+    if path is None:
+        path = Path(group.first("the folder of the run", take_folder))
     run_id = state.id_of(settings, data, optimizer.flat)
     run = Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel)
     if group.rank == 0:
         write_description(run)
     return run
+
+
+def check(args: argparse.Namespace, settings: dict, config: models.Config, device: Device) -> None:
+    """Raise ValueError for what the model or the device cannot do."""
+    model = config.meta_model(device)
+    if args.recompute and model.recompute is None:
+        raise ValueError(f"--recompute: a {type(model).__name__} cannot compute layers again")
+    if args.graph and not device.records_graphs:
+        raise ValueError(f"--graph: {device} records no graphs, as GPUs do: leave it out")
+    if args.graph and settings["context_parallel"] > 1:
+        raise ValueError("--graph: not together with --context-parallel: leave it out")
+    if "fp8" in settings:
+        model.use_fp8()
+    for _, part in model.named_modules():
+        if isinstance(part, nn.Attention) and part.head_dim > 256:  # of its kernels
+            raise ValueError(f"--heads: {part.head_dim} dimensions a head, but attention takes 256")
 
 
 def set_up(model: Any, parallel: DataParallel, settings: dict) -> None:
@@ -205,12 +234,12 @@ def resumed_run(
     device, saved = ranks.open_device(args.device, group), checkpoint.state
     state.check(checkpoint)
     beat(id=saved["run"], watched=False)
-    settings = flags.resumed(args, checkpoint, path)
+    settings, config = flags.resumed(args, checkpoint, path), checkpoint.configuration()
+    check(args, settings, config, device)
     with group.rank_0_first("the data"):
         data = run_data(data_of(settings), path, saved["fingerprint"], args.trust_data)
     group.same("the data", data.fingerprint)
-    vocab_size = checkpoint.configuration().vocab_size
-    batches = Prefetch(ranks.own_batches(group, settings, data, vocab_size), device)
+    batches = Prefetch(ranks.own_batches(group, settings, data, config.vocab_size), device)
     try:
         batches.seek(saved["data"])
     except DataError as error:
@@ -238,24 +267,22 @@ def make_run(args: argparse.Namespace, group: Group) -> Run:
     """Make a new run, or the one that --resume finds. Rank 0 looks for it and holds its lock."""
     found = None  # rank 0 keeps the open lock in `found`; others open by path
 
-    def find() -> list[str] | None:
+    def find() -> list[str | None] | None:
         nonlocal found
         found = folder.resume(args.resume, Path(args.out), args.name)
-        return found and [str(found[0]), str(found[2].path)]
+        return found and [str(found[0]), found[2] and str(found[2].path)]
 
     paths = group.first("the run to resume", find) if args.resume else None
     if paths is None:
         run = new_run(args, group)
     else:
-        run = resumed_run(args, group, *(found or (Path(paths[0]), None, Checkpoint(paths[1]))))
-    if args.recompute and run.model.recompute is None:
-        raise ValueError(f"--recompute: a {type(run.model).__name__} cannot compute layers again")
+        path, lock, checkpoint = found or (Path(paths[0]), None, paths[1] and Checkpoint(paths[1]))
+        if checkpoint is None:
+            run = new_run(args, group, path, lock)
+        else:
+            run = resumed_run(args, group, path, lock, checkpoint)
     if args.recompute:
         run.model.recompute = True
-    if args.graph and not run.device.records_graphs:
-        raise ValueError(f"--graph: {run.device} records no graphs, as GPUs do: leave it out")
-    if args.graph and run.parallel.context > 1:
-        raise ValueError("--graph: not together with --context-parallel: leave it out")
     return run
 
 

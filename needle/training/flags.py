@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from needle import models, supervise
-from needle.arguments import number, path, rows, told, whole
+from needle.arguments import Parser, number, path, rows, told, whole
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.models.registry import imported
 from needle.training import length, recipes
 from needle.training.folder import flag as flag_words
+from needle.training.folder import is_free
 from needle.training.settings import (
     COMMON,
     DEFAULTS,
@@ -32,6 +33,7 @@ from needle.training.settings import (
     read_config,
     steps_of,
 )
+from needle.training.state import Begun
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
 LONGEST_NAME = 255  # bytes of a file's name
@@ -250,7 +252,7 @@ TABLE = {
     WANDB_MODE=offline keeps it on this machine)
 --resume WHAT  a checkpoint, the folder of a run, or auto: the newest good checkpoint of the run
     --name, without it of all runs in --out; where none was ever saved, auto starts from the
-    beginning
+    beginning, with the settings of the config.json that is there
 """,
     "faults": """
 --supervise  run under a supervisor (default: off)
@@ -314,7 +316,7 @@ def words_of_defaults() -> dict[str, object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="needle train",
         usage="%(prog)s [FLAG ...]; --help: common flags, --help all: every flag",
         description=DESCRIPTION,
@@ -414,7 +416,7 @@ def misfits(settings: dict, step: int, epoch: int) -> list[str]:
     return found if late is None else [*found, late]
 
 
-def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> dict:
+def resumed(args: argparse.Namespace, checkpoint: Checkpoint | Begun, folder: Path) -> dict:
     """Return the settings of a resumed run. Raise CheckpointError for settings that no run could
     have, and for a flag that changes one of RESULTS; under a constant rate --steps may, since it
     only says where to end."""
@@ -447,9 +449,11 @@ def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> d
             if flag == "steps":
                 differences[-1] += f", where its {saved['schedule']} schedule ends"
     if differences:
+        anew = f", from its weights by {shlex.join(flag_words('--init', folder))}"
+        if isinstance(checkpoint, Begun):
+            anew = " without --resume" if is_free(folder) else " under another --name"
         raise CheckpointError(
             f"{checkpoint.path}: this run cannot go on with other settings: "
-            f"{'; '.join(differences)}. Leave these flags out, or start anew, from its weights by "
-            f"{shlex.join(flag_words('--init', folder))}"
+            f"{'; '.join(differences)}. Leave these flags out, or start anew{anew}"
         )
     return {**saved, **{flag: named[flag] for flag in named.keys() & free}}

@@ -5,8 +5,9 @@
     runs/NAME/config.json   `saved`: whether there has been a checkpoint; `id`: of the run, which
                             each of its checkpoints has too
 
-A run begins anew only if nothing was ever saved. Missing or unreadable checkpoints, and folders
-that cannot be listed, are errors, since a new run would overwrite the rest.
+A run begins again, by its config.json, only if nothing was ever saved. Missing or unreadable
+checkpoints, and folders that cannot be listed, are errors, since a new run would overwrite the
+rest. A new run may take the folder of one that has finished no step.
 """
 
 from __future__ import annotations
@@ -23,49 +24,56 @@ from needle.checkpoint import (
     CheckpointError,
     checkpoint_path,
     find_checkpoint,
+    list_checkpoints,
     newest_checkpoint,
     proven_checkpoint,
     step_of,
 )
 from needle.data import DataError
-from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing, similar
+from needle.files import (
+    BusyError,
+    FileError,
+    Lock,
+    described,
+    printable,
+    reading,
+    remove_leftovers,
+    replacing,
+    similar,
+)
 from needle.heartbeat import beat
 from needle.training.log import read_lines
 
+# What a run writes before its first step has finished.
+BEGUN = {"lock", "checkpoints", "config.json", "tokenizer.json", "metrics.jsonl"}
+BEGUN |= {"faults.jsonl", "tensorboard", "wandb", "wandb_id"}
 
-def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
-    """Return the folder of a new run, without making it. restart: a run that died before its first
-    checkpoint begins again in its own folder. Raise DataError if a run of this name exists, or has
-    saved."""
-    given = name or ""
-    if name is None:
-        names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
-        name = next(n for n in names if restart or not (out / n).exists())
-    folder = out / name
-    if restart and has_saved(folder):
-        raise DataError(
-            f"{folder / 'checkpoints'}: no checkpoint is left there, and this run has saved some: "
-            f"put one back to go on, or begin anew under another --name, or remove {folder}"
-        )
-    if restart:
-        found = f"no checkpoint in {out / given}"
-        if given and not folder.exists():
-            found = f"no run {given} under {out}/{similar(folder)}"
-        print(f"--resume auto: {found}: starting from the beginning", flush=True)
-    if not restart and folder.exists() and any(folder.iterdir()):
+
+def is_free(folder: Path) -> bool:
+    """True if no run has finished a step in the folder, and nothing else lies there."""
+    entries = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if has_saved(folder) is not False:
+        return entries <= {"lock", "checkpoints"} and not any(folder.glob("checkpoints/*"))
+    steps = map(step_of, list_checkpoints(folder / "checkpoints", "step|weights"))
+    return entries <= BEGUN and not any(steps) and not read_lines(folder / "metrics.jsonl")
+
+
+def check_free(folder: Path) -> None:
+    """Raise DataError if the folder is not free for a new run."""
+    if not is_free(folder):
         raise DataError(
             f"{folder}: there is a run of this name already; go on with it by "
             f"{shlex.join(again(folder))}, or choose another --name"
         )
-    return folder
 
 
-def has_saved(folder: Path) -> bool:
-    """True if a run ever had a checkpoint; without a readable config.json, if it has trained."""
+def has_saved(folder: Path) -> bool | None:
+    """Return whether the run in a folder ever had a checkpoint; without a readable config.json,
+    whether it has trained. None if no run has begun there."""
     try:
         return bool(read_description(folder)["saved"])
     except (FileError, ValueError, KeyError, TypeError):
-        return bool(read_lines(folder / "metrics.jsonl"))
+        return bool(read_lines(folder / "metrics.jsonl")) or None
 
 
 def check_owner(folder: Path, checkpoint: Checkpoint) -> None:
@@ -156,42 +164,35 @@ def take(folder: Path) -> Lock:
         raise FileError(described(error)) from error
 
 
-def take_new(
-    folder: Path, out: Path, name: str | None, model: str, restart: bool
-) -> tuple[Path, Lock]:
-    """Return (folder, lock) of a new run. folder: the result of free_folder for the same arguments.
-    If another process has made it since then, a run without a name takes the next name; any other
-    is refused with DataError."""
-    chooses = name is None and not restart
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        while chooses:
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:
-                folder = free_folder(out, name, model, restart)
-    except OSError as error:
-        raise FileError(described(error)) from error
-    lock = take(folder)
-    if not chooses and (has_saved(folder) if restart else _is_used(folder)):
-        lock.release()
-        raise DataError(
-            f"{folder}: another start has begun this run meanwhile; go on with it by "
-            f"{shlex.join(again(folder))}, or choose another --name"
-        )
-    return folder, lock
+def begin(out: Path, name: str | None, model: str) -> tuple[Path, Lock]:
+    """Return (folder, lock) of a new run. A run without a name gets the model's, with the first
+    number that is not taken. Raise DataError if a folder of this name is not free."""
+    names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
+    for folder in (out / one for one in (names if name is None else [name])):
+        if name is not None:
+            check_free(folder)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if name is None and (has_saved(folder) is not False or not is_free(folder)):
+                continue
+        except OSError as error:
+            raise FileError(described(error)) from error
+        try:
+            lock = take(folder)
+        except BusyError:
+            if name is not None:
+                raise
+            continue
+        for path in list_checkpoints(folder / "checkpoints", "step|weights"):
+            path.unlink()  # of step 0, of a run that came no further
+        return folder, lock
 
 
-def _is_used(folder: Path) -> bool:
-    """True if the folder holds more than `take` makes."""
-    made = {"lock", "checkpoints"}
-    saved = (folder / "checkpoints").iterdir()
-    return bool({path.name for path in folder.iterdir()} - made) or any(saved)
-
-
-def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint] | None:
-    """Return (folder, lock, checkpoint) of --resume; None if `auto` finds nothing."""
+def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint | None] | None:
+    """Return (folder, lock, checkpoint) of --resume. The checkpoint is None for a run that begins
+    again, since it never saved; the result is None where `auto` finds no run. Raise DataError for a
+    run whose checkpoints are gone."""
     if what != "auto":
         path = Path(what)
         found = find_checkpoint(path)  # before a folder is made from a mistyped name
@@ -213,16 +214,29 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
             check_owner(folder, found)
             return folder, lock, found
         lock.release()
-    return None
+    reason, how = f"no checkpoint in {out / (name or '')}", ""
+    if name and not folders[0].exists():
+        reason = f"no run {name} under {out}/{similar(folders[0])}"
+    begun = next((folder for folder in folders if has_saved(folder) is not None), None)
+    if begun is not None and has_saved(begun):
+        raise DataError(
+            f"{begun / 'checkpoints'}: no checkpoint is left there, and this run has saved some: "
+            f"put one back to go on, or begin anew under another --name, or remove {begun}"
+        )
+    if begun is not None:
+        reason, how = f"no checkpoint in {begun}", ", with the settings of its config.json"
+    text = f"--resume auto: {reason}: starting from the beginning{how}"
+    print(printable(text), flush=True)
+    return begun and (begun, take(begun), None)
 
 
 def _newest_first(out: Path) -> list[Path]:
-    """Return the runs in a folder, the one that saved last first."""
+    """Return the folders in a folder, that of the run that saved last first."""
     try:
+        places = {folder: folder / "checkpoints" for folder in out.iterdir() if folder.is_dir()}
         found = [
-            (os.stat(folder / "checkpoints").st_mtime_ns, folder)
-            for folder in out.iterdir()
-            if folder.is_dir() and (folder / "checkpoints").is_dir()
+            (os.stat(place if place.is_dir() else folder).st_mtime_ns, folder)
+            for folder, place in places.items()
         ]
     except FileNotFoundError:
         return []

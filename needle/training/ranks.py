@@ -107,8 +107,7 @@ def open_device(name: str, ranks: Group) -> Device:
 def tell_gpus(ranks: Group, settings: dict, verifies: bool) -> None:
     """Tell the supervisor by which flags fewer GPUs continue the run.
 
-    The flags hold the size of a step: a run without a checkpoint begins anew, and must not derive
-    another size from its number of ranks.
+    The flags hold the size of a step, which the number of ranks must not change.
     """
     if ranks.place.launcher != "needle" or not ranks.gpus:
         return

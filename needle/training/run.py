@@ -79,7 +79,8 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
             settings=run.settings,
             products=state.products_of(run.model),
         )
-        folders.note_saved(at)
+        if run.step > 0:  # a run of no finished step leaves its name to another
+            folders.note_saved(at)
         beat(saved=run.step)
         prune_checkpoints(
             folder,

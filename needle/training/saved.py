@@ -22,6 +22,7 @@ from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import read_description
 from needle.training.log import read_lines
+from needle.training.settings import described_config
 
 
 class SavedRun:
@@ -52,7 +53,7 @@ class SavedRun:
 
     @functools.cached_property
     def config(self) -> Config:
-        return self.checkpoint().configuration()
+        return described_config(self.folder / "config.json")
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -108,7 +109,9 @@ def open_run(folder: str | os.PathLike) -> SavedRun:
     >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
     >>> file = folder / "checkpoints" / "step_2.safetensors"
     >>> _ = ndl.save_checkpoint(ndl.Pythia(config), None, 0, 3.9, file)
-    >>> _ = (folder / "config.json").write_text('{"settings": {"steps": 2}}')
+    >>> import json
+    >>> described = {"settings": {"steps": 2}, "model": config.to_dict()}
+    >>> _ = (folder / "config.json").write_text(json.dumps(described))
     >>> run = ndl.open_run(folder)
     >>> run.steps, run.settings["steps"], run.config.num_heads, run.checkpoint(2).state["loss"]
     ([2], 2, 2, 3.9)

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from needle import hf, models
-from needle.distributed.tree import fitting_ranks
+from needle.distributed.tree import fitting_ranks, own_micro_batches
 from needle.files import FileError, reading
+from needle.ops import ring_chunks
 from needle.ops.fp8 import MULTIPLE
 from needle.training import length, recipes
 
@@ -99,6 +100,8 @@ def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> d
     problem = late_warmup(settings) or odd_micro_batch(settings)
     if problem is not None:
         raise ValueError(problem)
+    own_micro_batches(settings["grad_accum"], 0, ranks)  # these raise ValueError too
+    ring_chunks(settings["seq_len"], 0, context)
     return settings
 
 
@@ -211,6 +214,12 @@ def read_config(path: str) -> dict:
     except (AttributeError, TypeError, ValueError) as error:
         raise FileError(f"{path}: {error}") from error
     return {"model": cls.config_class.family, **fields}
+
+
+def described_config(path: Path) -> models.Config:
+    """Return the configuration of the model that the config.json of a run describes."""
+    fields = read_config(str(path))
+    return models.model_class(fields.pop("model")).config_class.from_dict(fields)
 
 
 def _check_flags(settings: dict, family: str | None) -> None:

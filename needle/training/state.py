@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
+from needle import models
 from needle.backend_ndarray import as_bytes
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import TokenData
 from needle.nn import FlatParameters
-from needle.training.settings import OTHERS, RESULTS
+from needle.training.folder import read_description
+from needle.training.settings import OTHERS, RESULTS, described_config
 
 
 def id_of(settings: dict, data: TokenData, flat: FlatParameters) -> str:
@@ -24,8 +27,22 @@ def id_of(settings: dict, data: TokenData, flat: FlatParameters) -> str:
     return found.hexdigest()
 
 
-def check(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for the checkpoint of another program, which no run can resume."""
+class Begun:
+    """A run that has saved nothing, by its config.json, in the place of a Checkpoint of step 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "config.json"
+        state = read_description(folder)
+        data = state["data"] if isinstance(state.get("data"), dict) else {}
+        state |= {"run": state.get("id"), "fingerprint": data.get("fingerprint")}
+        self.state = state | {"step": 0, "data": {"epoch": 0, "batch": 0}}
+
+    def configuration(self) -> models.Config:
+        return described_config(self.path)
+
+
+def check(checkpoint: Checkpoint | Begun) -> None:
+    """Raise CheckpointError for the state of another program, which no run can resume."""
     state = checkpoint.state
     kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
     kinds |= {"optimizer": dict, "run": str}
@@ -36,8 +53,7 @@ def check(checkpoint: Checkpoint) -> None:
         missing += [f"{k} of its data" for k in ("epoch", "batch") if type(data.get(k)) is not int]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path}: not the checkpoint of a run of needle train: "
-            f"it has no {', '.join(missing)}"
+            f"{checkpoint.path}: not of a run of needle train: it has no {', '.join(missing)}"
         )
 
 

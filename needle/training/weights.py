@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from needle import models
 from needle.backend_ndarray import Device
+from needle.data import load_tokenizer
 from needle.data.readers import open_tokens
+from needle.data.text import id_limit
 from needle.evaluate import load_model
 from needle.models import Config
 from needle.training.settings import DEFAULTS, SHAPE, complete
@@ -50,6 +52,14 @@ def start(
 
 def is_text(data: str | None) -> bool:
     return data is None or open_tokens(data) is None
+
+
+def known_ids(settings: dict) -> int | None:
+    """Return how many ids the tokenizer has, as far as that is known before the data are read: one
+    that is trained on text has 256 bytes and the end of a text at least. None without one."""
+    if settings["tokenizer"] is not None:
+        return id_limit(load_tokenizer(settings["tokenizer"]))
+    return 257 if is_text(settings["data"]) else None
 
 
 def preset_of(config: Config) -> str:

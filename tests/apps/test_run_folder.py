@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import checkpoint_of, flags, without
+from small_runs import (
+    arguments,
+    checkpoint_of,
+    flags,
+    lines_of,
+    numbers_of,
+    run_until,
+    tensors_of,
+    without,
+)
 
+import needle as ndl
 from needle import nn
-from needle.data import DataError
-from needle.files import FileError, Lock
+from needle.data import DataError, train_tokenizer
+from needle.files import FileError
 from needle.hf.__main__ import main as hf
 from needle.training import flags as command_line
 from needle.training import folder as folders
@@ -118,41 +128,212 @@ def test_checkpoint_of_another_run_is_not_resumed(tmp_path, run, capsys):
     assert run("c", "--init", put) == 0
 
 
+# ---- a run that never saved ---------------------------------------------------------------------
+
+SHAPE = "--layers 1 --hidden 16 --heads 1 --vocab-size 61 --no-mlp"
+
+
+def words_of(tmp_path, data, *more):
+    argv = flags(tmp_path, data, "a", *more, "--save-every 5")
+    return without(argv, "--model") if {"--config", "--init"} & {*argv} else argv
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """begun(data, *flags) -> the folder of a run that was killed before its first save, and the
+    words that resume it, which name none of its settings."""
+
+    def begin(data, *more):
+        run_until(monkeypatch, 3, words_of(tmp_path, data, *more))
+        assert len(lines_of(tmp_path, "a")) == 2 and not any((folder / "checkpoints").iterdir())
+        return folder, arguments("--device cpu --resume auto --out", folder.parent)
+
+    folder = tmp_path / "runs" / "a"
+    return begin
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        f"{SHAPE} --lr 0.02 --init-seed 9 --data-seed 5 --clip 0.3 --eval-every 2",
+        "--global-batch-size 6 --sparse local --window 8",
+        "--config {toml} --grad-accum 2",
+        "--init {init} --schedule linear --weight-decay 0.2",
+    ],
+)
+def test_run_that_never_saved_begins_again_by_its_config(tmp_path, tokens, begun, capsys, more):
+    """Its numbers are those of a run that was never stopped."""
+    whole, toml = tmp_path / "whole", tmp_path / "c.toml"
+    toml.write_text("hidden_size = 16\nnum_layers = 1\nnum_heads = 1\nvocab_size = 60\n")
+    if "{init}" in more:
+        assert train_pythia.main(words_of(tmp_path / "init", tokens, SHAPE)) == 0
+    more = more.format(init=tmp_path / "init" / "runs" / "a", toml=toml)
+    assert train_pythia.main(words_of(whole, tokens, more)) == 0
+    for name in [], ["--name", "a"]:
+        folder, words = begun(tokens, more)
+        before = folders.read_description(folder)
+        assert train_pythia.main([*words, *name]) == 0
+        said = f"no checkpoint in {folder}: starting from the beginning, with the settings of its"
+        assert said in capsys.readouterr().out
+        assert numbers_of(tmp_path, "a") == numbers_of(whole, "a")
+        ends = [tensors_of(checkpoint_of(of, "a", 6)) for of in (tmp_path, whole)]
+        assert ends[0] == ends[1]
+        assert folders.read_description(folder) == {**before, "saved": True}
+        shutil.rmtree(folder)
+
+
+def test_run_that_never_saved_begins_again_with_its_tokenizer(tmp_path, texts, begun):
+    """Also when the file of that was another's, and is gone."""
+    given = tmp_path / "tokenizer.json"
+    train_tokenizer(iter(["def class return " * 9]), 270).save(str(given))
+    whole = tmp_path / "whole"
+    assert train_pythia.main(words_of(whole, texts, "--tokenizer", given)) == 0
+    folder, words = begun(texts, "--tokenizer", given)
+    given.unlink()
+    assert train_pythia.main(words) == 0
+    assert numbers_of(tmp_path, "a") == numbers_of(whole, "a")
+    assert ndl.open_run(folder).tokenizer.get_vocab_size() == 270
+
+
+def test_run_that_never_saved_takes_no_other_settings_or_data(tmp_path, tokens, begun, capsys):
+    """It is left as it is; the flags that it has may be repeated."""
+    folder, words = begun(tokens, SHAPE, "--seed 7")
+    before = contents(folder)
+    for more, said in (
+        ("--hidden 32", "--hidden is 32, but the run has 16. Leave"),
+        ("--lr 0.5 --seed 8", "--seed is 8, but the run has 7; --lr is 0.5, but the run has 0.003"),
+        ("--steps 7", "--steps is 7, but the run has 6"),
+        ("--fp8", "start anew under another --name"),
+    ):
+        assert train_pythia.main([*words, *more.split()]) == 1
+        error = capsys.readouterr().err
+        assert said in error and f"{folder}/config.json: this run cannot go on" in error
+        assert contents(folder) == before
+    np.save(tokens, np.load(tokens)[::-1])
+    assert train_pythia.main(words) == 1
+    assert "not the tokens that the run read before" in capsys.readouterr().err
+    np.save(tokens, np.load(tokens)[::-1])
+    assert train_pythia.main([*words, *SHAPE.split(), "--seed", "7"]) == 0
+    (folder / "config.json").write_text('{"saved": false, "settings": {"steps": 2}}')
+    shutil.rmtree(folder / "checkpoints")
+    assert train_pythia.main(words) == 1
+    assert f"{folder}/config.json: not of a run of needle train" in capsys.readouterr().err
+
+
+def test_open_run_of_a_run_that_never_saved(tokens, begun):
+    folder, _ = begun(tokens, SHAPE)
+    run = ndl.open_run(folder)
+    assert run.config.hidden_size == 16 and run.config.attention_only
+    assert run.settings["hidden"] == 16 and run.steps == []
+    with pytest.raises(FileNotFoundError, match="no good checkpoint"):
+        run.model()
+
+
 # ---- which name ---------------------------------------------------------------------------------
+
+
+def begin(out, name):
+    """The folder that a start takes, which has ended."""
+    folder, lock = folders.begin(out, name, "tiny")
+    lock.release()
+    return folder
+
+
+def describe(folder, saved):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"saved": saved}))
 
 
 def test_runs_without_a_name_are_numbered(tmp_path):
     for name in ("tiny", "tiny-2", "tiny-3"):
-        folder = folders.free_folder(tmp_path, None, "tiny", restart=False)
-        assert folder == tmp_path / name and not folder.exists()
-        folder.mkdir()
-    assert folders.free_folder(tmp_path, None, "tiny", restart=True) == tmp_path / "tiny"
-    assert folders.free_folder(tmp_path, "tiny", "tiny", restart=False) == tmp_path / "tiny"
-    (tmp_path / "tiny" / "metrics.jsonl").touch()  # no longer empty
+        assert not (tmp_path / name).exists() and begin(tmp_path, None) == tmp_path / name
+    assert begin(tmp_path, "tiny") == tmp_path / "tiny"  # nothing was written there
+    (tmp_path / "tiny" / "metrics.jsonl").touch()
     with pytest.raises(DataError, match="tiny: there is a run of this name already; .*--name tiny"):
-        folders.free_folder(tmp_path, "tiny", "tiny", restart=False)
-    with pytest.raises(FileError, match="metrics.jsonl: File exists"):
-        out = tmp_path / "tiny" / "metrics.jsonl"
-        folders.take_new(out / "tiny", out, None, "tiny", False)
+        begin(tmp_path, "tiny")
+    with pytest.raises(FileError, match="metrics.jsonl.*: Not a directory"):
+        begin(tmp_path / "tiny" / "metrics.jsonl", None)
 
 
-def test_two_starts_that_found_one_name_free_take_two_folders(tmp_path):
-    """Neither works in the other's folder, also when the other has ended."""
-    out, shared = tmp_path / "runs", tmp_path / "runs" / "tiny"
-    folder, lock = folders.take_new(shared, out, None, "tiny", False)
-    assert folder == shared and lock.held
-    other, second = folders.take_new(shared, out, None, "tiny", False)
-    assert other == out / "tiny-2" and second.held
-    with pytest.raises(FileError, match="is working in this folder"):
-        folders.take_new(shared, out, "tiny", "tiny", False)
-    lock.release()
-    folder, lock = folders.take_new(shared, out, "tiny", "tiny", False)  # it wrote nothing
-    lock.release()
-    (shared / "config.json").write_text('{"saved": true}')
-    for name, restart in ("tiny", False), ("tiny", True), (None, True):
-        with pytest.raises(DataError, match="another start has begun this run.*--resume auto"):
-            folders.take_new(shared, out, name, "tiny", restart)
-    Lock(shared).release()  # no process holds it
+def test_folder_is_free_until_a_step_has_finished(tmp_path):
+    """A start that wrote its config.json, and came no further, leaves its name; nothing else that
+    lies in a folder is written over."""
+    folder = tmp_path / "tiny"
+    for file, text in (
+        ("tokenizer.json", "{}"),
+        ("metrics.jsonl", '{"step": 1'),  # cut off
+        ("wandb_id", "1"),
+        ("checkpoints/step_0.safetensors", ""),
+        ("checkpoints/weights_0.safetensors", ""),
+    ):
+        describe(folder, False)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        (folder / file).write_text(text)
+        with naming(file):
+            assert begin(tmp_path, "tiny") == begin(tmp_path, None) == folder
+            assert not list((folder / "checkpoints").iterdir())
+    for file, text in (
+        ("metrics.jsonl", '{"step": 1, "loss": 2.0, "tokens": 9}\n'),
+        ("checkpoints/step_1.safetensors", ""),
+        ("checkpoints/weights_1.safetensors", ""),
+        ("notes.txt", "mine"),
+        ("config.json", '{"saved": true}'),
+        ("config.json", '{"hidden_size": 8}'),
+    ):
+        shutil.rmtree(folder)
+        describe(folder, False)
+        (folder / "checkpoints").mkdir()
+        (folder / file).write_text(text)
+        with naming(file):
+            with pytest.raises(DataError, match="there is a run of this name already"):
+                begin(tmp_path, "tiny")
+            other = begin(tmp_path, None)
+            assert other != folder and (folder / file).read_text() == text
+            shutil.rmtree(other)
+
+
+def test_two_starts_of_one_name_take_two_folders_or_one_is_refused(tmp_path):
+    """Neither works in the other's folder, new or of a run that came to no step."""
+    for name in "tiny", "tiny-3":
+        if name == "tiny-3":
+            describe(tmp_path / name, False)
+        folder, lock = folders.begin(tmp_path, None, "tiny")
+        other, second = folders.begin(tmp_path, None, "tiny")
+        assert (folder, lock.held) == (tmp_path / name, True) and second.held
+        assert other.name == {"tiny": "tiny-2", "tiny-3": "tiny-4"}[name]
+        with pytest.raises(FileError, match="is working in this folder"):
+            folders.begin(tmp_path, name, "tiny")
+        lock.release()
+        second.release()
+        describe(folder, True)
+
+
+def test_run_that_failed_before_its_first_step_leaves_its_name(
+    tmp_path, run, tokens, monkeypatch, capsys
+):
+    """Of a run of no name too; the next one may have another shape."""
+    compute = train_pythia.forward_backward
+    unnamed = without(flags(tmp_path, tokens, "a"), "--name")
+
+    def short(*args):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_pythia, "forward_backward", short)
+        assert run("a", "--keep log --layers 3") == 1 and train_pythia.main(unnamed) == 1
+        folder = tmp_path / "runs" / "a"
+        assert folders.has_saved(folder) is False
+        assert run("a", "--resume auto --layers 1") == 1
+        assert "or start anew without --resume" in capsys.readouterr().err
+    with monkeypatch.context() as patch:  # in the third step
+        results = [compute, compute, short]
+        patch.setattr(train_pythia, "forward_backward", lambda *args: results.pop(0)(*args))
+        assert run("c", "--save-every 5") == 1
+    assert run("c") == 1 and "there is a run of this name already" in capsys.readouterr().err
+    assert run("a", "--layers 1") == 0 and train_pythia.main(unnamed) == 0
+    assert ndl.open_run(folder).config.num_layers == 1
+    assert ndl.open_run(folder).steps == [4, 6]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["a", "c", "tiny"]
 
 
 def test_run_that_another_start_begins_meanwhile(tmp_path, run, tokens, monkeypatch, capsys):
@@ -169,7 +350,7 @@ def test_run_that_another_start_begins_meanwhile(tmp_path, run, tokens, monkeypa
         monkeypatch.setattr(train_pythia, "run_data", slow)
         assert train_pythia.main(argv) == code
         said = capsys.readouterr().err
-        assert code == 0 or "another start has begun this run meanwhile" in said
+        assert code == 0 or "there is a run of this name already" in said
     runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert runs == ["a", "tiny", "tiny-2"]
     descriptions = [folders.read_description(tmp_path / "runs" / name) for name in runs]

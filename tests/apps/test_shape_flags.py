@@ -1,6 +1,7 @@
 """Models of any small shape by flags or by a file, and seeds apart."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from harness import naming
 from small_runs import flags, numbers_of, tensors_of, without
 
 import needle as ndl
+from needle.data import train_tokenizer
 from needle.models import gpt_neox
-from needle.training.settings import read_config
+from needle.training.settings import complete, read_config
 
 
 def newest(tmp_path, name):
@@ -75,6 +77,46 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
             assert text in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         train_pythia.main(flags(tmp_path, tokens, "wrong", f"--config {ours}"))
+
+
+def test_sizes_that_cannot_be_are_refused_before_the_data_are_read(
+    tmp_path, texts, tokens, monkeypatch, capsys
+):
+    small, config = tmp_path / "small.json", tmp_path / "c.json"
+    train_tokenizer(iter(["return " * 9]), 262).save(str(small))
+    config.write_text('{"max_seq_len": 8}')
+    assert train_pythia.main(flags(tmp_path, tokens, "init", steps=1)) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(train_pythia, "run_data", None)
+    init = tmp_path / "runs" / "init"
+    for data, more, said in (
+        (texts, "--heads 3", "hidden_size 32 is not a multiple of num_heads 3"),
+        (texts, "--hidden 608 --heads 2", "--heads: 304 dimensions a head, but .* 256"),
+        (texts, "--hidden 24 --heads 2", "rotates 3 of 12 dimensions"),
+        (texts, f"--config {config}", "max_seq_len of --config is 8"),
+        (texts, "--vocab-size 256", "--vocab-size 256: the tokenizer has 257 tokens"),
+        (texts, f"--vocab-size 261 --tokenizer {small}", "the tokenizer has 262 tokens"),
+        (tokens, f"--vocab-size 261 --tokenizer {small}", "the tokenizer has 262 tokens"),
+        (texts, f"--init {init} --tokenizer {small}", "vocabulary is 64, but .* has 262 tokens"),
+        (texts, f"--init {init} --seq-len 17", "--seq-len 17: it reads 16 at most"),
+        (tokens, "--fp8 --vocab-size 63", "vocabulary 63 must be a multiple of 16"),
+        (tokens, "--fp8 --hidden 24 --heads 3", "width 24 must be a multiple of 16"),
+        (tokens, "--graph", "records no graphs"),
+        (tokens, "--context-parallel 2", "1 cannot be cut into such groups"),
+    ):
+        argv = flags(tmp_path, data, "a", more)
+        argv = without(argv, "--model") if {"--config", "--init"} & {*argv} else argv
+        with naming(more):
+            assert train_pythia.main(argv) == 1
+            out, error = capsys.readouterr()
+            assert re.search(said, error) and out == ""
+    assert not (tmp_path / "runs" / "a").exists()
+    for ranks, settings, said in (
+        (3, {"grad_accum": 4}, "3 ranks cannot share a step of 4 micro-batches"),
+        (2, {"context_parallel": 2, "seq_len": 18}, "18 tokens cannot be shared by 2 ranks"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            complete(settings, None, False, ranks)
 
 
 def test_seeds_of_weights_and_of_data_are_apart(tmp_path, tokens):

@@ -12,12 +12,24 @@ import pytest
 import train_pythia
 from harness import DEVICES, ROOT, overwrite
 from harness import run as run_program
-from small_runs import TOKENS, arguments, checkpoint_of, flags, lines_of, numbers_of, run_until
+from small_runs import (
+    TOKENS,
+    arguments,
+    checkpoint_of,
+    flags,
+    lines_of,
+    numbers_of,
+    run_until,
+    without,
+)
 
 import needle as ndl
+from needle import evaluate
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import identity
+from needle.data.__main__ import main as view_data
 from needle.files import printable
+from needle.hf.__main__ import main as hf
 from needle.training import flags as run_flags
 from needle.training import plot as plots
 from needle.training import run as run_parts
@@ -120,6 +132,75 @@ def test_finished_run_is_left_alone_and_plotted_if_a_kill_came_before(tmp_path, 
     os.utime(folder / "sample.txt", ns=(0, 0))
     assert train_pythia.main(argv) == 0 and "plot: " in capsys.readouterr().out
     assert train_pythia.main(argv) == 0 and "plot: " not in capsys.readouterr().out
+
+
+# ---- text from outside ------------------------------------------------------------------------
+
+EVIL = "\x1b]0;title\x07"
+
+
+@pytest.mark.filterwarnings("error:Glyph")  # which has the character
+def test_escape_sequences_in_names_and_samples_are_not_printed_raw(
+    tmp_path, texts, monkeypatch, capsys
+):
+    """Of runs, folders, files of data, and what a model writes, which its file keeps."""
+
+    def said(main, *words, code=0):
+        assert main([*map(str, words)]) == code
+        shown = "".join(capsys.readouterr())
+        assert "\x1b" not in shown and "\x07" not in shown and "\\x1b]0;title\\x07" in shown, shown
+        return shown
+
+    data = texts.rename(tmp_path / f"texts{EVIL}")
+    (data / f"{EVIL}.dat").write_bytes(b"\xff\xfe")
+    monkeypatch.setattr(run_parts, "sample_text", lambda run: f"sample{EVIL}")
+    argv, folder = flags(tmp_path, data, f"a{EVIL}"), tmp_path / "runs" / f"a{EVIL}"
+    shown = said(train_pythia.main, *argv)
+    for text in "run: ", "checkpoint: ", "tokenising ", "left out, not UTF-8", "\nsample":
+        assert text in shown
+    assert (folder / "sample.txt").read_text() == f"sample{EVIL}"
+    said(train_pythia.main, *argv, code=1)
+    assert "nothing to do" in said(train_pythia.main, *argv, "--resume", "auto")
+    checkpoint_of(tmp_path, f"a{EVIL}", 6).unlink()
+    assert "resuming" in said(train_pythia.main, *argv, "--resume", "auto")
+    said(train_pythia.main, *without(argv, "--name"), "--resume", "auto", "--name", f"b{EVIL}")
+    monkeypatch.setattr(generate, "stream_text", lambda *args, **more: iter(["one ", EVIL]))
+    said(generate.main, folder, "--prompt", f"x{EVIL}")
+    said(generate.main, tmp_path / f"none{EVIL}", code=1)
+    said(evaluate.main, folder, "--data", data, "--limit", "50")
+    said(evaluate.main, folder, "--data", tmp_path / f"none{EVIL}", code=1)
+    said(plots.main, folder, "--out", tmp_path / f"a{EVIL}.svg")
+    said(plots.main, tmp_path / f"none{EVIL}", code=1)
+    said(view_data, "view", folder, "--step", "1")
+    said(view_data, "inspect", data)
+    said(hf, "export", folder, tmp_path / f"out{EVIL}")
+    said(hf, "export", folder, tmp_path / f"out{EVIL}", code=1)
+    for main in train_pythia.main, generate.main, evaluate.main, plots.main, view_data:
+        with pytest.raises(SystemExit, match="2"):
+            main(["view", "--data", "d", "--step", "1", f"--{EVIL}"])
+        shown = capsys.readouterr().err
+        assert "\x1b" not in shown and "\\x1b]0;title" in shown
+
+
+def test_escape_sequences_in_keys_are_not_printed_raw(tmp_path, tokens, capsys):
+    """Of JSON, and names of tensors."""
+    config, lines = tmp_path / "c.json", tmp_path / "lines.jsonl"
+    config.write_text(json.dumps({EVIL: 1}))
+    lines.write_text(json.dumps({EVIL: "text"}) + "\n")
+    model = ndl.nn.Linear(2, 2)
+    model.stray = ndl.nn.ParameterDict() if hasattr(ndl.nn, "ParameterDict") else {}
+    model.stray[EVIL] = ndl.nn.Parameter(np.ones(2))
+    path = ndl.save(model, None, tmp_path / "m.safetensors")
+    for words in (
+        without(flags(tmp_path, tokens, "a", "--config", config), "--model"),
+        flags(tmp_path, lines, "a"),
+    ):
+        assert train_pythia.main(words) == 1
+        error = capsys.readouterr().err
+        assert "\x1b" not in error and "\\x1b]0;title\\x07" in error
+    with pytest.raises(ValueError) as caught:
+        ndl.load(path, ndl.nn.Linear(2, 2))
+    assert "\x1b" not in str(caught.value) and "\\x1b]0;title\\x07 is unknown" in str(caught.value)
 
 
 # ---- after the last step ----------------------------------------------------------------------
