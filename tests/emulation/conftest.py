@@ -29,7 +29,8 @@ def compiled(tmp_path_factory):
         out = folder / f"{name}.so"
         cxx = choices.compiler("CXX", "c++ g++ clang++", "g++").split()
         command = [*cxx, "-std=c++17", "-O2", "-w"]
-        command += ["-fPIC", "-shared", f"-I{HERE}", "-Icuda", "-Icsrc"]
+        # Its CUDA is its own, also where torch has loaded the real one for all.
+        command += ["-fPIC", "-shared", "-Wl,-Bsymbolic", f"-I{HERE}", "-Icuda", "-Icsrc"]
         command += [f"-I{path}" for path in toolkit.include]
         command += ["-o", str(out), str(HERE / f"{name}.cpp")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -38,7 +39,7 @@ def compiled(tmp_path_factory):
 
     def function(name: str, of: str):
         found = getattr(library(name), of)
-        found.restype = ctypes.c_char_p
+        found.restype, found.library = ctypes.c_char_p, library(name)._name
         return found
 
     return function

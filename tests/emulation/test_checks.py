@@ -4,7 +4,7 @@ operands, and the message that the host reads after a trap."""
 import re
 
 import pytest
-from harness import ROOT
+from harness import ROOT, python, shared_library
 
 from needle.kernels.checked import CLASS
 
@@ -43,6 +43,20 @@ def test_access_outside_names_operand_element_and_thread(compiled, which, elemen
 
 def test_index_from_data_within_its_bound_passes(compiled):
     assert compiled("checks", "access")(5, 0) == b"" == compiled("checks", "access")(5, 7)
+
+
+def test_emulation_beside_a_global_cuda_keeps_its_own_functions(compiled, tmp_path):
+    """torch loads its CUDA for every library of the process."""
+    names = "cudaHostAlloc", "cudaMalloc", "cudaMemcpyToSymbol", "cudaLaunchKernel"
+    other = tmp_path / "other.so"
+    shared_library("".join(f"int {name}(void) {{ return 1; }}\n" for name in names), other)
+    done = python(
+        f"import ctypes; ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL)\n"
+        f"access = ctypes.CDLL({compiled('checks', 'access').library!r}).access\n"
+        "access.restype = ctypes.c_char_p\n"
+        "print(access(0, 8).decode())"
+    )
+    assert "x: element 8 is outside of 8" in done.stdout, done.stderr
 
 
 def test_record_is_the_same_for_both_compilers():
