@@ -39,7 +39,7 @@ BUILD_LIKES := scipy_openblas32
 TRAIN_NEEDS := tokenizers tqdm matplotlib backports.zstd
 TRAIN_LIKES := $(TRAIN_NEEDS) pynvml:nvidia-ml-py
 TEST_NEEDS := $(TRAIN_NEEDS) safetensors pytest xdist:pytest-xdist hypothesis
-TEST_LIKES := aiohttp msgspec pynvml:nvidia-ml-py
+TEST_LIKES := aiohttp msgspec pynvml:nvidia-ml-py markdown
 C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cpp cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -1,9 +1,12 @@
 """The documents do what they say: examples run, commands parse, links lead somewhere, and a traced
 training step passes the stops of docs/walk.md."""
 
-import importlib
+import ast
+import html
+import inspect
 import json
 import os
+import pkgutil
 import re
 import shlex
 import sys
@@ -159,6 +162,41 @@ def test_walk_is_followed_by_a_step(tmp_path):
                 assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{file}: no {name}"
 
 
-def test_reference_names_modules_that_exist():
-    for name in re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), re.M):
-        importlib.import_module(name)
+def test_reference_names_what_exists_and_each_family_of_ops():
+    text = (ROOT / "docs/api.md").read_text()
+    blocks = re.findall(r"^::: (\S+)(?:\n    options:\n      members: \[(.*?)\])?", text, re.M)
+    for name, members in blocks:
+        found = pkgutil.resolve_name(name)
+        for member in filter(None, members.split(", ")):
+            assert hasattr(found, member), f"{name} has no {member}"
+    functions = (getattr(needle.ops, name) for name in needle.ops.__all__)
+    families = {f.__module__ for f in functions if inspect.isfunction(f)}
+    assert families <= {name for name, _ in blocks}
+
+
+def test_examples_of_docstrings_render_as_code(monkeypatch):
+    markdown = pytest.importorskip("markdown", reason="needle: no package markdown")
+    monkeypatch.syspath_prepend(ROOT)
+    from building.examples import Examples
+
+    shown = 0
+    for path in (ROOT / "needle").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                continue
+            text = ast.get_docstring(node) or ""
+            page = markdown.markdown(text, extensions=[Examples(), "fenced_code"])
+            code = html.unescape("\n".join(re.findall(r"<code.*?>(.*?)</code>", page, re.S)))
+            prompts = re.findall("^>>> .*", text, re.M)
+            assert re.findall("^>>> .*", code, re.M) == prompts, f"{path}: {text}"
+            assert "<blockquote>" not in page, f"{path}: {text}"
+            shown += len(prompts)
+    assert shown > 200
+
+
+def test_code_blocks_fit_a_page():
+    """At 1280 pixels a page has room for 100 columns."""
+    for page in PAGES:
+        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.M | re.S):
+            long = [line for line in block.split("\n") if len(line) > 100]
+            assert not long, f"{page.name}: {long}"
