@@ -25,6 +25,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -33,6 +34,8 @@ from setuptools.command.build_ext import build_ext
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # pip runs this file without its folder
 from building import choices  # noqa: E402
 from building.choices import ROOT, Cuda, fail, output_of, rpath, setting  # noqa: E402
+
+WRAPPED = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
 
 
 def core_settings(objects: Path, out: Path, version: str, cuda: Cuda | str, stays: bool) -> dict:
@@ -127,7 +130,7 @@ def make(objects: Path, target: str, out: Path, settings: dict) -> None:
     if subprocess.run([*command, "-q"], cwd=ROOT, env=clean, capture_output=True).returncode == 0:
         return
     while choices.notes:
-        print(f"needle: {choices.notes.pop(0)}", flush=True)
+        print(textwrap.fill(f"needle: {choices.notes.pop(0)}", 80, **WRAPPED), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     jobs = [f"-j{choices.job_count()}", "--output-sync=target", "--no-print-directory"]
     if subprocess.run([*command, *jobs], cwd=ROOT, env=clean).returncode != 0:

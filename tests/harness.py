@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -23,6 +24,7 @@ from needle import _C
 from needle.models.pythia import Pythia, PythiaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(_C.__file__).resolve().parent  # of the needle that is tested
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 # For mpirun. Ranks that wait leave their processor to other tests.
 OPEN_MPI = {
@@ -57,8 +59,8 @@ def run(*command, cwd: Path = ROOT, **environment: str | None) -> subprocess.Com
 
 def python(code: str, **environment: str | None) -> subprocess.CompletedProcess:
     """Run `code` in a process of its own, with the needle that is tested here."""
-    package, tests = Path(_C.__file__).parent.parent, Path(__file__).parent
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (package, tests)))}
+    tests = Path(__file__).parent
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (PACKAGE.parent, tests)))}
     return run(sys.executable, "-c", code, cwd=tests, **paths | environment)
 
 
@@ -89,6 +91,21 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+
+def copy_needle(folder: Path) -> None:
+    """Copy the needle that is tested into a folder, without its CUDA backend."""
+    shutil.copytree(
+        PACKAGE, folder / "needle", ignore=shutil.ignore_patterns("_cuda*", "__pycache__")
+    )
+
+
+def core_objects() -> Path:
+    """Return the folder of the core's objects; skip the test where `make lib` has made none."""
+    folder = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    if not (folder / "csrc").exists():
+        pytest.skip("needle: no objects of the core here (make lib)")
+    return folder
 
 
 def shared_library(source: str, out: Path, *more: str | Path) -> None:

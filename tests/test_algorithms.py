@@ -1,12 +1,11 @@
 """The table of algorithms (cuda/algorithms.def): which answer a product takes, the warning where it
 was made for another version of cuBLASLt, and how benchmarks/algorithms.py writes it."""
 
-import shutil
 import sys
 
 import algorithms
 import pytest
-from harness import ROOT, run
+from harness import ROOT, copy_needle, run
 
 TABLE = algorithms.TABLE.read_text()
 LISTED = (32768, 1536, 512, 0, 0, "BF16", 1, 0, 0)
@@ -66,7 +65,7 @@ def test_lookup_takes_the_listed_answer_and_warns_of_another_version(tmp_path):
 
 
 def test_a_devices_warning_is_printed_once(tmp_path):
-    shutil.copytree(ROOT / "needle", tmp_path / "needle", ignore=shutil.ignore_patterns("_cuda*"))
+    copy_needle(tmp_path)
     library = str(tmp_path / "needle/_cuda.so")
     compiled(tmp_path, BACKEND, "stub.c", "-std=gnu17", "-shared", "-fPIC", "-o", library)
     code = "import needle\nfor i in (0, 1, 0): needle.cuda(i).properties()"

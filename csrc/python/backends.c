@@ -79,12 +79,16 @@ const char *nd_device_text(const nd_device *device, char text[24]) {
 
 /* ---- loading --------------------------------------------------------------------------------- */
 #define BUILD "NEEDLE_%s=1 pip install -e .  (or: make lib NEEDLE_%s=1)"
+#ifndef NEEDLE_LEFT_OUT /* why the build left out what lies in a file of its own */
+#define NEEDLE_LEFT_OUT ""
+#endif
 
 static const nd_backend *open_file(backend_entry *b) {
     if (access(b->path, F_OK) != 0) {
         snprintf(b->reason, sizeof b->reason,
-                 "needle was built without %s (there is no %.600s); build it with: " BUILD,
-                 b->title, b->path, b->title, b->title);
+                 "needle was built without %s (there is no %.400s)%.300s; a %s toolkit without a "
+                 "driver is enough for: " BUILD,
+                 b->title, b->path, NEEDLE_LEFT_OUT, b->title, b->title, b->title);
         return NULL;
     }
     void *library = dlopen(b->path, RTLD_NOW | RTLD_LOCAL);

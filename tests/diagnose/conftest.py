@@ -5,15 +5,13 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, run, shared_library
+from harness import ROOT, copy_needle, core_objects, run, shared_library
 
 from needle.diagnose import examination
 from needle.diagnose.examination import Examination, Examinations, Reporter
@@ -24,7 +22,7 @@ HERE = Path(__file__).parent
 
 def objects() -> list[Path]:
     """The CPU backend and the core beneath it, as `make lib` left them."""
-    built = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    built = core_objects()
     sources = [*ROOT.glob("csrc/cpu/*.c"), *ROOT.glob("csrc/*.c")]
     return [built / source.relative_to(ROOT).with_suffix(".o") for source in sources]
 
@@ -64,8 +62,7 @@ class Machine:
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Machine:
     folder = tmp_path_factory.mktemp("machine")
-    skip = shutil.ignore_patterns("_cuda*", "__pycache__")
-    shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
+    copy_needle(folder)
     (folder / "lib").mkdir()
     linked = ["-fvisibility=hidden", "-fopenmp", *objects(), *blas(), "-lm", "-Wl,-z,defs"]
     for source, library, more in (

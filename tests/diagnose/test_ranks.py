@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import OPEN_MPI, ROOT, naming, run
+from harness import OPEN_MPI, ROOT, copy_needle, naming, run
 
 from needle import _C
 from needle.diagnose import ranks
@@ -63,8 +63,7 @@ with_mpi = pytest.mark.skipif(
 def injected(tmp_path_factory):
     """The folder of the copy."""
     folder = tmp_path_factory.mktemp("injected")
-    skip = shutil.ignore_patterns("_cuda*", "__pycache__")
-    shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
+    copy_needle(folder)
     with open(folder / "needle/distributed/mpi.py", "a") as file:
         file.write(INJECT)
     return folder

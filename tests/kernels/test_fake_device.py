@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, run, shared_library
+from harness import copy_needle, run, shared_library
 
 BACKEND = r"""
 #include <stdarg.h>
@@ -168,7 +168,7 @@ def fake(tmp_path_factory):
     if not shutil.which("cc"):
         pytest.skip("needle: no cc to make the stand-in with")
     folder = tmp_path_factory.mktemp("fake")
-    shutil.copytree(ROOT / "needle", folder / "needle", ignore=shutil.ignore_patterns("_cuda*"))
+    copy_needle(folder)
     shared_library(BACKEND, folder / "needle" / "_cuda.so")
 
     def beside(script: str, **environment) -> subprocess.CompletedProcess:

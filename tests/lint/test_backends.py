@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, build_copy, copy_of_the_tree, run
+from harness import ROOT, build_copy, copy_needle, copy_of_the_tree, run
 
 from needle import _C
 
@@ -34,7 +34,7 @@ const nd_backend *needle_backend(void) {
     ids=["same table", "other formula", "other operand"],
 )
 def test_a_backend_of_another_table_is_refused_by_name(tmp_path, change, said):
-    shutil.copytree(ROOT / "needle", tmp_path / "needle", ignore=shutil.ignore_patterns("_cuda*"))
+    copy_needle(tmp_path)
     for header in ("needle.h", "backend.h", "ops.def"):
         shutil.copy(ROOT / "csrc" / header, tmp_path)
     table = (tmp_path / "ops.def").read_bytes()

@@ -12,7 +12,7 @@ import shlex
 import sys
 
 import pytest
-from harness import ROOT, run
+from harness import PACKAGE, ROOT, run
 
 import needle
 from needle.command import COMMANDS
@@ -26,7 +26,7 @@ COMMAND = rf"(?:python|(?<=[`\n ])needle) ((?:apps/|benchmarks/|{WORDS})[^`\n|]*
 # Runs the trainer for a step, and prints which functions of which files were called.
 TRACED = """
 import runpy, sys
-root, called, inside = sys.argv.pop(1) + "/", set(), False
+root, package, called, inside = sys.argv.pop(1) + "/", sys.argv.pop(1) + "/", set(), False
 def note(frame, event, argument):
     # From the first micro-batch to the update of the weights: what follows samples text.
     global inside
@@ -35,8 +35,8 @@ def note(frame, event, argument):
         inside = True
     if event == "c_call" and inside:
         called.add("_C." + argument.__name__)
-    elif event == "call" and (inside or name == "train") and file.startswith(root):
-        called.add(file[len(root):] + " " + name)
+    elif event == "call" and (inside or name == "train"):
+        called.add(file.removeprefix(root).removeprefix(package) + " " + name)
     elif event == "return" and name == "step" and file.endswith("/data_parallel.py"):
         inside = False
 sys.path[:0] = [root, root + "apps"]
@@ -143,7 +143,7 @@ def test_walk_is_followed_by_a_step(tmp_path):
     words = ["--steps", 1, "--device", "cpu", "--data", ROOT / "docs", "--out", tmp_path]
     words += ["--model", "tiny", "--batch-size", 2, "--eval-every", 0]
     settings = {"NEEDLE_TRACE": 1, "NEEDLE_CACHE": tmp_path / "cache"}
-    done = run(sys.executable, "-c", TRACED, ROOT, *words, **settings)
+    done = run(sys.executable, "-c", TRACED, ROOT, PACKAGE.parent, *words, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
     called = set(done.stdout.splitlines())
     operations = set(re.findall(r"^needle: (\w+)", done.stderr, re.M))

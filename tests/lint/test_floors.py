@@ -13,14 +13,12 @@ nothing uses what stands on a later line. A line is paths, then a sentence that 
 
 import ast
 import re
-import sys
-import sysconfig
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import ROOT, run
+from harness import ROOT, core_objects, run
 
 FACE = "needle/__init__.py"  # it re-exports all names: its own imports are not counted
 CORE = "needle/_C"
@@ -100,8 +98,7 @@ def symbols(path: Path) -> tuple[set[str], set[str]]:
 @cache
 def open_and_defined() -> dict[str, tuple[set[str], set[str]]]:
     """Symbols that each C file needs and defines, from the object that `make lib` left."""
-    built = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    found = {}
+    built, found = core_objects(), {}
     for source in sorted(ROOT.glob("csrc/**/*.c")):
         where = source.relative_to(ROOT)
         made = built / where.with_suffix(".o")
