@@ -51,6 +51,16 @@ def test_a_backend_of_another_table_is_refused_by_name(tmp_path, change, said):
         assert part in done.stdout
 
 
+def test_cuda_that_is_not_there_says_how_to_ask_for_it(tmp_path):
+    copy_needle(tmp_path)
+    code = "import needle; print(needle.cuda().reason())"
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=tmp_path)
+    where = f"(there is no {tmp_path}/needle/_cuda.so)"
+    assert done.stdout.startswith(f"needle was built without CUDA {where}"), done.stderr
+    assert "a CUDA toolkit without a driver is enough for: NEEDLE_CUDA=1 pip" in done.stdout
+    assert (" when it was built;" in done.stdout) == (not _C.build_info()["cuda"])
+
+
 def test_a_function_that_the_cpu_lacks_fails_the_build_by_name():
     with copy_of_the_tree() as tree:
         for made in (tree / "needle").glob("_C*.so"):

@@ -20,6 +20,8 @@ from harness import ROOT, run
 
 pytestmark = pytest.mark.slow
 
+FOR_GPUS = "NEEDLE_CUDA=1 builds for GPUs without a driver too"
+
 
 @pytest.fixture
 def build(monkeypatch):
@@ -169,7 +171,7 @@ def test_a_blas_that_may_be_slow_is_taken_only_when_asked_for(
     assert build.find_blas()[0] == chosen
 
 
-FOR_GPUS = "NEEDLE_CUDA=1 builds for GPUs without a driver"
+FOR_GPUS = "NEEDLE_CUDA=1 builds for GPUs without a driver too"
 
 
 def test_auto_without_a_driver_says_so_and_how_to_ask_for_cuda(build, monkeypatch):
@@ -375,6 +377,14 @@ def test_only_changed_files_are_compiled(tree):
     assert tree.answer() == 43
     assert tree.compiled(CFLAGS="-DOTHER") == sources
     assert tree.compiled(CFLAGS="-DOTHER") == []
+
+
+def test_the_core_knows_why_cuda_was_left_out(tree):
+    why = "const char *why(void);\nconst char *why(void) { return NEEDLE_LEFT_OUT; }\n"
+    tree.write("csrc/python/backends.c", why)
+    tree.compiled()
+    (core,) = (tree.root / "needle").glob("_C*.so")
+    assert b": NEEDLE_CUDA=0 when it was built\0" in core.read_bytes()
 
 
 def test_debug_build_shares_no_object_with_a_normal_one(tree):
