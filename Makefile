@@ -45,29 +45,30 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cpp cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck soak bench docs clean
+.PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck soak bench docs tutorials clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make train [ARGS="--help"]  set up, build, and train Pythia on text that is already here'
-	@echo 'make test                   set up, build, and run the tests: minutes (ARGS: more for pytest)'
-	@echo 'make test-all               those too that kill processes, emulate kernels, damage files'
-	@echo 'make test-cuda              only the tests that need an NVIDIA GPU; fails without one'
-	@echo 'make lib                    build needle/_C and, where CUDA is, needle/_cuda.so, in place'
+	@echo 'make train [ARGS="--help"]  set up, build, train on text that is already here'
+	@echo 'make test                   set up, build, run the tests (ARGS: of pytest)'
+	@echo 'make test-all               and those that kill, emulate kernels, damage files'
+	@echo 'make test-cuda              the tests that need an NVIDIA GPU; fails without'
+	@echo 'make lib                    build needle/_C and, where CUDA is, _cuda.so, here'
 	@echo 'make check                  formatting, lint, and the tests of the tree'
 	@echo 'make format                 apply the formatting'
 	@echo 'make arm64                  the core cross-compiled, its C test under qemu-user'
-	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
-	@echo 'make fuzz                   random calls of the core for an hour, under the same sanitizers'
+	@echo 'make asan                   the core under the address and UB sanitizers'
+	@echo 'make fuzz                   an hour of random calls under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make soak                   kills and full disks: minutes of tries to lose a run'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make docs                   the documentation site, in build/docs/site'
+	@echo 'make tutorials              run tutorials whose code changed, keep outputs'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
 	@echo
-	@echo 'NEEDLE_CUDA=auto|1|0        build the CUDA backend when possible | always | never'
-	@echo 'NEEDLE_CUDA_ARCHS="80 90a"  for these architectures (default: the GPUs here, else all)'
-	@echo 'PYTHON=... VENV=            use this interpreter as it is, without making a .venv'
+	@echo 'NEEDLE_CUDA=auto|1|0        build for CUDA when possible | always | never'
+	@echo 'NEEDLE_CUDA_ARCHS="80 90a"  for these (default: the GPUs here, else all)'
+	@echo 'PYTHON=... VENV=            use this interpreter as it is, without a .venv'
 
 # ---- the environment -------------------------------------------------------------------------------
 # One line names everything that a bare machine lacks.
@@ -244,6 +245,10 @@ docs:
 	@rm -rf build/docs/pages && cp -r docs build/docs/pages && for page in *.md; do \
 	    sed 's#(docs/#(#g' $$page >build/docs/pages/$$page; done && cd build/docs/pages && mv README.md index.md
 	@build/docs/venv/bin/mkdocs build --quiet --strict && echo "needle: build/docs/site/index.html"
+
+tutorials: $(STATE)/train lib
+	@$(call want,nbclient ipykernel nbformat)
+	@"$(PY)" building/tutorials.py
 
 clean:
 	rm -rf build dist *.egg-info needle/*.so needle/.*.partial

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 import numpy as np
 
 from needle import models, nn, optim, supervise
+from needle.arguments import wrapped
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, full
 from needle.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
@@ -39,7 +39,6 @@ from needle.processes import program
 from needle.training import flags, folder, length, ranks, state, trackers, weights
 from needle.training.evaluation import evaluate
 from needle.training.exits import Ending
-from needle.training.log import COLUMNS
 from needle.training.run import (
     Run,
     finish,
@@ -255,7 +254,7 @@ def resumed_run(
     print(printable(f"resuming {checkpoint.path} after step {step}"))
     before, now = saved.get("products"), state.products_of(model)
     if before not in (None, now):
-        print(printable(f"its steps were multiplied by {before}, these by {now}: bits may differ"))
+        print(wrapped(f"its steps were multiplied by {before}, these by {now}: bits may differ"))
     run_id = saved["run"]
     return Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel, step)
 
@@ -300,16 +299,18 @@ def main(argv: list[str] | None = None) -> int:
         ending.ranks = group = ranks.join(args, words, place, Path(__file__))
         ending.run = run = make_run(args, group)
         ranks.tell_gpus(group, run.settings, args.verify > 0)
-        print(textwrap.fill(str(run.model), COLUMNS, subsequent_indent="  "))
+        print(wrapped(str(run.model)))
         if run.model.fp8:
-            print(f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}")
-        print(printable(f"{run.data.source}\nrun: {run.folder}"), flush=True)
+            products = f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}"
+            print(wrapped(products))
+        print(wrapped(f"{run.data.source}\nrun: {run.folder}"), flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)
         else:
             if group.rank == 0 and not is_finished(run):
                 finish(run)
-            report(f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}")
+            text = f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}"
+            report(wrapped(text))
             ending.code = 0
     return ending.code
 

@@ -236,7 +236,8 @@ def choose_cuda() -> Cuda | str:
     if isinstance(found, str):
         if wanted == "1":
             fail(f"NEEDLE_CUDA=1, but {found}")
-        notes.append(f"for the CPU alone: {found}; NEEDLE_CUDA=1 builds for GPUs without a driver too")
+        remedy = "NEEDLE_CUDA=1 builds for GPUs without a driver too"
+        notes.append(f"for the CPU alone: {found}; {remedy}")
         return found
     asked = parse_archs(os.environ.get("NEEDLE_CUDA_ARCHS", ""))
     query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")

@@ -1,16 +1,26 @@
-"""Arguments of the command line, for argparse: their types, and tables in the words of --help."""
+"""The command line: types of arguments for argparse, tables in the words of --help, its lines."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from needle.files import named, printable
 
 MOST = 2**63 - 1
+COLUMNS = 80  # of a line
+
+
+def wrapped(text: str) -> str:
+    """Break lines between words, so that they fit a terminal; a path stays whole, and control
+    characters of text from outside are written as escapes."""
+    whole_words = {"break_long_words": False, "break_on_hyphens": False}
+    fill = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", **whole_words).fill
+    return "\n".join(map(fill, printable(text).split("\n")))
 
 
 def told(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from needle import _C, data, models
-from needle.arguments import Defaults, Parser, whole
+from needle.arguments import Defaults, Parser, whole, wrapped
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
-from needle.files import described, naming, printable
+from needle.files import described, naming
 from needle.models import LanguageModel
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
@@ -308,7 +308,7 @@ def evaluate(args: argparse.Namespace) -> Scores:
     tokenizer = opened.tokenizer
     if tokenizer is None and tokenizer_path is not None:
         tokenizer = data.load_tokenizer(tokenizer_path)
-    print(printable(f"{model}\n{opened.source}"), file=sys.stderr)
+    print(wrapped(f"{model}\n{opened.source}"), file=sys.stderr)
     # Two texts: the held-out tokens do not continue those of training.
     train, held_out = opened.train, opened.held_out
     texts = {"all": [train, held_out], "train": [train], "held-out": [held_out]}[args.split]

@@ -39,6 +39,7 @@ except ImportError as error:
 from tqdm import tqdm
 
 from needle import evaluate
+from needle.arguments import wrapped
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.models import LanguageModel
 from needle.processes import program
@@ -306,7 +307,8 @@ def main() -> None:
 
     if {"-h", "--help"} & {*sys.argv}:
         print("needle lm_eval is lm-eval with --model needle, whose --model_args are\n")
-        print(inspect.cleandoc(NeedleLM.__doc__).split("\n\n", 1)[1], end="\n\n")
+        arguments = inspect.cleandoc(NeedleLM.__doc__).split("\n\n", 1)[1]
+        print(wrapped(arguments.replace("\n", " ")), end="\n\n")
     cli_evaluate()
 
 

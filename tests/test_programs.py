@@ -1,9 +1,10 @@
 """The programs of tests/ that pytest does not start: their help, and what they say without it."""
 
+import re
 import sys
 
 import pytest
-from harness import ROOT, run
+from harness import PACKAGE, ROOT, run
 
 PROGRAMS = {
     "soak.py": "nothing that was saved is lost.",
@@ -59,6 +60,34 @@ def test_the_help_of_make_is_two_columns():
     assert len(lines) > 10
     for line in lines:
         assert line[27] == " " != line[28], line
+    assert not [line for line in done.stdout.splitlines() if len(line) > 80]
+
+
+def test_lines_of_commands_fit_80_columns(tmp_path):
+    """Those of a run from text to an export; text of the model alone goes as it is."""
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 400)
+    shape = "--device cpu --layers 1 --hidden 32 --heads 2 --seq-len 32 --batch-size 2"
+    for words in (
+        f"train {shape} --vocab-size 512 --steps 3 --name a --data a.txt",
+        "train --device cpu --resume auto --name a",
+        "data prepare a.txt --tokenizer runs/a/tokenizer.json --out ids",
+        "data inspect ids.bin",
+        "data inspect a.txt",
+        "data view runs/a --step 2",
+        f"train {shape} --vocab-size 512 --steps 2 --name b --data ids.bin",
+        "evaluate runs/a --data a.txt",
+        "plot runs/a runs/b --out both.png",
+        "export runs/a theirs",
+        "import theirs ours.safetensors",
+    ):
+        done = run(
+            sys.executable, "-m", "needle", *words.split(), cwd=tmp_path, COLUMNS="80",
+            NEEDLE_CACHE=tmp_path / "cache", PYTHONPATH=PACKAGE.parent,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout.partition("sample (runs/a/")[0] + done.stderr
+        long = [line for line in re.split("[\n\r]", printed) if len(line) > 80]
+        assert not [line for line in long if " " in line.strip()], f"{words}: {long}"
 
 
 def test_benchmarks_without_torch_show_help_or_name_the_package():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from needle.arguments import Parser, whole
+from needle.arguments import Parser, whole, wrapped
 from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
@@ -85,7 +85,7 @@ def show_file(file: str, tokenizer: str | None) -> None:
     if data is None:
         show_text(Path(file))
         return
-    print(printable(data.source))
+    print(wrapped(data.source))
     for name, tokens in (("to train on", data.train), ("held out", data.held_out)):
         if len(tokens) == 0:
             continue
@@ -108,7 +108,7 @@ def show_file(file: str, tokenizer: str | None) -> None:
     first = to_ids(data.train[:32])
     if len(parts) > 8:
         print(f"... and {len(parts) - 8:,} more")
-    print("begins:", " ".join(map(str, first)))
+    print(wrapped(f"begins: {' '.join(map(str, first))}"))
     if tokenizer is not None:
         print(repr(load_tokenizer(tokenizer).decode(first.tolist(), skip_special_tokens=False)))
 
@@ -129,11 +129,11 @@ def show_text(path: Path) -> None:
         count, size = count + last, size + len(text.encode())
     if count == 0:
         raise no_text(str(path), files)
-    found = (
+    text = (
         f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
         f"{len(files):,} file(s)"
     )
-    print(printable(found))
+    print(wrapped(text))
 
 
 # ---- view --------------------------------------------------------------------------------------
@@ -176,19 +176,19 @@ def show_step(args: argparse.Namespace) -> None:
     batches.seek_batch((args.step - 1) * accumulate)
     where = batches.position
     rows = np.concatenate([batches.next_rows() for _ in range(accumulate)])
-    found = (
+    text = (
         f"{data.source}\nstep {args.step} (batch {args.step - 1} counted from 0): {len(rows):,} "
         f"sequences of {batches.seq_len:,} tokens and the one that follows; epoch "
         f"{where['epoch']}, micro-batch {where['batch']}"
     )
-    print(printable(found))
+    print(wrapped(text))
     if args.save is not None:
         with naming(args.save), open(args.save, "wb") as file:
             np.save(file, rows)
         print(printable(f"written to {args.save}: {rows.dtype} {rows.shape}"))
         return
     for number, row in enumerate(rows[: args.rows]):
-        print(f"---- sequence {number}\n{' '.join(map(str, row))}")
+        print(wrapped(f"---- sequence {number}\n{' '.join(map(str, row))}"))
         if data.tokenizer is not None:
             print(printable(data.tokenizer.decode(row.tolist(), skip_special_tokens=False)))
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from needle.arguments import wrapped
 from needle.data import megatron
 from needle.data.identity import (
     cache_dir,
@@ -52,7 +53,7 @@ from needle.data.text import (
     warn,
 )
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, whole_file
-from needle.files import MissingFileError, named, printable
+from needle.files import MissingFileError, named
 from needle.processes import terminal_bar
 
 HELD_OUT = 20  # one document, or one token, in so many
@@ -308,7 +309,7 @@ def _open_text(
     folder = cache_dir() / f"text-{digest.hexdigest()[:32]}"
 
     def make() -> dict:
-        print(printable(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
+        print(wrapped(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
         try:
             for old in folder.glob("*.bin"):  # a process may read them
                 old.unlink()

@@ -19,6 +19,7 @@ import os
 import shlex
 from pathlib import Path
 
+from needle.arguments import wrapped
 from needle.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -35,7 +36,6 @@ from needle.files import (
     FileError,
     Lock,
     described,
-    printable,
     reading,
     remove_leftovers,
     replacing,
@@ -226,7 +226,7 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
     if begun is not None:
         reason, how = f"no checkpoint in {begun}", ", with the settings of its config.json"
     text = f"--resume auto: {reason}: starting from the beginning{how}"
-    print(printable(text), flush=True)
+    print(wrapped(text), flush=True)
     return begun and (begun, take(begun), None)
 
 

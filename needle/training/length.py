@@ -43,8 +43,8 @@ def choose_steps(config: models.Config, settings: dict, device: Device) -> int:
     seconds = seconds_of_step(config, settings, device)
     steps = fitting_steps(seconds)
     print(
-        f"a step takes {seconds:.2f} s here: {steps} steps, about {seconds * steps / 60:.1f} "
-        "minutes of training (--steps overrules)",
+        f"{steps} steps of {seconds:.2f} s here: about {seconds * steps / 60:.1f} minutes of "
+        "training (--steps overrules)",
         flush=True,
     )
     return steps

@@ -29,12 +29,12 @@ from pathlib import Path
 
 from needle import _C
 from needle._C import Device, NDArray
+from needle.arguments import COLUMNS
 from needle.files import Lock, naming, printable, reading, regular, replacing
 from needle.heartbeat import beat
 from needle.processes import silence, terminal_bar
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
-COLUMNS = 80  # of a line
 
 
 class NotFinite(ArithmeticError):

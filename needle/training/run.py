@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from needle import models, optim, supervise
+from needle.arguments import wrapped
 from needle.checkpoint import (
     checkpoint_path,
     prune_checkpoints,
@@ -244,5 +245,5 @@ def sample_text(run: Run) -> str:
         prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=run.settings["seed"]
     )
     if run.data.tokenizer is None:
-        return " ".join(map(str, tokens)) + "\n"
+        return wrapped(" ".join(map(str, tokens))) + "\n"
     return run.data.tokenizer.decode(tokens.tolist()) + "\n"

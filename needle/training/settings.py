@@ -259,6 +259,6 @@ def model_config(settings: dict, needed: int | None = None) -> models.Config:
                 "many or more, or another --tokenizer"
             )
         raised = -(-needed // 128) * 128
-        print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
+        print(f"{needed:,} tokens of the tokenizer: the model's vocabulary becomes {raised:,}")
         config = dataclasses.replace(config, vocab_size=raised)
     return config

@@ -2,8 +2,8 @@
 
 import json
 import os
-import warnings
 import sys
+import warnings
 from types import SimpleNamespace
 
 import generate
