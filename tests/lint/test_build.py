@@ -171,9 +171,6 @@ def test_a_blas_that_may_be_slow_is_taken_only_when_asked_for(
     assert build.find_blas()[0] == chosen
 
 
-FOR_GPUS = "NEEDLE_CUDA=1 builds for GPUs without a driver too"
-
-
 def test_auto_without_a_driver_says_so_and_how_to_ask_for_cuda(build, monkeypatch):
     monkeypatch.setattr(build, "missing_gpu", lambda: build.NO_DRIVER)
     assert build.choose_cuda() == build.NO_DRIVER

@@ -2,6 +2,8 @@
 training step passes the stops of docs/walk.md."""
 
 import ast
+import dataclasses
+import hashlib
 import html
 import inspect
 import json
@@ -11,8 +13,9 @@ import re
 import shlex
 import sys
 
+import numpy as np
 import pytest
-from harness import PACKAGE, ROOT, run
+from harness import PACKAGE, ROOT, run, small_pythia
 
 import needle
 from needle.command import COMMANDS
@@ -53,6 +56,7 @@ finally:
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PATHS)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks, page
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})
@@ -61,14 +65,32 @@ def test_examples_run(page, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "patching", "dynamics", "own_op", "transformers"])
 def test_tutorials_run(name, tmp_path):
-    """The code cells of each notebook, one after another; no output is kept in it."""
+    """The code cells of each notebook, one after another."""
     notebook = ROOT / f"docs/tutorials/{name}.ipynb"
     cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
-    assert cells and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
     code = "\n".join("".join(cell["source"]) for cell in cells)
     settings = {"MPLBACKEND": "Agg", "NEEDLE_CACHE": tmp_path / "cache", "PYTHONPATH": PATHS}
     done = run(sys.executable, "-c", code, cwd=tmp_path, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["train", "patching", "dynamics", "own_op", "transformers"])
+def test_tutorials_have_the_outputs_of_their_code(name):
+    """`make tutorials` makes them, without paths, addresses and times of the machine."""
+    notebook = json.loads((ROOT / f"docs/tutorials/{name}.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    made_of = notebook["metadata"]["outputs_of"]
+    assert made_of == hashlib.sha256(code.encode()).hexdigest(), "make tutorials"
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    figures = sum("image/png" in output.get("data", ()) for output in outputs)
+    assert bool(figures) == ("pyplot" in code)
+    for cell in cells:
+        assert cell["outputs"] or "print(" not in "".join(cell["source"])
+    for output in outputs:
+        text = "".join(output["text"] if "text" in output else output["data"]["text/plain"])
+        assert text and not re.search(r"(^|[ '\"])/\w|0x[0-9a-f]{6}|it/s|\d:\d\d\b", text), text
 
 
 def test_tutorials_are_listed():
@@ -192,6 +214,43 @@ def test_examples_of_docstrings_render_as_code(monkeypatch):
             assert "<blockquote>" not in page, f"{path}: {text}"
             shown += len(prompts)
     assert shown > 200
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    text = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2]
+    table = re.search(r"(?:^\|.*\|\n)+", text, re.M)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_fields_of_a_config_are_in_the_table_of_models():
+    table = rows("docs/models.md", "A shape")
+    listed = [(row[0].strip("`"), ast.literal_eval(row[1])) for row in table]
+    fields = dataclasses.fields(needle.PythiaConfig)
+    assert listed == [(field.name, field.default) for field in fields]
+
+
+def test_rows_of_speed_say_what_is_compared_with_what():
+    for what, ours, theirs, command in rows("README.md", "Speed"):
+        assert re.search("H200|CPU", what) and re.match(r"[\d,]+ (tokens|TFLOP)/s", ours), what
+        assert re.match(r"\d\.\d+ x [\w`]", theirs) and command, what
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_an_export_opens_in_transformer_lens_as_shown(tmp_path):
+    pytest.importorskip("transformer_lens", reason="transformer_lens is not installed")
+    import torch
+
+    model = small_pythia()
+    model.save_pretrained(tmp_path)
+    page = (ROOT / "docs/models.md").read_text()
+    names: dict = {}
+    shown = re.search(r"^```\n(from transformer_lens.*?)^```", page, re.M | re.S)[1]
+    exec(shown.replace("FOLDER", str(tmp_path)), names)
+    ids = np.arange(12).reshape(1, 12)
+    theirs = names["model"](torch.from_numpy(ids)).detach().numpy()
+    np.testing.assert_allclose(theirs, model(ids)[0].numpy(), atol=1e-4)
 
 
 def test_code_blocks_fit_a_page():
