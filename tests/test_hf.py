@@ -1,8 +1,11 @@
 """Folders of transformers in and out, without transformers: hand-made ones that hold every form
 it has used, and what must be refused, all of it in one error (test_parity.py has the real one)."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -561,6 +564,50 @@ def test_tokenizers_that_do_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         model_of().save_pretrained(tmp_path / "a", tmp_path / "none.json")
     assert not (tmp_path / "a").exists()
+
+
+class Killed(BaseException):
+    """Raised in place of SIGKILL."""
+
+
+def dying(real, left):
+    """The function, until the counter `left` is at 0."""
+
+    def change(*given, **options):
+        if next(left) <= 0:
+            raise Killed
+        return real(*given, **options)
+
+    return change
+
+
+@pytest.mark.parametrize("before, after", [*itertools.product((20_000, 10**9), repeat=2)])
+def test_folder_of_a_killed_writer_holds_the_earlier_model_or_none(
+    tmp_path, monkeypatch, before, after
+):
+    """Killed before each name that it gives or takes away: between two shards too."""
+    old, new, seen = model_of(), model_of(seed=1, rotary_pct=0.5), []
+    while seen[-1:] != ["new"]:
+        folder = tmp_path / str(len(seen))
+        hf.save(old, folder, shard_size=before)
+        left = itertools.count(len(seen), -1)
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(os, "replace", dying(os.replace, left))
+            patch.setattr(Path, "unlink", dying(Path.unlink, left))
+            hf.save(new, folder, shard_size=after)
+        try:
+            read = Pythia.from_pretrained(folder)
+        except CheckpointError as error:
+            assert "no config.json" in str(error)
+            seen.append("none")
+        else:
+            wanted = new if read.config == new.config else old
+            assert_equal(read, wanted)
+            seen.append("new" if wanted is new else "old")
+        hf.save(new, folder, shard_size=after)  # and it can be written again
+        assert_equal(Pythia.from_pretrained(folder), new)
+    assert seen[0] == "old" and seen.count("none") > 3
+    assert seen == sorted(seen, key=["old", "none", "new"].index)
 
 
 # ---- the shell -----------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ transformers is needed, and no pickle is opened.
 A model class has an attribute `weight_mapping` (see WeightMapping): the names that transformers
 gives its fields and tensors. Weights of nn.Linear are (in, out) here and (out, in) there. Reading
 checks the configuration and the name, shape, dtype and place of every tensor before the first one
-is loaded. Writing goes file by file through a temporary one; weights of an earlier save that would
-shadow the new ones are removed last.
+is loaded. Writing makes temporary files of all; then config.json, without which nothing opens the
+folder, is removed, the others take their names, and the new config.json comes last. A folder whose
+writer was killed holds the earlier model or none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -298,10 +300,6 @@ def save(
     count = len(shards)
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     names = names if count > 1 else [WEIGHTS]
-    for name, shard in zip(names, shards):
-        tensors = {mapping.hf_name(key): parameters[key] for key in shard}
-        with replacing(folder / name) as file:
-            file.writelines(chunks(tensors, {"format": "pt"}))
     if count > 1:
         places = {mapping.hf_name(key): name for name, shard in zip(names, shards) for key in shard}
         total = {
@@ -309,15 +307,22 @@ def save(
             "total_size": sum(value.nbytes for value in parameters.values()),
         }
         files[INDEX] = _text({"metadata": total, "weight_map": dict(sorted(places.items()))})
-    for name, content in files.items():
-        with replacing(folder / name) as file:
-            file.write(content)
     written = {*names, *files}
     shard_name = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-    for path in folder.iterdir():
-        shadows = path.name in (WEIGHTS, INDEX) or shard_name.fullmatch(path.name)
-        if shadows and path.name not in written:
-            path.unlink()
+    with replacing(folder / "config.json") as last:
+        last.write(files.pop("config.json"))
+        with contextlib.ExitStack() as stack:
+            for name, content in files.items():
+                stack.enter_context(replacing(folder / name)).write(content)
+            for name, shard in zip(names, shards):
+                tensors = {mapping.hf_name(key): parameters[key] for key in shard}
+                file = stack.enter_context(replacing(folder / name))
+                file.writelines(chunks(tensors, {"format": "pt"}))
+            (folder / "config.json").unlink(missing_ok=True)
+        for path in folder.iterdir():  # of an earlier save
+            shadows = path.name in (WEIGHTS, INDEX) or shard_name.fullmatch(path.name)
+            if shadows and path.name not in written:
+                path.unlink()
     return [folder / name for name in sorted(written)]
 
 
