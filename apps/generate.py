@@ -17,7 +17,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
 from needle.arguments import Defaults, Parser, rows
 from needle.backend_ndarray import FLOAT_DTYPES, choose_device
-from needle.data import END_OF_TEXT, load_tokenizer
+from needle.data import load_tokenizer
 from needle.evaluate import load_model
 from needle.files import described, printable
 from needle.generation import stream_text
@@ -34,7 +34,8 @@ TABLE = """
 --repetition-penalty X  above 1: tokens that are there already come less readily
 --stop TEXT  end before this text; may be given several times
 --seed N  the same seed writes the same text
---tokenizer PATH  a tokenizer.json, where none lies with the model
+--tokenizer PATH  a tokenizer.json, where none came with the model
+--end-of-text TOKEN  at which to end; by default as the tokenizer's files name it
 --dtype  of weights and activations; by default that of the checkpoint, and of a folder of
     transformers float32
 --device NAME  auto, cpu, cuda or cuda:INDEX
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         model, beside = load_model(args.model, choose_device(args.device), args.dtype)
         if args.tokenizer is None and beside is None:
             raise ValueError(f"{args.model}: no tokenizer.json lies with it; give --tokenizer")
-        tokenizer = load_tokenizer(args.tokenizer or beside)
+        tokenizer = load_tokenizer(args.tokenizer or beside, args.end_of_text)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         chunks = stream_text(
             model,
@@ -84,7 +85,6 @@ def main(argv: list[str] | None = None) -> int:
             prompt,
             args.max_new_tokens,
             stop_strings=args.stop,
-            end=tokenizer.token_to_id(END_OF_TEXT),
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,

@@ -303,6 +303,8 @@ def main(argv: list[str] | None = None) -> int:
         if run.model.fp8:
             products = f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}"
             print(wrapped(products))
+        if run.data.tokenizer is not None:
+            print(wrapped(str(run.data.tokenizer)))
         print(wrapped(f"{run.data.source}\nrun: {run.folder}"), flush=True)
         if run.step < run.settings["steps"]:
             ending.code = train(run)

@@ -10,8 +10,9 @@ state: model (the name it is registered by) and config, both null for a module o
 class, frozen (names of parameters that require no gradient), optimizer (class, numbers, and its
 form: the names of its parameters in their order, how many of them decay where they are flat, else
 null, and whether gradients accumulate in buffers), epoch, loss, random_state (NumPy's
-global generator), versions, and what the caller adds: step, position in the data, schedule. In a
-file without a module: content (Checkpoint.content).
+global generator), versions, text_files (of the model's tokenizer, where it has one: name -> text),
+and what the caller adds: step, position in the data, schedule. In a file without a module: content
+(Checkpoint.content).
 
 checksum: BLAKE2b over the whole file with the checksum's own digits as zeros, so that one changed
 bit anywhere is found. Written as temporary file, fsync, rename, fsync of the folder: a name always
@@ -35,6 +36,7 @@ import numpy as np
 from needle import _C, models, nn, optim
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray
+from needle.data.tokenizer import Tokenizer
 from needle.files import named, replacing
 from needle.models.checkpoint_file import (
     DIGITS,
@@ -85,9 +87,9 @@ def save_checkpoint(
     filepath: str | os.PathLike,
     **extra: Any,
 ) -> Path:
-    """Writes model and optimizer to `filepath`, atomically. `extra` (JSON values) is kept and given
-    back by `Checkpoint.state`. Raises CheckpointError where the file cannot be written: what was
-    there before is then still there."""
+    """Writes model, with its tokenizer, and optimizer to `filepath`, atomically. `extra` (JSON
+    values) is kept and given back by `Checkpoint.state`. Raises CheckpointError where the file
+    cannot be written: what was there before is then still there."""
     config = _registered_config(model)
     if config is None:
         raise TypeError(
@@ -151,6 +153,8 @@ def save(module: Any, optimizer: Any = None, path: Any = None, **extra: Any) -> 
         "versions": versions(),
         **extra,
     }
+    if files := getattr(kept[0], "text_files", Tokenizer({})).files:
+        state["text_files"] = files
     with replacing(path) as file:
         _write(file, tensors, state)
     whole_files.add(stamp(path))
@@ -246,8 +250,8 @@ def load_checkpoint(
     filepath: str | os.PathLike, device: Device | None = None
 ) -> tuple[Any, optim.Optimizer | None, int, float]:
     """(model, optimizer, epoch, loss) from a file of save_checkpoint, or the newest whole one of a
-    run's folder, on any device. Raises CheckpointError that names the file and the problem, a
-    FileNotFoundError where there is none; nothing is half loaded.
+    run's folder, on any device; `model.tokenizer` is as it was saved. Raises CheckpointError that
+    names the file and the problem, a FileNotFoundError where there is none; nothing is half loaded.
 
     >>> from needle.models import Pythia, PythiaConfig
     >>> config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1)

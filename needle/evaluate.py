@@ -167,7 +167,7 @@ def perplexity(
     """Scores of `tokens` (N,), integers in memory or in files, read as one text.
 
     seq_len: inputs a window, by default max_seq_len; stride: targets a window, by default seq_len.
-    tokenizer: a `tokenizers.Tokenizer`, for bytes. row_length: the tokens are rows of that length
+    tokenizer: a `data.Tokenizer`, for bytes. row_length: the tokens are rows of that length
     which do not go on in one another. per_token: keep each token's score (4 bytes a token).
     progress(n) is called after each n tokens. Raises ValueError for sizes that cannot be and for
     tokens too few or outside the vocabulary (DataError, with file and offset where it has them).
@@ -250,8 +250,8 @@ def _read(
 
 def load_model(
     path: str | Path, device: Device | None = None, dtype: str | None = None
-) -> tuple[LanguageModel, Path | None]:
-    """A model in evaluation mode, and its tokenizer.json where one lies with it.
+) -> tuple[LanguageModel, data.Tokenizer | None]:
+    """A model in evaluation mode, and its tokenizer, where it came with one.
 
     path: as `models.from_pretrained` takes it. dtype: float32, bfloat16 or float16; by default
     that of the checkpoint, of a model of transformers float32. Raises the errors of
@@ -259,8 +259,7 @@ def load_model(
     """
     model = models.from_pretrained(path, device, dtype)
     model.eval()
-    tokenizer = model.tokenizer
-    return model, tokenizer / "tokenizer.json" if tokenizer and tokenizer.is_dir() else tokenizer
+    return model, model.tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -276,8 +275,10 @@ def parser() -> argparse.ArgumentParser:
     add("--data", required=True, metavar="PATH", help=text)
     text = "of the data: everything, or a part as training divides it"
     add("--split", choices=("all", "train", "held-out"), default="all", help=text)
-    text = "a tokenizer.json; by default the one that lies with the model"
+    text = "a tokenizer.json; by default the one that came with the model"
     add("--tokenizer", metavar="PATH", help=text)
+    text = "the token that ends a document; by default as the tokenizer's files name it"
+    add("--end-of-text", metavar="TOKEN", help=text)
     text = "tokens of context a window; by default all the model can read"
     add("--seq-len", **count, metavar="T", help=text)
     text = "score the last S tokens of each window only, each with a context of at least T - S + 1"
@@ -297,18 +298,17 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> Scores:
     """The command, between reading its arguments and printing."""
     model, beside = load_model(args.model, choose_device(args.device), args.dtype)
-    tokenizer_path = beside if args.tokenizer is None else args.tokenizer
-    if tokenizer_path is None and open_tokens(args.data) is None:
+    tokenizer = beside if args.tokenizer is None else args.tokenizer
+    if tokenizer is not None:
+        tokenizer = data.load_tokenizer(tokenizer, args.end_of_text)
+    elif open_tokens(args.data) is None:
         raise data.DataError(
             f"{args.data} is text, and no tokenizer.json lies with {args.model}: "
             "give the one that it was trained with, by --tokenizer"
         )
     with contextlib.redirect_stdout(sys.stderr):  # it says when it tokenises; ours is the result
-        opened = data.open_data(args.data, tokenizer=tokenizer_path)
-    tokenizer = opened.tokenizer
-    if tokenizer is None and tokenizer_path is not None:
-        tokenizer = data.load_tokenizer(tokenizer_path)
-    print(wrapped(f"{model}\n{opened.source}"), file=sys.stderr)
+        opened = data.open_data(args.data, tokenizer=tokenizer)
+    print(wrapped(f"{model}\n{opened.source}\n{tokenizer or 'no tokenizer'}"), file=sys.stderr)
     # Two texts: the held-out tokens do not continue those of training.
     train, held_out = opened.train, opened.held_out
     texts = {"all": [train, held_out], "train": [train], "held-out": [held_out]}[args.split]

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import json
 import os
 import platform
 import re
@@ -15,7 +16,7 @@ import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
@@ -116,6 +117,19 @@ def reading(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
         raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    with reading(path) as file:
+        text = file.read()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise FileError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 class OpenFile:

@@ -33,6 +33,7 @@ from needle import _C, nn
 from needle._C import NDArray
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array, full, zeros
+from needle.data.tokenizer import Tokenizer, load_tokenizer
 from needle.ops.attention import qkv_parts
 from needle.sampling import BROKEN, check_sampling, penalized, sample
 
@@ -53,12 +54,13 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
-    stop: Collection[int] = (),
+    stop: Collection[int] | None = None,
     repetition_penalty: float = 1.0,
     attention_mask: Any = None,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of each row, int32 (B,), until max_new_tokens or until every row has
-    produced a token of `stop`; a row that has stopped repeats its stop token.
+    produced a token of `stop` (by default the ends of a text after a prompt that is text, none
+    after ids); a row that has stopped repeats its stop token.
 
     input_ids: (B, T) or (T,), or a sequence of prompts of different lengths; text, or a list of
     texts, where the model has a tokenizer; with `attention_mask`
@@ -82,10 +84,11 @@ def stream(
         raise ValueError(
             f"generate: max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}"
         )
+    ids, stop = _ids_and_stop(model, input_ids, stop)
     stops = _stop_ids(stop)
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     vocabulary = model.config.vocab_size
-    rows = prompt_rows(_ids_of(model, input_ids), vocabulary, attention_mask)
+    rows = prompt_rows(ids, vocabulary, attention_mask)
     settings = temperature, top_k, top_p
     chooser = _Chooser(settings, seed, repetition_penalty, rows, vocabulary)
     contexts = [row.tolist() for row in rows]
@@ -113,7 +116,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
-    stop: Collection[int] = (),
+    stop: Collection[int] | None = None,
     repetition_penalty: float = 1.0,
     attention_mask: Any = None,
 ) -> Any:
@@ -130,7 +133,7 @@ def generate(
     >>> [len(row) for row in model.generate([[1, 2, 3], [4]], 10, top_p=0.9, seed=0)]
     [13, 11]
     """
-    ids = _ids_of(model, input_ids)
+    ids, stop = _ids_and_stop(model, input_ids, stop)
     rows = prompt_rows(ids, model.config.vocab_size, attention_mask)
     new = list(
         stream(
@@ -148,11 +151,15 @@ def generate(
     return found[0] if isinstance(input_ids, str) else found
 
 
-def _ids_of(model: Any, prompts: Any) -> Any:
-    """Return the ids of prompts that are text, and others as they are."""
+def _ids_and_stop(
+    model: Any, prompts: Any, stop: Collection[int] | None
+) -> tuple[Any, Collection[int]]:
+    """Return the ids of prompts that are text, and others as they are; and the tokens that stop."""
     texts = [prompts] if isinstance(prompts, str) else prompts
-    is_text = isinstance(texts, (list, tuple)) and texts and isinstance(texts[0], str)
-    return [model.to_tokens(text)[0] for text in texts] if is_text else prompts
+    if not (isinstance(texts, (list, tuple)) and texts and isinstance(texts[0], str)):
+        return prompts, () if stop is None else stop
+    ids = [model.to_tokens(text)[0] for text in texts]
+    return ids, model.tokenizer.stops if stop is None else stop
 
 
 def _stop_ids(stop: Collection[int]) -> np.ndarray:
@@ -229,13 +236,16 @@ def stream_text(
 ) -> Iterator[str]:
     """Yield the text that follows a prompt as it is drawn, in whole characters.
 
-    Ends before the first of `stop_strings`, before the token `end`, or after max_new_tokens. What
-    could be the beginning of a stop string is held back until it is clear. tokenizer: a
-    `tokenizers.Tokenizer`; an empty prompt begins after `end`. options: of stream().
+    Ends before the first of `stop_strings`, before the token `end` (by default each end of a text
+    that the tokenizer knows), or after max_new_tokens. What could be the beginning of a stop string
+    is held back until it is clear. tokenizer: as ndl.data.load_tokenizer takes it; an empty prompt
+    begins after the end of a text. options: of stream().
     """
-    text = _Text(tokenizer, stop_strings, end)
-    ids = [_encoded(tokenizer, prompt, end)]
-    for drawn in stream(model, ids, max_new_tokens, stop=_stops(end), **options):
+    tokenizer = load_tokenizer(tokenizer)
+    ends = tokenizer.stops if end is None else (end,)
+    text = _Text(tokenizer, stop_strings, ends)
+    ids = [_encoded(tokenizer, prompt, ends)]
+    for drawn in stream(model, ids, max_new_tokens, stop=ends, **options):
         yield text.push(int(drawn[0]))
         if text.done:
             break
@@ -264,9 +274,11 @@ def generate_text(
     """
     if isinstance(prompts, str):
         raise TypeError("generate_text: prompts must be a list of strings, not one string")
-    texts = [_Text(tokenizer, stop_strings, end) for _ in prompts]
-    ids = [_encoded(tokenizer, prompt, end) for prompt in prompts]
-    for drawn in stream(model, ids, max_new_tokens, stop=_stops(end), **options):
+    tokenizer = load_tokenizer(tokenizer)
+    ends = tokenizer.stops if end is None else (end,)
+    texts = [_Text(tokenizer, stop_strings, ends) for _ in prompts]
+    ids = [_encoded(tokenizer, prompt, ends) for prompt in prompts]
+    for drawn in stream(model, ids, max_new_tokens, stop=ends, **options):
         for text, token in zip(texts, drawn):
             text.push(int(token))
         if all(text.done for text in texts):
@@ -274,11 +286,7 @@ def generate_text(
     return [text.text for text in texts]
 
 
-def _stops(end: int | None) -> tuple[int, ...]:
-    return () if end is None else (end,)
-
-
-def _encoded(tokenizer, prompt: str, end: int | None) -> list[int]:
+def _encoded(tokenizer: Tokenizer, prompt: str, ends: tuple[int, ...]) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # Python's way to keep bytes that it could not read
@@ -286,24 +294,26 @@ def _encoded(tokenizer, prompt: str, end: int | None) -> list[int]:
             f"the prompt is not UTF-8: character {error.start} is {prompt[error.start]!a}"
         ) from error
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    return ids or ([] if end is None else [end])
+    return ids or [*ends[:1]]
 
 
 class _Text:
     """The text of one row as its tokens come."""
 
-    def __init__(self, tokenizer, stop_strings: Sequence[str], end: int | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop_strings: Sequence[str], ends: tuple[int, ...]
+    ) -> None:
         if isinstance(stop_strings, str) or not all(stop_strings):
             raise ValueError(
                 f"stop_strings must be a list of strings that are not empty, not {stop_strings!r}"
             )
-        self.tokenizer, self.stops, self.end = tokenizer, tuple(stop_strings), end
+        self.tokenizer, self.stops, self.ends = tokenizer, tuple(stop_strings), ends
         self.tokens: list[int] = []
         self.text, self.shown, self.done = "", 0, False
 
     def push(self, token: int) -> str:
         """The text that has become certain with this token."""
-        if self.done or token == self.end:
+        if self.done or token in self.ends:
             self.done = True
             return ""
         self.tokens.append(token)

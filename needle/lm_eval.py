@@ -20,7 +20,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 try:
@@ -40,7 +39,7 @@ from tqdm import tqdm
 
 from needle import evaluate
 from needle.arguments import wrapped
-from needle.data import END_OF_TEXT, load_tokenizer
+from needle.data import load_tokenizer
 from needle.models import LanguageModel
 from needle.processes import program
 
@@ -53,7 +52,8 @@ class NeedleLM(TemplateLM):
     """A model as the harness sees it.
 
     pretrained: a checkpoint, the folder of a run, or a folder that transformers saved; or a model.
-    tokenizer: a tokenizer.json or the folder of one, by default what lies with `pretrained`.
+    tokenizer: a tokenizer.json or the folder of one, by default what came with `pretrained`.
+    end_of_text: the token that ends a text, by default as the tokenizer's files name it.
     device: auto, cpu, cuda or cuda:INDEX; cuda:0, which the harness asks for by default, is the CPU
     on a machine without a GPU, as it is to `hf`. dtype: float32, bfloat16 or float16, by default
     that of the checkpoint. max_length: tokens of context, at most (and by default) max_seq_len.
@@ -72,10 +72,11 @@ class NeedleLM(TemplateLM):
         max_length: int | None = None,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
+        end_of_text: str | None = None,
     ) -> None:
         super().__init__()
         if isinstance(pretrained, LanguageModel):
-            self.model, beside = pretrained, None
+            self.model, beside = pretrained, pretrained.tokenizer
         else:
             device = "auto" if device in (None, "cuda:0") else device
             self.model, beside = evaluate.load_model(
@@ -83,16 +84,12 @@ class NeedleLM(TemplateLM):
                 evaluate.choose_device(device),
                 None if dtype in (None, "auto") else dtype,
             )
-        path = tokenizer or beside
-        if path is None:
+        if not (tokenizer or beside):
             raise ValueError(
                 f"needle: no tokenizer.json lies with {pretrained}; give "
                 "tokenizer=PATH in --model_args"
             )
-        path = Path(path)
-        file = path / "tokenizer.json" if path.is_dir() else path
-        self.tokenizer = load_tokenizer(file)
-        self._name = str(file)
+        self.tokenizer = load_tokenizer(tokenizer or beside, end_of_text)
         self._device = self.model.device
         self._add_special = True if add_bos_token is None else bool(add_bos_token)
         limit = self.model.config.max_seq_len
@@ -102,7 +99,9 @@ class NeedleLM(TemplateLM):
         if str(batch_size).startswith("auto"):
             batch_size = min(max(1, AUTO_TOKENS // self.max_length), max_batch_size or AUTO_TOKENS)
         self.batch_size = int(batch_size)
-        bos, self._eos = _special_tokens(file, self.tokenizer)
+        bos, self._eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if self._eos is None:
+            raise ValueError(f"needle: {self.tokenizer}; give end_of_text=TOKEN in --model_args")
         self._prefix = self._eos if bos is None else bos
         if prefix_token_id is not None:
             self._prefix = int(prefix_token_id)
@@ -119,7 +118,7 @@ class NeedleLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self._name.replace("/", "__")
+        return self.tokenizer.source.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
         return {
@@ -227,12 +226,12 @@ class NeedleLM(TemplateLM):
             options.temperature,
             options.top_k,
             options.top_p,
-            stop=(self.eot_token_id,),
+            stop=self.tokenizer.stops,
             repetition_penalty=options.repetition_penalty,
         ):
             for row in sorted(open_rows):
                 token = int(drawn[row])
-                if token == self.eot_token_id:
+                if token in self.tokenizer.stops:
                     open_rows.remove(row)
                     continue
                 rows[row].append(token)
@@ -279,26 +278,6 @@ class _Options:
         for stop in self.until:
             text = text.split(stop)[0]
         return text, text != before
-
-
-def _special_tokens(file: Path, tokenizer: Any) -> tuple[int | None, int]:
-    """(BOS or None, EOS) as tokenizer_config.json beside the tokenizer names them; without one both
-    are <|endoftext|>."""
-    config = file.with_name("tokenizer_config.json")
-    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    if config.is_file():
-        said = json.loads(config.read_text())
-        names = {name: said.get(name) for name in names}
-    ids = {}
-    for name, token in names.items():
-        content = token["content"] if isinstance(token, dict) else token
-        ids[name] = None if content is None else tokenizer.token_to_id(content)
-    if ids["eos_token"] is None:
-        raise ValueError(
-            f"{file}: the tokenizer has no end of text ({names['eos_token']}); name "
-            f"it as eos_token in {config}"
-        )
-    return ids["bos_token"], ids["eos_token"]
 
 
 def main() -> None:

@@ -182,10 +182,34 @@ def test_a_checkpoint_describes_itself(saved, tmp_path):
 def test_tokenizer_of_the_run_comes_before_one_beside_the_file(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     path = save_checkpoint(made()[0], None, 0, 1.0, checkpoint_path(folder, 1))
-    assert Checkpoint(path).tokenizer is None
-    for place in (folder, folder.parent):
-        (place / "tokenizer.json").touch()
-        assert Checkpoint(path).tokenizer == place / "tokenizer.json"
+    assert load_checkpoint(path)[0].tokenizer is None
+    for size, place in (280, folder), (290, folder.parent):
+        tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat"] * 9), size)
+        tokenizer.save(str(place / "tokenizer.json"))
+        assert load_checkpoint(path)[0].tokenizer.to_str() == tokenizer.to_str()
+
+
+def test_tokenizer_is_in_the_checkpoint_of_its_model(tmp_path):
+    """Before one that lies beside it, wherever the file goes, and for load_tokenizer too."""
+    model, optimizer = made()
+    beside, own = (
+        ndl.data.train_tokenizer(iter([text] * 9), 280) for text in ("one two", "the cat sat")
+    )
+    beside.save(str(tmp_path / "tokenizer.json"))
+    model.tokenizer = own
+    save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
+    for read in (
+        load_checkpoint(tmp_path / "a.safetensors")[0].tokenizer,
+        ndl.load(tmp_path / "a.safetensors")[0].tokenizer,
+        Pythia.from_pretrained(tmp_path / "a.safetensors").tokenizer,
+        ndl.data.load_tokenizer(tmp_path / "a.safetensors"),
+    ):
+        assert type(read) is ndl.data.Tokenizer and read.to_str() == own.to_str()
+        assert read.encode("the cat").ids == own.encode("the cat").ids
+    model.tokenizer = None
+    save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match="b.safetensors: holds no tokenizer: give a tokenizer.jso"):
+        ndl.data.load_tokenizer(tmp_path / "b.safetensors")
 
 
 def test_the_model_alone_is_read_without_the_optimizer(saved, read, tmp_path):

@@ -307,7 +307,7 @@ def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(tmp_path):
     ndl.save_checkpoint(model, None, 0, 1.0, tmp_path / "step_1.safetensors")
     loaded, beside = evaluate.load_model(tmp_path / "step_1.safetensors", dtype="bfloat16")
     assert loaded.config.dtype == loaded.embed_in.weight.dtype == "bfloat16"
-    assert loaded.tokenizer == beside == tmp_path / "tokenizer.json"
+    assert loaded.tokenizer is beside and beside.to_str() == tokenizer.to_str()
     expected = model.embed_in.weight.cached_data.astype("bfloat16").numpy()
     np.testing.assert_array_equal(loaded.embed_in.weight.numpy(), expected)
     loaded.save_pretrained(tmp_path / "out")

@@ -4,8 +4,11 @@ import copy
 import functools
 import gc
 import itertools
+import json
+import shutil
 import types
 
+import generate
 import numpy as np
 import pytest
 from harness import device_of, live_bytes, naming
@@ -334,8 +337,53 @@ def test_stop_tokens(device):
         assert len(model.generate(rows[0], 30, **GREEDY, stop=given)) == first + 1
 
 
-class Letters:
+def test_text_ends_where_the_files_or_the_flag_say(tmp_path, capsys):
+    """In Python and by the command; after ids it goes on. The ends are tokens that are drawn."""
+    model = model_of(vocab_size=280)
+    made = ndl.data.train_tokenizer(iter(["the cat sat on the mat "] * 9), 280)
+    ids = made.encode("the cat").ids
+    drawn = model.generate(ids, 20, **GREEDY)[len(ids) :].tolist()
+    assert len({*drawn[:9]}) == 9
+    model.save_pretrained(tmp_path / "a", made)
+    for file, said, flag, length in (
+        ("tokenizer_config", {}, None, 20),
+        ("tokenizer_config", {"eos_token": made.id_to_token(drawn[7])}, None, 7),
+        ("generation_config", {"eos_token_id": drawn[6]}, None, 6),
+        ("generation_config", {"eos_token_id": [drawn[8], drawn[3]]}, None, 3),
+        ("config", {"eos_token_id": drawn[2]}, None, 2),
+        ("config", {"eos_token_id": drawn[2]}, made.id_to_token(drawn[8]), 8),
+    ):
+        folder = tmp_path / str(length)
+        shutil.copytree(tmp_path / "a", folder)
+        path = folder / f"{file}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | said))
+        read = ndl.Pythia.from_pretrained(folder)
+        if flag is not None:
+            read.tokenizer = ndl.data.load_tokenizer(folder, flag)
+        wanted = made.decode(drawn[:length])
+        with naming(file, said, flag):
+            assert read.generate(ids, 20, **GREEDY)[len(ids) :].tolist() == drawn
+            whole = made.decode(ids + drawn[: length + 1], False)
+            assert read.generate("the cat", 20, **GREEDY) == whole
+            assert len([*read.stream(["the cat"], 20, **GREEDY)]) == min(length + 1, 20)
+            given = read, read.tokenizer, ["the cat"], 20
+            assert generation.generate_text(*given, **GREEDY) == [wanted]
+            words = "--prompt", "the cat", *"--max-new-tokens 20 --temperature 0".split()
+            words += () if flag is None else ("--end-of-text", flag)
+            assert generate.main([str(folder), *words, "--device", "cpu"]) == 0
+            assert capsys.readouterr().out == f"the cat{wanted}\n"
+
+
+class Letters(ndl.data.Tokenizer):
     """A tokenizer whose token 1 + i is the letter i, token 0 half of the character é."""
+
+    stops = ()
+
+    def __init__(self):
+        pass
+
+    def get_vocab_size(self):
+        return 27
 
     def encode(self, text, add_special_tokens):
         return type("Encoding", (), {"ids": [1 + ord(c) - ord("a") for c in text]})

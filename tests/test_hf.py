@@ -17,7 +17,6 @@ from harness import run
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-import needle as ndl
 from needle import _C, Tensor, hf, nn, optim, safetensors
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from needle.hf import __main__ as shell
@@ -504,68 +503,6 @@ def bpe(special=("<|endoftext|>", "<|padding|>"), vocab_size=280):
     return tokenizer
 
 
-def test_the_tokenizer_comes_along(tmp_path):
-    tokenizer = bpe()
-    model = model_of(vocab_size=300)
-    model.save_pretrained(tmp_path / "a", tokenizer)
-    read = ndl.data.load_tokenizer(tmp_path / "a")
-    assert read.to_str() == tokenizer.to_str()
-    settings = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert settings["eos_token"] == "<|endoftext|>" and settings["pad_token"] == "<|padding|>"
-    assert settings["model_max_length"] == 24
-    for name in ("config.json", "generation_config.json"):
-        fields = json.loads((tmp_path / "a" / name).read_text())
-        assert (fields["bos_token_id"], fields["eos_token_id"], fields["pad_token_id"]) == (0, 0, 1)
-    # Files of transformers pass through as they are.
-    (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    model.save_pretrained(tmp_path / "b", tmp_path / "a")
-    for name in hf.TOKENIZER_FILES:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    model.save_pretrained(tmp_path / "c", tmp_path / "a" / "tokenizer.json")
-    settings = json.loads((tmp_path / "c" / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-
-
-def test_a_model_brings_the_tokenizer_that_it_came_with(tmp_path):
-    run = tmp_path / "run"
-    save_checkpoint(model_of(vocab_size=300), None, 0, 1.0, run / "checkpoints/step_1.safetensors")
-    (run / "tokenizer.json").write_text(bpe().to_str())
-    model = load_checkpoint(run / "checkpoints" / "step_1.safetensors")[0]
-    model.save_pretrained(tmp_path / "a")
-    (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    model = Pythia.from_pretrained(tmp_path / "a")
-    model.save_pretrained(tmp_path / "b")
-    assert_same_files(tmp_path / "a", tmp_path / "b")
-    model.tokenizer = None
-    model.save_pretrained(tmp_path / "c")
-    assert names_in(tmp_path / "c") == WITHOUT_TOKENIZER
-    more = tuple(f"<{i}>" for i in range(99))
-    (run / "tokenizer.json").write_text(bpe(more, vocab_size=400).to_str())
-    model = load_checkpoint(run / "checkpoints" / "step_1.safetensors")[0]
-    hint = r".*\(this tokenizer came with the model: model.tokenizer = None leaves it out\)"
-    with pytest.raises(ValueError, match="do not belong together" + hint):
-        model.save_pretrained(tmp_path / "d")
-    (run / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="cannot be read.*" + hint):
-        model.save_pretrained(tmp_path / "d")
-    with pytest.raises(CheckpointError, match="cannot be read: No such file or directory$"):
-        model.save_pretrained(tmp_path / "d", run / "tokenizer.json")
-    assert not (tmp_path / "d").exists()
-
-
-def test_tokenizers_that_do_not_fit(tmp_path):
-    with pytest.raises(ValueError, match="has token 27., but the model's vocabulary is 37"):
-        model_of().save_pretrained(tmp_path / "a", bpe())
-    for text in ("{}", '{"model": {"vocab": {"a": "0"}}}', '{"model": {"vocab": {"a": -1}}}'):
-        (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.raises(CheckpointError, match="no tokenizer.json of the package"):
-            model_of().save_pretrained(tmp_path / "a", tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        model_of().save_pretrained(tmp_path / "a", tmp_path / "none.json")
-    assert not (tmp_path / "a").exists()
-
-
 class Killed(BaseException):
     """Raised in place of SIGKILL."""
 
@@ -625,9 +562,10 @@ def test_export_and_import(tmp_path, capsys):
     assert (folder / "tokenizer_config.json").is_file()
     assert_equal(Pythia.from_pretrained(folder), model)
     assert shell.main(["import", str(folder), str(again)]) == 0
-    assert (again.parent / "tokenizer.json").read_text() == (run / "tokenizer.json").read_text()
+    assert names_in(again.parent) == ["model.safetensors"]
     read, optimizer, epoch, loss = load_checkpoint(again)
     assert_equal(read, model)
+    assert read.tokenizer.to_str() == bpe().to_str()
     assert optimizer is None and epoch == 0 and np.isnan(loss)
     assert shell.main(["export", str(again), str(tmp_path / "back")]) == 0
     assert_same_files(folder, tmp_path / "back")
@@ -642,7 +580,7 @@ def test_errors_of_the_shell(tmp_path, capsys):
     assert shell.main(["export", str(tmp_path / "none"), str(tmp_path / "a")]) == 1
     assert "cannot be read" in capsys.readouterr().err
     model_of(vocab_size=300).save_pretrained(tmp_path / "a", bpe())
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "a" / "tokenizer_config.json").write_text("[]")
     assert shell.main(["import", str(tmp_path / "a"), str(tmp_path / "b.safetensors")]) == 1
-    assert "another model's tokenizer lies there already" in capsys.readouterr().err
+    assert "tokenizer_config.json: must hold a JSON object" in capsys.readouterr().err
     assert not (tmp_path / "b.safetensors").exists()

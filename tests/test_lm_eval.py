@@ -2,11 +2,13 @@
 against the harness' own `hf` model on the exported checkpoint."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 from harness import DEVICES, run, small_pythia
 
 import needle as ndl
@@ -69,6 +71,8 @@ def folder(tmp_path_factory):
     )
     top = tmp_path_factory.mktemp("lm_eval")
     tokenizer = data.train_tokenizer(iter(SENTENCES * 4), 350)
+    tokenizer.enable_truncation(4)  # as a call of transformers leaves it
+    tokenizer.enable_padding(length=6)
     tokenizer.save(str(top / "tokenizer.json"))
     sizes = dict(vocab_size=384, hidden_size=64, num_heads=4, max_seq_len=CONTEXT)
     model = small_pythia(seed=11, **sizes)
@@ -203,6 +207,40 @@ def test_no_tokenizer(folder, tmp_path):
         NeedleLM(str(target), device="cpu")
     model = NeedleLM(str(target), tokenizer=str(folder), device="cpu", batch_size="auto")
     assert model.batch_size == 16384 // CONTEXT
+
+
+def test_special_tokens_are_those_of_the_files_or_of_the_flag(folder, tmp_path):
+    """Prefix and end of text are those of `hf` on the same folder."""
+    from lm_eval.api.registry import get_model
+
+    from needle.lm_eval import NeedleLM
+
+    shutil.copytree(folder / "exported", tmp_path / "a")
+    text = (folder / "tokenizer.json").read_text()
+    made = tokenizers.Tokenizer.from_str(text.replace("<|endoftext|>", "</s>"))
+    made.add_special_tokens(["<s>"])
+    made.save(str(tmp_path / "a" / "tokenizer.json"))
+    (tmp_path / "a" / "special_tokens_map.json").unlink()
+    words = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
+    whole = {"__type": "AddedToken", "content": "</s>", "normalized": False, "special": True}
+    for said, begin in (
+        ({"eos_token": "</s>", "bos_token": None}, 0),
+        ({"eos_token": whole, "bos_token": "<s>"}, made.token_to_id("<s>")),
+    ):
+        (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(words | said))
+        ours = NeedleLM(str(tmp_path / "a"), device="cpu")
+        theirs = get_model("hf")(pretrained=str(tmp_path / "a"), device="cpu", dtype="float32")
+        assert ours.eot_token_id == theirs.eot_token_id == 0
+        assert ours.prefix_token_id == theirs.prefix_token_id == begin
+        pairs = [("", "The quick"), ("The quick", " brown fox")]
+        for a, b in zip(*(m.loglikelihood(requests(*pairs), True) for m in (ours, theirs))):
+            assert a[0] == pytest.approx(b[0], abs=1e-3)
+    (tmp_path / "tokenizer.json").write_text(text.replace("<|endoftext|>", "<end>"))
+    given = {"tokenizer": str(tmp_path), "device": "cpu"}
+    with pytest.raises(ValueError, match="no end of text: .*give end_of_text=TOKEN in --model_a"):
+        NeedleLM(str(folder / "step_1.safetensors"), **given)
+    ours = NeedleLM(str(folder / "step_1.safetensors"), **given, end_of_text="<end>")
+    assert ours.eot_token_id == ours.prefix_token_id == 0
 
 
 # ---- whole tasks ---------------------------------------------------------------------------------

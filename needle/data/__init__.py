@@ -1,6 +1,7 @@
 """Data: from files of text or tokens to batches.
 
-text.py      documents in files, tokenizers
+tokenizer.py tokenizers with their special tokens
+text.py      documents in files, and their ids
 tokens.py    ids in files that read as one flat array
 megatron.py  .bin/.idx, and GPT-NeoX's order of samples
 identity.py  the hash of data, which runs, ranks and the cache compare
@@ -20,13 +21,8 @@ from needle.data.megatron import open_documents, sample_order
 from needle.data.prefetch import Prefetch
 from needle.data.readers import TokenData, open_data
 from needle.data.runs import open_run_data, run_batches, run_data
-from needle.data.text import (
-    END_OF_TEXT,
-    load_tokenizer,
-    standard_library,
-    token_bytes,
-    train_tokenizer,
-)
+from needle.data.text import standard_library, token_bytes, train_tokenizer
+from needle.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens
 
 TensorDataset = NDArrayDataset  # PyTorch's name
@@ -43,6 +39,7 @@ __all__ = [
     "Prefetch",
     "TensorDataset",
     "TokenData",
+    "Tokenizer",
     "cache_dir",
     "load_tokenizer",
     "open_data",

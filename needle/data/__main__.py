@@ -17,7 +17,8 @@ from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
 from needle.data.runs import open_run_data
-from needle.data.text import documents, load_tokenizer, warn
+from needle.data.text import documents, warn
+from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 from needle.files import described, named, naming, printable, reading
 from needle.processes import program
@@ -35,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     text = "text, JSON lines (.jsonl), either packed (.gz, .zst), folders, patterns"
     add("inputs", nargs="+", metavar="INPUT", help=text)
     add("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json")
+    text = "the token that ends a document (default: as the tokenizer's files name it)"
+    add("--end-of-text", metavar="TOKEN", help=text)
     add("--out", required=True, metavar="NAME", help="writes NAME.bin and NAME.idx")
     text = "of JSON lines, with the text (default: text)"
     add("--field", default="text", metavar="NAME", help=text)
@@ -197,10 +200,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.command == "prepare":
-            given = args.tokenizer, args.out, args.processes
+            tokenizer = load_tokenizer(args.tokenizer, args.end_of_text)
+            given = tokenizer, args.out, args.processes
             made = prepare(args.inputs, *given, progress=shown, field=args.field)
             text = f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens"
             print(printable(text))
+            print(printable(str(tokenizer)))
         elif args.command == "inspect":
             show_file(args.file, args.tokenizer)
         else:

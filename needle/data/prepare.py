@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,13 +36,12 @@ from needle.data.text import (
     documents,
     encode,
     files_at,
-    id_limit,
     is_json_lines,
     is_packed,
     json_lines,
-    load_tokenizer,
     warn,
 )
+from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import Lock, named, replacing
 from needle.processes import die_with
@@ -102,7 +102,7 @@ def cut(files: Sequence[Path], size: int, field: str = "text") -> list[Unit]:
 
 def prepare(
     inputs: Sequence[str],
-    tokenizer: str,
+    tokenizer: Any,
     out: str,
     processes: int | None = None,
     progress: Progress = lambda units, done, of: units,
@@ -110,9 +110,10 @@ def prepare(
 ) -> dict[str, int]:
     """Writes OUT.bin and OUT.idx; returns their numbers of documents and tokens.
 
-    field: of JSON lines, which holds a document's text. progress(units, done, of): gives `units` on
-    as they are done, `done` of them before. Raises DataError, also where OUT is there and whole;
-    what was done stays for the next try."""
+    tokenizer: as load_tokenizer takes it; its end of text ends each document. field: of JSON lines,
+    which holds a document's text. progress(units, done, of): gives `units` on as they are done,
+    `done` of them before. Raises DataError, also where OUT is there and whole; what was done stays
+    for the next try."""
     prefix = named(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
     files = input_files(inputs)
@@ -122,7 +123,8 @@ def prepare(
     dtype = megatron.best_dtype(id_limit(model))
     read = [whole(file) for file in files]
     facts = [UNIT, [astuple(unit) for unit in units], [text.end for text in read]]
-    digest = hashlib.sha256(json.dumps([*facts, content_hash(read), model.to_str()]).encode())
+    facts += [content_hash(read), model.to_str(), model.eos_token_id]
+    digest = hashlib.sha256(json.dumps(facts).encode())
     parts, plan = Path(f"{prefix}.parts"), digest.hexdigest()
     for made in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if made.exists() and not _is_plan(parts, plan):
@@ -130,7 +132,7 @@ def prepare(
     lock = _begin(parts, plan)
     try:
         missing = [i for i in range(len(units)) if not (parts / f"{i}.sizes").is_file()]
-        encoded = _encode_all(units, missing, str(tokenizer), dtype, parts, processes)
+        encoded = _encode_all(units, missing, model, dtype, parts, processes)
         for _ in progress(encoded, len(units) - len(missing), len(units)):
             pass
         try:
@@ -167,16 +169,15 @@ def _begin(parts: Path, plan: str) -> Lock:
 def _encode_all(
     units: list[Unit],
     missing: list[int],
-    tokenizer: str,
+    tokenizer: Tokenizer,
     dtype: np.dtype,
     parts: Path,
     processes: int | None,
 ) -> Iterator[int]:
     workers = min(processes or os.cpu_count() or 1, len(missing))
     if workers <= 1:
-        model = load_tokenizer(tokenizer)
         for number in missing:
-            yield _encode_unit(model, units[number], number, dtype, parts)
+            yield _encode_unit(tokenizer, units[number], number, dtype, parts)
         return
     spawn, start = multiprocessing.get_context("spawn"), (tokenizer, os.getpid())
     with _block_sigint():  # a semaphore made halfway would never be removed
@@ -221,21 +222,23 @@ def _block_sigint() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-_worker_tokenizer = None  # of this process, where it is a worker
+_worker_tokenizer: Tokenizer  # of this process, where it is a worker
 
 
-def _worker_start(tokenizer: str, parent: int) -> None:
+def _worker_start(tokenizer: Tokenizer, parent: int) -> None:
     global _worker_tokenizer
     die_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_tokenizer = load_tokenizer(tokenizer)
+    _worker_tokenizer = tokenizer
 
 
 def _worker_unit(unit: Unit, number: int, dtype: str, parts: str) -> int:
     return _encode_unit(_worker_tokenizer, unit, number, np.dtype(dtype), Path(parts))
 
 
-def _encode_unit(tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Path) -> int:
+def _encode_unit(
+    tokenizer: Tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Path
+) -> int:
     """N.bin, then N.sizes: where the second is, the first is whole."""
     sizes, size = [], 0
     with replacing(parts / f"{number}.bin") as file:

@@ -42,16 +42,14 @@ from needle.data.text import (
     documents,
     encode,
     files_at,
-    id_limit,
     is_json_lines,
     is_packed,
-    load_tokenizer,
     standard_library,
-    tokenizers_package,
     train_tokenizer,
     walk,
     warn,
 )
+from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer, tokenizers_package
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, whole_file
 from needle.files import MissingFileError, named
 from needle.processes import terminal_bar
@@ -74,7 +72,7 @@ class TokenData:
     train: FlatTokens
     held_out: FlatTokens
     source: str  # one line for people: where from, and which kind it was taken for
-    tokenizer: object | None = None  # tokenizers.Tokenizer, where there is one
+    tokenizer: Tokenizer | None = None  # where there is one
     trusted: bool = False  # the fingerprint leaves out the hash of the tokens
 
     @functools.cached_property
@@ -300,7 +298,7 @@ def _open_text(
 ) -> TokenData:
     """The cached tokens of these files, made first where they are missing."""
     given = None if tokenizer is None else load_tokenizer(tokenizer)
-    made_by = f"{vocab_size}" if given is None else given.to_str()
+    made_by = f"{vocab_size}" if given is None else [given.to_str(), given.eos_token_id]
     texts = [whole(path) for path in files]
     kinds = [[is_json_lines(text.path), is_packed(text.path), text.end] for text in texts]
     content = [text.state for text in texts] if trust else content_hash(texts)
@@ -334,7 +332,7 @@ def _open_text(
             FlatTokens([held_out]),
             f"{source}: {text_kind(files)}, {facts['documents']:,} documents, "
             f"{facts['tokens']:,} tokens",
-            load_tokenizer(folder / "tokenizer.json"),
+            given or load_tokenizer(folder / "tokenizer.json"),
         )
         if not trust and not found.fingerprint.endswith(facts["hash"]):
             raise ValueError("its tokens have changed")
@@ -389,12 +387,14 @@ def _shown(chunks: Iterator[Chunk], text: str, files: Sequence[Path]) -> Iterato
 
 
 def _tokenise(
-    files: list[Path], source: str, tokenizer, vocab_size: int, folder: Path
+    files: list[Path], source: str, tokenizer: Tokenizer | None, vocab_size: int, folder: Path
 ) -> dict[str, Any]:
-    """Writes tokenizer.json, train.bin and held_out.bin into `folder`; returns what they hold."""
+    """Writes train.bin and held_out.bin into `folder`, and the tokenizer.json that it trains where
+    none is given; returns what they hold."""
     if tokenizer is None:
         read = _shown(documents(files), "training a tokenizer", files)
-        tokenizer = train_tokenizer((text for text, _ in read), vocab_size)
+        tokenizer = load_tokenizer(train_tokenizer((text for text, _ in read), vocab_size))
+        tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
     count = 0
     names = folder / "train.bin", folder / "held_out.bin"
@@ -413,7 +413,6 @@ def _tokenise(
             train.truncate(end)
         train.seek(0, os.SEEK_END)
         counts = [file.tell() // dtype.itemsize for file in (train, held_out)]
-    tokenizer.save(str(folder / "tokenizer.json"))
     facts = {"documents": count, "tokens": sum(counts), "dtype": dtype.str}
     facts |= {"train": counts[0], "held_out": counts[1], "source": source}
     return {**facts, "hash": hash_bytes(_cached(folder, facts))}

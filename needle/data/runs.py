@@ -4,6 +4,7 @@ A run describes its data by a dictionary of JSON values, which its config.json h
 
     path           as open_data takes it; null: the sources of Python's standard library
     tokenizer      a tokenizer.json; null: one that is trained on the text
+    end_of_text    the token that ends a text; null: the one that the tokenizer's files name
     vocab_size     tokens of a tokenizer that is trained
     id_limit       every id is below it; null: nothing is checked
     batch_size     sequences a micro-batch
@@ -19,11 +20,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from needle.data.batches import Batches
 from needle.data.readers import TRUSTED, TokenData, open_data
-from needle.data.text import load_tokenizer
+from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import FileError, reading
 
@@ -34,9 +34,13 @@ def run_data(
     """Open the tokens of a run. fingerprint: that of the tokens the run read before; other tokens
     are a DataError. The text is read with the tokenizer in the run's folder if the one described is
     gone or the text gives another one. trust: compare only type and numbers of the tokens."""
-    tokenizer = described["tokenizer"]
+    tokenizer, end_of_text = described["tokenizer"], described.get("end_of_text")
     if folder is not None and tokenizer is not None and not Path(tokenizer).exists():
         tokenizer = folder / "tokenizer.json"
+    if end_of_text is not None:
+        if tokenizer is None:
+            raise DataError("--end-of-text: is for a tokenizer that is given: --tokenizer")
+        tokenizer = load_tokenizer(tokenizer, end_of_text)
     data = open_data(described["path"], tokenizer, described["vocab_size"], trust)
     if fingerprint is None:
         return data
@@ -52,10 +56,11 @@ def run_data(
 
 
 def _is(data: TokenData, tokenizer: Path) -> bool:
-    """True if the tokenizer of the data is the one in this file. Equal ids do not prove it: two
-    tokenizers, trained on texts with other words, may give them the same numbers."""
-    given: Any = data.tokenizer
-    return given is not None and given.to_str() == load_tokenizer(tokenizer).to_str()
+    """True if the tokenizer of the data is the one in this file, with its special tokens. Equal ids
+    do not prove it: two tokenizers, trained on texts with other words, may give them the same
+    numbers."""
+    given, own = data.tokenizer, load_tokenizer(tokenizer)
+    return given is not None and (given.to_str(), given.stops) == (own.to_str(), own.stops)
 
 
 def _same(data: TokenData, fingerprint: str) -> bool:

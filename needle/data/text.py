@@ -1,10 +1,10 @@
-"""Text: the documents in files, and the tokenizers that turn them into ids.
+"""Text: the documents in files, and the ids that a tokenizer makes of them.
 
     files --> chunks (text, True if its document ends here) --> ids, a group of chunks at a time
 
 A document is a file, or a line of a file of JSON lines (its field `text`, or another); .gz and .zst
-are unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX). A file is never held
-whole: memory is bounded by GROUP and LONGEST_LINE, whatever a packed file unpacks to.
+are unpacked. Each ends with the tokenizer's end of text. A file is never held whole: memory is
+bounded by GROUP and LONGEST_LINE, whatever a packed file unpacks to.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from needle.data.tokens import DataError, absent
+from needle.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizers_package
+from needle.data.tokens import DataError
 from needle.files import named, printable, reading
 
-END_OF_TEXT = "<|endoftext|>"
 CHUNK = 1 << 20  # characters of a document that are tokenised as one
 # Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
 GROUP = 1 << 22
@@ -219,48 +219,6 @@ def documents(
 # ---- tokenizers -------------------------------------------------------------------------------
 
 
-def tokenizers_package() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise DataError(
-            f"text needs the package `tokenizers`: {sys.executable} -m pip install tokenizers "
-            "(or give files of tokens)"
-        ) from error
-    return tokenizers
-
-
-def load_tokenizer(path: Any) -> Any:
-    """A `tokenizers.Tokenizer` from a tokenizer.json, or from the folder that holds one; also in
-    the place of its path a Tokenizer itself, or a tokenizer of transformers."""
-    if not isinstance(path, (str, os.PathLike)):
-        given = getattr(path, "backend_tokenizer", path)
-        if not hasattr(given, "encode") or not hasattr(given, "decode"):
-            raise TypeError(
-                "a tokenizer must be a tokenizers.Tokenizer, a tokenizer of transformers, or the "
-                f"path of a tokenizer.json, not {path!r:.60}"
-            )
-        return given
-    path = named(path)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        raise DataError(
-            f"{path}: {absent(path, 'tokenizer file')}; give a tokenizer.json as the package "
-            "`tokenizers` saves it"
-        )
-    try:
-        tokenizer = tokenizers_package().Tokenizer.from_file(str(path))
-    except DataError:
-        raise
-    except Exception as error:  # the package raises bare Exception
-        raise DataError(f"{path}: not a tokenizer.json: {error}") from error
-    count, limit = tokenizer.get_vocab_size(with_added_tokens=True), id_limit(tokenizer)
-    if limit > 2 * count + (1 << 20):  # tables as long as that would be made, and a vocabulary
-        raise DataError(f"{path}: {count:,} tokens have ids up to {limit - 1:,}; number them anew")
-    return tokenizer
-
-
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
     """A byte-level BPE tokenizer (Radford et al. 2019) of at most vocab_size tokens; id 0 ends a
     document. The same text gives the same tokenizer."""
@@ -278,17 +236,12 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def id_limit(tokenizer: Any) -> int:
-    """One more than the largest id: more than the number of tokens where ids are left out."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-
-
 def encode(
-    tokenizer: Any, parts: Iterable[Chunk], dtype: np.dtype
+    tokenizer: Tokenizer, parts: Iterable[Chunk], dtype: np.dtype
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yield (ids, True if a document ends with them) of each chunk. The last id of a document is
-    END_OF_TEXT, where the tokenizer has it."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    the tokenizer's eos_token_id, where it has one."""
+    end = tokenizer.eos_token_id
     tail = np.array([] if end is None else [end], dtype)
     # Where the package has it: the same ids without their places in the text, in half the time.
     encode_batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)

@@ -5,8 +5,9 @@
 
 A folder holds config.json, generation_config.json, the weights (model.safetensors, or shards
 model-00001-of-0000N.safetensors with model.safetensors.index.json), and, where the tokenizer is
-known, tokenizer.json, tokenizer_config.json and special_tokens_map.json. Neither torch nor
-transformers is needed, and no pickle is opened.
+known, tokenizer.json, tokenizer_config.json and special_tokens_map.json. Special tokens, and the
+files that hold them (needle/data/tokenizer.py), stay with the model from reading to writing.
+Neither torch nor transformers is needed, and no pickle is opened.
 
 A model class has an attribute `weight_mapping` (see WeightMapping): the names that transformers
 gives its fields and tensors. Weights of nn.Linear are (in, out) here and (out, in) there. Reading
@@ -23,7 +24,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,15 +32,13 @@ import numpy as np
 
 from needle import _C, nn
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, given_device
-from needle.data import END_OF_TEXT
-from needle.files import FileError, MissingFileError, named, reading, replacing
+from needle.data.tokenizer import NAMES, Tokenizer, files_in, id_limit, json_text, load_tokenizer
+from needle.files import FileError, MissingFileError, named, read_json, reading, replacing
 from needle.safetensors import FROM_FILE, Entry, chunks, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in one file
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-PADDING = "<|padding|>"  # of the GPT-NeoX tokenizer
 
 
 class WeightMapping(Protocol):
@@ -53,8 +51,9 @@ class WeightMapping(Protocol):
     def config_from_hf(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of our configuration. ValueError lists all that cannot be read."""
 
-    def config_to_hf(self, config: Any, eos: int | None, pad: int | None) -> dict[str, Any]:
-        """config.json. ValueError for a model that transformers would compute otherwise."""
+    def config_to_hf(self, config: Any) -> dict[str, Any]:
+        """config.json, without special tokens. ValueError for a model that transformers would
+        compute otherwise."""
 
     def hf_name(self, name: str) -> str:
         """Their name of our parameter."""
@@ -127,8 +126,7 @@ def load(
         parameter.cached_data = _C.empty(value.shape, dtype, device)
         _C.assign(parameter.cached_data, value)
     nn.place_neighbours(model)
-    if (folder / "tokenizer.json").exists():
-        model.tokenizer = folder.absolute()
+    model.text_files = Tokenizer(files_in(folder), str(folder.absolute() / "tokenizer.json"))
     return model
 
 
@@ -162,19 +160,6 @@ def _compare_head(head: Entry, embedding: Entry, problems: list[str]) -> None:
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     if not same or head.words().tobytes() != embedding.words().tobytes():
         problems.append(f"{head.name} is not {embedding.name}, but tie_word_embeddings is true")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    with reading(path) as file:
-        text = file.read()
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise FileError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[str, Entry]:
@@ -256,10 +241,9 @@ def refuse_run(folder: Path) -> None:
 def save(
     model: Any, folder: str | os.PathLike, tokenizer: Any = None, shard_size: int = SHARD_SIZE
 ) -> list[Path]:
-    """Writes `model` to `folder` in its own dtype; returns the files. `tokenizer`: a
-    tokenizer.json, a folder that holds one, a `tokenizers.Tokenizer` or a tokenizer of
-    transformers; None: the model's. A file of weights holds at most `shard_size` bytes, unless a
-    single tensor is larger.
+    """Writes `model` to `folder` in its own dtype; returns the files. `tokenizer`: as
+    load_tokenizer takes it; None: the model's, and its special tokens. A file of weights holds at
+    most `shard_size` bytes, unless a single tensor is larger.
 
     ValueError for a model that transformers cannot compute, before anything is written;
     FileError where a file cannot be, and for the folder of a run.
@@ -279,17 +263,14 @@ def save(
             f"would fill it with random weights: {'; '.join(wrong)}"
         )
     try:
-        files, ids = _tokenizer_files(model.tokenizer if tokenizer is None else tokenizer, config)
+        came = model.text_files if tokenizer is None else load_tokenizer(tokenizer)
+        files = _text_files(came, mapping, config)
     except ValueError as error:
         if tokenizer is not None:
             raise
         raise type(error)(
             f"{error} (this tokenizer came with the model: model.tokenizer = None leaves it out)"
         ) from error
-    end, padding = ids
-    files["config.json"] = _text(mapping.config_to_hf(config, end, padding))
-    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": padding}
-    files["generation_config.json"] = _text({k: v for k, v in generation.items() if v is not None})
 
     transposed = _transposed(model)
     parameters = {
@@ -306,14 +287,14 @@ def save(
             "total_parameters": sum(value.size for value in parameters.values()),
             "total_size": sum(value.nbytes for value in parameters.values()),
         }
-        files[INDEX] = _text({"metadata": total, "weight_map": dict(sorted(places.items()))})
+        files[INDEX] = json_text({"metadata": total, "weight_map": dict(sorted(places.items()))})
     written = {*names, *files}
     shard_name = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
     with replacing(folder / "config.json") as last:
-        last.write(files.pop("config.json"))
+        last.write(files.pop("config.json").encode())
         with contextlib.ExitStack() as stack:
-            for name, content in files.items():
-                stack.enter_context(replacing(folder / name)).write(content)
+            for name, text in files.items():
+                stack.enter_context(replacing(folder / name)).write(text.encode())
             for name, shard in zip(names, shards):
                 tensors = {mapping.hf_name(key): parameters[key] for key in shard}
                 file = stack.enter_context(replacing(folder / name))
@@ -324,10 +305,6 @@ def save(
             if shadows and path.name not in written:
                 path.unlink()
     return [folder / name for name in sorted(written)]
-
-
-def _text(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _split(parameters: dict[str, NDArray], limit: int) -> list[list[str]]:
@@ -343,76 +320,34 @@ def _split(parameters: dict[str, NDArray], limit: int) -> list[list[str]]:
     return shards
 
 
-def _tokenizer_files(
-    tokenizer: Any, config: Any
-) -> tuple[dict[str, bytes], tuple[int | None, int | None]]:
-    """(name -> content, (id of the end of a text, id of padding)); the ids None where unknown."""
-    if tokenizer is None:
-        return {}, (None, None)
-    if hasattr(tokenizer, "save_pretrained"):  # of transformers: its own files
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            return _tokenizer_files(folder, config)
-    files: dict[str, bytes] = {}
-    if hasattr(tokenizer, "to_str"):
-        source, text = "the tokenizer", tokenizer.to_str().encode()
-    else:
-        path = Path(tokenizer)
-        folder = path if path.is_dir() else None
-        path = path / "tokenizer.json" if folder else path
-        source = str(path)
-        try:
-            with reading(path) as file:
-                text = file.read()
-            if folder and (folder / "tokenizer_config.json").is_file():  # one of theirs: as it is
-                files = {
-                    name: (folder / name).read_bytes()
-                    for name in TOKENIZER_FILES
-                    if (folder / name).is_file()
-                }
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
-    ids = _token_ids(source, text)
-    highest = max(ids.values(), default=-1)
-    if highest >= config.vocab_size:
-        raise ValueError(
-            f"save_pretrained: {source} has token {highest}, but the model's "
-            f"vocabulary is {config.vocab_size}: they do not belong together"
-        )
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    special |= {"pad_token": PADDING}
-    special = {role: token for role, token in special.items() if token in ids}
-    if not files:
-        files = {
-            "tokenizer.json": text,
-            "tokenizer_config.json": _text(
-                {
-                    **special,
-                    "clean_up_tokenization_spaces": False,
-                    "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids
-                    "model_max_length": config.max_seq_len,
-                    "tokenizer_class": "PreTrainedTokenizerFast",
-                }
-            ),
-            "special_tokens_map.json": _text(special),
-        }
-    return files, (ids.get(END_OF_TEXT), ids.get(PADDING))
-
-
-def _token_ids(source: str, text: bytes) -> dict[str, int]:
-    """Token -> id of a tokenizer.json, of the model's vocabulary and of the added tokens."""
-    try:
-        content = json.loads(text)
-        vocabulary = content["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Unigram: pairs of token and score
-            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-        added = content.get("added_tokens") or []
-        ids = {**vocabulary, **{token["content"]: token["id"] for token in added}}
-        wrong = [i for i in ids.values() if type(i) is not int or i < 0]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is no id of a token")
-        return ids
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise FileError(
-            f"{source}: no tokenizer.json of the package `tokenizers`: {error!r}"
-        ) from error
+def _text_files(came: Tokenizer, mapping: WeightMapping, config: Any) -> dict[str, str]:
+    """name -> text of all files but the weights: those that came, and those that they lack."""
+    files, fields = dict(came.files), dict.fromkeys(f"{role}_token_id" for role in NAMES)
+    if "tokenizer.json" in files:
+        highest = id_limit(came) - 1
+        if highest >= config.vocab_size:
+            raise ValueError(
+                f"save_pretrained: {came.source} has token {highest}, but the model's vocabulary "
+                f"is {config.vocab_size}: they do not belong together"
+            )
+        fields = {name: getattr(came, name) for name in fields}
+        if "tokenizer_config.json" not in files:
+            special = {
+                name.removesuffix("_id"): came.id_to_token(index)
+                for name, index in fields.items()
+                if index is not None
+            }
+            settings = {
+                **special,
+                "clean_up_tokenization_spaces": False,
+                "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids
+                "model_max_length": config.max_seq_len,
+                "tokenizer_class": "PreTrainedTokenizerFast",
+            }
+            files.setdefault("special_tokens_map.json", json_text(special))
+            files["tokenizer_config.json"] = json_text(settings)
+    fields |= json.loads(files.get("config.json", "{}"))
+    known = {name: value for name, value in fields.items() if value is not None}
+    described = {**mapping.config_to_hf(config), **fields}
+    files["config.json"] = json_text(dict(sorted(described.items())))
+    return {"generation_config.json": json_text(known), **files}

@@ -11,8 +11,8 @@ from pathlib import Path
 from needle import hf, models
 from needle.arguments import Parser
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
-from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
-from needle.files import FileError, described, named, printable, reading, replacing
+from needle.checkpoint import find_checkpoint, save_checkpoint
+from needle.files import FileError, described, named, printable
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
 
@@ -24,8 +24,9 @@ def export_checkpoint(
     overwrite: bool = False,
 ) -> list[Path]:
     """Writes a checkpoint, or the newest one of a run's folder, to `folder`; returns the files. The
-    tokenizer.json of the run, or the one beside the checkpoint, comes along where it is. FileError
-    where files lie in the folder already, unless `overwrite`, and for a folder of a run."""
+    tokenizer of the checkpoint, of its run, or the one beside it comes along unless another is
+    given. FileError where files lie in the folder already, unless `overwrite`, and for a folder of
+    a run."""
     folder = named(folder)
     hf.refuse_run(folder)
     if folder.exists() and not overwrite and any(folder.iterdir()):
@@ -40,34 +41,18 @@ def import_folder(
     dtype: str = "float32",
     overwrite: bool = False,
 ) -> list[Path]:
-    """Writes the model of `folder` as a checkpoint without an optimizer, and its tokenizer.json
-    beside it, where apps/generate.py looks; returns the files. The loss it records is NaN.
-    FileError where the checkpoint is there already, unless `overwrite`, and for a place in the
-    folder of a run or in `folder`."""
+    """Writes the model of `folder` as a checkpoint without an optimizer, with its tokenizer and
+    special tokens in it; returns the files. The loss it records is NaN. FileError where the
+    checkpoint is there already, unless `overwrite`, and for a place in the folder of a run or in
+    `folder`."""
     folder, target = named(folder), named(checkpoint)
     hf.refuse_run(target.parent)
     if folder.resolve() in target.resolve().parents:
         raise FileError(f"{checkpoint}: is in {folder}, from where it comes: choose another place")
     if target.exists() and not overwrite:
         raise FileError(f"{checkpoint}: is there already: --overwrite replaces it")
-    source, content = folder / "tokenizer.json", None
-    beside = target.parent / "tokenizer.json"
-    if source.exists():
-        with reading(source) as file:
-            content = file.read()
-    if content is not None and beside.is_file() and beside.read_bytes() != content:
-        raise CheckpointError(
-            f"{beside}: another model's tokenizer lies there already; write the "
-            "checkpoint to a folder of its own"
-        )
-    written = [
-        save_checkpoint(models.from_pretrained(folder, cpu(), dtype), None, 0, math.nan, target)
-    ]
-    if content is not None:
-        with replacing(beside) as file:
-            file.write(content)
-        written.append(beside)
-    return written
+    model = models.from_pretrained(folder, cpu(), dtype)
+    return [save_checkpoint(model, None, 0, math.nan, target)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     text = "a checkpoint, or the folder of a run: its newest one"
     out.add_argument("source", metavar="RUN_OR_CHECKPOINT", help=text)
     out.add_argument("folder", metavar="FOLDER", help="what transformers will open")
-    text = "a tokenizer.json, where none lies in the folder of the run"
+    text = "a tokenizer.json, where none came with the model"
     out.add_argument("--tokenizer", metavar="PATH", help=text)
     into.add_argument("folder", metavar="FOLDER", help="what save_pretrained of transformers wrote")
     into.add_argument("checkpoint", metavar="CHECKPOINT", help="the file to write")

@@ -20,6 +20,7 @@ import numpy as np
 from needle import nn, optim
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, commit, default_device, given_device
+from needle.data.tokenizer import Tokenizer, files_in
 from needle.files import FileError, MissingFileError, named, reading
 from needle.models import registry
 from needle.nn.module import own_names
@@ -98,11 +99,16 @@ class Checkpoint:
         )
 
     @property
-    def tokenizer(self) -> Path | None:
-        """The tokenizer.json of the run, or the one beside the file; None where there is none."""
+    def text_files(self) -> Tokenizer:
+        """The tokenizer and special tokens of its model: those in it, else those in the folder of
+        the run, else those beside the file."""
+        if "text_files" in self.state:
+            return Tokenizer(self.state["text_files"], str(self.path))
         where = self.path.resolve().parent
-        beside = (folder / "tokenizer.json" for folder in (where.parent, where))
-        return next((path for path in beside if path.exists()), None)
+        for path in (folder / "tokenizer.json" for folder in (where.parent, where)):
+            if path.exists():
+                return Tokenizer(files_in(path.parent), str(path))
+        return Tokenizer({})
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")
@@ -194,7 +200,7 @@ class Checkpoint:
         for name, tensor in tensors.items():
             tensor.cached_data = self._entries[name].read(device).astype(tensor.dtype)
         nn.place_neighbours(model)
-        model.tokenizer = self.tokenizer
+        model.text_files = self.text_files
         return model
 
     def restore_into(self, module: nn.Module, optimizer: optim.Optimizer | None = None) -> None:

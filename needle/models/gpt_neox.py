@@ -102,11 +102,9 @@ def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def config_to_hf(
-    config: Any, eos_token_id: int | None = None, pad_token_id: int | None = None
-) -> dict[str, Any]:
-    """config.json of a model. Rotary is written as transformers 4 and as 5 reads it. ValueError for
-    a model that transformers would compute otherwise.
+def config_to_hf(config: Any) -> dict[str, Any]:
+    """config.json of a model, without special tokens. Rotary is written as transformers 4 and as 5
+    reads it. ValueError for a model that transformers would compute otherwise.
 
     >>> fields = ndl.models.gpt_neox.config_to_hf(ndl.PythiaConfig.preset("70m"))
     >>> fields["hidden_act"], fields["rotary_pct"], fields["num_hidden_layers"]
@@ -127,10 +125,8 @@ def config_to_hf(
         "architectures": ["GPTNeoXForCausalLM"],
         "attention_bias": True,
         "attention_dropout": 0.0,
-        "bos_token_id": eos_token_id,
         "classifier_dropout": 0.1,
         "dtype": config.dtype,
-        "eos_token_id": eos_token_id,
         "hidden_act": WRITE_ACTIVATIONS.get(config.hidden_act, config.hidden_act),
         "hidden_dropout": 0.0,
         "hidden_size": config.hidden_size,
@@ -141,7 +137,6 @@ def config_to_hf(
         "model_type": MODEL_TYPE,
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
-        "pad_token_id": pad_token_id,
         "rope_parameters": {
             "partial_rotary_factor": config.rotary_pct,
             "rope_theta": config.rotary_base,

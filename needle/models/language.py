@@ -53,7 +53,6 @@ class LanguageModel(Texts, Hooked):
         super().__init__()
         self.config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
         self.device = given_device(device)
-        self.tokenizer: Any = None
 
     def to(
         self: AnyModel, device: Device | str | None = None, dtype: str | None = None

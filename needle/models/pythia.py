@@ -522,9 +522,9 @@ class Pythia(FactoredWeights, LanguageModel):
         return model
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-        """Writes a folder that `transformers` opens: configuration, weights, and the tokenizer: a
-        tokenizer.json, the folder of one, a `tokenizers.Tokenizer` or a tokenizer of transformers;
-        where none is given, `self.tokenizer`."""
+        """Writes a folder that `transformers` opens: configuration, weights, and the tokenizer, as
+        ndl.data.load_tokenizer takes it; where none is given, `self.tokenizer` with the special
+        tokens that came with the model."""
         hf.save(self, folder, tokenizer)
 
 

@@ -1,7 +1,8 @@
 """Text in the place of token ids: `model("text")`, to_tokens, to_string, by the model's tokenizer.
 
-`model.tokenizer` is a `tokenizers.Tokenizer`, a tokenizer of transformers, or the path of a
-tokenizer.json or of a folder that holds one. A model that was loaded has the one beside it.
+`model.tokenizer` is a needle.data.Tokenizer, or None. It is set to anything that load_tokenizer
+takes: a path, a `tokenizers.Tokenizer`, a tokenizer of transformers. A model that was loaded has
+the one that came with its weights, and save_checkpoint and save_pretrained write it.
 """
 
 from __future__ import annotations
@@ -13,39 +14,45 @@ import numpy as np
 
 from needle.autograd import Tensor
 from needle.backend_ndarray import NDArray
+from needle.data.tokenizer import Tokenizer, load_tokenizer
 
 
 class Texts:
     """The methods of a language model that take or give text. They have TransformerLens' names."""
 
-    tokenizer: Any = None
-    _opened: tuple[Any, Any] = (None, None)  # the value of `tokenizer`, and the Tokenizer
+    # The files that came with the weights: special tokens may do so without a tokenizer.json.
+    text_files: Tokenizer = Tokenizer({})
 
-    def _tokenizer(self) -> Any:
-        given = self.tokenizer
-        if given is None:
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.text_files if "tokenizer.json" in self.text_files.files else None
+
+    @tokenizer.setter
+    def tokenizer(self, given: Any) -> None:
+        self.text_files = Tokenizer({}) if given is None else load_tokenizer(given)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
             raise ValueError(
                 f"{type(self).__name__} has no tokenizer, so it takes ids: set model.tokenizer to "
                 "a tokenizers.Tokenizer, or to the path of a tokenizer.json"
             )
-        if self._opened[0] is not given:
-            from needle.data import load_tokenizer
+        return self.tokenizer
 
-            self._opened = (given, load_tokenizer(given))
-        return self._opened[1]
-
-    def _end(self) -> int:
-        from needle.data import END_OF_TEXT
-
-        end = self._tokenizer().token_to_id(END_OF_TEXT)
-        if end is None:
-            raise ValueError(f"the tokenizer of this model has no token {END_OF_TEXT}")
-        return end
+    def _first_known(self, *ids: int | None) -> int:
+        """The first of these ids of special tokens that is known. ValueError if none is."""
+        for one in ids:
+            if one is not None:
+                return one
+        raise ValueError(
+            f"{self.tokenizer}; in Python: ndl.data.load_tokenizer(path, end_of_text=...)"
+        )
 
     def to_tokens(self, text: str | Sequence[str], prepend_bos: bool = False) -> np.ndarray:
         """Return the ids of one text (1, T) or of several (B, T) in int32. Shorter texts are filled
-        up at their end with the end-of-text token, which changes nothing before it. prepend_bos:
-        begin with that token, which TransformerLens does by default and Pythia's training did not.
+        up at their end with the tokenizer's padding, else its end of text, which changes nothing
+        before it. prepend_bos: begin with its beginning of a text, else its end, which
+        TransformerLens does by default and Pythia's training did not.
 
         >>> config = ndl.PythiaConfig(vocab_size=280, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)
@@ -63,11 +70,13 @@ class Texts:
             raise TypeError(f"to_tokens takes a text or a list of texts, not {text!r:.60}")
         rows = [tokenizer.encode(one, add_special_tokens=False).ids for one in texts]
         if prepend_bos:
-            rows = [[self._end(), *row] for row in rows]
+            begin = self._first_known(tokenizer.bos_token_id, tokenizer.eos_token_id)
+            rows = [[begin, *row] for row in rows]
         longest = max(map(len, rows), default=0)
-        filled = [row + [self._end()] * (longest - len(row)) if len(row) < longest else row
-                  for row in rows]  # fmt: skip
-        return np.array(filled, np.int32).reshape(len(rows), longest)
+        if any(len(row) < longest for row in rows):
+            padding = self._first_known(tokenizer.pad_token_id, tokenizer.eos_token_id)
+            rows = [row + [padding] * (longest - len(row)) for row in rows]
+        return np.array(rows, np.int32).reshape(len(rows), longest)
 
     def to_string(self, tokens: Any) -> str | list[str]:
         """Return the text of ids (T,), or a list of texts of ids (B, T)."""

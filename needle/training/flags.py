@@ -198,6 +198,8 @@ TABLE = {
     kind is found out and named (default: the sources of the Python standard library)
 --tokenizer PATH  a tokenizer.json (default: a byte-level BPE trained once on the text and cached:
     4096 tokens for tiny, 50257 for the others)
+--end-of-text TOKEN  of --tokenizer, after each document (default: as the files beside the
+    tokenizer.json name it; the run prints it)
 --trust-data  hash no data, where they are too large for it: a resumed run and other ranks compare
     their type and numbers alone; the run says so, and a resumed one needs it again (default: all
     data are hashed, once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -51,6 +52,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.device = self.model.device
+        if self.data.tokenizer is not None:
+            self.model.tokenizer = self.data.tokenizer
         self.saved = self.step  # steps up to the last checkpoint
         self.position = self.batches.position  # in the data, after the steps done
 
@@ -120,8 +123,10 @@ def prove_after(run: Run) -> int:
 
 
 def write_description(run: Run) -> None:
-    """Write config.json and tokenizer.json."""
+    """Write config.json, and the tokenizer's files."""
     recipe, optimizer = run.settings["recipe"], run.optimizer
+    files = {} if run.data.tokenizer is None else {**run.data.tokenizer.files}
+    special_ids = json.loads(files.pop("config.json", "{}"))
     description = {
         "id": run.id,
         "settings": run.settings,
@@ -141,12 +146,13 @@ def write_description(run: Run) -> None:
         "device": {"name": run.device.properties()["name"], "device": str(run.device)},
         "versions": versions(),
         "saved": False,
+        **special_ids,
     }
     with run.lock.writing() as at:
         folders.write_description(at, description)
-        if run.data.tokenizer is not None:
-            with replacing(at / "tokenizer.json") as file:
-                file.write(run.data.tokenizer.to_str().encode())
+        for name, text in files.items():
+            with replacing(at / name) as file:
+                file.write(text.encode())
     beat(id=run.id, watched=False)
 
 

@@ -17,7 +17,7 @@ from needle.checkpoint import (
     step_of,
     weights_path,
 )
-from needle.data import load_tokenizer
+from needle.data import Tokenizer, load_tokenizer
 from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import read_description
@@ -31,7 +31,7 @@ class SavedRun:
     folder     a Path
     settings   of the training, by name: what config.json holds under `settings`
     config     the configuration of the model
-    tokenizer  a tokenizers.Tokenizer, or None for data that are tokens
+    tokenizer  as that of a model that is loaded, or None for data that are tokens
     metrics    the numbers of metrics.jsonl by name, see there
     steps      the steps of the checkpoints and of weights that --keep left, ascending
 
@@ -56,7 +56,7 @@ class SavedRun:
         return described_config(self.folder / "config.json")
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         path = self.folder / "tokenizer.json"
         return load_tokenizer(path) if path.exists() else None
 

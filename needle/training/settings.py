@@ -55,7 +55,7 @@ RESULTS = tuple(name for name in (*COMMON, *DEFAULTS, "warmup") if name not in O
 OPTIONAL = {
     **{"import": str, "config": dict, "layers": int, "hidden": int, "heads": int},
     **{"vocab_size": int, "no_mlp": bool, "init_seed": int, "data_seed": int, "keep": str},
-    **{"keep_optimizer": bool, "fp8": bool, "window": int},
+    **{"keep_optimizer": bool, "fp8": bool, "window": int, "end_of_text": str},
 }
 # Flags of the model's shape, by fields of its configuration.
 SHAPE = {
@@ -179,6 +179,7 @@ def data_of(settings: dict) -> dict:
     return {
         "path": settings["data"],
         "tokenizer": settings["tokenizer"],
+        "end_of_text": settings.get("end_of_text"),
         "vocab_size": min(vocabulary, 50257),
         "batch_size": settings["batch_size"],
         "micro_batches": settings["grad_accum"],

@@ -6,6 +6,8 @@ unless --tokenizer names another.
 
 from __future__ import annotations
 
+import os
+
 from needle import models
 from needle.backend_ndarray import Device
 from needle.data import load_tokenizer
@@ -32,7 +34,7 @@ def start(
     config, named = model.config, {"model": preset_of(model.config), **named}
     problems = differences(config, named["model"])
     if tokenizer is not None:
-        named.setdefault("tokenizer", str(tokenizer.resolve()))
+        named.setdefault("tokenizer", os.path.realpath(tokenizer.source))
     settings = complete(named, tokens, on_gpu)
     if settings["seq_len"] > config.max_seq_len:
         if "seq_len" in named:

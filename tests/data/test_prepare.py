@@ -28,7 +28,8 @@ from needle.data import (
     open_run_data,
     prepare,
 )
-from needle.data.text import load_tokenizer, train_tokenizer
+from needle.data.text import train_tokenizer
+from needle.data.tokenizer import load_tokenizer
 from needle.models import pythia
 
 
@@ -148,6 +149,10 @@ def test_other_inputs_do_not_take_old_parts(tmp_path, inputs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "_merge", broken)
         assert run(tmp_path, inputs, "x") == run(tmp_path, [str(path)], "y") == 1
+        assert run(tmp_path, [str(path)], "z") == 1
+    assert run(tmp_path, [str(path)], "z", "--end-of-text", "e") == 0
+    end = load_tokenizer(tmp_path / "tokenizer.json").token_to_id("e")
+    assert open_documents(tmp_path / "z").tolist()[-1] == end
     assert run(tmp_path, inputs[:1], "x") == 0
     assert len(open_documents(tmp_path / "x").sizes) == 30
     path.write_text("two one three\n" * 20)  # of the same size

@@ -22,6 +22,7 @@ from needle.data import (
     text,
     tokens,
 )
+from needle.data.tokenizer import id_limit, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -224,13 +225,17 @@ def test_a_damaged_cache_is_named_or_made_again(tmp_path, tokenizer):
         ("train.bin", b""),
         ("train.bin", flipped),
         ("facts.json", b'{"dtype": 3, "train": "x", "hash": ""}'),
-        ("tokenizer.json", b""),
     ]:
         good = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         with naming(name), pytest.raises(DataError, match="a damaged cache of tokens .*; delete"):
             open_data(tmp_path / "a.txt", tokenizer)
         (folder / name).write_bytes(good)
+    open_data(tmp_path / "a.txt", vocab_size=300)
+    (trained,) = {*(tmp_path / "cache").glob("text-*")} - {folder}
+    (trained / "tokenizer.json").write_bytes(b"")
+    with pytest.raises(DataError, match="a damaged cache of tokens .*; delete"):
+        open_data(tmp_path / "a.txt", vocab_size=300)
     for content in (b"", b"{", b"[]", b'{"dtype": 3}'):  # as of a process that was killed
         (folder / "facts.json").write_bytes(content)
         (folder / "train.bin").write_bytes(b"half")
@@ -317,9 +322,9 @@ def test_a_tokenizer_that_leaves_ids_out(tmp_path, tokenizer):
 def test_tokens_that_were_added_count_and_stand_for_no_bytes(tmp_path):
     words = {"a": 0, "bcd": 1, "[UNK]": 2, "\u65e5\u672c": 3, "caf\u00e9": 4}
     path = word_tokenizer(tmp_path, words)
-    made = text.load_tokenizer(path)
+    made = load_tokenizer(path)
     made.add_special_tokens(["<sep>", "<pad>"])
-    assert text.id_limit(made) == 7
+    assert id_limit(made) == 7
     np.testing.assert_array_equal(text.token_bytes(made), [1, 3, 5, 6, 5, 0, 0])
 
 

@@ -57,6 +57,7 @@ finally:
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PATHS)
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks, page
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})
