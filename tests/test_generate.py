@@ -507,12 +507,13 @@ def test_broken_weights(device, options):
 class Masked(nn.Linear):
     """A head that masks tokens by -inf: all but `allowed`."""
 
-    allowed = ()
+    def allow(self, *tokens: int) -> None:
+        mask = np.full(self.out_features, -np.inf)
+        mask[list(tokens)] = 0
+        self.mask = Tensor(mask, device=self.weight.device, requires_grad=False)
 
     def forward(self, x, *, residual=None):
-        mask = np.full(self.out_features, -np.inf)
-        mask[list(self.allowed)] = 0
-        return super().forward(x) + Tensor(mask, device=x.device, requires_grad=False)
+        return super().forward(x) + self.mask
 
 
 @pytest.mark.parametrize("options", [GREEDY, {"seed": 1}, {"seed": 1, "top_k": 9, "top_p": 0.9}])
@@ -522,7 +523,8 @@ def test_masked_logits_are_never_drawn(hooked, options, device):
     weight = model.embed_out.weight
     model.embed_out = Masked(32, 41, bias=False, device=device)
     model.embed_out.weight = weight
-    allowed = model.embed_out.allowed = [2, 3, 40]
+    allowed = (2, 3, 40)
+    model.embed_out.allow(*allowed)
     with model.hooks({"hook_embed": lambda x: x} if hooked else {}):
         assert model.is_hooked == hooked
         drawn = model.generate(prompts(6, 6), 20, **options)[:, 6:]
@@ -530,7 +532,7 @@ def test_masked_logits_are_never_drawn(hooked, options, device):
             likeliest = [full_logits(model, row).argmax() for row in prompts(6, 6)]
             np.testing.assert_array_equal(drawn[:, 0], likeliest)
         assert set(drawn.ravel()) <= set(allowed) and drawn.dtype == np.int64
-        model.embed_out.allowed = []
+        model.embed_out.allow()
         with pytest.raises(ValueError, match="-inf for every token"):
             model.generate([1, 2, 3], 3, **options)
 
