@@ -187,6 +187,23 @@ def small_pythia(device=None, seed: int = 0, **changes) -> Pythia:
     return Pythia(PythiaConfig(**fields | changes), device=device)
 
 
+class Foreign:
+    """An array whose DLPack export has an address without an owner, at which a kernel faults."""
+
+    def __init__(self, array) -> None:
+        self._array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        capsule = self._array.__dlpack__()
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_void_p.from_address(get(capsule, b"dltensor")).value = 0x10  # its data
+        return capsule
+
+
 def assert_same_parameters(one, other) -> None:
     left, right = (dict(model.named_parameters()) for model in (one, other))
     assert left.keys() == right.keys()

@@ -37,11 +37,11 @@ programs.need_pytest()
 
 import numpy as np  # noqa: E402
 import train_pythia  # noqa: E402
+from harness import Foreign  # noqa: E402
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
 
 import needle as ndl  # noqa: E402
 from needle import _C, files  # noqa: E402
-from needle.diagnose.recovery import Foreign  # noqa: E402
 from needle.models import pythia  # noqa: E402
 from needle.training import run as run_parts  # noqa: E402
 from needle.training.log import RunLog  # noqa: E402

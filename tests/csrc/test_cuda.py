@@ -293,7 +293,7 @@ def test_masks_and_dilations_live_through_a_reset():
 FAULT = """
 import needle as ndl
 from needle import _C
-from needle.diagnose.recovery import Foreign
+from harness import Foreign
 array = ndl.NDArray([1.0, 2.0], device=ndl.cuda())
 kept = ndl.NDArray([3.0], device=ndl.cuda())
 wild = _C.from_dlpack(Foreign(array))
