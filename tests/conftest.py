@@ -16,7 +16,7 @@ import pytest
 from harness import DEVICES, device_of
 from lost_device import LostDevice
 
-from needle.diagnose.facts import cuda_problem
+from needle import _C
 
 
 @pytest.fixture(params=DEVICES)
@@ -72,7 +72,7 @@ def parity_missing() -> str | None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    no_cuda = os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1" and cuda_problem()
+    no_cuda = os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1" and _C.cuda().reason()
     if no_cuda:
         raise pytest.UsageError(f"NEEDLE_REQUIRE_CUDA=1, but {no_cuda}")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -82,7 +82,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    no_cuda, no_parity = cuda_problem(), parity_missing()
+    no_cuda, no_parity = _C.cuda().reason(), parity_missing()
     for item in items:
         if no_cuda and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {no_cuda}"))

@@ -47,7 +47,6 @@ def end_of(words, folder):
         ["-m", "needle", "--help"],
         ["-m", "needle", "--version"],
         ["-m", "needle.diagnose"],
-        ["-m", "needle.diagnose", "--json"],
         ["-m", "needle.data", "inspect", "t.npy"],
         ["-m", "needle.data", "view", "t.npy", *"--step 1 --batch-size 2 --seq-len 8".split()],
         ["-m", "needle.evaluate", "--help"],

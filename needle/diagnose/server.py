@@ -1,80 +1,59 @@
-"""A kernel service (`needle serve`) by its own report: GET /health and
-/statistics, with the token of NEEDLE_KERNELS_TOKEN or of the file NEEDLE_KERNELS_TOKEN_FILE. No
-proxy is asked and no redirection followed: the token goes to the given address alone."""
+"""A kernel service (`needle serve`) by its own report: GET /health, with the token of
+NEEDLE_KERNELS_TOKEN or of the file NEEDLE_KERNELS_TOKEN_FILE. No proxy is asked and no redirection
+followed: the token goes to the given address alone."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from needle.diagnose.examination import Reporter
+from needle.diagnose.report import failed, show, trying
 
-PATHS = ("health", "statistics")
-LIMIT = 1 << 20  # bytes of an answer
-SECONDS = 2.0
-SLOW = 0.1  # seconds
-START = "start it: needle serve; or see to the address"
+SECONDS = 5.0
+KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+START = "start it: needle serve; or give its address, http://127.0.0.1:18188"
 TOKEN = "set NEEDLE_KERNELS_TOKEN, or NEEDLE_KERNELS_TOKEN_FILE, to the service's own token"
 
 
-def token() -> str | None:
-    """OSError where its file cannot be read."""
-    given = os.environ.get("NEEDLE_KERNELS_TOKEN")
-    path = os.environ.get("NEEDLE_KERNELS_TOKEN_FILE")
-    return given or (Path(path).read_text().strip() if path else None)
-
-
-def get(url: str, secret: str | None) -> tuple[int, bytes]:
-    """(status, body). OSError, ValueError or HTTPException without an answer."""
-    parts = urlsplit(url)
-    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-    if parts.scheme not in kinds or not parts.hostname:
-        raise ValueError("it must begin with http:// or https:// and a host")
-    connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=SECONDS)
+def examine(url: str) -> None:
+    address = f"{url.rstrip('/')}/health"
+    trying(f"GET {address}")
     try:
-        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        token = os.environ.get("NEEDLE_KERNELS_TOKEN", "")
+        if not token and (path := os.environ.get("NEEDLE_KERNELS_TOKEN_FILE")):
+            token = Path(path).read_text().strip()
+    except OSError as error:
+        failed("server", f"the token's file: {error}", TOKEN)
+        return
+    try:
+        status, body = get(address, token)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        failed("server", f"{address} does not answer: {error}", START)
+        return
+    text = f"{address} answers HTTP {status}: {body[:2000].decode(errors='replace').strip()}"
+    try:
+        is_healthy = status == 200 and json.loads(body)["status"] == "ok"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        is_healthy = False
+    if is_healthy:
+        show("server", f"ok: {text}")
+    else:
+        failed("server", text, TOKEN if status in (401, 403) else START)
+
+
+def get(address: str, token: str) -> tuple[int, bytes]:
+    """Return (status, body). OSError, ValueError or HTTPException without an answer."""
+    parts = urlsplit(address)
+    if parts.scheme not in KINDS or not parts.hostname:
+        raise ValueError("it must begin with http:// or https:// and a host")
+    connection = KINDS[parts.scheme](parts.hostname, parts.port, timeout=SECONDS)
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         connection.request("GET", parts.path, headers=headers)
         answer = connection.getresponse()
-        return answer.status, answer.read(LIMIT)
+        return answer.status, answer.read()
     finally:
         connection.close()
-
-
-def examine(reporter: Reporter, url: str) -> None:
-    """Findings about both answers, reported as the facts `health` and `statistics`."""
-    try:
-        secret = token()
-    except OSError as error:
-        reporter.failed("server", f"the token's file: {error}", TOKEN)
-        return
-    for name in PATHS:
-        address = f"{url.rstrip('/')}/{name}"
-        reporter.at(f"GET {address}")
-        start = time.monotonic()
-        try:
-            status, body = get(address, secret)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reporter.failed("server", f"{address} does not answer: {error}", START)
-            return
-        took = time.monotonic() - start
-        if status in (401, 403):
-            reporter.failed("server", f"{address} refuses the token (HTTP {status})", TOKEN)
-            return
-        try:
-            answer = json.loads(body)
-        except (ValueError, RecursionError):
-            answer = None
-        if status != 200 or not isinstance(answer, dict):
-            said = body[:200].decode(errors="replace").strip()
-            reporter.failed("server", f"{address} answers HTTP {status}: {said}", START)
-            return
-        reporter.fact(name, answer)
-        words = ", ".join(f"{key} {json.dumps(value)}" for key, value in answer.items())
-        reporter.ok(name, f"/{name}: {words[:2000]}")
-        if name == "health" and took > SLOW:
-            text = f"/health took {took * 1e3:.0f} ms: its machine is busy, or its loop is blocked"
-            reporter.note("server", text)

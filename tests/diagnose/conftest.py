@@ -1,23 +1,98 @@
-"""A machine with GPUs that are none: fake libraries of NVIDIA's, and a copy of needle whose CUDA
-backend computes on the CPU, all open to injected faults (fake.h)."""
+"""A machine with GPUs that are none: a copy of needle whose CUDA backend computes on the CPU
+(fake_backend.c), and an nvidia-smi that answers as SMI says."""
 
-import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, copy_needle, core_objects, run, shared_library
-
-from needle.diagnose import examination
-from needle.diagnose.examination import Examination, Examinations, Reporter
-from needle.diagnose.finding import Finding
+from harness import ROOT, core_objects, run, shared_library
 
 HERE = Path(__file__).parent
+DRIVER = "int cuDriverGetVersion(int *version) { *version = 13000; return 0; }"
+# Appended to needle/diagnose/ranks.py. FAULT="die 1 2": what rank 1 does in its second exchange.
+FAULT = """
+import os, signal
+calls, rightly = 0, Group.exchange
+def exchange(self, name, sends, receives):
+    global calls, tree_sum
+    calls += 1
+    what, _, when = os.environ.get("FAULT", "").partition(" ")
+    if when == f"{self.rank} {calls}":
+        if what == "send":
+            sends = [None if array is None else _C.multiply(array, 2.0) for array in sends]
+        elif what == "add":
+            tree_sum = lambda parts: parts[0]
+        else:
+            os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+    return rightly(self, name, sends, receives)
+Group.exchange = exchange
+"""
+# Answers --query-gpu and --query-compute-apps from SMI: {"gpu": [{field: value}], ...}.
+NVIDIA_SMI = f"""#!{sys.executable}
+import json, os, sys
+what, fields = sys.argv[1].removeprefix("--query-").split("=")
+state = json.loads(os.environ["SMI"])
+if "error" in state:
+    sys.exit(state["error"])
+for row in state[what]:
+    for field in fields.split(","):
+        if field not in row:
+            print(f'Field "{{field}}" is not a valid field to query.')
+            sys.exit(2)
+    print(", ".join(row[field] for field in fields.split(",")))
+"""
+HEALTHY = """uuid GPU-{}|index {}|name NVIDIA Pretend|memory.used 1024|memory.free 143360
+memory.total 144384|utilization.gpu 0|temperature.gpu 35|power.draw 120.10|power.limit 700.00
+clocks.sm 1980|clocks.max.sm 1980|ecc.errors.uncorrected.volatile.total 0|mig.mode.current Disabled
+retired_pages.pending [N/A]|remapped_rows.pending No|remapped_rows.failure No|compute_mode Default
+clocks_event_reasons.sw_thermal_slowdown Not Active|ecc.mode.current Enabled
+clocks_event_reasons.hw_thermal_slowdown Not Active|persistence_mode Enabled
+clocks_event_reasons.hw_power_brake_slowdown Not Active"""
+
+
+def smi_of(*changes: dict[str, str | None], holders: tuple[tuple[int, str], ...] = ()) -> str:
+    """SMI for a GPU for each of `changes` of its fields (None: the driver does not know the field),
+    and for processes (GPU, name)."""
+    gpus = []
+    for index, change in enumerate(changes):
+        words = re.split(r"\||\n", HEALTHY.format(index, index))
+        row = dict(word.split(" ", 1) for word in words) | change
+        gpus.append({field: value for field, value in row.items() if value is not None})
+    app = {"pid": "71", "used_memory": "512"}
+    apps = [app | {"gpu_uuid": f"GPU-{gpu}", "process_name": name} for gpu, name in holders]
+    return json.dumps({"gpu": gpus, "compute-apps": apps})
+
+
+@pytest.fixture
+def smi():
+    return smi_of
+
+
+class Machine:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def environment(self, **more: object) -> dict[str, str]:
+        return {
+            "SMI": smi_of({}, {}),
+            "FAKE_GPUS": "2",
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "LD_LIBRARY_PATH": str(self.folder / "lib"),
+            "PYTHONPATH": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "NEEDLE_REQUIRE_CUDA": "0",
+            **{name: str(value) for name, value in more.items()},
+        }
+
+    def diagnose(self, *words: str, under: tuple = (), **more) -> subprocess.CompletedProcess:
+        """under: the words of a launcher."""
+        words = (*under, sys.executable, "-m", "needle.diagnose", *words)
+        return run(*words, cwd=self.folder, **self.environment(**more))
 
 
 def objects() -> list[Path]:
@@ -34,110 +109,19 @@ def blas() -> list[str]:
     return [word for path in found for word in (path, f"-Wl,-rpath,{Path(path).parent}")]
 
 
-@dataclasses.dataclass
-class Machine:
-    folder: Path
-
-    def environment(self, injected: str = "", **more: str) -> dict[str, str]:
-        return os.environ | {
-            "NEEDLE_FAKE": injected,
-            "LD_LIBRARY_PATH": str(self.folder / "lib"),
-            "PYTHONPATH": str(self.folder),
-            "OMP_NUM_THREADS": "1",
-            "NEEDLE_REQUIRE_CUDA": "0",
-            **more,
-        }
-
-    def run(self, *words: str, injected: str = "", **more: str) -> subprocess.CompletedProcess:
-        words = (sys.executable, "-m", "needle.diagnose", *words)
-        return run(*words, cwd=self.folder, **self.environment(injected, **more))
-
-    def told(self, *words: str, injected: str = "", **more: str) -> tuple[int, dict]:
-        """(exit code, the JSON object)."""
-        done = self.run("--json", *words, injected=injected, **more)
-        assert done.stderr == "", done.stderr
-        return done.returncode, json.loads(done.stdout)
-
-
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Machine:
     folder = tmp_path_factory.mktemp("machine")
-    copy_needle(folder)
-    (folder / "lib").mkdir()
+    skip = shutil.ignore_patterns("_cuda*", "__pycache__")
+    shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
+    with open(folder / "needle/diagnose/ranks.py", "a") as file:
+        file.write(FAULT)
+    for name in "lib", "bin":
+        (folder / name).mkdir()
+    (folder / "bin/nvidia-smi").write_text(NVIDIA_SMI)
+    (folder / "bin/nvidia-smi").chmod(0o755)
+    shared_library(DRIVER, folder / "lib/libcuda.so.1")
     linked = ["-fvisibility=hidden", "-fopenmp", *objects(), *blas(), "-lm", "-Wl,-z,defs"]
-    for source, library, more in (
-        ("fake_nvml.c", "lib/libnvidia-ml.so.1", []),
-        ("fake_driver.c", "lib/libcuda.so.1", []),
-        ("fake_backend.c", "needle/_cuda.so", linked),
-    ):
-        shared_library(f'#include "{HERE / source}"', folder / library, *more)
+    backend = f'#include "{HERE / "fake_backend.c"}"'
+    shared_library(backend, folder / "needle/_cuda.so", *linked)
     return Machine(folder)
-
-
-@pytest.fixture
-def here(machine, monkeypatch):
-    """here(injected): examinations of this process examine the fake machine."""
-    monkeypatch.setattr(examination, "ROOT", machine.folder)
-
-    def inject(injected: str) -> None:
-        environment = machine.environment(injected)
-        for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
-            monkeypatch.setenv(name, environment[name])
-
-    return inject
-
-
-@pytest.fixture
-def pynvml():
-    """The test reads the fake NVML, which takes the package."""
-    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-
-
-class Heard(Reporter):
-    """A Reporter whose findings and facts stay in this process."""
-
-    def __init__(self) -> None:
-        self.subject, self.is_full, self.current_check, self.op = "cpu()", False, "start", None
-        self.seconds = 1e9
-        self.findings: list[Finding] = []
-        self.facts: dict = {}
-
-    def left(self) -> float:
-        return self.seconds
-
-    def _write(self, **message) -> None:
-        if "finding" in message:
-            self.findings.append(Finding(**message["finding"]))
-        if "fact" in message:
-            self.facts |= [message["fact"]]
-
-    def levels(self) -> dict[str, list[str]]:
-        """The texts by level."""
-        return {
-            level: [f.text for f in self.findings if f.level == level]
-            for level in ("ok", "note", "failed")
-        }
-
-
-@pytest.fixture
-def heard() -> Heard:
-    return Heard()
-
-
-@pytest.fixture
-def examined(machine, monkeypatch):
-    """examined(module, *words, injected=..., seconds=...) -> the Examination of the fake machine,
-    which has ended."""
-    monkeypatch.setattr(examination, "ROOT", machine.folder)
-
-    def examine(
-        module: str, *words, where: str = "machine", injected: str = "", seconds: float = 60
-    ) -> Examination:
-        with Examinations() as examinations:
-            deadline = time.monotonic() + seconds
-            env = machine.environment(injected)
-            one = examinations.start(where, f"{module}.examine", *words, deadline=deadline, env=env)
-            examinations.wait(one)
-        return one
-
-    return examine
