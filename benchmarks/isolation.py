@@ -1,25 +1,43 @@
-"""Cost of isolation: medians of a warm job, of compiling, and of the recovery from a fault.
+"""Kernels in processes of their own, on a GPU: what isolation costs, and that nothing goes wrong.
 
-    python benchmarks/isolation.py [--runs 15]
+    python benchmarks/isolation.py [--runs 15] [--jobs 1000] [--seed 0]
 
-"After" is from the answer to the faulty job to that to the next good one; both are as a caller sees
-them, compiling (cached) included. Without a spare, a process starts when the fault is seen.
+First medians: of a start, of a job, and of the next good result after a fault, as a caller sees
+them, with a spare that is ready. Then so many mixed jobs with three spares, a quarter of them
+faults, a third from other threads: each is compared with what is right, and memory of host and GPU,
+files, threads and processes must be what they were. The exit code is 1 when anything was wrong.
 """
 
 from __future__ import annotations
 
+import collections
+import faulthandler
+import gc
+import os
+import random
+import signal
 import statistics
-import sys
+import subprocess
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import bench
 import numpy as np
 from bench import seconds
 
-from needle.kernels import Out, Pool, build
+from needle.kernels import Case, Out, Pool, Random, Result
 
-N = 1 << 16
+HUNG_SECONDS = 120  # without a job that ends
+SPARES = 3
+MEBIBYTES_LEFT = 64  # that host or GPU may have more at the end
+
+# ---- jobs, and what is right ---------------------------------------------------------------------
+
+N = 1000
 X = np.arange(N, dtype=np.float32)
 GOOD = """
 __global__ void scale(const float* x, float* y, float a, int n) {
@@ -27,65 +45,340 @@ __global__ void scale(const float* x, float* y, float a, int n) {
     if (i < n) y[i] = a * x[i];
 }
 """
+
+
+def good(pool: Pool, source: str = GOOD) -> None:
+    """A job whose answer is known."""
+    result = pool.run(source, "scale", 8, 128, [X, Out(N), 3.0, N])
+    assert (result.status, result.message) == ("ok", ""), result
+    assert (result.outputs[0] == 3 * X).all()
+
+
+def timed(pool: Pool) -> None:
+    """The same, drawn anew, compared and timed."""
+    case = Case(8, 128, [Random(N), Out(N), 3.0, N])
+    result = pool.evaluate(GOOD, "scale", [case], lambda x, a, n: np.float32(a) * x, trials=3)
+    assert (result.status, result.deterministic) == ("ok", True), result
+    assert result.timing[0].valid and result.timing[0].median > 1, result
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kernel with a fault, the status that is right, and a word that the message has."""
+
+    source: str
+    status: str  # or several, with spaces between
+    said: str
+    args: list[Any] = field(default_factory=lambda: [Out(32)])
+    grid: Any = 1
+    block: Any = 32
+    shared: int = 0
+
+
+def body(text: str, parameters: str = "float* y") -> str:
+    return f'extern "C" __global__ void k({parameters}) {{ {text} }}'
+
+
 FAULTS = {
-    "an illegal write": "__global__ void k(float* y) { y[1ll << 40] = 1; }",
-    "a trap": "__global__ void k(float* y) { y[0] = 1; __trap(); }",
-    "a timeout": "__global__ void k(float* y) { volatile float* v = y; while (v[0] != 3.5f) {} }",
+    "illegal read": Fault(
+        body("y[threadIdx.x] = *(float*)0x10;"), "illegal_address", "IllegalAddress"
+    ),
+    "illegal write": Fault(
+        body("y[threadIdx.x + (1ll << 40)] = 1;"), "illegal_address", "IllegalAddress"
+    ),
+    "misaligned address": Fault(
+        body("*(float4*)(y + 1 + threadIdx.x) = make_float4(1, 2, 3, 4);"),
+        "misaligned_address",
+        "MisalignedAddress",
+    ),
+    "assert": Fault(body("y[threadIdx.x] = 0; assert(threadIdx.x < 3);"), "assertion", "Assert"),
+    "trap": Fault(body("y[threadIdx.x] = 0; __trap();"), "launch_failure", "cudaError"),
+    "stack overflow": Fault(
+        """
+        __device__ __noinline__ float deep(volatile float* y, int n) {
+            float here[64];
+            for (int i = 0; i < 64; i++) here[i] = y[(i + n) % 32];
+            float below = n > 0 ? deep(y, n - 1) : 0;
+            for (int i = 0; i < 64; i++) below += here[(i * n) % 64];
+            return below;
+        }
+        extern "C" __global__ void k(float* y, int n) { y[threadIdx.x] = deep(y, n); }
+        """,
+        "launch_failure illegal_address",
+        "cudaError",
+        [Out(32), np.int32(1_000_000)],
+    ),
+    "endless loop": Fault(
+        body("volatile float* v = y; while (v[0] != 12345.f) v[1] = 1;"), "timeout", "killed"
+    ),
+    "barrier deadlock": Fault(
+        """
+        extern "C" __global__ void k(float* y, int* flag) {
+            volatile int* v = flag;
+            if (threadIdx.x == 0) { while (v[0] != 777) {} }
+            __syncthreads();
+            y[threadIdx.x] = 1;
+        }
+        """,
+        "timeout",
+        "killed",
+        [Out(32), np.zeros(1, np.int32)],
+    ),
+    "printf flood": Fault(
+        body(
+            'y[threadIdx.x] = 0; for (int i = 0; i < 1000; i++) printf("line %d of %d\\n", i, '
+            "threadIdx.x);"
+        ),
+        "ok",
+        "",
+    ),
+    "forged result": Fault(
+        body(
+            "y[threadIdx.x] = 0;"
+            ' if (!threadIdx.x) printf("{\\"status\\": \\"illegal_address\\"}\\nndlk\\n");'
+        ),
+        "ok",
+        "",
+    ),
+    "device heap leak": Fault(
+        body("y[threadIdx.x] = malloc(100000) != nullptr;"), "ok", "", grid=8
+    ),
+    "device heap used up": Fault(
+        body("float* p; do { p = (float*)malloc(1 << 20); p[0] = 1; } while (p); y[0] = 1;"),
+        "illegal_address",
+        "IllegalAddress",
+    ),
+    "out of memory": Fault(
+        body("y[threadIdx.x] = 0;"), "out_of_memory", "", [Out((1 << 41,), "uint8")]
+    ),
+    "2,048 threads": Fault(
+        body("y[threadIdx.x] = 0;"), "invalid_launch", "block.x is 2,048", block=2048
+    ),
+    "grid.y 65,536": Fault(
+        body("y[threadIdx.x] = 0;"), "invalid_launch", "grid.y is 65,536", grid=(1, 65536)
+    ),
+    "300 KB shared memory": Fault(
+        body("extern __shared__ float s[]; s[threadIdx.x] = 1; y[threadIdx.x] = s[0];"),
+        "invalid_launch",
+        "of shared memory a block",
+        shared=300_000,
+    ),
+    "too many registers": Fault(
+        """
+        extern "C" __global__ void k(const float* x, float* y) {
+            float r[200];
+            #pragma unroll
+            for (int i = 0; i < 200; i++) r[i] = x[i * 32 + threadIdx.x];
+            __syncthreads();
+            float s = 0;
+            #pragma unroll
+            for (int i = 0; i < 200; i++) s += r[i] * r[199 - i] + r[(i * 7) % 200];
+            y[threadIdx.x] = s;
+        }
+        """,
+        "invalid_launch",
+        "registers",
+        [np.ones(200 * 32 + 1024, np.float32), Out(1024)],
+        1,
+        1024,
+    ),
+    "too few arguments": Fault(GOOD.replace("scale", "k"), "invalid_launch", "", [X, Out(N), 3.0]),
+    "wrong dtype": Fault(
+        GOOD.replace("scale", "k"), "invalid_launch", "", [X.astype(np.int32), Out(N), 3.0, N]
+    ),
+    "written past the end": Fault(
+        "__global__ void k(const float* x, float* y) { y[threadIdx.x] = x[0]; }",
+        "out_of_bounds",
+        "args[1] (float*): 4 bytes were written after its end",
+        [X, Out(31)],
+    ),
+    "written before the start": Fault(
+        "__global__ void k(const float* x, float* y) { y[(int)threadIdx.x - 1] = x[0]; }",
+        "out_of_bounds",
+        "written before its start",
+        [X, Out(31)],
+    ),
+    "const written": Fault(
+        "__global__ void k(const float* x, float* y) { y[threadIdx.x] = 0; ((float*)x)[5] = -1; }",
+        "out_of_bounds",
+        "it is const",
+        [X, Out(32)],
+    ),
+    "not all written": Fault(
+        "__global__ void k(float* y) { if (threadIdx.x != 7) y[threadIdx.x] = 0; }",
+        "wrong_result",
+        "1 of 32 elements (the first at [7]) were not written",
+    ),
+    "does not compile": Fault(body("y[0] = undeclared;"), "compile_error", "undeclared"),
 }
 
 
-def scaled(pool: Pool, source: str) -> Any:
-    return pool.run(source, "scale", N // 256, 256, [X, Out(N), 3.0, N])
+def inject(pool: Pool, name: str) -> Result:
+    fault = FAULTS[name]
+    way = fault.grid, fault.block, fault.args, fault.shared
+    result = pool.run(fault.source, "k", *way)
+    assert result.status in fault.status.split(), f"{name}: {result}"
+    assert fault.said in result.message, f"{name}: {result}"
+    return result
 
 
-def good(pool: Pool) -> None:
-    result = scaled(pool, GOOD)
-    if result.status != "ok" or not (result.outputs[0] == 3 * X).all():
-        sys.exit(f"a good job went wrong: {result.status}: {result.message}")
+# ---- what it costs -------------------------------------------------------------------------------
 
 
 def row(what: str, times: list[float]) -> None:
     ms = sorted(1e3 * t for t in times)
-    print(f"{what:52} {statistics.median(ms):9.2f} {ms[0]:9.2f} {ms[-1]:9.2f}", flush=True)
+    print(f"{what:60} {statistics.median(ms):9.2f} {ms[0]:9.2f} {ms[-1]:9.2f}", flush=True)
 
 
-def after(pool: Pool, source: str, runs: int, spare: bool) -> list[float]:
-    times = []
-    for _ in range(runs):
-        while spare and len(pool.state()[0]["ready"]) < 2:
-            time.sleep(0.01)
-        time.sleep(1.0)  # remains of the last fault are gone
-        result = pool.run(source, "k", 1, 1, [Out(1)])
-        if result.status == "ok":
-            sys.exit(f"no fault: {source}")
-        times.append(seconds(lambda: good(pool)))
-    return times
+def all_ready(pool: Pool) -> None:
+    while len(pool.state()[0]["ready"]) <= SPARES:
+        time.sleep(0.01)
 
 
-def main() -> None:
-    runs = bench.parser(__doc__, ("--runs", 15, "N", "of each row")).parse_args().runs
-    print(f"{'milliseconds':52} {'median':>9} {'least':>9} {'most':>9}")
+def costs(runs: int) -> None:
+    print(f"{'milliseconds':60} {'median':>9} {'least':>9} {'most':>9}")
 
     def start() -> None:
         with Pool(devices=[0], spares=0) as pool:
             good(pool)
 
     row("a pool, its first job, and its end", [seconds(start) for _ in range(3)])
-    built = [seconds(lambda n=n: build(f"{GOOD}// {n}", "scale")) for n in range(runs)]
-    row("compiling a kernel, in process", built)
-    row("the same, cached", [seconds(lambda: build(f"{GOOD}// 0", "scale")) for _ in range(runs)])
-    with Pool(devices=[0], timeout=0.5) as pool:
+    with Pool(devices=[0], timeout=0.5, spares=SPARES) as pool:
         good(pool)
-        warm = [seconds(lambda: good(pool)) for _ in range(99)]
-        row("a warm job (256 KiB in, 256 KiB out)", warm)
-        new = [f"{GOOD}// of this run: {n}" for n in range(runs)]
-        row("a job with a new source", [seconds(lambda s=s: scaled(pool, s)) for s in new])
-        for name, source in FAULTS.items():
-            row(f"next good result after {name}, with a spare", after(pool, source, runs, True))
-    with Pool(devices=[0], timeout=0.5, spares=0) as pool:
+        sources = iter(f"{GOOD}// of this run: {n}" for n in range(10**6))
+        kinds: dict[str, Callable[[], None]] = {
+            "source cached": lambda: good(pool),
+            "new source": lambda: good(pool, next(sources)),
+        }
+        for kind, job in kinds.items():
+            times = []
+            for _ in range(runs):
+                all_ready(pool)
+                times.append(seconds(job))
+            row(f"a job, {kind}", times)
+        for fault in ("illegal write", "trap", "endless loop"):
+            for kind, job in kinds.items():
+                times = []
+                for _ in range(runs):
+                    all_ready(pool)
+                    inject(pool, fault)
+                    times.append(seconds(job))
+                row(f"next good result after {fault}, {kind}", times)
+
+
+# ---- a thousand mixed jobs -----------------------------------------------------------------------
+
+
+def gpu_mebibytes() -> int:
+    """MiB in use on the first GPU that CUDA sees, by all; 0 where nvidia-smi does not tell."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", first]
+    try:
+        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return 0
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def held() -> tuple[int, int, int]:
+    """Return the numbers of open files, children and threads."""
+    gc.collect()
+    children = [
+        stat for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == os.getpid()
+    ]
+    return len(os.listdir("/proc/self/fd")), len(children), threading.active_count()
+
+
+def parent_of(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it is gone
+        return 0
+
+
+def kill_one(pool: Pool) -> None:
+    """Kill a process that waits or works. A job that it had is answered as crashed: the one after
+    it must be right."""
+    state = pool.state()[0]
+    for pid in (state["ready"] + state["used"])[:1]:
+        os.kill(pid, signal.SIGKILL)
+    try:
         good(pool)
-        for name, source in FAULTS.items():
-            row(f"next good result after {name}, without", after(pool, source, runs, False))
+    except AssertionError:
+        good(pool)
+
+
+def mixed(count: int, seed: int) -> int:
+    """Print a line a kind of job, and what is left; return the number of wrong answers."""
+    rng = random.Random(seed)
+    before, gpu_before = held(), gpu_mebibytes()
+    seen: collections.Counter[str] = collections.Counter()
+    wrong: list[str] = []
+
+    def one(name: str) -> None:
+        jobs: dict[str, Callable[[Pool], Any]] = {
+            "good": good,
+            "good, a new source": lambda pool: good(pool, f"{GOOD}// {rng.random()}"),
+            "good, timed": timed,
+            "killed": kill_one,
+        }
+        try:
+            jobs.get(name, lambda pool: inject(pool, name))(pool)
+        except AssertionError as error:
+            wrong.append(f"{name}: {str(error)[:300]}")
+        seen[name] += 1
+
+    with Pool(devices=[0], timeout=1.0, spares=SPARES) as pool:
+        good(pool)
+        early, began = resident(), time.monotonic()
+        while sum(seen.values()) < count:
+            faulthandler.dump_traceback_later(HUNG_SECONDS, exit=True)
+            names = rng.choices(["good", "good, a new source", "good, timed"], [6, 2, 1], k=3)
+            names = [
+                rng.choice([*FAULTS, "killed"]) if rng.random() < 0.25 else name for name in names
+            ]
+            if rng.random() < 1 / 3:
+                threads = [threading.Thread(target=one, args=(name,)) for name in names]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            else:
+                for name in names:
+                    one(name)
+        faulthandler.cancel_dump_traceback_later()
+        took = time.monotonic() - began
+        good(pool)
+        late, state = resident(), pool.state()[0]
+    time.sleep(1.0)
+    after, gpu_after = held(), gpu_mebibytes()
+    for name, times in sorted(seen.items()):
+        print(f"{times:5}  {name}")
+    total = sum(seen.values())
+    print(
+        f"{total} jobs in {took:.0f} s, {total / took:.1f} a second, {len(wrong)} wrong; "
+        f"{state['faults']} faults, {state['started']} processes, set aside: {state['set_aside']}"
+    )
+    print(f"files, processes, threads: {before} before, {after} after")
+    print(f"host memory: {late - early:+} MiB; GPU: {gpu_after - gpu_before:+} MiB")
+    for line in wrong[:20]:
+        print("wrong:", line)
+    grown = max(late - early, gpu_after - gpu_before) > MEBIBYTES_LEFT
+    return len(wrong) + (before != after) + grown
+
+
+def main() -> int:
+    args = bench.parser(
+        __doc__,
+        ("--runs", 15, "N", "of each row"),
+        ("--jobs", 1000, "N", "mixed jobs"),
+        ("--seed", 0, "N", "of their order"),
+    ).parse_args()
+    costs(args.runs)
+    return int(mixed(args.jobs, args.seed) > 0)
 
 
 if __name__ == "__main__":

@@ -99,13 +99,11 @@ typedef struct nd_pinned_buffer nd_pinned_buffer; /* opaque; host memory that up
 typedef struct nd_module nd_module;               /* opaque; machine code of the user's own */
 typedef struct nd_kernel nd_kernel; /* opaque; a kernel of a module, and gone with it */
 
-/* Limits of a device on launches: numbers of a multiprocessor (sm_) and of a block, bytes for
- * shared memory. kept_shared is the system's own, of each block. */
+/* Limits of a device on launches: threads of a multiprocessor, registers and bytes of shared memory
+ * of a block. */
 typedef struct {
     int arch; /* 90 for sm_90 */
-    int processors;
-    int sm_threads, sm_blocks, sm_registers, sm_shared;
-    int block_registers, block_shared, kept_shared;
+    int processors, sm_threads, block_registers, block_shared;
     int64_t free_bytes; /* of the device's memory, right now */
 } nd_launch_limits;
 
@@ -176,6 +174,9 @@ typedef struct nd_backend {
     nd_status (*module_load)(int device, const void *code, nd_module **out); /* copies; new */
     nd_status (*module_kernel)(int device, nd_module *module, const char *symbol, nd_kernel **out);
     nd_status (*module_unload)(int device, nd_module *module);
+    /* Blocks of so many threads and bytes of dynamic shared memory that a multiprocessor holds. */
+    nd_status (*kernel_blocks)(int device, nd_kernel *kernel, int threads, uint32_t shared,
+                               int *out);
     nd_status (*kernel_launch)(int device, nd_kernel *kernel, const nd_launch *launch);
 
 #define EACH_OP(name) nd_status (*name)(int device, const name##_args *args);

@@ -360,6 +360,7 @@ nd_backend make_backend() {
     b.module_kernel = Guarded<cuda_module_kernel>::call;
     b.module_unload = Guarded<cuda_module_unload>::call;
     b.kernel_launch = Guarded<cuda_kernel_launch>::call;
+    b.kernel_blocks = Guarded<cuda_kernel_blocks>::call;
 #define EACH_OP(name) b.name = Guarded<call_##name>::call;
 #include "../csrc/ops.def"
     return b;

@@ -32,10 +32,7 @@ void cuda_fault_text(char *text, size_t size) {
         return;
     }
     const needle_fault f = *record;
-    char parameter[32] = "", index[64] = "", line[96] = "";
-    if (f.parameter >= 0) {
-        snprintf(parameter, sizeof parameter, "parameter %d", f.parameter);
-    }
+    char index[64] = "", line[96] = "";
     if (f.from_data) {
         snprintf(index, sizeof index, ": index %lld", f.index);
     }
@@ -43,9 +40,9 @@ void cuda_fault_text(char *text, size_t size) {
         snprintf(line, sizeof line, "; %.63s:%d", f.file, f.line);
     }
     snprintf(text, size,
-             ": %s%.23s: element %lld%s is outside of %lld (block %u,%u,%u, thread %u,%u,%u%s)",
-             parameter, f.operand, f.element, index, f.bound, f.block[0], f.block[1], f.block[2],
-             f.thread[0], f.thread[1], f.thread[2], line);
+             ": %.23s: element %lld%s is outside of %lld (block %u,%u,%u, thread %u,%u,%u%s)",
+             f.operand, f.element, index, f.bound, f.block[0], f.block[1], f.block[2], f.thread[0],
+             f.thread[1], f.thread[2], line);
 }
 
 #ifdef NEEDLE_DEBUG

@@ -4,8 +4,7 @@
  * kernel traps; cuda_error() adds it to the message of the fault. (The driver may drop what a
  * kernel printed before a trap.)
  *
- * Kernels that users compile with debug=True check by the types of needle/kernels/checked.py, in
- * any build. needle's own do in a debug build (NEEDLE_DEBUG=1); in others the macros are empty. An
+ * needle's kernels do so in a debug build (NEEDLE_DEBUG=1); in others the macros are empty. An
  * address in global memory must lie in an operand or the scratch of the op that runs (checked,
  * load16, store16, load_as, store_as, copy_async); an index that comes from data is compared with
  * its own bound (ND_CHECK_INDEX). Boxes of the copy engine are bounded by their tensor map; kernels
@@ -19,10 +18,8 @@
 
 #include "../csrc/backend.h"
 
-/* needle/kernels/checked.py has the same. */
 struct needle_fault {
     int found;     /* the rest is written */
-    int parameter; /* of a user's kernel; -1: operand has a name */
     int line;      /* of file; 0: unknown */
     int from_data; /* element is where the index was read, else the index itself */
     unsigned block[3], thread[3];
@@ -98,7 +95,6 @@ __device__ __forceinline__ void nd_fail(const char *operand, long long element, 
         }
         __trap();
     }
-    fault->parameter = -1;
     fault->line = line;
     fault->from_data = from_data;
     fault->block[0] = blockIdx.x, fault->block[1] = blockIdx.y, fault->block[2] = blockIdx.z;

@@ -93,6 +93,7 @@ nd_status cuda_module_load(int device, const void *code, nd_module **out);
 nd_status cuda_module_kernel(int device, nd_module *module, const char *symbol, nd_kernel **out);
 nd_status cuda_module_unload(int device, nd_module *module);
 nd_status cuda_kernel_launch(int device, nd_kernel *kernel, const nd_launch *launch);
+nd_status cuda_kernel_blocks(int device, nd_kernel *kernel, int threads, uint32_t shared, int *out);
 /* reset(): unload every module of the device. Under its lock, with nothing enqueued. */
 nd_status cuda_module_reset(int device);
 

@@ -15,14 +15,12 @@ struct nd_kernel {
     nd_kernel *next;
     size_t fixed_shared; /* static */
     size_t open_shared;  /* dynamic that a launch may have */
-    bool checked;        /* compiled with debug=True */
 };
 
 struct nd_module {
     cudaLibrary_t library;
     nd_kernel *kernels;
     bool leaving; /* to be unloaded */
-    bool checked; /* compiled with debug=True: it has a place for the record of a fault */
 };
 
 namespace {
@@ -59,6 +57,16 @@ nd_status unload_leaving(Device &d, bool all) {
     return status;
 }
 
+nd_status open_shared(const char *name, nd_kernel *kernel, uint32_t bytes) {
+    if (bytes > kernel->open_shared) {
+        CUDA_TRY(name,
+                 cudaFuncSetAttribute((const void *)kernel->handle,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        kernel->open_shared = bytes;
+    }
+    return ND_OK;
+}
+
 } // namespace
 
 nd_status cuda_launch_limits(int device, nd_launch_limits *out) {
@@ -69,12 +77,8 @@ nd_status cuda_launch_limits(int device, nd_launch_limits *out) {
     } asked[] = {
         {cudaDevAttrMultiProcessorCount, &out->processors},
         {cudaDevAttrMaxThreadsPerMultiProcessor, &out->sm_threads},
-        {cudaDevAttrMaxBlocksPerMultiprocessor, &out->sm_blocks},
-        {cudaDevAttrMaxRegistersPerMultiprocessor, &out->sm_registers},
-        {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &out->sm_shared},
         {cudaDevAttrMaxRegistersPerBlock, &out->block_registers},
         {cudaDevAttrMaxSharedMemoryPerBlockOptin, &out->block_shared},
-        {cudaDevAttrReservedSharedMemoryPerBlock, &out->kept_shared},
     };
     for (const auto &one : asked) {
         CUDA_TRY("launch_limits", cudaDeviceGetAttribute(one.to, one.attribute, device));
@@ -92,7 +96,7 @@ nd_status cuda_module_load(int device, const void *code, nd_module **out) {
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
     d.modules.reserve(d.modules.size() + 1); /* nothing may fail once the library is loaded */
-    nd_module *module = new (std::nothrow) nd_module{nullptr, nullptr, false, false};
+    nd_module *module = new (std::nothrow) nd_module{nullptr, nullptr, false};
     if (!module) {
         return nd_error(ND_EMEMORY, "module: out of host memory");
     }
@@ -103,18 +107,6 @@ nd_status cuda_module_load(int device, const void *code, nd_module **out) {
         return cuda_error("module", "cudaLibraryLoadData", error);
     }
     d.modules.push_back(module);
-    void *place = nullptr;
-    size_t size = 0;
-    if (cudaLibraryGetGlobal(&place, &size, module->library, "needle_fault_record") ==
-        cudaSuccess) {
-        needle_fault *record;
-        module->leaving = true; /* where it fails */
-        ND_TRY(cuda_fault_record("module", &record));
-        CUDA_TRY("module", cudaMemcpy(place, &record, sizeof record, cudaMemcpyHostToDevice));
-        module->leaving = false;
-        module->checked = true;
-    }
-    cudaGetLastError(); /* there is none in a module without checks */
     *out = module;
     return ND_OK;
 }
@@ -128,8 +120,8 @@ nd_status cuda_module_kernel(int device, nd_module *module, const char *symbol, 
     /* Asking for it also brings it onto the device, which a launch that is captured could not. */
     cudaFuncAttributes attributes;
     CUDA_TRY(symbol, cudaFuncGetAttributes(&attributes, (const void *)handle));
-    nd_kernel *kernel = new (std::nothrow)
-        nd_kernel{handle, module->kernels, attributes.sharedSizeBytes, 0, module->checked};
+    nd_kernel *kernel =
+        new (std::nothrow) nd_kernel{handle, module->kernels, attributes.sharedSizeBytes, 0};
     if (!kernel) {
         return nd_error(ND_EMEMORY, "module: out of host memory");
     }
@@ -143,13 +135,7 @@ nd_status cuda_module_kernel(int device, nd_module *module, const char *symbol, 
 nd_status cuda_kernel_launch(int device, nd_kernel *kernel, const nd_launch *launch) {
     Exclusive call;
     ND_TRY(call.begin(device));
-    const void *function = (const void *)kernel->handle;
-    if (launch->shared > kernel->open_shared) {
-        CUDA_TRY(launch->name,
-                 cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      (int)launch->shared));
-        kernel->open_shared = launch->shared;
-    }
+    ND_TRY(open_shared(launch->name, kernel, launch->shared));
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(launch->grid[0], launch->grid[1], launch->grid[2]);
@@ -169,10 +155,18 @@ nd_status cuda_kernel_launch(int device, nd_kernel *kernel, const nd_launch *lau
         cooperative->id = cudaLaunchAttributeCooperative;
         cooperative->val.cooperative = 1;
     }
-    CUDA_TRY(launch->name, cudaLaunchKernelExC(&config, function, launch->arguments));
-    if (kernel->checked && !cuda_is_capturing(device)) { /* so that the fault has its name */
-        CUDA_TRY(launch->name, cudaStreamSynchronize(config.stream));
-    }
+    CUDA_TRY(launch->name,
+             cudaLaunchKernelExC(&config, (const void *)kernel->handle, launch->arguments));
+    return ND_OK;
+}
+
+nd_status cuda_kernel_blocks(int device, nd_kernel *kernel, int threads, uint32_t shared,
+                             int *out) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    ND_TRY(open_shared("occupancy", kernel, shared));
+    CUDA_TRY("occupancy", cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                              out, (const void *)kernel->handle, threads, shared));
     return ND_OK;
 }
 

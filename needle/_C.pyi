@@ -76,6 +76,7 @@ class Kernel:
         cluster: int | Sequence[int] | None = None,
         cooperative: bool = False,
     ) -> None: ...
+    def blocks(self, threads: int, shared: int, /) -> int: ...
 
 @final
 class Parameters:

@@ -130,11 +130,9 @@ static PyObject *device_limits(PyObject *self, PyObject *unused) {
     if (nd_check("limits", device, ND_CALL(device, launch_limits, &l)) < 0) {
         return NULL;
     }
-    return Py_BuildValue("{si si si si si si si si si sL}", "arch", l.arch, "processors",
-                         l.processors, "sm_threads", l.sm_threads, "sm_blocks", l.sm_blocks,
-                         "sm_registers", l.sm_registers, "sm_shared", l.sm_shared,
-                         "block_registers", l.block_registers, "block_shared", l.block_shared,
-                         "kept_shared", l.kept_shared, "free_bytes", (long long)l.free_bytes);
+    return Py_BuildValue("{si si si si si sL}", "arch", l.arch, "processors", l.processors,
+                         "sm_threads", l.sm_threads, "block_registers", l.block_registers,
+                         "block_shared", l.block_shared, "free_bytes", (long long)l.free_bytes);
 }
 
 static PyObject *device_name(PyObject *self, void *closure) {
@@ -192,7 +190,7 @@ static PyMethodDef device_methods[] = {
      "properties($self)\n--\n\nname, total_bytes, processors, arch, detail, products, uuid."},
     {"limits", device_limits, METH_NOARGS,
      "limits($self)\n--\n\nWhat a kernel of one's own may ask for: arch, processors, sm_threads, "
-     "sm_blocks, sm_registers, sm_shared, block_registers, block_shared, kept_shared, free_bytes."},
+     "block_registers, block_shared, free_bytes."},
     {"memory_stats", device_memory_stats, METH_NOARGS,
      "memory_stats($self)\n--\n\nlive_bytes (in arrays), peak_bytes (the most since reset_peak()), "
      "reserved_bytes (held by the pool)."},

@@ -283,8 +283,30 @@ static PyObject *kernel_call(PyObject *object, PyObject *arguments, PyObject *ke
     return good < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *kernel_blocks(PyObject *object, PyObject *arguments) {
+    KernelObject *self = (KernelObject *)object;
+    int threads, blocks;
+    unsigned shared;
+    if (!PyArg_ParseTuple(arguments, "iI:blocks", &threads, &shared) || nd_handle_check(self) < 0) {
+        return NULL;
+    }
+    nd_status status =
+        ND_CALL(self->head.device, kernel_blocks, self->kernel, threads, shared, &blocks);
+    if (nd_check(nd_parameters_name(self->parameters), self->head.device, status) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLong(blocks);
+}
+
+static PyMethodDef kernel_methods[] = {
+    {"blocks", kernel_blocks, METH_VARARGS,
+     "blocks($self, threads, shared, /)\n--\n\nBlocks of so many threads and bytes of dynamic "
+     "shared memory that a multiprocessor holds."},
+    {NULL, NULL, 0, NULL},
+};
+
 ND_HANDLE_TYPE(
     Kernel, kernel, Py_TPFLAGS_BASETYPE,
     "Kernel(owner, symbol, parameters)\n--\n\nA kernel of a Module. A class that derives "
     "from it has admit(grid, block, shared, cluster, cooperative).",
-    {Py_tp_call, kernel_call}, )
+    {Py_tp_call, kernel_call}, {Py_tp_methods, kernel_methods}, )

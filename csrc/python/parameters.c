@@ -32,13 +32,6 @@ static const char *const kind_names[NUM_TAKES] = {
 };
 
 #define ANY_DTYPE (-1)
-/* A pointer of a kernel with checks: needle::checked of needle/kernels/checked.py. The first
- * member is the address, all that a plain pointer is. */
-typedef struct {
-    const void *at, *low, *high;
-    int64_t parameter;
-} checked_pointer;
-
 #define MOST_BYTES 32764 /* of all parameters of a kernel */
 
 typedef struct {
@@ -83,7 +76,7 @@ static int read_parameter(PyObject *object, Py_ssize_t index, parameter *p) {
     }
     p->kind = (takes)at;
     bool number = p->kind == TAKES_int || p->kind == TAKES_uint;
-    bool fits = p->kind == TAKES_array   ? p->size == 8 || p->size == sizeof(checked_pointer)
+    bool fits = p->kind == TAKES_array   ? p->size == 8
                 : p->kind == TAKES_float ? p->size == 2 || p->size == 4 || p->size == 8
                 : p->kind == TAKES_bool  ? p->size == 1
                 : number ? p->size == 1 || p->size == 2 || p->size == 4 || p->size == 8
@@ -215,10 +208,7 @@ static int take_array(const place *w, PyObject *array, char *to) {
                      "it with .copy()",
                      (size_t)((uintptr_t)a->data % (uintptr_t)p->alignment), p->alignment);
     }
-    const char *data = a->data;
-    size_t bytes = (size_t)nd_size(a) * nd_dtype_size(a->dtype);
-    const checked_pointer pointer = {data, data, data + bytes, w->index};
-    memcpy(to, &pointer, (size_t)p->size);
+    memcpy(to, &a->data, (size_t)p->size);
     return 0;
 }
 

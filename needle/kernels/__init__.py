@@ -2,7 +2,7 @@
 
     module = ndl.kernels.compile(source, entries=["scale<float>"])   # CompileError: the log
     kernel = module["scale<float>"]      # .signature .registers .shared_bytes .local_bytes
-    kernel.check(grid, block)            # occupancy, and what limits it
+    kernel.check(grid, block)            # registers, shared memory, occupancy
     kernel(grid, block, x, y, 2.0)       # in needle's stream; in a Graph too
 
 A fault inside a kernel is the end of the process, unless it runs in one of its own:
@@ -21,10 +21,11 @@ from typing import overload
 from needle._C import Device, cuda
 from needle.kernels.compile import Compiled, CompileError, Entry, build
 from needle.kernels.kernel import Kernel, Module, arch_of, load
+from needle.kernels.kernelbench import KernelExecResult, Problem
 from needle.kernels.limits import LaunchError, LaunchReport
 from needle.kernels.pool import Pool, Result
 from needle.kernels.timing import Timing
-from needle.kernels.values import Case, InOut, Out, Random
+from needle.kernels.values import Case, InOut, Out, Random, Reference
 
 __all__ = [
     "Case",
@@ -33,12 +34,15 @@ __all__ = [
     "Entry",
     "InOut",
     "Kernel",
+    "KernelExecResult",
     "LaunchError",
     "LaunchReport",
     "Module",
     "Out",
     "Pool",
+    "Problem",
     "Random",
+    "Reference",
     "Result",
     "Timing",
     "build",
@@ -55,7 +59,6 @@ def compile(
     *,
     arch: str,
     options: Sequence[str] = ...,
-    debug: bool = ...,
 ) -> Compiled: ...
 @overload
 def compile(
@@ -64,7 +67,6 @@ def compile(
     device: Device | None = ...,
     arch: str | None = ...,
     options: Sequence[str] = ...,
-    debug: bool = ...,
 ) -> Module: ...
 def compile(
     source: str,
@@ -72,7 +74,6 @@ def compile(
     device: Device | None = None,
     arch: str | None = None,
     options: Sequence[str] = (),
-    debug: bool = False,
 ) -> Module | Compiled:
     """Compile CUDA C++ and load it on a device, by default cuda().
 
@@ -80,11 +81,9 @@ def compile(
     (`scale<__nv_bfloat16>`), none: every kernel that is no template; options: more for NVRTC, such
     as "-DTILE=64", "-I/my/headers". arch: "90a" instead of the device's own; an arch without a
     device needs no GPU: the kernels can be inspected and checked for that architecture, and are
-    not loaded. debug: check the bounds of arrays in each access (docs/kernels.md); a fault then
-    names kernel, parameter and element. CompileError has the compiler's log, with the lines of
-    `source`.
+    not loaded. CompileError has the compiler's log, with the lines of `source`.
     """
     if arch is not None and device is None:
-        return build(source, entries, arch, options, debug)
+        return build(source, entries, arch, options)
     device = cuda() if device is None else device
-    return load(build(source, entries, arch or arch_of(device), options, debug), device)
+    return load(build(source, entries, arch or arch_of(device), options), device)

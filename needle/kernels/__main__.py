@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import ipaddress
 import logging
-import logging.handlers
+import socket
 import sys
 from collections.abc import Sequence
 
 from needle.arguments import Parser, number, path, whole
 from needle.files import read_secret, settings_file
-from needle.kernels import access, landlock
-from needle.kernels.access import AccessError
-from needle.kernels.pool import Pool
+from needle.kernels.pool import NO_GPU, Pool
 from needle.kernels.values import Out
 from needle.processes import program
 
@@ -21,42 +19,25 @@ WARNING = (
     "Compiling and running CUDA is running arbitrary code: a client with the token can do here "
     "what this user can."
 )
-LOG_BYTES, LOGS_KEPT = 16 << 20, 4
 FIRST_KERNEL = "__global__ void one(float *x) { *x = 1.0f; }"
 
 
 def devices(text: str) -> list[int]:
-    return [whole(0, 1023)(part) for part in text.split(",")]
+    return [] if text == "cpu" else [whole(0, 1023)(part) for part in text.split(",")]
 
 
-# Flags with a value: name, type, default, metavar, help.
+# Flags: name, type, default, metavar, help.
 SIZE = whole(1, 1 << 40)
 FLAGS = (
     ("host", str, "127.0.0.1", "NAME", "address, of loopback"),
     ("port", whole(0, 65535), 18188, "N", "0: any"),
-    ("token-file", path, settings_file("token"), "FILE", "of mode 0600; made if it is not there"),
-    (
-        "log",
-        path,
-        None,
-        "FILE",
-        f"besides standard error; {LOG_BYTES >> 20} MiB, and {LOGS_KEPT} older files",
-    ),
-    ("devices", devices, None, "N,N", "GPUs; without it all"),
+    ("token-file", path, None, "FILE", "of mode 0600; made once (default: ~/.config/needle/token)"),
+    ("devices", devices, None, "N,N", "GPUs; without it all; cpu: none, for KernelBench's form"),
     ("timeout", number(0.01, 3600), 10.0, "SECONDS", "that a launch may take"),
-    (
-        "job-seconds",
-        number(0.01, 86400),
-        300.0,
-        "SECONDS",
-        "after which no further launch of a job starts",
-    ),
-    ("memory", SIZE, None, "BYTES", "of device memory that a job may take"),
+    ("spares", whole(0, 64), 1, "N", "processes that wait on each GPU, beyond the one that works"),
+    ("memory", SIZE, None, "BYTES", "of device memory that a job's arrays may take"),
     ("queue", whole(0, 10000), 16, "N", "jobs that may wait"),
-    ("max-body-bytes", SIZE, 64 << 20, "N", "of a request, and of arrays that are sent back"),
-    ("max-source-bytes", SIZE, 256 << 10, "N", "of a source"),
-    ("max-array-bytes", SIZE, 256 << 20, "N", "of all arrays of a job"),
-    ("drain-seconds", number(0, 3600), 15.0, "SECONDS", "that running jobs have after SIGTERM"),
+    ("max-body-bytes", SIZE, 64 << 20, "N", "of a request"),
 )
 
 
@@ -69,20 +50,19 @@ def parser() -> argparse.ArgumentParser:
     for name, kind, default, metavar, text in FLAGS:
         text += "" if default is None else " (default: %(default)s)"
         own.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
-    own.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further name by which clients call this service; may be repeated",
-    )
-    own.add_argument(
-        "--fresh",
-        choices=("fault", "job"),
-        default="fault",
-        help="a new process after each (default: %(default)s)",
-    )
     return top
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. ValueError if other machines could connect."""
+    address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if not ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback:
+        raise ValueError(
+            f"--host {host} ({address[4][0]}) lets in other machines, and each client with the "
+            f"token runs code here: leave the service on loopback, and reach it by ssh -L {port}:"
+            f"127.0.0.1:{port} THIS-MACHINE, or through a proxy that has TLS"
+        )
+    return socket.create_server(address[4], family=address[0])
 
 
 def check(pool: Pool) -> None:
@@ -96,64 +76,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return start(args)
-    except (RuntimeError, ValueError) as error:  # AccessError and FileError too
+    except (RuntimeError, ValueError, OSError) as error:  # FileError too
         print(f"needle: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before it is ready
-        return 130
 
 
 def start(args: argparse.Namespace) -> int:
     try:
-        from needle.kernels.serve import Lines, RequestLimits, Service, log, serve
+        from aiohttp import web
+
+        from needle.kernels.serve import Service
     except ImportError as error:
         raise RuntimeError(
             f"the service needs aiohttp and msgspec ({error}): pip install aiohttp msgspec"
         ) from None
-    landlock.version()
-    with access.listen(args.host, args.port) as sock:
-        lines = [Lines(logging.StreamHandler())]
-        if args.log is not None:
-            try:
-                file = logging.handlers.RotatingFileHandler(args.log, "a", LOG_BYTES, LOGS_KEPT)
-            except OSError as error:
-                raise AccessError(f"--log {args.log}: {error.strerror}") from None
-            lines.append(Lines(file))
-        token = read_secret(args.token_file, "token")
-        log.setLevel(logging.INFO)
-        for logger in (log, logging.getLogger("asyncio")):
-            logger.handlers += lines
-        access.raise_limit()
-        print(WARNING)
-        with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    token_file = args.token_file or settings_file("token")
+    token = read_secret(token_file, "token")
+    print(WARNING)
+    with (
+        listen(args.host, args.port) as sock,
+        Pool(args.devices, args.timeout, args.memory, args.spares) as pool,
+    ):
+        if NO_GPU not in pool.devices:
             check(pool)
-            count = len(pool.state())
-            host, port = sock.getsockname()[:2]
-            where = f"[{host}]" if ":" in host else host
-
-            def ready() -> None:
-                print(f"listening on http://{where}:{port}, token in {args.token_file}", flush=True)
-
-            async def run() -> None:
-                service = Service(
-                    pool,
-                    token,
-                    access.names_of(args.host, args.allow_host),
-                    RequestLimits(
-                        args.max_body_bytes,
-                        args.max_source_bytes,
-                        args.max_array_bytes,
-                        args.job_seconds,
-                    ),
-                    args.queue,
-                    count,
-                    access.room(count),
-                )
-                await serve(service, sock, args.drain_seconds, ready)
-
-            asyncio.run(run())
-        for one in lines:
-            one.flush_within(1.0)
+        host, port = sock.getsockname()[:2]
+        where = f"[{host}]" if ":" in host else host
+        print(f"listening on http://{where}:{port}, token in {token_file}", flush=True)
+        service = Service(pool, token, args.max_body_bytes, args.queue)
+        web.run_app(service.app, sock=sock, print=None, access_log=None)
     return 0
 
 

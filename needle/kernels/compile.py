@@ -19,16 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from needle.kernels import checked, limits
+from needle.kernels import limits
 from needle.kernels.limits import LaunchReport, Resources, Size
-from needle.kernels.signature import (
-    POINTER_BYTES,
-    Layout,
-    Parameter,
-    Signature,
-    demangle,
-    short_name,
-)
+from needle.kernels.signature import Layout, Parameter, Signature, demangle, short_name
 from needle.kernels.toolkit import Toolkit, find_toolkit
 
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
@@ -109,16 +102,11 @@ class Entry(Resources):
         """Return it with the types of a declaration, "const float*, int", for a kernel that is
         `extern "C"`. ValueError if the count, a size or a type of the symbol differs."""
         own = self.signature.parameters
-        layout = [(p.offset, POINTER_BYTES if p.kind == "array" else p.size) for p in own]
+        layout = [(p.offset, p.size) for p in own]
         new = Signature.declared(self.signature.name, signature, layout)
-        both = [
-            (ours, dataclasses.replace(theirs, size=ours.size))
-            for ours, theirs in zip(own, new.parameters)
-        ]
-        for ours, theirs in both:
+        for ours, theirs in zip(own, new.parameters):
             if ours.kind != "unknown" and dataclasses.replace(ours, type=theirs.type) != theirs:
                 raise ValueError(f"{new} is declared, but the source says {self.signature}")
-        new = Signature(new.name, tuple(theirs for _, theirs in both))
         return dataclasses.replace(self, signature=new)
 
     def check(
@@ -129,7 +117,7 @@ class Entry(Resources):
         cluster: Size | None = None,
         cooperative: bool = False,
     ) -> LaunchReport:
-        """Check a launch for the architecture of the code. Return its occupancy. LaunchError names
+        """Check a launch by what holds on every GPU of the code's architecture. LaunchError names
         the limit."""
         where = limits.of_arch(self.arch)
         return limits.check(self, where, grid, block, shared, cluster, cooperative)
@@ -192,7 +180,6 @@ def build(
     entries: str | Sequence[str] = (),
     arch: str | int = "90a",
     options: Sequence[str] = (),
-    debug: bool = False,
 ) -> Compiled:
     """Compile CUDA C++ for an architecture.
 
@@ -200,8 +187,7 @@ def build(
     them, `scale<__nv_bfloat16>` makes the template so; none: every kernel that is no template.
     options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". The same
     source, entries, arch and options are compiled once a process, unless they read other headers
-    than the toolkit's (-I, #include "mine.h"), which may have changed. debug: check the bounds of
-    arrays (needle.kernels.checked); the log names the pointers that are not checked.
+    than the toolkit's (-I, #include "mine.h"), which may have changed.
     CompileError has the log, with the lines of `source`; RuntimeError: there is no NVRTC.
     """
     if not isinstance(source, str):
@@ -210,25 +196,13 @@ def build(
     if isinstance(options, str):
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
     more = _texts("options", options)
-    reads = READING_LINE.search(source) or any(map(READING_OPTION.match, more))
-    make = _build if reads else _build_once
-    if not debug:
-        return make(source, names, limits.parse_arch(arch), more)
-    try:
-        made = make(checked.with_checks(source, SOURCE), names, limits.parse_arch(arch), more)
-    except CompileError as error:
-        make(source, names, limits.parse_arch(arch), more)  # its own errors, if it has some
-        raise CompileError(f"{SOURCE} {checked.HINT}:", error.log) from None
-    return dataclasses.replace(made, log=f"{made.log}\n{_unchecked(made)}".strip())
+    make = _build if reads_files(source, more) else _build_once
+    return make(source, names, limits.parse_arch(arch), more)
 
 
-def _unchecked(made: Compiled) -> str:
-    return "\n".join(
-        f"{SOURCE}: {name}: parameter {number} ({parameter}) is not checked"
-        for name, entry in made.entries.items()
-        for number, parameter in enumerate(entry.signature.parameters)
-        if parameter.kind == "array" and parameter.size == POINTER_BYTES
-    )
+def reads_files(source: str, options: Sequence[str] = ()) -> bool:
+    """True if other files than the toolkit's headers may be read."""
+    return bool(READING_LINE.search(source)) or any(map(READING_OPTION.match, options))
 
 
 def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -338,8 +312,7 @@ def _own_names(found: Iterable[str]) -> dict[str, str]:
     whole = {}
     for name, symbols in names.items():
         for symbol in symbols:
-            spelled = checked.NAME.sub(r"\1*", str(demangle(symbol)))
-            whole[name if len(symbols) == 1 else spelled] = symbol
+            whole[name if len(symbols) == 1 else str(demangle(symbol))] = symbol
     return whole
 
 
@@ -379,7 +352,6 @@ def _resources(ptx: str, log: str) -> dict[str, tuple[Layout, dict[str, Any]]]:
                 "max_threads": most[0] * most[1] * most[2] if most else limits.BLOCK_THREADS,
                 "block": sizes("reqntid"),
                 "cluster": sizes("reqnctapercluster"),
-                "barriers": reported("barriers"),
             },
         )
     return found

@@ -52,16 +52,10 @@ class Kernel(_C.Kernel):
     ) -> LaunchReport:
         """Check a launch against this device. Return its occupancy. LaunchError names the limit,
         with both numbers and the remedy."""
-        return limits.check(
-            self.entry,
-            limits.of_device(self.device),
-            grid,
-            block,
-            shared,
-            cluster,
-            cooperative,
-            held_local=_held_local.get(self.device, limits.OPEN_LOCAL),
-        )
+        where = limits.Limits(str(self.device), **self.device.limits())
+        held = _held_local.get(self.device, limits.OPEN_LOCAL)
+        way = grid, block, shared, cluster, cooperative
+        return limits.check(self.entry, where, *way, self.blocks, held)
 
     def admit(
         self, grid: Size, block: Size, shared: int, cluster: Size | None, cooperative: bool

@@ -1,119 +1,134 @@
-"""A launch as the pool sends it to a runner: machine code, numbers, arrays in a guarded buffer."""
+"""A launch as the pool sends it to a process, and the comparison of its outputs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from needle._C import NDArray
-from needle.kernels import guard
-from needle.kernels.compile import Compiled, Entry
-from needle.kernels.guard import Place
+from needle.kernels.compile import Entry
+from needle.kernels.guard import itemsize
 from needle.kernels.limits import Size, whole_numbers
-from needle.kernels.values import Case, InOut, Out, host_array, readable, whole
-
-
-@dataclass(frozen=True)
-class Code:
-    """A kernel as the compiler's process returned it, by the name that was asked for. allocates: it
-    may leave allocations in the heap of its context."""
-
-    name: str
-    block: bytes  # Compiled.pack()
-    entry: Entry
-    allocates: bool
-
-    @staticmethod
-    def unpack(name: str, block: bytes) -> Code:
-        compiled = Compiled.unpack(block)
-        return Code(name, block, compiled[name], b"\0malloc\0" in compiled.cubin)
-
-    @property
-    def resources(self) -> dict[str, Any]:
-        names = ("registers", "shared_bytes", "local_bytes", "max_threads")
-        return {name: getattr(self.entry, name) for name in names}
+from needle.kernels.messages import Message
+from needle.kernels.values import (
+    Case,
+    InOut,
+    Out,
+    Tolerance,
+    difference,
+    host_array,
+    readable,
+    whole,
+)
 
 
 class Launch:
-    """A launch with its arguments: the message for a runner, and reading of the outputs.
-    TypeError and ValueError for arguments that cannot be sent."""
+    """A case with its arrays drawn. TypeError and ValueError for arguments that cannot be sent.
 
-    def __init__(self, code: Code, case: Case) -> None:
-        self.code, self.case = code, case
-        self.numbers: list[dict[str, Any] | None] = []  # None: an array
-        self.values: list[np.ndarray | None] = []  # of each array; None: an Out
-        described, parameters = [], code.entry.signature.parameters
+    Attributes: arrays (those that are sent), nbytes (of all), written (bytes of the Outs), outputs
+    (name, dtype, shape of each array that comes back, once there was a `message`).
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.dtypes: list[str] = []
+        self.arrays: list[np.ndarray] = []
+        self.plain: list[Message | None] = []  # of each argument; None: an array
+        self.written = 0
         for number, value in enumerate(case.args):
-            if not isinstance(value, (Out, InOut, np.ndarray, NDArray)):
-                self.numbers.append(_plain(number, value))
-                continue
-            self.numbers.append(None)
-            known = parameters[number] if number < len(parameters) else None
-            name = f"args[{number}]" + (f" ({known.type})" if known and known.type else "")
+            is_array = isinstance(value, (Out, InOut, np.ndarray, NDArray))
+            self.plain.append(None if is_array else _plain(number, value))
             if isinstance(value, Out):
-                described.append((name, value.dtype, value.shape, "out"))
-                self.values.append(None)
-                continue
-            try:
-                dtype, array = host_array(getattr(value, "array", value))
-            except TypeError as error:
-                raise TypeError(f"{name}: {error}") from None
-            if isinstance(value, InOut) or (known and known.written):
-                role = "inout"
-            else:
-                role = "in" if known is None or known.kind == "unknown" else "const"
-            described.append((name, dtype, array.shape, role))
-            self.values.append(array)
-        self.places, self.size = guard.lay_out(described)
-        self.message = {
-            "entry": code.name,
+                self.written += math.prod(value.shape) * itemsize(value.dtype)
+            elif is_array:
+                try:
+                    dtype, array = host_array(getattr(value, "array", value))
+                except TypeError as error:
+                    raise TypeError(f"args[{number}]: {error}") from None
+                self.dtypes.append(dtype)
+                self.arrays.append(array)
+        self.nbytes = self.written + sum(array.nbytes for array in self.arrays)
+        self.way: Message = {
             "grid": _sizes("grid", case.grid),
             "block": _sizes("block", case.block),
             "shared": whole("shared", case.shared, -(2**63)),
-            "local_bytes": code.entry.local_bytes,
-            "arguments": self.numbers,
-            "places": [asdict(place) for place in self.places],
+            "arguments": self.plain,
         }
 
-    @property
-    def outputs(self) -> list[Place]:
-        return [place for place in self.places if place.returned]
+    def message(self, entry: Entry) -> Message:
+        """Return the launch of a kernel, whose signature shows which arrays it writes."""
+        places, given = [], iter(zip(self.dtypes, self.arrays))
+        known = entry.signature.parameters
+        for number, value in enumerate(self.case.args):
+            if self.plain[number] is not None:
+                continue
+            parameter = known[number] if number < len(known) else None
+            name = f"args[{number}]" + (f" ({parameter})" if parameter else "")
+            if isinstance(value, Out):
+                places.append((name, value.dtype, value.shape, "out"))
+                continue
+            dtype, array = next(given)
+            role = "in" if parameter is None or parameter.kind == "unknown" else "const"
+            if isinstance(value, InOut) or (parameter and parameter.written):
+                role = "inout"
+            places.append((name, dtype, array.shape, role))
+        self.outputs = [place[:3] for place in places if place[3] in ("out", "inout")]
+        return {**self.way, "places": places}
 
-    def shares_with(self, other: Launch) -> bool:
-        """True if an input array is the same in both."""
-        return any(
-            np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
-            for a, b in zip(self.values, other.values)
-            if a is not None and b is not None and a.size
-        )
-
-    def fill(self, memory: np.ndarray) -> None:
-        guard.poison(memory, self.places)
-        for place, array in zip(self.places, self.values):
-            if array is not None:
-                place.array_of(memory)[...] = array
-
-    def read(self, memory: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return copies of the outputs; bfloat16 as float32."""
-        return tuple(readable(place.dtype, place.array_of(memory)) for place in self.outputs)
+    def read(self, blocks: list[bytes]) -> tuple[np.ndarray, ...]:
+        """Return the outputs that a process sent; bfloat16 as float32."""
+        found = []
+        for block, (_, dtype, shape) in zip(blocks, self.outputs):
+            flat = np.frombuffer(block, "uint16" if dtype == "bfloat16" else dtype)
+            found.append(readable(dtype, flat).reshape(shape))
+        return tuple(found)
 
     def inputs(self) -> list[Any]:
         """Return copies of the arguments without Out, as a reference takes them."""
-        arrays = iter(zip(self.places, self.values))
-        found = []
-        for number, value in zip(self.numbers, self.case.args):
-            if number is not None:
-                found.append(value)
-                continue
-            place, array = next(arrays)
-            if array is not None:
-                found.append(readable(place.dtype, array))
-        return found
+        given = iter(zip(self.dtypes, self.arrays))
+        return [
+            value if plain is not None else readable(*next(given))
+            for plain, value in zip(self.plain, self.case.args)
+            if not isinstance(value, Out)
+        ]
+
+    def right(self, reference: Any) -> list[np.ndarray]:
+        """Return the outputs that a reference gives, a function or the outputs themselves."""
+        if callable(reference):
+            reference = reference(*self.inputs())
+        single = isinstance(reference, (np.ndarray, np.generic, NDArray))
+        if not single and not isinstance(reference, Iterable):
+            said = "reference: must give an array, or several, one for each output, not "
+            raise TypeError(f"{said}{type(reference).__name__}")
+        found = [reference] if single else list(reference)
+        names = [name for name, _, _ in self.outputs]
+        if len(found) != len(names):
+            said = f"reference: gave {len(found)} outputs, and the kernel has {len(names)}: "
+            raise ValueError(f"{said}{', '.join(names) or 'none'}")
+        return [np.asarray(array) for array in found]
+
+    def compared(
+        self, outputs: Sequence[np.ndarray], right: Sequence[np.ndarray], tolerance: Tolerance
+    ) -> str | None:
+        """Describe the first output that differs."""
+        for (name, dtype, _), got, expected in zip(self.outputs, outputs, right):
+            wrong = difference(got, expected, dtype, tolerance)
+            if wrong is not None:
+                return f"{name}: {wrong}"
+        return None
+
+    def shares_with(self, other: Launch) -> bool:
+        """True if an input array is the same in both."""
+        pairs = zip(self.arrays, other.arrays)
+        return any(
+            a.size and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc") for a, b in pairs
+        )
 
 
-def _plain(number: int, value: Any) -> dict[str, Any]:
+def _plain(number: int, value: Any) -> Message:
     if isinstance(value, (bytes, np.void)):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
@@ -127,7 +142,7 @@ def _plain(number: int, value: Any) -> dict[str, Any]:
 
 
 def _sizes(what: str, size: Size) -> list[int]:
-    """Return a size as JSON. The runner checks it against the device."""
+    """Return a size as JSON. The process checks it against the device."""
     sizes = whole_numbers(what, size)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(f"{what}: must be a whole number or 1 to 3 of them, not {len(sizes):,}")

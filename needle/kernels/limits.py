@@ -1,10 +1,7 @@
-"""Limits of a GPU, and the check of a launch against them, with both numbers and a remedy.
+"""The check of a launch against the kernel and its GPU, with both numbers and a remedy.
 
-The limits of a named architecture are those of the CUDA programming guide (compute capabilities,
-technical specifications); a device has its own. The number of resident blocks is
-computed as by NVIDIA's `cuda_occupancy.h`: threads in warps of 32; registers by the warp in units
-of 256, in four partitions; shared memory in units of 128 bytes, with what the system keeps of each
-block; barriers; and blocks. So compiling and checking need no GPU.
+Registers and shared memory of a kernel come from ptxas' report, so the check needs no GPU. On one
+the limits are the device's own, and resident blocks are counted by the driver.
 """
 
 from __future__ import annotations
@@ -12,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from needle._C import CudaError, Device
+from needle._C import CudaError
 
 Size = int | Sequence[int]  # of a grid, block or cluster: x, (x,), (x, y) or (x, y, z)
 
@@ -25,37 +21,8 @@ BLOCK_THREADS, BLOCK_SIZES = 1024, (1024, 1024, 64)
 GRID_SIZES = (2**31 - 1, 65535, 65535)
 CLUSTER_BLOCKS = 8  # of every GPU that has clusters; more needs a promise that needle does not ask
 CLUSTER_ARCH = 90
-REGISTERS = 65536  # of a block, and of a multiprocessor
-REGISTER_UNIT, PARTITIONS = 256, 4
-KEPT_SHARED = 1024  # of each block, the system's own, from 8.0 on
 OPEN_LOCAL = 1024  # bytes of local memory a thread that each context holds from the start
-
-
-@dataclass(frozen=True)
-class Arch:
-    """A row of the guide's table; shared memory in KiB."""
-
-    blocks: int  # resident on a multiprocessor
-    threads: int
-    shared: int  # of a multiprocessor
-    block_shared: int  # of a block, opted in
-    barriers: int  # of a multiprocessor, for each block that it can hold; 0: no limit
-
-
-ARCHS = {
-    75: Arch(16, 1024, 64, 64, 0),
-    80: Arch(32, 2048, 164, 163, 0),
-    86: Arch(16, 1536, 100, 99, 0),
-    87: Arch(16, 1536, 164, 163, 0),
-    88: Arch(16, 1536, 100, 99, 0),  # not in the guide: of cuda_occupancy.h, and as ptxas counts
-    89: Arch(24, 1536, 100, 99, 0),
-    90: Arch(32, 2048, 228, 227, 2),
-    100: Arch(32, 2048, 228, 227, 2),
-    103: Arch(32, 2048, 228, 227, 1),  # barriers of CUDA 13.5's cuda_occupancy.h; 13.0's had 2
-    110: Arch(24, 1536, 228, 227, 1),
-    120: Arch(24, 1536, 100, 99, 1),
-    121: Arch(24, 1536, 100, 99, 1),
-}
+REGISTER_UNIT, PARTITIONS = 256, 4  # registers of a warp; warps in fours
 
 
 class LaunchError(CudaError):
@@ -66,8 +33,8 @@ class LaunchError(CudaError):
 @dataclass(frozen=True)
 class Resources:
     """Needs of a kernel. registers, local_bytes (stack and spilled registers): of a thread;
-    shared_bytes (static), max_threads (__launch_bounds__), barriers: of a block; block, cluster:
-    sizes that the source fixes."""
+    shared_bytes (static), max_threads (__launch_bounds__): of a block; block, cluster: sizes that
+    the source fixes."""
 
     name: str
     registers: int = 0
@@ -76,67 +43,54 @@ class Resources:
     max_threads: int = BLOCK_THREADS
     block: tuple[int, int, int] | None = None
     cluster: tuple[int, int, int] | None = None
-    barriers: int = 0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one GPU, or of every GPU of an architecture: bytes, and numbers a multiprocessor
-    (`sm_`) or a block. processors and free_bytes: None for an architecture."""
+    """Limits of one GPU, as `device.limits()` has them; of an architecture alone, those that hold
+    for every GPU."""
 
     where: str
     arch: int  # 90 for compute capability 9.0
-    sm_threads: int
-    sm_blocks: int
-    sm_registers: int
-    sm_shared: int
-    block_registers: int
-    block_shared: int
-    kept_shared: int
-    sm_barriers: int
-    processors: int | None = None
-    free_bytes: int | None = None
+    processors: int = 0
+    sm_threads: int = 0  # of a multiprocessor
+    block_registers: int = 65536
+    block_shared: int | None = None
+    free_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """A launch that fits. blocks_per_sm: resident blocks of a multiprocessor, the least of
-    `allowed`, the number by each resource; limiter: that resource; occupancy: resident threads, in
-    warps, of all that it could hold; resident: blocks on the whole device, None without one.
-    shared_bytes: of a block, static and dynamic; local_bytes and registers: of a thread."""
+    """A launch that fits. shared_bytes: of a block, static and dynamic; registers, local_bytes: of
+    a thread. On a device blocks_per_sm: blocks that a multiprocessor holds at once, by the driver;
+    occupancy: their threads, in warps, of all that it could hold; resident: blocks on the whole
+    device. None without one."""
 
     kernel: str
     where: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     threads: int
-    blocks_per_sm: int
-    occupancy: float
-    limiter: str
-    allowed: dict[str, int]
     registers: int
     shared_bytes: int
     local_bytes: int
     cluster: tuple[int, int, int] | None = None
     cooperative: bool = False
+    blocks_per_sm: int | None = None
+    occupancy: float | None = None
     resident: int | None = None
 
     def __str__(self) -> str:
-        by = ", ".join(f"{name} {count:,}" for name, count in self.allowed.items())
-        whole = f", {self.resident:,} on the device" if self.resident is not None else ""
         more = f", cluster {self.cluster}" if self.cluster else ""
         more += ", cooperative" if self.cooperative else ""
+        if self.occupancy is not None:
+            more += f"\n  {self.blocks_per_sm} blocks a multiprocessor, {self.resident:,} on the "
+            more += f"device: occupancy {self.occupancy:.0%}"
         return (
             f"{self.kernel} on {self.where}: grid {self.grid}, block {self.block}{more}\n"
-            f"  {self.blocks_per_sm} blocks a multiprocessor{whole}: occupancy "
-            f"{self.occupancy:.0%}, limited by {self.limiter}\n"
-            f"  blocks by {by}\n"
             f"  {self.registers} registers and {self.local_bytes:,} bytes of local memory a "
             f"thread, {self.shared_bytes:,} bytes of shared memory a block"
         )
-
-
-# ---- where the limits come from ------------------------------------------------------------------
 
 
 def parse_arch(arch: str | int) -> str:
@@ -150,38 +104,10 @@ def parse_arch(arch: str | int) -> str:
     return "".join(match.groups())
 
 
-def of_arch(arch: str | int) -> Limits:
-    """Return those of every GPU of an architecture. ValueError for one that the table lacks."""
+def of_arch(arch: str) -> Limits:
+    """Return those that hold for every GPU of an architecture."""
     name = parse_arch(arch)
-    number = int(name.rstrip("af"))
-    if number not in ARCHS:
-        known = ", ".join(map(str, ARCHS))
-        raise ValueError(f"arch: the limits of sm_{name} are not known here, those of {known} are")
-    row = ARCHS[number]
-    return Limits(
-        where=f"sm_{name}",
-        arch=number,
-        sm_threads=row.threads,
-        sm_blocks=row.blocks,
-        sm_registers=REGISTERS,
-        sm_shared=row.shared * 1024,
-        block_registers=REGISTERS,
-        block_shared=row.block_shared * 1024,
-        kept_shared=KEPT_SHARED if number >= 80 else 0,
-        sm_barriers=row.barriers * row.blocks,
-    )
-
-
-def of_device(device: Device) -> Limits:
-    """Return those of a device, which is opened. ValueError if it runs no user kernels."""
-    facts: dict[str, Any] = device.limits()
-    row = ARCHS.get(facts["arch"])
-    return Limits(
-        where=str(device), sm_barriers=facts["sm_blocks"] * (row.barriers if row else 2), **facts
-    )
-
-
-# ---- the check -----------------------------------------------------------------------------------
+    return Limits(f"sm_{name}", int(name.rstrip("af")))
 
 
 def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
@@ -216,11 +142,13 @@ def check(
     shared: int = 0,
     cluster: Size | None = None,
     cooperative: bool = False,
+    count_blocks: Callable[[int, int], int] | None = None,
     held_local: int = OPEN_LOCAL,
 ) -> LaunchReport:
-    """Check a launch. shared: bytes of dynamic shared memory a block; held_local: bytes of local
-    memory a thread that the context holds already. LaunchError names the limit, with both numbers
-    and the remedy; TypeError and ValueError a wrong size."""
+    """Check a launch. shared: bytes of dynamic shared memory a block; count_blocks: of (threads,
+    shared), blocks that a multiprocessor of the device holds; held_local: bytes of local memory a
+    thread that its context holds already. LaunchError names the limit, with both numbers and the
+    remedy; TypeError and ValueError a wrong size."""
     try:
         grid = triple("grid", grid, GRID_SIZES, "; put the largest number into x")
         block = triple("block", block, BLOCK_SIZES, "; use smaller blocks and more of them")
@@ -228,57 +156,40 @@ def check(
         _check_threads(kernel, limits, block, threads)
         shared_bytes = _check_shared(kernel, limits, shared)
         cluster = _check_cluster(kernel, limits, grid, cluster)
-        allowed = _blocks(kernel, limits, threads, shared_bytes)
-        limiter = min(allowed, key=lambda name: allowed[name])
-        fits = allowed[limiter]
-        resident = fits * limits.processors if limits.processors is not None else None
-        if cooperative:
-            _check_cooperative(limits, grid, fits, resident)
         _check_local(kernel, limits, held_local)
+        fits = occupancy = resident = None
+        if count_blocks is not None:
+            fits = count_blocks(threads, shared_bytes - kernel.shared_bytes)
+            occupancy = fits * _up(threads, WARP) / limits.sm_threads
+            resident = fits * limits.processors
+            if cooperative and grid[0] * grid[1] * grid[2] > resident:
+                raise LaunchError(
+                    f"a cooperative grid of {grid[0] * grid[1] * grid[2]:,} blocks, and "
+                    f"{limits.where} holds {resident:,} at once ({fits} on each of "
+                    f"{limits.processors} multiprocessors), and all must run; use at most that "
+                    "many, each in a loop over its share"
+                )
     except (LaunchError, TypeError, ValueError) as error:
         raise type(error)(f"{kernel.name}: {error}") from None
     return LaunchReport(
-        kernel=kernel.name,
-        where=limits.where,
-        grid=grid,
-        block=block,
-        threads=threads,
-        blocks_per_sm=fits,
-        occupancy=fits * _up(threads, WARP) / limits.sm_threads,
-        limiter=limiter,
-        allowed=allowed,
-        registers=kernel.registers,
-        shared_bytes=shared_bytes,
-        local_bytes=kernel.local_bytes,
-        cluster=cluster,
-        cooperative=bool(cooperative),
-        resident=resident,
+        kernel.name,
+        limits.where,
+        grid,
+        block,
+        threads,
+        kernel.registers,
+        shared_bytes,
+        kernel.local_bytes,
+        cluster,
+        bool(cooperative),
+        fits,
+        occupancy,
+        resident,
     )
 
 
 def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
-
-
-def _blocks(kernel: Resources, limits: Limits, threads: int, shared_bytes: int) -> dict[str, int]:
-    """Return the resident blocks of a multiprocessor by resource, for a block that fits."""
-    warps = _up(threads, WARP) // WARP
-    allowed = {"threads": limits.sm_threads // WARP // warps}
-    if kernel.registers:
-        partition = limits.sm_registers // PARTITIONS // _warp_registers(kernel)
-        allowed["registers"] = partition * PARTITIONS // warps
-    unit = 128 if limits.arch >= 80 else 256
-    taken = _up(shared_bytes + limits.kept_shared, unit)
-    if taken:
-        allowed["shared memory"] = limits.sm_shared // taken
-    if kernel.barriers and limits.sm_barriers:
-        allowed["barriers"] = limits.sm_barriers // kernel.barriers
-    allowed["blocks"] = limits.sm_blocks
-    return allowed
-
-
-def _warp_registers(kernel: Resources) -> int:
-    return _up(kernel.registers * WARP, REGISTER_UNIT)
 
 
 def _check_threads(
@@ -298,8 +209,7 @@ def _check_threads(
             f"block {block} has {threads:,} threads, and the source promises at most "
             f"{kernel.max_threads:,} (__launch_bounds__); use smaller blocks, or raise the promise"
         )
-    # All four partitions get the same number of registers: warps count in fours.
-    a_warp = _warp_registers(kernel)
+    a_warp = _up(kernel.registers * WARP, REGISTER_UNIT)
     needed = a_warp * _up(_up(threads, WARP) // WARP, PARTITIONS)
     if needed > limits.block_registers:
         most = limits.block_registers // a_warp // PARTITIONS * PARTITIONS * WARP
@@ -319,7 +229,7 @@ def _check_shared(kernel: Resources, limits: Limits, shared: int) -> int:
     whole = kernel.shared_bytes + shared
     if shared < 0:
         raise LaunchError(f"shared is {shared:,} bytes, and must be 0 or more")
-    if whole > limits.block_shared:
+    if limits.block_shared is not None and whole > limits.block_shared:
         raise LaunchError(
             f"{whole:,} bytes of shared memory a block ({kernel.shared_bytes:,} static, {shared:,} "
             f"dynamic), and {limits.where} has {limits.block_shared:,}; use smaller tiles or types"
@@ -358,22 +268,8 @@ def _check_cluster(
     return shape
 
 
-def _check_cooperative(
-    limits: Limits, grid: tuple[int, int, int], fits: int, resident: int | None
-) -> None:
-    blocks = grid[0] * grid[1] * grid[2]
-    if resident is not None and blocks > resident:
-        raise LaunchError(
-            f"a cooperative grid of {blocks:,} blocks, and {limits.where} holds {resident:,} at "
-            f"once ({fits} on each of {limits.processors} multiprocessors), and all must run; use "
-            "at most that many, each in a loop over its share"
-        )
-
-
 def _check_local(kernel: Resources, limits: Limits, held_local: int) -> None:
     """The driver keeps local memory for every thread that can be resident, for any grid."""
-    if limits.processors is None or limits.free_bytes is None:
-        return
     threads = limits.processors * limits.sm_threads
     needed, free = threads * kernel.local_bytes, limits.free_bytes + threads * held_local
     if needed > free:

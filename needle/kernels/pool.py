@@ -5,8 +5,8 @@
         if result.status == "ok":
             y = result.outputs[0]
 
-The pool opens no GPU. One process compiles, another runs (needle.kernels.worker). The arrays lie in
-a guarded buffer in memory that they share (needle.kernels.guard). A fault of a kernel is a Result
+Each job has a process of its own, with a clean CUDA context, which is killed after it
+(needle.kernels.worker); the pool computes references and compares. A fault of a kernel is a Result
 with another status; exceptions are for wrong calls.
 
 Compiling and running CUDA is running arbitrary code. The processes keep faults apart; they do not
@@ -15,54 +15,62 @@ stop a person who means harm.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from needle._C import NDArray
-from needle.kernels import landlock
-from needle.kernels.guard import SharedBuffer
-from needle.kernels.launch import Code, Launch
+from needle import _C
+from needle.kernels import kernelbench
+from needle.kernels.compile import Compiled, Entry, reads_files
+from needle.kernels.kernelbench import KernelExecResult, Problem
+from needle.kernels.launch import Launch
 from needle.kernels.limits import Size
-from needle.kernels.sanitizer import TOOLS, Finding, read_report, sanitizer_command, status_of
-from needle.kernels.timing import FLUSH_BYTES, LEAST_CALLS, WARM_UP, Timing
+from needle.kernels.messages import Message
+from needle.kernels.process import START_SECONDS, Device, Process
+from needle.kernels.timing import Timing, judge
 from needle.kernels.toolkit import find_tool
-from needle.kernels.values import Case, Tolerance, both, difference, whole
-from needle.kernels.workers import START_SECONDS, Ended, SetAside, Worker, WorkerPool
+from needle.kernels.values import Case, Reference, Tolerance, both, whole
 
-# The tool of compute-sanitizer that explains a fault.
-EXPLAINED_BY = {
-    "out_of_bounds": "memcheck",
-    "illegal_address": "memcheck",
-    "misaligned_address": "memcheck",
-    "assertion": "memcheck",
-    "launch_failure": "memcheck",
-    "timeout": "synccheck",
-}
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")  # of compute-sanitizer
 NO_SANITIZER = "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)"
+ERRORS_FOUND = 99  # its exit code
+FAULTS = "illegal_address misaligned_address assertion launch_failure timeout crashed".split()
 SLOWER = 10  # times as long as a plain run may take under compute-sanitizer
 COMPILE_SECONDS = 60.0
-TIMED_BYTES = 2 << 30  # of inputs that a timing holds in several sets
-MOST_SETS = LEAST_CALLS  # of them, so that the shortest timing calls each
-HOST_COPIES = 3  # of a guarded buffer, at most, while a job runs
-LEAST_TIMED_CALLS = 2 * (WARM_UP + LEAST_CALLS)  # each of which may take the whole timeout
+TIME_SECONDS = 0.5  # that the timed calls of a case take
+KEPT_CODES = 256  # compiled kernels that the pool keeps
+NO_GPU = -1  # the number of the device that is none
+RESOURCES = ("registers", "shared_bytes", "local_bytes", "max_threads")
+
+Right = Callable[..., Any] | Sequence[Any]
+
+
+class ReferenceFails(ValueError):
+    """The kernel that is to give the right outputs does not."""
+
+
+class _AllLost(Exception):
+    """No job can run on any device; the text says why."""
 
 
 @dataclass(frozen=True)
 class Result:
     """The outcome of a kernel. `outputs`: arrays in the order of the arguments, also wrong ones.
     `resources`: registers, shared_bytes, local_bytes, max_threads, and of a launch that fits
-    occupancy, limiter, blocks_per_sm. `timing`: one for each case of `evaluate`. `explanation`:
-    findings of compute-sanitizer. `device`: the number of the GPU, -1 for none."""
+    occupancy and blocks_per_sm. `timing`: one for each case of `evaluate`. `deterministic`: two
+    runs with the same inputs gave the same bits; None if there were none. `explanation`: the report
+    of compute-sanitizer. `device`: the number of the GPU, -1 for none."""
 
     status: str
     message: str = ""
@@ -70,80 +78,157 @@ class Result:
     printed: str = ""
     resources: dict[str, Any] = field(default_factory=dict)
     timing: tuple[Timing, ...] = ()
-    explanation: tuple[Finding, ...] = ()
+    deterministic: bool | None = None
+    explanation: str = ""
     device: int = -1
 
-    @staticmethod
-    def of(
-        answer: dict[str, Any], printed: str = "", resources: dict[str, Any] | None = None
+
+class Job:
+    """A process of a device with the kernel that it has loaded."""
+
+    def __init__(self, pool: Pool, device: Device, process: Process) -> None:
+        self.pool, self.device, self.process = pool, device, process
+        self.resources: dict[str, Any] = {}
+
+    def ask(self, message: Message, arrays: Sequence[Any], seconds: float) -> Result:
+        """Return what the process answers; `answer` and `blocks` have all of it."""
+        self.answer, self.blocks = self.process.ask(message, arrays, seconds)
+        status, said = self.answer["status"], self.answer.get("message", "")
+        if status == "device_lost":  # as the driver reports
+            self.device.lose(f"cuda({self.device.number}): {said}")
+        if status == "assertion":
+            lines = [line for line in self.process.printed().splitlines() if "Assertion `" in line]
+            said = "\n".join([*lines[:1], said])
+        self.resources |= self.answer.get("resources", {})
+        return Result(status, said, resources=self.resources, device=self.device.number)
+
+    def load(self, source: str, entry: str) -> Result:
+        """Compile and load, from the pool's code if it has some."""
+        key = hashlib.sha256(f"{self.device.facts['arch']}\0{entry}\0{source}".encode()).digest()
+        code, codes = self.pool.codes.get(key), self.pool.codes
+        message = {"do": "load", "entry": entry, "source": source if code is None else ""}
+        result = self.ask(message, [] if code is None else [code], COMPILE_SECONDS)
+        if result.status == "ok":
+            code = code or self.blocks[0]
+            self.entry: Entry = Compiled.unpack(code)[entry]
+            self.resources |= {name: getattr(self.entry, name) for name in RESOURCES}
+            if not reads_files(source):
+                codes[key] = code
+            if len(codes) > KEPT_CODES:
+                codes.pop(next(iter(codes)), None)
+        return result
+
+    def run(self, launch: Launch, seconds: float) -> Result:
+        """Launch once."""
+        total = int(self.device.facts["total_bytes"])
+        most = min(self.pool.memory or total, total)
+        if launch.nbytes > most:
+            said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
+            return Result("out_of_memory", said, device=self.device.number)
+        message = {"do": "run", **launch.message(self.entry)}
+        result = self.ask(message, launch.arrays, seconds)
+        return replace(result, outputs=launch.read(self.blocks))
+
+    def time(self, launch: Launch, warm: bool, seconds: float) -> Result:
+        """Time calls of the last launch. warm: by the launch before it. The outputs are those of
+        the last call; `answer` has the times."""
+        self.device.settle()
+        message = {"do": "time", "warm": warm, "seconds": seconds}
+        message["operations"] = launch.case.operations
+        result = self.ask(message, (), seconds + 4 * self.pool.timeout)
+        return replace(result, outputs=launch.read(self.blocks))
+
+    def evaluate(
+        self, case: Case, right: Any, tolerance: Tolerance, trials: int, time: bool
     ) -> Result:
-        """Make one of a process's answer."""
-        timing = answer.get("timing")
-        return Result(
-            answer["status"],
-            answer.get("message", ""),
-            printed=printed,
-            resources={**(resources or {}), **answer.get("occupancy", {})},
-            timing=(Timing(**{**timing, "hints": tuple(timing["hints"])}),) if timing else (),
-        )
+        """Run the trials of a case, the first one twice, and time all but that."""
+        times: list[float] = []
+        deterministic = None
+        before = before_that = None  # launches and outputs
+        for trial in (0, *range(trials)):
+            again = trial == 0 and before is not None
+            if not again:
+                launch = Launch(case.drawn(trial))
+                launch.message(self.entry)
+                expected = launch.right(right)
+            result = self.run(launch, self.pool.timeout)
+            result = _compared(f"trial {trial}", result, launch, expected, tolerance)
+            if again and result.status == "ok":
+                deterministic = _same_bits(before_that, result.outputs)
+            if time and result.status == "ok" and (trial or (again and trials == 1)):
+                warm = not launch.shares_with(before)
+                result = self.time(launch, warm, TIME_SECONDS / max(trials - 1, 1))
+                result = _compared("timed", result, launch, expected, tolerance)
+                times += self.answer.get("times", ())
+            if result.status != "ok":
+                return result
+            before, before_that = launch, result.outputs
+        result = replace(result, deterministic=deterministic)
+        if not times:
+            return result
+        clock, local, done = self.answer["clock"], self.entry.local_bytes, case.operations
+        timing = judge(times, clock, launch.written, launch.nbytes, local, warm, done)
+        result = replace(result, timing=(timing,))
+        if timing.valid:
+            return result
+        return replace(result, status="wrong_result", message=f"timed: {timing.reason}")
 
 
-class NoRoom(Exception):
-    """The arrays of a job do not fit into memory; the text says which."""
+def _compared(
+    where: str, result: Result, launch: Launch, right: list[np.ndarray], tolerance: Tolerance
+) -> Result:
+    """Return the result, with the first difference if it was ok, and where it failed."""
+    if result.status == "ok":
+        wrong = launch.compared(result.outputs, right, tolerance)
+        if wrong is None:
+            return result
+        result = replace(result, status="wrong_result", message=wrong)
+    return replace(result, message=f"{where}: {result.message}")
+
+
+def _same_bits(ones: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    return all(one.tobytes() == other.tobytes() for one, other in zip(ones, others))
 
 
 class Pool:
-    """Processes that compile and run kernels, for any number of threads at once.
+    """Processes that run kernels, for any number of threads at once.
 
-    devices: numbers as of `needle.cuda(i)`; None: all that there are.
+    devices: numbers as of `needle.cuda(i)`; None: all that there are; []: none, for problems of
+    KernelBench on the CPU.
     timeout: seconds that a run may take, with the copies of its arrays, before its process is
     killed.
-    memory: bytes of device memory that the arrays of a job may take, guard bands included; None: as
-    many as there are.
-    fresh: a new process after each "fault", or after each "job".
-    spares: how many more processes are kept ready on each device, so that the next job after a
-    fault finds one; each holds a CUDA context of some 500 MB.
-    confined: sources may be a stranger's: their compiler reads the toolkit's headers and no other
-    file, and writes none (needle.kernels.landlock).
+    memory: bytes of device memory that the arrays of a launch may take; None: as many as there are.
+    spares: how many more processes are kept ready on each device, so that the next job need not
+    wait for a start (0.5 s); each holds a CUDA context of some 500 MB.
 
-    RuntimeError where there is no GPU, where MPS shares it, and faults with it, and where this
-    system cannot confine.
+    RuntimeError where there is no GPU, and where MPS shares it, and faults with it.
     """
 
-    worker = (sys.executable, str(Path(__file__).with_name("start.py")))
+    worker = (sys.executable, str(Path(__file__).with_name("worker.py")))
 
     def __init__(
         self,
         devices: Sequence[int] | None = None,
         timeout: float = 10.0,
         memory: int | None = None,
-        fresh: str = "fault",
         spares: int = 1,
-        confined: bool = False,
     ) -> None:
-        if fresh not in ("fault", "job"):
-            raise ValueError(f'fresh: must be "fault" or "job", not {fresh!r}')
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
-            raise TypeError(f"timeout: must be a number of seconds, not {timeout!r}")
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"timeout: must be above 0 and finite, not {timeout}")
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+            raise ValueError(f"timeout: must be a number of seconds above 0, not {timeout!r}")
         if memory is not None:
             whole("memory", memory, 1)
         whole("spares", spares, 0)
         _refuse_mps()
-        if confined:
-            landlock.version()
-        self.timeout, self.memory, self.fresh = float(timeout), memory, fresh
+        self.timeout, self.memory = float(timeout), memory
         self.changed = threading.Condition()
         self.closed = False
-        numbers = list(range(self._count_devices())) if devices is None else _numbers(devices)
-        self.runners = {
-            n: WorkerPool(n, self._starter("runner", n), 1 + spares, 1, self.changed)
-            for n in numbers
+        self.codes: dict[bytes, bytes] = {}  # machine code by the hash of its source
+        self.names = _names(devices)
+        size = -1 if NO_GPU in self.names else spares
+        self.devices = {
+            number: Device(number, size, partial(self._start, number, self.worker), self.changed)
+            for number in self.names
         }
-        count = min(len(self.runners), os.cpu_count() or 1)
-        start = self._starter("confined" if confined else "compiler")
-        self.compilers = WorkerPool(None, start, count, count, self.changed)
 
     def __enter__(self) -> Pool:
         return self
@@ -154,234 +239,74 @@ class Pool:
     def close(self) -> None:
         """End all processes. Jobs of other threads get the status `crashed`."""
         self.closed = True
-        for workers in (*self.runners.values(), self.compilers):
-            workers.close()
+        for device in self.devices.values():
+            device.close()
 
     # ---- processes -------------------------------------------------------------------------------
 
-    def _environment(self, device: int | None) -> dict[str, str]:
-        """Return the environment of a process, which finds this needle, sees one GPU, and computes
-        on one thread."""
-        root = str(Path(__file__).resolve().parent.parent.parent)
-        paths = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(":") if p]
-        found = {
-            **os.environ,
-            "PYTHONPATH": ":".join([root, *paths]),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        if device is not None:
-            visible = _visible_devices()
-            found["CUDA_VISIBLE_DEVICES"] = str(device) if visible is None else visible[device]
-        return found
-
-    def _starter(self, role: str, device: int | None = None) -> Callable[[], Worker]:
-        return lambda: Worker([*self.worker, role], self._environment(device))
-
-    def _count_devices(self) -> int:
-        with self._starter("devices")() as worker:
-            try:
-                return worker.greet(START_SECONDS)["devices"]
-            except (TimeoutError, Ended) as error:
-                said = str(error) or "no answer"
-                raise RuntimeError(f"no GPU to run kernels on: {said}") from None
-
-    def _check_usable(self) -> None:
-        """RuntimeError if the pool is closed, SetAside if all devices are set aside. Call it with
-        `changed` held."""
-        if self.closed:
-            raise RuntimeError("this Pool is closed")
-        reasons = [workers.set_aside for workers in self.runners.values()]
-        if None not in reasons:
-            raise SetAside("; ".join(map(str, reasons)))
+    def _start(
+        self, number: int, command: Sequence[str], cwd: str | None = None, **variables: str
+    ) -> Process:
+        """Start a process that sees one GPU."""
+        variables["CUDA_VISIBLE_DEVICES"] = self.names[number]
+        return Process(command, {**os.environ, **variables}, cwd)
 
     @contextmanager
-    def _reserved(self, choose: Callable[[], WorkerPool | None]) -> Iterator[WorkerPool]:
-        """Reserve a worker of those that `choose` returns, once it returns some; it is called with
-        `changed` held."""
+    def _reserved(self, number: int | None = None) -> Iterator[Device]:
+        """Wait for a device without a job, or for that of a number. _AllLost if no job can run."""
+
+        def choose() -> Device | None:
+            if self.closed:
+                raise RuntimeError("this Pool is closed")
+            devices = [d for d in self.devices.values() if number in (None, d.number)]
+            if number is None and all(device.lost for device in devices):
+                raise _AllLost("; ".join(str(device.lost) for device in devices))
+            free = [d for d in devices if not d.busy and (number is not None or not d.lost)]
+            return max(free, key=lambda device: len(device.ready), default=None)
+
         with self.changed:
-            workers = self.changed.wait_for(choose)
-            workers.reserved += 1
+            device = self.changed.wait_for(choose)
+            device.busy = True
         try:
-            yield workers
+            yield device
         finally:
             with self.changed:
-                workers.reserved -= 1
+                device.busy = False
                 self.changed.notify_all()
 
-    def _free_device(self) -> WorkerPool | None:
-        """Return the workers of a device without a job, preferably with one ready. Raise SetAside
-        if no device can be used."""
-        self._check_usable()
-        free = [workers for workers in self.runners.values() if workers.free()]
-        return max(free, key=lambda workers: len(workers.ready), default=None)
-
-    def _facts(self) -> dict[str, Any]:
-        """Return the facts of a GPU (a pool's GPUs are of one kind), once the first process has
-        reported them. Raise SetAside if no device can be used."""
-        known = lambda: next((w.facts for w in self.runners.values() if w.facts), None)
-        with self.changed:
-            return self.changed.wait_for(lambda: known() or self._check_usable())
-
-    # ---- compiling -------------------------------------------------------------------------------
-
-    def _compile(self, source: str, entry: str, debug: bool = False) -> Code | Result:
+    def _job(
+        self, source: str, entry: str, do: Callable[[Job], Result], command: Sequence[str] = ()
+    ) -> Result:
+        """Load a kernel in a process, and return do(job). command: of a process for this job."""
         for name, text in (("source", source), ("entry", entry)):
             if not isinstance(text, str):
                 raise TypeError(f"source and entry must be text; {name} is {type(text).__name__}")
-        source_bytes = source.encode()
+        source.encode()  # UnicodeEncodeError, a ValueError
         try:
-            job = {"entry": entry, "arch": self._facts()["arch"], "debug": debug}
-            with self._reserved(self._free_compiler) as compilers:
-                worker = compilers.take()
-                keep = False
-                try:
-                    answer, block = worker.ask(job, COMPILE_SECONDS, source_bytes)
-                    keep = True
-                except TimeoutError:
-                    return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
-                except Ended as error:
-                    return Result("crashed", f"the compiler: {error}", printed=worker.printed())
-                finally:
-                    compilers.give_back(worker, keep)
-        except SetAside as error:
+            while True:
+                with self._reserved() as device:
+                    if device.number == NO_GPU:
+                        return Result("device_lost", "this Pool has no GPU (devices=[])")
+                    if command:
+                        process = self._start(device.number, command)
+                        device.adopt(process)
+                        process.ask(None, (), START_SECONDS)
+                    else:
+                        process = device.take()
+                    if process is None:  # the device was lost just now, or the pool closed
+                        continue
+                    job, result = Job(self, device, process), Result("crashed")
+                    try:
+                        result = job.load(source, entry)
+                        if result.status == "ok":
+                            result = do(job)
+                        return replace(result, printed=process.printed())
+                    finally:
+                        device.finish(process, result.status in FAULTS)
+        except _AllLost as error:
             return Result("device_lost", str(error))
-        if answer["status"] != "ok":
-            return Result.of(answer)
-        return Code.unpack(entry, block)
-
-    def _free_compiler(self) -> WorkerPool | None:
-        return self.compilers if self.compilers.reserved < self.compilers.parallel else None
 
     # ---- running ---------------------------------------------------------------------------------
-
-    def _do(
-        self, do: str, launch: Launch, buffers: list[SharedBuffer], seconds: float, **more: Any
-    ) -> Result:
-        """Run a job on a device; the buffers then hold the outputs. more: fields of the message to
-        the worker. Raise SetAside if no device can be used."""
-        message = {"do": do, **launch.message, **more}
-        while True:
-            with (
-                self._reserved(self._free_device) as workers,
-                suppress(SetAside),  # it was set aside just now: take another device
-            ):
-                worker = workers.take()
-                with workers.quiet() if do == "time" else nullcontext():
-                    return self._ask(workers, worker, message, launch, buffers, seconds)
-
-    def _ask(
-        self,
-        workers: WorkerPool,
-        worker: Worker,
-        message: dict[str, Any],
-        launch: Launch,
-        buffers: list[SharedBuffer],
-        seconds: float,
-        tool: str | None = None,
-    ) -> Result:
-        """Have a worker do a job, and give it back. tool: of compute-sanitizer, under which it was
-        started for this job."""
-        keep, fault, holds = False, True, True
-        answer: dict[str, Any] = {}
-        try:
-            if tool is not None:
-                worker.greet(START_SECONDS)
-            files = [buffer.file for buffer in buffers]
-            answer, _ = worker.ask(message, seconds, launch.code.block, files)
-            fault = bool(answer.get("faulted"))
-            if tool is not None:
-                worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
-                worker.end(START_SECONDS)
-            else:
-                keep = not fault and self.fresh == "fault" and not launch.code.allocates
-                holds = False  # a process that reports a fault has ended its kernel
-        except TimeoutError:
-            end = ": the process was killed" if tool is None else f" ({tool})"
-            answer = {"status": "timeout", "message": f"no answer after {seconds:g} s{end}"}
-        except (Ended, OSError) as error:
-            said = f"{tool or 'the process of the kernel'}: {error}"
-            answer = {"status": "crashed", "message": said}
-        finally:
-            printed = worker.printed()
-            lost = answer.get("status") == "device_lost"  # as the driver reports
-            why = f"{workers.name}: {answer['message']}: set aside until reset" if lost else None
-            workers.give_back(worker, keep, fault, holds, why)
-        result = Result.of(answer, printed, launch.code.resources)
-        if result.status == "assertion":
-            failed = [line for line in printed.splitlines() if "Assertion `" in line]
-            result = replace(result, message="\n".join([*failed[:1], result.message]))
-        return replace(result, device=workers.device)
-
-    def _sanitized(
-        self, launch: Launch, buffers: list[SharedBuffer], tool: str, program: str
-    ) -> Result:
-        """Run in a process of its own under compute-sanitizer. SetAside."""
-        with (
-            self._reserved(self._free_device) as workers,
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        ):
-            report = Path(folder) / "report"
-            command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
-            worker = Worker(command, self._environment(workers.device))
-            message, seconds = {"do": "run", **launch.message}, SLOWER * self.timeout
-            result = self._ask(workers, worker, message, launch, buffers, seconds, tool)
-            text = report.read_text(errors="replace") if report.exists() else ""
-        found = tuple(read_report(text))
-        status = status_of(found)
-        if status is None:
-            return result
-        said = "\n".join(map(str, found))
-        return replace(result, status=status, message=said, explanation=found)
-
-    def _check_room(self, on_device: int, on_host: int) -> None:
-        """NoRoom, before memory is taken, if the arrays of a job do not fit. SetAside."""
-        total = int(self._facts()["total_bytes"])
-        if self.memory is not None and on_device > self.memory:
-            said = f"device memory, and this Pool allows {self.memory:,} (memory=)"
-        elif on_device > total:
-            said = f"device memory, and the device has {total:,}"
-        elif on_host > available():
-            said = f"device memory, and {on_host:,} of the host's, which has {available():,} left"
-        else:
-            return
-        raise NoRoom(f"the arrays need {on_device:,} bytes (guard bands included) of {said}")
-
-    def _in_buffers(
-        self,
-        launches: list[Launch],
-        more_sets: int,
-        more_bytes: int,
-        do: Callable[[list[SharedBuffer]], Result],
-    ) -> Result:
-        """Return do(buffers), which hold the arrays of the launches, of equal sizes. more_sets and
-        more_bytes: of device memory, besides one such buffer."""
-        size, resources = launches[0].size, launches[0].code.resources
-        try:
-            self._check_room(size * (1 + more_sets) + more_bytes, (HOST_COPIES + more_sets) * size)
-            with ExitStack() as stack:
-                buffers = [stack.enter_context(SharedBuffer(size)) for _ in launches]
-                for launch, buffer in zip(launches, buffers):
-                    launch.fill(buffer.memory)
-                return do(buffers)
-        except SetAside as error:
-            return Result("device_lost", str(error), resources=resources)
-        except NoRoom as error:
-            return Result("out_of_memory", str(error), resources=resources)
-
-    def _run(self, launch: Launch, tool: str | None = None, program: str = "") -> Result:
-        """Launch once, or under a tool of compute-sanitizer."""
-
-        def do(buffers: list[SharedBuffer]) -> Result:
-            if tool is not None:
-                result = self._sanitized(launch, buffers, tool, program)
-            else:
-                result = self._do("run", launch, buffers, self.timeout)
-            if result.status in ("ok", "wrong_result", "out_of_bounds") and not result.explanation:
-                result = replace(result, outputs=launch.read(buffers[0].memory))
-            return result
-
-        return self._in_buffers([launch], 0, 0, do)
 
     def run(
         self,
@@ -393,7 +318,6 @@ class Pool:
         shared: int = 0,
         sanitizer: str | None = None,
         explain: bool = False,
-        debug: bool = False,
     ) -> Result:
         """Compile a kernel and launch it once.
 
@@ -404,9 +328,7 @@ class Pool:
         is as if it were InOut; `extern "C"` kernels show nothing. Out and InOut are returned.
 
         sanitizer: run under compute-sanitizer: "memcheck", "racecheck", "synccheck" or "initcheck".
-        explain: repeat a fault under it, so that message and explanation have line, thread, block.
-        debug: check the bounds of arrays in each access, as `compile` does; an element outside is
-        an `assertion`, whose message names parameter and element.
+        explain: repeat a fault under it. `explanation` has its report then.
         ValueError and TypeError for wrong calls, also for a sanitizer that is not installed.
         """
         if sanitizer is not None and sanitizer not in TOOLS:
@@ -414,136 +336,161 @@ class Pool:
         program = find_tool("compute-sanitizer") if sanitizer is not None or explain else None
         if sanitizer is not None and program is None:
             raise ValueError(f"sanitizer: {NO_SANITIZER}")
-        code = self._compile(source, entry, debug)
-        if isinstance(code, Result):
-            return code
-        launch = Launch(code, Case(grid, block, args, shared).drawn(0))
-        result = self._run(launch, sanitizer, program or "")
-        tool = EXPLAINED_BY.get(result.status)
-        if sanitizer is not None or not explain or tool is None:
+        launch = Launch(Case(grid, block, args, shared).drawn(0))
+        if sanitizer is not None:
+            return self._sanitized(source, entry, launch, sanitizer, str(program))
+        result = self._job(source, entry, lambda job: job.run(launch, self.timeout))
+        if not explain or result.status not in (*FAULTS, "out_of_bounds"):
             return result
         if program is None:
-            return replace(result, message=f"{result.message}\n{tool}: {NO_SANITIZER}")
-        again = self._run(launch, tool, program)
-        found = "\n".join(map(str, again.explanation)) or f"{again.status}: {again.message}"
-        message = f"{result.message}\n{tool}: {found}"
-        return replace(result, message=message, explanation=again.explanation)
+            return replace(result, explanation=NO_SANITIZER)
+        tool = "synccheck" if result.status == "timeout" else "memcheck"
+        again = self._sanitized(source, entry, launch, tool, program)
+        return replace(result, explanation=again.explanation)
+
+    def _sanitized(
+        self, source: str, entry: str, launch: Launch, tool: str, program: str
+    ) -> Result:
+        """Run in a process of its own under compute-sanitizer."""
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            report = Path(folder) / "report"
+            command = [program, "--tool", tool, "--log-file", str(report), "--print-limit", "32"]
+            command += ["--report-api-errors", "no", "--show-backtrace", "no"]
+            command += ["--error-exitcode", str(ERRORS_FOUND), *self.worker, "apart"]
+
+            def do(job: Job) -> Result:
+                result = job.run(launch, SLOWER * self.timeout)
+                job.process.connection.close()  # it ends, and the tool completes its report
+                job.process.end(START_SECONDS)
+                if result.status == "ok" and job.process.process.returncode == ERRORS_FOUND:
+                    return replace(result, status="wrong_result", message=f"{tool} reports errors")
+                return result
+
+            result = self._job(source, entry, do, command)
+            text = report.read_text(errors="replace") if report.exists() else ""
+        return replace(result, explanation=text)
 
     # ---- evaluating ------------------------------------------------------------------------------
 
+    @overload
+    def evaluate(self, source: Problem) -> KernelExecResult: ...
+    @overload
     def evaluate(
         self,
         source: str,
         entry: str,
         cases: Sequence[Case],
-        reference: Callable[..., Any] | Sequence[Any],
+        reference: Right | Reference,
+        tolerance: Tolerance = ...,
+        trials: int = ...,
+        time: bool = ...,
+    ) -> Result: ...
+    def evaluate(
+        self,
+        source: str | Problem,
+        entry: str = "",
+        cases: Sequence[Case] = (),
+        reference: Right | Reference = (),
         tolerance: Tolerance = None,
         trials: int = 5,
         time: bool = True,
-    ) -> Result:
+    ) -> Result | KernelExecResult:
         """Compile a kernel, compare its outputs with a reference, and time it.
 
+        source: CUDA, or a Problem of KernelBench's form, which stands alone.
         cases: `Case(grid, block, args, shared=0)`; a `Random` among its args is drawn anew for each
         of `trials`. reference: a function of the arguments without Out (arrays as NumPy arrays,
-        bfloat16 as float32) that returns the outputs, or for each case its outputs. tolerance:
-        (absolute, relative), a number for both, or None for the dtype's own: 1e-4 for float32, 1e-2
-        for float16 and bfloat16 (KernelBench's), 1e-8 for float64, 0 for all others; an element is
-        right where |got - expected| <= absolute + relative |expected|, NaN where NaN is expected.
+        bfloat16 as float32) that returns the outputs, or for each case its outputs, or a Reference:
+        a kernel that is right. tolerance: (absolute, relative), a number for both, or None for the
+        dtype's own: 1e-4 for float32, 1e-2 for float16 and bfloat16 (KernelBench's), 1e-8 for
+        float64, 0 for all others; an element is right where |got - expected| <= absolute + relative
+        |expected|, NaN where NaN is expected.
 
-        The first failure ends it. A timed call that is not possible is `wrong_result` too.
+        The first trial of each case is run twice, and both are compared: `deterministic` says
+        whether their bits are equal. The first failure ends it. A timed call that is not possible
+        is `wrong_result` too.
         """
-        cases = _cases(cases, reference)
+        if isinstance(source, Problem):
+            with self._reserved() as device:
+                return kernelbench.evaluate(source, device, self._start, self.timeout)
+        _check_cases(cases, reference)
         whole("trials", trials, 1)
         both(tolerance)
-        code = self._compile(source, entry)
-        if isinstance(code, Result):
-            return code
-        result, timings = Result("ok", resources=code.resources), []
-        for number, case in enumerate(cases):
-            expected = reference if callable(reference) else reference[number]
-            launches = []
-            for trial in range(trials):
-                launch = Launch(code, case.drawn(trial))
-                wanted = _expected(launch, expected)
-                result = _compared(self._run(launch), wanted, launch, tolerance)
+        if isinstance(reference, Reference):
+            reference = self._outputs(reference, cases, trials)
+
+        def do(job: Job) -> Result:
+            timings: list[Timing] = []
+            equal = True
+            for number, case in enumerate(cases):
+                right = reference if callable(reference) else reference[number]
+                result = job.evaluate(case, right, tolerance, trials, time)
+                timings += result.timing
+                equal = equal and result.deterministic is not False
                 if result.status != "ok":
-                    where = f"case {number}, trial {trial}: {result.message}"
-                    return replace(result, message=where, timing=tuple(timings))
-                if len(launches) < MOST_SETS and len(launches) * launch.size < TIMED_BYTES:
-                    launches.append((launch, wanted))
-            if time:
-                timed = self._timed(launches, tolerance)
-                timings += timed.timing
-                if timed.status != "ok":
-                    where = f"case {number}, timed: {timed.message}"
-                    return replace(timed, message=where, timing=tuple(timings))
-        return replace(result, timing=tuple(timings))
+                    result = replace(result, message=f"case {number}, {result.message}")
+                    break
+            return replace(result, timing=tuple(timings), deterministic=equal)
 
-    def _timed(
-        self, launches: list[tuple[Launch, list[np.ndarray]]], tolerance: Tolerance
-    ) -> Result:
-        """Time one case over all sets of inputs; compare the outputs of each set's last call."""
-        sets, turns = len(launches), zip(launches, [*launches[1:], launches[0]])
-        warm = sets > 1 and not any(one.shares_with(next_one) for (one, _), (next_one, _) in turns)
+        return self._job(source, entry, do)
 
-        def do(buffers: list[SharedBuffer]) -> Result:
-            seconds = self.timeout * LEAST_TIMED_CALLS
-            result = self._do("time", launches[0][0], buffers, seconds, warm=warm)
-            for buffer, (launch, wanted) in zip(buffers, launches):
-                outputs = launch.read(buffer.memory) if result.status == "ok" else ()
-                result = _compared(replace(result, outputs=outputs), wanted, launch, tolerance)
-            impossible = [timing.reason for timing in result.timing if not timing.valid]
-            if result.status == "ok" and impossible:
-                result = replace(result, status="wrong_result", message=impossible[0])
-            return replace(result, outputs=())
+    def _outputs(self, kernel: Reference, cases: Sequence[Case], trials: int) -> Callable[..., Any]:
+        """Run the kernel that is right on all cases and trials. Return a function that gives its
+        outputs, in this order."""
+        found: list[tuple[np.ndarray, ...]] = []
 
-        return self._in_buffers([launch for launch, _ in launches], sets, FLUSH_BYTES, do)
+        def do(job: Job) -> Result:
+            for case in cases:
+                for trial in range(trials):
+                    result = job.run(Launch(kernel.of(case).drawn(trial)), self.timeout)
+                    if result.status != "ok":
+                        return result
+                    found.append(result.outputs)
+            return result
+
+        result = self._job(kernel.source, kernel.entry, do)
+        if result.status != "ok":
+            raise ReferenceFails(f"reference: it fails: {result.status}: {result.message}")
+        right = iter(found)
+        return lambda *inputs: next(right)
 
     # ---- health, cleanup, reset ------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Any]]:
-        """Return of each device: number, facts (name, arch, ...), the processes that are ready,
-        used and starting, faults and processes started so far, and why it was set aside (None: it
-        was not). `compilers`: the same of the processes that compile, for all devices."""
+        """Return of each device: number, facts (name, arch, ...), the processes that are ready and
+        used, how many start, faults and processes started so far, and why it was set aside (None:
+        it was not)."""
         with self.changed:
-            compilers = self.compilers.state()
             return [
-                {"device": number, "facts": workers.facts, "compilers": compilers} | workers.state()
-                for number, workers in self.runners.items()
+                {
+                    "device": number,
+                    "facts": device.facts,
+                    "ready": [process.pid for process in device.ready],
+                    "used": [process.pid for process in device.used],
+                    "starting": device.starting,
+                    "faults": device.faults,
+                    "started": device.started,
+                    "set_aside": device.lost,
+                }
+                for number, device in self.devices.items()
             ]
 
     def cleanup(self) -> int:
         """Return the bytes of device memory that the idle processes gave back to the system."""
         freed = 0
-        for workers in self.runners.values():
-            for worker in workers.take_ready():
-                keep = False
-                with suppress(TimeoutError, Ended):  # it is replaced, which gives back all it had
-                    freed += worker.ask({"do": "clean"}, self.timeout)[0]["freed"]
-                    keep = True
-                workers.give_back(worker, keep)
+        for number, device in self.devices.items():
+            with self._reserved(number), self.changed:
+                for process in device.ready:
+                    freed += process.ask({"do": "clean"}, (), self.timeout)[0].get("freed", 0)
         return freed
 
     def reset(self, device: int) -> None:
-        """Replace the processes of a device and check its health, also if it was set aside. If no
-        process compiles any more, replace those too. RuntimeError, with the reason, if that fails;
-        KeyError for a device that is not the pool's."""
-        runners = self.runners[device]
-        broken = (self.compilers,) if self.compilers.set_aside is not None else ()
-        try:
-            for workers in (*broken, runners):
-                with self._reserved(lambda its=workers: None if its.reserved else its):
-                    workers.reset()
-                    workers.give_back(workers.take(), keep=True)
-        except SetAside as error:
-            raise RuntimeError(str(error)) from None
-
-
-def available() -> int:
-    """Return the bytes of host memory that can be had without swapping."""
-    with open("/proc/meminfo") as file:
-        kib = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
-    return int(kib) << 10
+        """Replace the processes of a device, each of which runs a kernel with a known answer, also
+        if it was set aside. RuntimeError, with the reason, if that fails; KeyError for a device
+        that is not the pool's."""
+        self.devices[device]  # KeyError
+        with self._reserved(device) as reserved:
+            reserved.reset()
 
 
 # ---- validation ----------------------------------------------------------------------------------
@@ -560,78 +507,35 @@ def _refuse_mps() -> None:
         )
 
 
-def _visible_devices() -> list[str] | None:
-    """Return the names of the devices that CUDA programs of this environment see; None: all."""
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if said is None else [name for name in said.split(",") if name]
+def _names(devices: Sequence[int] | None) -> dict[int, str]:
+    """Return the name of each device as CUDA_VISIBLE_DEVICES has it. No context is made on any.
+    RuntimeError if there is no GPU, ValueError for a number that is none."""
+    if devices is None:
+        devices = [d.index for d in _C.all_devices() if d.name == "cuda" and d.enabled()]
+        if not devices:
+            raise RuntimeError(f"no GPU to run kernels on: {_C.cuda().reason()}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = None if visible is None else [name for name in visible.split(",") if name]
+    for number in devices:
+        if whole("devices", number, 0) >= (math.inf if shown is None else len(shown)):
+            raise ValueError(f"devices: there is no {number}: CUDA_VISIBLE_DEVICES={visible}")
+    return {n: str(n) if shown is None else shown[n] for n in devices} or {NO_GPU: ""}
 
 
-def _numbers(devices: Any) -> list[int]:
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices: must be a list of numbers, not {devices!r}")
-    numbers, visible = [whole("devices", device, 0) for device in devices], _visible_devices()
-    for number in numbers:
-        if visible is not None and number >= len(visible):
-            raise ValueError(
-                f"devices: there is no {number}, since CUDA_VISIBLE_DEVICES={','.join(visible)} "
-                f"shows {len(visible) or 'none'}"
-            )
-        if numbers.count(number) > 1:
-            raise ValueError(f"devices: {number} is there twice")
-    if not numbers:
-        raise ValueError("devices: there must be one at least")
-    return numbers
-
-
-def _cases(cases: Any, reference: Any) -> list[Case]:
-    if not isinstance(cases, Iterable):
-        raise TypeError(f"cases: must be a list of Case, not {type(cases).__name__}")
-    found = list(cases)
-    for number, case in enumerate(found):
+def _check_cases(cases: Sequence[Case], reference: Right | Reference) -> None:
+    """TypeError and ValueError for wrong ones, before a process is taken."""
+    for number, case in enumerate(cases):
         if not isinstance(case, Case):
             raise TypeError(f"cases[{number}]: must be a Case, not {type(case).__name__}")
-    if not found:
+        Launch(case.drawn(0))
+    if not cases:
         raise ValueError("cases: there must be one at least")
-    if not callable(reference) and not hasattr(reference, "__len__"):
+    if isinstance(reference, Reference) or callable(reference):
+        return
+    if not isinstance(reference, Sequence):
         raise TypeError(
-            "reference: must be a function, or a list with the outputs of each case, not "
-            f"{type(reference).__name__}"
+            "reference: must be a function, a Reference, or a list with the outputs of each case, "
+            f"not {type(reference).__name__}"
         )
-    if not callable(reference) and len(reference) != len(found):
-        raise ValueError(f"reference: {len(reference)} for {len(found)} cases; give one each")
-    return found
-
-
-def _expected(launch: Launch, reference: Any) -> list[np.ndarray]:
-    """Return the right outputs of a launch. of_case: a method that takes the case, with its arrays
-    drawn (needle.kernels.job)."""
-    if hasattr(reference, "of_case"):
-        reference = reference.of_case(launch.case)
-    elif callable(reference):
-        reference = reference(*launch.inputs())
-    single = isinstance(reference, (np.ndarray, np.generic, NDArray))
-    if not single and not isinstance(reference, Iterable):
-        raise TypeError(
-            "reference: must give an array, or several, one for each output, not "
-            f"{type(reference).__name__}"
-        )
-    found = [reference] if single else list(reference)
-    if len(found) != len(launch.outputs):
-        raise ValueError(
-            f"reference: gave {len(found)} outputs, and the kernel has {len(launch.outputs)}: "
-            f"{', '.join(place.name for place in launch.outputs) or 'none'}"
-        )
-    return [np.asarray(array) for array in found]
-
-
-def _compared(
-    result: Result, wanted: list[np.ndarray], launch: Launch, tolerance: Tolerance
-) -> Result:
-    """Return the result, with the first difference if it was ok."""
-    if result.status != "ok":
-        return result
-    for place, got, expected in zip(launch.outputs, result.outputs, wanted):
-        wrong = difference(got, expected, place.dtype, tolerance)
-        if wrong is not None:
-            return replace(result, status="wrong_result", message=f"{place.name}: {wrong}")
-    return result
+    if len(reference) != len(cases):
+        raise ValueError(f"reference: {len(reference)} for {len(cases)} cases; give one each")

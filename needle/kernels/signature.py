@@ -75,9 +75,7 @@ TYPE = r"[\w:]+(?:<.*>[\w:]*)?"
 NAME = re.compile(r"(?!(?:__|_[A-Z])|(?:void|bool|float|double)$)[A-Za-z_]\w*")
 # C++ takes `float x[4][8]` as `float (*x)[8]`; to the machine both are the address of a float.
 ARRAY = re.compile(r"(.*?)(?:\(\s*\*[^()*&:]*\))?\s*(?:\[[^][]*\]\s*)+")
-# The class of a pointer with debug=True (needle/kernels/checked.py), and the bytes of both.
-CHECKED = re.compile(r"needle::checked<(.*)>")
-POINTER_BYTES, CHECKED_BYTES = 8, 32
+POINTER_BYTES = 8
 ANY_BYTES = "uint8"  # the dtype of arrays of types that needle has no dtype for: structs, double
 
 
@@ -250,9 +248,7 @@ def _parameters(types: list[str], layout: Layout, declared_by: str = "") -> tupl
 def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
     """Return (the parameter, the bytes of its type if known)."""
     unknown = Parameter(text, "unknown", size, offset), None
-    checked = CHECKED.fullmatch(text)
-    plain = f"{checked[1]}*" if checked else text
-    plain = ARRAY.sub(r"\1*", plain) if ARRAY.fullmatch(plain) else plain
+    plain = ARRAY.sub(r"\1*", text) if ARRAY.fullmatch(text) else text
     stars = _top_level(plain, "*")
     if not stars:
         spelled, _ = _plain_type(plain)
@@ -269,8 +265,7 @@ def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
         return unknown
     dtype, alignment = _element(spelled)
     shown = f"{spelled} const*" if is_const else f"{spelled}*"
-    own_size = CHECKED_BYTES if checked else POINTER_BYTES
-    return Parameter(shown, "array", size, offset, dtype, not is_const, alignment), own_size
+    return Parameter(shown, "array", size, offset, dtype, not is_const, alignment), POINTER_BYTES
 
 
 def _words(text: str) -> tuple[list[str], bool]:

@@ -1,13 +1,11 @@
 """Timing of a kernel that may try to keep results from one call to the next.
 
 For each timed call the code is loaded anew, so its variables are as in the source, and its inputs
-and poisoned outputs are restored. The last call of each set of inputs is compared. Warm up with
-another input set, if sets share no array; otherwise each timed call is the first of its code, some
-microseconds slower, and a hint says so.
-
-Before each call a buffer larger than any L2 cache is written, so inputs are read from memory.
-Events in the stream take the time, without a stop of the host between them. Reported are the median
-and the quartiles of all calls; a time that the device cannot reach is an error (`judge`).
+and outputs are restored. Before it the code is warmed up with other values; without such, each
+timed call is the first of its code, some microseconds slower, and a hint says so. Before each call
+a buffer larger than any L2 cache is written, so inputs are read from memory. Events in the stream
+take the time. Reported are the median and the quartiles of all calls; a time that the device cannot
+reach is an error (`judge`).
 
 Not excluded: code may keep from its warm-up results of the numbers, the grid and the block alone,
 such as a table of sines; and a kernel may hide data on purpose in the heap of device code or far
@@ -19,24 +17,26 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from needle import _C
 from needle._C import Device, Event, empty
 
 FLUSH_BYTES = 256 << 20  # as Triton's do_bench: five times an H100's L2
 L2_BYTES = FLUSH_BYTES // 4
 MOST_FLUSHES = 500
-WARM_UP = 3
 MOST_CALLS = 100
-LEAST_CALLS = 5
 SHORTEST = 1.0  # microseconds: no launch is shorter, an empty kernel takes about 2
 MARGIN = 1.25  # how far a kernel may beat the rate at which the device filled the flush buffer
+MARGIN_OF_PRODUCTS = 4.0  # and that of products in bfloat16, with FP8 and sparsity
 LAUNCH_BOUND = 2.0  # times the time of an empty kernel
 HOST = 500.0  # microseconds in which the host has checked and queued a first launch
 COLD = (
-    "each call is the first of its code, which takes some microseconds, because sets of inputs "
-    "have arrays in common, or there is one: with Random arguments and trials above 1 it is warm"
+    "each call is the first of its code, which takes some microseconds, because trials have arrays "
+    "in common, or there is one: with Random arguments and trials above 1 it is warm"
 )
 
 
@@ -54,97 +54,85 @@ class Timing:
     device_rate: float
     valid: bool = True
     reason: str = ""
-    hints: tuple[str, ...] = field(default=())
+    hints: tuple[str, ...] = ()
 
 
-def measure(
-    load: Callable[[], Callable[[], object]],
-    restore: Callable[[int], object],
-    keep: Callable[[int], object],
-    sets: int,
-    warm: bool,
-    device: Device,
-    flush_bytes: int = FLUSH_BYTES,
-    seconds: float = 0.2,
-) -> tuple[list[float], float, float]:
-    """Return (microseconds of each timed call, those of an empty kernel, the bytes a second at
-    which the device fills memory).
+class Clock:
+    """Measures times on a device. Attributes: nothing (microseconds of an empty kernel), fill_rate
+    (bytes a second at which the device fills memory)."""
 
-    `load()` loads the code anew and returns its call; `restore(i)` restores set i of the inputs;
-    `keep(i)` stores the outputs of the last call of that set. `warm`: each timed call comes after
-    one with the next set. As many calls as fit into `seconds` of the device, and with their
-    loads into five times as many, 5 to 100, and one for each set at least.
-    """
-    flush = empty((flush_bytes,), "uint8", device)
-    tiny = empty((1,), "float32", device)
+    def __init__(self, device: Device, flush_bytes: int = FLUSH_BYTES) -> None:
+        self.device, self.flush = device, empty((flush_bytes,), "uint8", device)
+        tiny = empty((1,), "float32", device)
+        fill = min(self.timed(lambda: self.flush.fill(2)) for _ in range(3))
+        self.nothing = statistics.median(self.timed(lambda: tiny.fill(1.0)) for _ in range(9))
+        self.fill_rate = flush_bytes / (fill * 1e-6)
+        # The device writes for as long as the host needs to queue the launch of code that is new.
+        self.flushes = min(math.ceil(HOST / max(fill, 1.0)), MOST_FLUSHES)
 
-    def timed(what: Callable[[], object]) -> float:
+    def timed(self, what: Callable[[], object]) -> float:
         """Return microseconds, after a fill of the flush buffer, without waiting for a launch."""
-        flush.fill(1)
-        before, after = Event(device), Event(device)
+        self.flush.fill(1)
+        before, after = Event(self.device), Event(self.device)
         before.record()
         what()
         after.record()
         return before.elapsed(after) * 1e3
 
-    fills = [timed(lambda: flush.fill(2)) for _ in range(WARM_UP)]
-    nothing = statistics.median(timed(lambda: tiny.fill(1.0)) for _ in range(9))
-    # The device writes for as long as the host needs to queue the launch of code that is new.
-    flushes = min(math.ceil(HOST / max(min(fills), 1.0)), MOST_FLUSHES)
+    def measure(self, prepare: Callable[[], Callable[[], object]], seconds: float) -> list[float]:
+        """Return the microseconds of calls, each of which `prepare()` makes ready: as many as fit
+        into the time, at least one and at most MOST_CALLS."""
+        times, end = [], time.monotonic() + seconds
+        while not times or (len(times) < MOST_CALLS and time.monotonic() < end):
+            call = prepare()
+            for _ in range(self.flushes - 1):
+                self.flush.fill(1)
+            times.append(self.timed(call))
+            del call  # its code goes
+        return times
 
-    def once(number: int) -> float:
-        """Microseconds of a call with a set. The code goes when it returns."""
-        call = load()
-        if warm:
-            restore((number + 1) % sets)
-            call()
-        restore(number % sets)
-        for _ in range(flushes - 1):
-            flush.fill(1)
-        return timed(call)
+    def product_rate(self, size: int) -> float:
+        """Return the operations a second of a product of two matrices in bfloat16."""
+        a = _C.array(np.ones((size, size), np.float32), "bfloat16", self.device)
+        return 2 * size**3 / (min(self.timed(lambda: a @ a) for _ in range(4)) * 1e-6)
 
-    began = time.perf_counter()
-    first = [once(i) for i in range(WARM_UP)]
-    each = (time.perf_counter() - began) / WARM_UP
-    wanted = seconds * 1e6 / max(min(first) + flushes * min(fills), SHORTEST)
-    calls = max(min(int(wanted), int(5 * seconds / each), MOST_CALLS), LEAST_CALLS, sets)
-    times = []
-    for n in range(calls):
-        times.append(once(n))
-        if n >= calls - sets:
-            keep(n % sets)
-    return times, nothing, flush_bytes / (min(fills) * 1e-6)
+
+def least_time(written: int, operations: float, fill_rate: float, product_rate: float) -> float:
+    """Return the microseconds that a device needs to write so many bytes, of which its L2 cache may
+    keep some, and to do so many operations."""
+    writing = max(written - L2_BYTES, 0) / (fill_rate * MARGIN)
+    return max(writing, operations / (product_rate * MARGIN_OF_PRODUCTS)) * 1e6
 
 
 def judge(
-    times: list[float],
-    nothing: float,
-    device_rate: float,
+    times: Sequence[float],
+    clock: Mapping[str, float],
     written: int,
     touched: int,
-    local_bytes: int,
+    local_bytes: int = 0,
     warm: bool = True,
+    operations: float = 0,
 ) -> Timing:
-    """Return a Timing of the result of `measure`. written: bytes of outputs, all of which were
-    written; touched: bytes of all arrays, some of which a kernel may leave unread."""
+    """Judge times, in microseconds. clock: nothing, fill_rate and product_rate of a Clock. written:
+    bytes of outputs, all of which were written; touched: bytes of all arrays, some of which a
+    kernel may leave unread; operations: those that a right kernel must do."""
+    nothing, fill_rate = clock["nothing"], clock["fill_rate"]
     lower, median, upper = (
-        statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     )
-    fastest = device_rate * MARGIN
+    least = least_time(written, operations, fill_rate, clock["product_rate"])
     reason, hints = "", []
-    # Data in the L2 cache at the end need not have reached memory.
-    least = max(written - L2_BYTES, 0) / fastest * 1e6
     if median < SHORTEST:
         reason = f"{median:.3g} us are less than a launch takes"
     elif median < least:
         reason = (
-            f"{median:.4g} us for {written:,} bytes of outputs; this device needs {least:.4g} us "
-            "to write them"
+            f"{median:.4g} us for {written:,} bytes of outputs and {operations:,.0f} operations; "
+            f"this device needs {least:.4g} us"
         )
-    elif touched / (median * 1e-6) > fastest:
+    elif touched / (median * 1e-6) > fill_rate * MARGIN:
         hints.append(
             f"{touched:,} bytes of arrays in {median:.4g} us is faster than this device's memory "
-            f"({device_rate / 1e9:,.0f} GB/s): not all of them can have been read"
+            f"({fill_rate / 1e9:,.0f} GB/s): not all of them can have been read"
         )
     if median < LAUNCH_BOUND * nothing:
         hints.append(
@@ -160,5 +148,5 @@ def judge(
         hints.append(COLD)
     rate = touched / median / 1e3 if median > 0 else 0.0
     return Timing(
-        median, lower, upper, len(times), rate, device_rate / 1e9, not reason, reason, tuple(hints)
+        median, lower, upper, len(times), rate, fill_rate / 1e9, not reason, reason, tuple(hints)
     )

@@ -1,7 +1,8 @@
-"""Arguments of a kernel in a process of its own, their validation, and comparing results."""
+"""Arguments of a kernel in a process of its own, and the comparison of its outputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +20,8 @@ DTYPES = (
     "complex64 complex128"
 ).split()
 # Default tolerances, absolute and relative: those of KernelBench.
-TOLERANCES = {
-    "float16": 1e-2,
-    "bfloat16": 1e-2,
-    "float32": 1e-4,
-    "complex64": 1e-4,
-    "float64": 1e-8,
-    "complex128": 1e-8,
-}
+TOLERANCES = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-4, "complex64": 1e-4}
+TOLERANCES |= {"float64": 1e-8, "complex128": 1e-8}
 Tolerance = float | Sequence[float] | None
 
 
@@ -37,6 +32,13 @@ def whole(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"{name}: must be {least} or more, not {value}")
     return value.__index__()
+
+
+def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
+    if dtype not in DTYPES:
+        raise TypeError(f"{what}: dtype {dtype!r}; there are {', '.join(DTYPES)}")
+    sizes = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+    return tuple(whole(f"{what}: a size of its shape", size, 0) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,6 @@ class InOut:
 
     array: Any
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.array, (np.ndarray, np.generic, NDArray, Random)):
-            raise TypeError(
-                f"InOut: takes an array or Random, not {type(self.array).__name__}; Out is "
-                "returned by itself"
-            )
-
 
 @dataclass(frozen=True)
 class Random:
@@ -79,50 +74,36 @@ class Random:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape("Random", self.shape, self.dtype))
-        if not hasattr(self.seed, "__index__") or self.seed < 0:
-            raise ValueError(f"Random: seed must be a whole number of 0 or more, not {self.seed!r}")
-        if self.bounds is not None:
-            (low, high), (least, most) = self.bounds, _range(self.dtype)
-            if not least <= low < high <= most or high - low == np.inf:
-                raise ValueError(
-                    f"Random: low and high are {low} and {high}; {self.dtype} takes numbers from "
-                    f"{least:g} to {most:g}, low below high"
-                )
-
-    @property
-    def bounds(self) -> tuple[float, float] | None:
-        """Bounds of a uniform distribution; None: standard normal, or truth values."""
-        if self.dtype.startswith(("int", "uint")):
-            return self.low or 0, 100 if self.high is None else self.high
-        if self.dtype == "bool" or self.low is None or self.high is None:
-            return None
-        return self.low, self.high
+        whole("Random: seed", self.seed, 0)
 
     def array(self, trial: int, place: int) -> np.ndarray | NDArray:
-        random = np.random.default_rng([self.seed, trial, place])
+        """Draw it. ValueError for whole numbers that the dtype does not hold."""
+        random, shape = np.random.default_rng([self.seed, trial, place]), self.shape
         dtype = "float32" if self.dtype == "bfloat16" else self.dtype
         if dtype == "bool":
-            return random.integers(0, 2, self.shape).astype(bool)
-        if self.bounds is None:
-            drawn = random.standard_normal(self.shape)
-        elif np.dtype(dtype).kind in "iu":
-            low, high = self.bounds
-            return random.integers(int(low), int(high), self.shape, dtype)
+            return random.integers(0, 2, shape).astype(bool)
+        if np.dtype(dtype).kind in "iu":
+            high = 100 if self.high is None else self.high
+            return random.integers(int(self.low or 0), int(high), shape, dtype)
+        if self.low is None or self.high is None:
+            drawn = random.standard_normal(shape)
         else:
-            drawn = random.uniform(*self.bounds, self.shape)
+            drawn = random.uniform(self.low, self.high, shape)
         array = drawn.astype(dtype)
         return _C.array(array, "bfloat16", _C.cpu()) if self.dtype == "bfloat16" else array
 
 
 @dataclass(frozen=True)
 class Case:
-    """A launch for `Pool.evaluate`: sizes as of CUDA, arguments as of `Pool.run`, and bytes of
-    dynamic shared memory."""
+    """A launch for `Pool.evaluate`: sizes as of CUDA, arguments as of `Pool.run`, bytes of dynamic
+    shared memory, and the floating-point operations that a right kernel needs at least (0: not
+    known), for which a time can be too short."""
 
     grid: Size
     block: Size
     args: Sequence[Any]
     shared: int = 0
+    operations: float = 0
 
     def drawn(self, trial: int) -> Case:
         """Replace each Random by its array of that trial."""
@@ -135,30 +116,28 @@ class Case:
         return replace(self, args=[draw(place, value) for place, value in enumerate(self.args)])
 
 
-def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
-    if dtype not in DTYPES:
-        raise TypeError(f"{what}: dtype {dtype!r}; there are {', '.join(DTYPES)}")
-    sizes = (shape,) if hasattr(shape, "__index__") else tuple(shape)
-    if not all(hasattr(n, "__index__") and n >= 0 for n in sizes):
-        raise ValueError(f"{what}: a shape is whole numbers of 0 or more, not {sizes}")
-    return tuple(n.__index__() for n in sizes)
+@dataclass(frozen=True)
+class Reference:
+    """A kernel whose outputs are right, for the same arguments. Sizes that it omits are those of
+    the case."""
 
+    source: str
+    entry: str
+    grid: Size | None = None
+    block: Size | None = None
+    shared: int | None = None
 
-def _range(dtype: str) -> tuple[int | float, int | float]:
-    """Return the least and the greatest finite number of a dtype; integers: one above it."""
-    if dtype.startswith(("int", "uint")):
-        return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
-    most = float(np.finfo("float32" if dtype == "bfloat16" else dtype).max)
-    return -most, most
+    def of(self, case: Case) -> Case:
+        """Return the launch of this kernel for a case."""
+        own = {name: getattr(self, name) for name in ("grid", "block", "shared")}
+        return replace(case, **{name: size for name, size in own.items() if size is not None})
 
 
 def host_array(value: Any) -> tuple[str, np.ndarray]:
     """Return (dtype, the elements in C order, bfloat16 as uint16) of an array. TypeError."""
     if isinstance(value, NDArray):
         if not value.device.is_host:
-            raise TypeError(
-                f"an array of {value.device}: a pool opens no GPU; pass array.to(needle.cpu())"
-            )
+            raise TypeError(f"an array of {value.device}: pass array.to(needle.cpu())")
         bits = value.compact().view("uint16") if value.dtype == "bfloat16" else value
         return value.dtype, bits.numpy()
     array = np.ascontiguousarray(value).reshape(np.shape(value))
@@ -181,18 +160,17 @@ def readable(dtype: str, array: np.ndarray) -> np.ndarray:
 
 
 def both(tolerance: Tolerance) -> tuple[float, float] | None:
-    """Return (absolute, relative) of a caller's tolerance. TypeError, ValueError."""
+    """Return (absolute, relative) of a caller's tolerance. ValueError."""
     if tolerance is None:
         return None
-    pair = (tolerance, tolerance) if isinstance(tolerance, (int, float, np.number)) else tolerance
-    said = f"tolerance: must be a number, or (absolute, relative), not {tolerance!r}"
-    if isinstance(pair, str) or not isinstance(pair, (Sequence, np.ndarray)):
-        raise TypeError(said)
-    if not all(isinstance(number, (int, float, np.number)) for number in pair):
-        raise TypeError(said)
-    if len(pair) != 2 or not all(0 <= number < np.inf for number in pair):
+    try:
+        absolute, relative = np.broadcast_to(np.asarray(tolerance, np.float64), 2).tolist()
+    except (TypeError, ValueError):
+        absolute = relative = math.nan
+    if not 0 <= absolute < math.inf or not 0 <= relative < math.inf:
+        said = f"tolerance: must be a number, or (absolute, relative), not {tolerance!r}"
         raise ValueError(f"{said}; both are finite, and 0 or more")
-    return float(pair[0]), float(pair[1])
+    return absolute, relative
 
 
 def difference(
@@ -203,31 +181,24 @@ def difference(
     or NaN."""
     if got.shape != expected.shape:
         return f"has shape {got.shape}, and {expected.shape} is expected"
-    if not got.size:
-        return None
     own = TOLERANCES.get(dtype, 0.0)
     absolute, relative = both(tolerance) or (own, own)
+    wide = np.complex128 if "c" in got.dtype.kind + expected.dtype.kind else np.float64
     if got.dtype.kind in "biu" and expected.dtype.kind in "biu" and not (absolute or relative):
-        right, error = got == expected, None
+        right = got == expected  # float64 does not hold all of int64
     else:
-        wide = np.complex128 if "c" in got.dtype.kind + expected.dtype.kind else np.float64
-        with np.errstate(invalid="ignore"):  # NaN of any kind
-            a, b = got.astype(wide), expected.astype(wide)
-            error = np.abs(a - b)
-            near = (error <= absolute + relative * np.abs(b)) & np.isfinite(b)
-            right = near | (a == b)
-        right |= np.isnan(a) & np.isnan(b)
+        a, b = got.astype(wide), expected.astype(wide)
+        right = np.isclose(a, b, relative, absolute, equal_nan=True)
     if right.all():
         return None
     wrong = np.flatnonzero(~right)
     place = ", ".join(str(int(i)) for i in np.unravel_index(wrong[0], got.shape or (1,)))
-    text = (
-        f"{wrong.size:,} of {got.size:,} elements are wrong, the first at [{place}]: "
-        f"{got.reshape(-1)[wrong[0]]}, expected {expected.reshape(-1)[wrong[0]]}"
+    a, b = (array.reshape(-1)[wrong] for array in (got, expected))
+    with np.errstate(invalid="ignore"):
+        error = np.abs(a.astype(wide) - b.astype(wide))
+    worst = max(error[np.isfinite(error)], default=math.nan)
+    return (
+        f"{wrong.size:,} of {got.size:,} elements are wrong, the first at [{place}]: {a[0]}, "
+        f"expected {b[0]}; the largest error is {worst:.3g} (tolerance: {absolute:g} absolute, "
+        f"{relative:g} relative)"
     )
-    if error is not None:
-        worst = error.reshape(-1)[wrong]
-        finite = worst[np.isfinite(worst)]
-        if finite.size:
-            text += f"; the largest error is {finite.max():.3g}"
-    return f"{text} (tolerance: {absolute:g} absolute, {relative:g} relative)"

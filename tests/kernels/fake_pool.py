@@ -1,6 +1,5 @@
-"""A Pool whose workers have no GPU (tests/kernels/fake_worker.py), and kernels for it."""
+"""A Pool whose processes have no GPU (tests/kernels/fake_worker.py), and kernels for it."""
 
-import gc
 import os
 import sys
 from contextlib import suppress
@@ -15,24 +14,25 @@ X = np.arange(6, dtype=np.float32)
 SECONDS = 20.0  # that a job may take on a busy machine
 SHORT = 0.4  # that one gets which does not end
 
-FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
-
 
 class FakePool(Pool):
-    worker = (sys.executable, str(FAKE_WORKER))
+    worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+    variables: dict[str, str] = {}
+
+    @classmethod
+    def with_variables(cls, **variables: str) -> type:
+        return type("FakePool", (cls,), {"variables": variables})
+
+    def _start(self, number, command, cwd=None, **variables):
+        return super()._start(number, command, cwd, **self.variables, **variables)
 
 
-def fds() -> int:
-    gc.collect()  # files and sockets that other tests left in cycles
-    return len(os.listdir("/proc/self/fd"))
-
-
-def children(parent: int | None = None) -> set[int]:
-    """Processes whose parent is this one, or that of this number; zombies too."""
+def children() -> set[int]:
+    """Processes whose parent is this one; zombies too."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == (parent or os.getpid()):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.add(int(stat.parent.name))
     return found
 
@@ -51,10 +51,6 @@ def spills(grid, block, x: "float const*", y: "float*"):
 
 def increment(grid, block, x: "int*"):
     x += 1
-
-def only_once(grid, block, x: "float const*", y: "float*", done=[]):
-    y[:] = 2 * x if not done else y.copy()
-    done.append(1)
 
 def uneven(grid, block, x: "float const*", y: "float*"):
     y[:] = 2 * x
@@ -86,7 +82,7 @@ def prints(grid, block, n: "int"):
 
 def forges(grid, block):
     """Print what looks like an answer."""
-    os.write(1, b'{"status": "illegal_address", "faulted": true, "block_bytes": 0}' + bytes([10]))
+    os.write(1, b'{"status": "illegal_address", "arrays": 0}' + bytes([10]))
 
 def asserts(grid, block):
     os.write(2, b"kernel.cu:5: k: block: [0,0,0], thread: [3,0,0] Assertion `x > 0` failed.")
@@ -104,8 +100,6 @@ def changes_const(grid, block, x: "float const*", y: "float*"):
 def leaves_out(grid, block, y: "float*", n: "int"):
     y[:n] = 1
 '''
-
-ALLOCATES = SOURCE + "# \0malloc\0"  # a symbol, as machine code names it
 
 
 def run(pool, entry, *args, **more):

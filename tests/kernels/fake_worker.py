@@ -1,19 +1,25 @@
 """A worker whose device is none: its "kernels" are Python functions on the host's memory.
 
-    python tests/kernels/fake_worker.py ROLE FD
+    python tests/kernels/fake_worker.py FD PARENT
 
 Everything but the device is needle.kernels.worker's own. A parameter's annotation is its C++ type;
 the arrays of a function are NumPy arrays on the memory that the job gave. FAKE_LOG names a file
-that gets a line for each proof, and FAKE_BROKEN one whose presence makes proofs fail.
+that gets a line for each compilation, and FAKE_BROKEN one whose presence makes the first kernel
+fail.
 """
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path[:] = [str(HERE.parents[1]), *(p for p in sys.path if p != str(HERE))]
 
 import ctypes
 import inspect
 import os
-import sys
 import time
 import types
-from pathlib import Path
 
 import numpy as np
 
@@ -65,47 +71,40 @@ class Kernel:
         self.function(grid, block, *arrays)
 
     def check(self, grid, block, shared):
-        return types.SimpleNamespace(occupancy=0.5, limiter="threads", blocks_per_sm=2)
+        return types.SimpleNamespace(occupancy=0.5, blocks_per_sm=2)
 
 
-class FakeNeedle(worker.Needle):
+class FakeGpu(worker.Gpu):
     flush_bytes = 1 << 16
-
-    def devices(self) -> int:
-        if "FAKE_NONE" in os.environ:
-            raise RuntimeError("no NVIDIA driver")
-        return 1
-
-    def build(self, source, entry, arch, debug):
-        if "hang the compiler" in source:
-            time.sleep(1000)
-        if "tire the compiler" in source:
-            worker.COMPILER_SECONDS = 0
-        if "kill the compiler" in source:
-            os.kill(os.getpid(), 11)
-        try:
-            return compiled(source, entry)
-        except SyntaxError as error:
-            raise ValueError(f"kernel.py({error.lineno}): error: {error.msg}") from error
+    product_size = 64
+    probe = 'def probe(grid, block, x: "float const*", y: "float*"): y[:] = 3 * x + 1'
 
     def open(self):
+        if "FAKE_NONE" in os.environ:
+            raise RuntimeError("no NVIDIA driver")
+        if os.path.exists(os.environ.get("FAKE_BROKEN", "")):
+            self.probe = self.probe.replace("+ 1", "+ 2")
         return _C.cpu()
 
     def arch(self, device):
         return "90a"
 
-    def load(self, compiled, entry, device):
-        return Kernel(function_of(Compiled.unpack(compiled).cubin.decode(), entry))
-
-    def check(self, device):
+    def build(self, source, entry, arch):
+        if "hang the compiler" in source:
+            time.sleep(1000)
+        if "kill the compiler" in source:
+            os.kill(os.getpid(), 11)
         if "FAKE_LOG" in os.environ:
             with open(os.environ["FAKE_LOG"], "a") as log:
-                log.write(f"{os.getpid()} proves itself\n")
-        if os.path.exists(os.environ.get("FAKE_BROKEN", "")):
-            raise RuntimeError("3 x + 1 is wrong")
-        super().check(device)
+                log.write(f"{entry}\n")
+        try:
+            return compiled(source, entry)
+        except SyntaxError as error:
+            raise ValueError(f"kernel.py({error.lineno}): error: {error.msg}") from error
+
+    def load(self, code, entry, device):
+        return Kernel(function_of(code.cubin.decode(), entry))
 
 
 if __name__ == "__main__":
-    sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
-    worker.main(sys.argv[1:], FakeNeedle())
+    worker.main(sys.argv[1:], FakeGpu())

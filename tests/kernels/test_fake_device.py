@@ -58,7 +58,7 @@ static nd_status graph_part(int device, nd_graph *g) { return ND_OK; }
 static nd_status graph_free(int device, nd_graph *g) { say("graph freed\n"); return ND_OK; }
 static nd_status launch_limits(int device, nd_launch_limits *out) {
     say("limits\n");
-    *out = (nd_launch_limits){90, 132, 2048, 32, 65536, 233472, 65536, 232448, 1024, 1 << 30};
+    *out = (nd_launch_limits){90, 132, 2048, 65536, 232448, 1 << 30};
     return ND_OK;
 }
 static nd_status module_load(int device, const void *code, nd_module **out) {
@@ -99,6 +99,11 @@ static nd_status kernel_launch(int device, nd_kernel *k, const nd_launch *l) {
     return ND_OK;
 }
 
+static nd_status kernel_blocks(int device, nd_kernel *k, int threads, uint32_t shared, int *out) {
+    *out = threads + (int)shared == 3250 ? 3 : 1;
+    return ND_OK;
+}
+
 const nd_backend *needle_backend(void) {
     static nd_backend b;
     b.abi = nd_abi();
@@ -121,6 +126,7 @@ const nd_backend *needle_backend(void) {
     b.module_kernel = module_kernel;
     b.module_unload = module_unload;
     b.kernel_launch = kernel_launch;
+    b.kernel_blocks = kernel_blocks;
     return &b;
 }
 """
@@ -220,6 +226,17 @@ for keywords in ({"shared": 8}, {"cluster": 1}, {"cooperative": True}):
     assert log().count("limits") == 1
     fill(1, 32, x, 1, 4, **keywords)
     assert log().count("limits") == 0
+""")
+
+
+def test_a_check_has_the_occupancy_of_the_driver(fake):
+    fake("""
+report = fill.check(7, 250, shared=3000)
+assert (report.blocks_per_sm, report.resident, report.occupancy) == (3, 396, 3 * 256 / 2048)
+assert fill.check(132, 1024, cooperative=True).resident == 132
+assert "holds 132 at once" in raised(
+    kernels.LaunchError, lambda: fill(133, 1024, x, 1, 4, cooperative=True))
+fill(132, 1024, x, 1, 4, cooperative=True)
 """)
 
 

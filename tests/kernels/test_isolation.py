@@ -1,21 +1,24 @@
-"""needle.kernels.Pool on a GPU: every way in which a kernel can go wrong has its status and
-its message, and the next job is right. (Without a GPU: test_pool.py.)
-"""
+"""needle.kernels.Pool and its service on a GPU: every way in which a kernel can go wrong or cheat
+has its status and its message, and the next job is right. (Without a GPU: test_pool.py.)"""
 
 import os
+import re
 import signal
 import time
 
 import numpy as np
 import pytest
-from faulty_kernels import FAULTS, GOOD, N, X, check, good, inject
-from harness import in_thread, naming, wait_for
+from harness import ROOT, in_thread, naming, wait_for
+from isolation import FAULTS, GOOD, N, X, good, inject
 
 from needle.kernels import Case, InOut, Out, Pool, Random
 from needle.kernels.toolkit import find_tool
 
 pytestmark = pytest.mark.cuda
 TIMEOUT = 2.0
+needs_sanitizer = pytest.mark.skipif(
+    find_tool("compute-sanitizer") is None, reason="no compute-sanitizer here"
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,39 +31,22 @@ def pool():
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_has_its_name_and_the_next_job_is_right(pool, name):
     result = inject(pool, name)
-    check(name, result)
     good(pool)
     if name == "printf flood":
         assert result.printed.startswith("line ") and "were printed and cut off" in result.printed
     if name == "forged result":
         assert result.printed.startswith('{"status": "illegal_address"}')
     if name == "assert":
-        assert (
-            "thread: [" in result.message and "Assertion `threadIdx.x < 3` failed" in result.message
-        )
+        assert "Assertion `threadIdx.x < 3` failed" in result.message
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_worker_that_is_killed_or_stopped(pool, number, busy):
-    """While a kernel runs in it, or while it waits."""
-    good(pool)
-    if busy:
-        loops = in_thread(inject, pool, "endless loop")
-        wait_for(lambda: pool.state()[0]["used"])
-        time.sleep(0.5)
-        os.kill(pool.state()[0]["used"][0], number)
-        result = loops.result(60)
-    else:
-        os.kill(pool.state()[0]["ready"][-1], number)
-        time.sleep(0.05)
-        result = pool.run(GOOD, "scale", 8, 128, [X, Out(N), 3.0, N])
-    if busy and number == signal.SIGSTOP:
-        assert result.status == "timeout" and "was killed" in result.message
-    elif busy:
-        assert result.status == "crashed" and "SIGKILL" in result.message
-    else:
-        assert result.status == "ok"
+def test_a_process_that_is_killed_at_work(pool):
+    loops = in_thread(pool.run, FAULTS["endless loop"].source, "k", 1, 32, [Out(32)])
+    wait_for(lambda: pool.state()[0]["used"])
+    time.sleep(0.3)
+    os.kill(pool.state()[0]["used"][0], signal.SIGKILL)
+    result = loops.result(60)
+    assert result.status == "crashed" and "SIGKILL" in result.message
     good(pool)
 
 
@@ -81,7 +67,7 @@ def test_dtypes_of_templates(pool):
             case = Case(4, 256, [Random(N, dtype), Out(N, dtype), N])
             entry = f"twice<{name}>"
             result = pool.evaluate(BFLOAT16, entry, [case], lambda x, n: x + x, time=False)
-            assert (result.status, result.message) == ("ok", "")
+            assert (result.status, result.message, result.deterministic) == ("ok", "", True)
 
 
 def test_structs_and_arrays_in_place(pool):
@@ -111,54 +97,68 @@ def test_timing_of_a_kernel_that_is_bound_by_memory(pool):
         assert (result.status, result.message) == ("ok", "")
         (timing,) = result.timing
         assert timing.valid and 0.4 * timing.device_rate < timing.rate < 1.25 * timing.device_rate
-        assert timing.upper < 1.5 * timing.lower and timing.calls >= 50
+        assert timing.upper < 1.5 * timing.lower and timing.calls >= 20
         medians.append(timing.median)
     assert max(medians) < 1.1 * min(medians)
+
+
+SPILLS = """
+__global__ void __launch_bounds__(1024) k(const float* x, float* y, int n) {
+    float r[90];
+    #pragma unroll
+    for (int i = 0; i < 90; i++) r[i] = x[(i * 1024 + threadIdx.x) % n];
+    __syncthreads();
+    float s = 0;
+    #pragma unroll
+    for (int i = 0; i < 90; i++) s += r[i] * r[89 - i];
+    y[threadIdx.x] = s;
+}
+"""
 
 
 def test_hints(pool):
     case = Case(1, 32, [Random(32), Out(32), 3.0, 32])
     result = pool.evaluate(GOOD, "scale", [case], lambda x, a, n: np.float32(a) * x)
     assert any("launch-bound" in hint for hint in result.timing[0].hints), result.timing
-    source = """
-    __global__ void __launch_bounds__(1024) k(const float* x, float* y, int n) {
-        float r[90];
-        #pragma unroll
-        for (int i = 0; i < 90; i++) r[i] = x[(i * 1024 + threadIdx.x) % n];
-        __syncthreads();
-        float s = 0;
-        #pragma unroll
-        for (int i = 0; i < 90; i++) s += r[i] * r[89 - i];
-        y[threadIdx.x] = s;
-    }
-    """
-    case = Case(1, 1024, [Random(1 << 20), Out(1024), 1 << 20])
 
     def reference(x, n):
         r = x[np.arange(90)[:, None] * 1024 + np.arange(1024)].astype(np.float64)
         return (r * r[::-1]).sum(0).astype(np.float32)
 
-    result = pool.evaluate(source, "k", [case], reference, tolerance=1e-3)
+    case = Case(1, 1024, [Random(1 << 20), Out(1024), 1 << 20])
+    result = pool.evaluate(SPILLS, "k", [case], reference, tolerance=1e-3)
     assert (result.status, result.message) == ("ok", "")
     assert any("spilling" in hint for hint in result.timing[0].hints), result
 
 
-LEANS = """
-__device__ int calls;
-__global__ void k(const float* x, float* y, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (calls == 0 && i < n) y[i] = 2 * x[i];
-    __syncthreads();
-    if (i == 0) calls++;
-}
-"""
+# Kernels that cheat by variables of their module; sizes of two cases, and the message.
+CHEATS = {
+    "works once": ("if (calls == 0 && i < n) y[i] = 2 * x[i];", [256], "not written"),
+    "its first answer": (
+        "if (calls == 0) kept[i] = 2 * x[i]; if (i < n) y[i] = kept[i];", [256], "trial 1: ",
+    ),
+    "its first shape": (
+        "if (!calls) size = n; if (i < n) y[i] = i < size ? 2 * x[i] : 0;", [128, 256], "case 1",
+    ),
+}  # fmt: skip
 
 
-def test_a_kernel_that_works_once_is_found(pool):
-    """The kernel remembers in its module that it ran, and leaves the output of the first call."""
-    case = Case(1, 256, [Random(256), Out(256), 256])
-    result = pool.evaluate(LEANS, "k", [case], lambda x, n: 2 * x)
-    assert result.status == "wrong_result" and "timed" in result.message
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_kernel_that_cheats_is_found(pool, name):
+    body, sizes, said = CHEATS[name]
+    source = f"""
+    __device__ int calls, size;
+    __device__ float kept[256];
+    __global__ void k(const float* x, float* y, int n) {{
+        int i = threadIdx.x;
+        {body}
+        __syncthreads();
+        if (i == 0) calls++;
+    }}
+    """
+    cases = [Case(1, 256, [Random(n), Out(n), n]) for n in sizes]
+    result = pool.evaluate(source, "k", cases, lambda x, n: 2 * x)
+    assert result.status == "wrong_result" and said in result.message, result
 
 
 REMEMBERS = """
@@ -195,22 +195,22 @@ def test_a_kernel_that_remembers_gains_nothing(pool, x):
     assert any("the first of its code" in hint for hint in timing.hints) != isinstance(x, Random)
 
 
-def test_a_job_starts_with_fresh_globals(pool):
-    for _ in range(3):
-        result = pool.run(LEANS, "k", 1, 256, [X[:256], Out(256), 256])
-        assert (result.status, result.message) == ("ok", "")
-
-
-@pytest.mark.skipif(find_tool("compute-sanitizer") is None, reason="no compute-sanitizer here")
-@pytest.mark.parametrize(
-    "name, line", [("illegal read", 1), ("misaligned address", 1), ("written past the end", 1)]
-)
-def test_a_fault_is_explained(pool, name, line):
-    result = inject(pool, name, explain=True)
-    check(name, result)
-    finding = result.explanation[0]
-    assert finding.line == line and finding.thread and finding.block == (0, 0, 0), result
-    good(pool)
+def test_sums_in_any_order_are_reported(pool):
+    source = """
+    __global__ void k(const float* x, float* y) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) y[0] = 0;
+        __nanosleep(100000);
+        atomicAdd(y, x[blockIdx.x * blockDim.x + threadIdx.x]);
+    }
+    """
+    n = 1 << 20
+    found = set()
+    for seed in range(5):
+        case = Case(n // 256, 256, [Random(n, seed=seed), InOut(np.zeros(1, np.float32))])
+        result = pool.evaluate(source, "k", [case], lambda x, y: [x.sum(dtype=np.float64)],
+                               tolerance=10.0, trials=1, time=False)  # fmt: skip
+        found.add(result.deterministic)
+    assert False in found
 
 
 RACE = """
@@ -235,31 +235,31 @@ __global__ void k(const float* x, float* y) {
 """
 
 
-@pytest.mark.skipif(find_tool("compute-sanitizer") is None, reason="no compute-sanitizer here")
+@needs_sanitizer
 @pytest.mark.parametrize(
-    "tool, source, status, line",
+    "tool, source, said",
     [
-        ("memcheck", FAULTS["written past the end"].source, "out_of_bounds", 1),
-        ("racecheck", RACE, "wrong_result", 4),
-        ("synccheck", HALF_BARRIER, "launch_failure", 4),
-        ("initcheck", UNSET, "wrong_result", 3),
+        ("memcheck", FAULTS["written past the end"].source, "Invalid __global__ write"),
+        ("racecheck", RACE, "kernel.cu"),
+        ("synccheck", HALF_BARRIER, "Barrier error"),
+        ("initcheck", UNSET, "Uninitialized"),
     ],
 )
-def test_each_tool_names_the_line(pool, tool, source, status, line):
-    n = 31 if tool == "memcheck" else 64
-    block = 32 if tool == "memcheck" else 64
+def test_each_tool_reports_and_a_right_kernel_is_right_below_it(pool, tool, source, said):
+    n, block = (31, 32) if tool == "memcheck" else (64, 64)
     result = pool.run(source, "k", 1, block, [X[:64], Out(n)], sanitizer=tool)
-    assert result.status == status, result
-    assert any(abs(finding.line - line) <= 1 for finding in result.explanation), result
-    good(pool)
-
-
-@pytest.mark.skipif(find_tool("compute-sanitizer") is None, reason="no compute-sanitizer here")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_a_right_kernel_is_right_below_each_tool(pool, tool):
+    assert result.status != "ok" and said in result.explanation, result
     result = pool.run(GOOD, "scale", 8, 128, [X, Out(N), 3.0, N], sanitizer=tool)
     assert (result.status, result.message) == ("ok", "")
     assert (result.outputs[0] == 3 * X).all()
+
+
+@needs_sanitizer
+def test_a_fault_is_explained(pool):
+    fault = FAULTS["illegal read"]
+    result = pool.run(fault.source, "k", 1, 32, fault.args, explain=True)
+    assert result.status == "illegal_address"
+    assert "Invalid __global__ read" in result.explanation and "kernel.cu" in result.explanation
 
 
 def test_memory_goes_back_after_a_large_job(pool):
@@ -269,6 +269,13 @@ def test_memory_goes_back_after_a_large_job(pool):
     assert pool.cleanup() < 512 << 20
 
 
+def test_the_example_of_the_docs(capsys):
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    (code,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Random(" in b)
+    exec(code, {})
+    assert capsys.readouterr().out.count("ok") == 2
+
+
 def test_all_devices_are_found():
     import needle as ndl
 
@@ -276,3 +283,20 @@ def test_all_devices_are_found():
         there = [d for d in ndl.all_devices() if d.name == "cuda" and d.enabled()]
         assert [d["device"] for d in pool.state()] == [d.index for d in there]
         good(pool)
+
+
+def test_health_answers_while_a_kernel_loops():
+    pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
+    from test_serve import running
+
+    source = FAULTS["endless loop"].source
+    args = [{"shape": [32], "dtype": "float32", "out": True}]
+    job = {"source": source, "entry": "k", "cases": [{"grid": 1, "block": 32, "args": args}]}
+    with Pool(devices=[0], timeout=TIMEOUT) as pool, running(pool) as client:
+        loops, figures = in_thread(client.evaluate, job), []
+        while not loops.done():
+            status, answer, _ = client.ask("GET", "/health")
+            figures.append(answer["devices"][0])
+            assert status == 200
+        assert loops.result()[1]["status"] == "timeout"
+    assert figures[-1]["name"] and figures[-1]["memory"]["used"] > 0, figures[-1]

@@ -15,7 +15,7 @@ from kernel_sources import SOURCE, needs_nvrtc
 
 import needle as ndl
 from needle import _C, kernels
-from needle.kernels import LaunchError, limits
+from needle.kernels import LaunchError
 
 pytestmark = [pytest.mark.cuda, needs_nvrtc]
 
@@ -315,35 +315,6 @@ def test_the_driver_reads_the_same(own, device, source):
                 report = kernel.check(1, block, shared)
                 what = f"{name}, {block} threads, {shared} bytes"
                 assert report.blocks_per_sm == driver.blocks(function, block, shared), what
-
-
-def test_the_table_is_the_devices(device):
-    own, row = limits.of_device(device), limits.of_arch(kernels.arch_of(device))
-    for name in ("arch", "sm_threads", "sm_blocks", "sm_registers", "sm_shared", "sm_barriers",
-                 "block_registers", "block_shared", "kept_shared"):  # fmt: skip
-        assert getattr(own, name) == getattr(row, name), name
-    facts = device.properties()
-    assert own.processors == facts["processors"] and 0 < own.free_bytes <= facts["total_bytes"]
-
-
-def test_local_memory_is_checked(device):
-    source = """__global__ void f(float *x, int i) {
-        float much[SIZE];
-        for (int k = 0; k < SIZE; k++) much[k] = x[k & 7];
-        x[0] = much[i] + much[i + 1];
-    }"""
-    x = array(np.arange(8))
-    small = kernels.compile(source, options=["-DSIZE=2000"])["f"]
-    assert small.local_bytes >= 8000
-    small(1, 32, x, 5)
-    assert x.numpy()[0] == 11
-    large = kernels.compile(source, options=["-DSIZE=125000"])["f"]
-    facts = device.limits()
-    needed = large.local_bytes * facts["processors"] * facts["sm_threads"]
-    if needed > facts["free_bytes"] + (16 << 30):
-        with pytest.raises(LaunchError, match=rf"{large.local_bytes:,} bytes of local memory a "
-                           rf"thread, {needed / 2**30:.2f} GiB for the"):  # fmt: skip
-            large(1, 32, x, 5)
 
 
 # ---- graphs and lifetimes ------------------------------------------------------------------------

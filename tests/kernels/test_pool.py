@@ -1,22 +1,20 @@
-"""needle.kernels.Pool without a GPU: "kernels" are Python functions in real worker processes
-(fake_worker.py) that fault, hang, die, and write out of bounds.
-"""
+"""needle.kernels.Pool without a GPU: "kernels" are Python functions in real processes
+(fake_worker.py) that fault, hang, die, cheat, and write out of bounds."""
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
+import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right, run
-from harness import ROOT, naming, python, wait_for
+from harness import in_thread, naming, python, wait_for, wait_until_gone
 
 from needle._C import array, cpu
-from needle.kernels import Case, InOut, Out, Random, workers
+from needle.kernels import Case, InOut, Out, Random, Reference, process
 from needle.kernels import pool as pool_module
 
 pytestmark = pytest.mark.slow
@@ -26,55 +24,48 @@ pytestmark = pytest.mark.slow
 
 def test_run_returns_outputs_and_resources(pool):
     result = run(pool, "scale", X.reshape(2, 3), Out((2, 3)), np.float32(0.5), 6)
-    assert (result.status, result.device, result.explanation) == ("ok", 0, ())
+    assert (result.status, result.device, result.explanation) == ("ok", 0, "")
     (y,) = result.outputs
     assert (y == X.reshape(2, 3) / 2).all() and y.dtype == np.float32
     compiled = {"registers": 16, "shared_bytes": 0, "local_bytes": 0, "max_threads": 1024}
-    launched = {"occupancy": 0.5, "limiter": "threads", "blocks_per_sm": 2}
-    assert result.resources == compiled | launched
+    assert result.resources == compiled | {"occupancy": 0.5, "blocks_per_sm": 2}
 
 
 def test_run_returns_arrays_that_the_kernel_writes(pool):
     n = np.arange(5, dtype=np.int32)
-    result = run(pool, "increment", n)
-    assert (result.status, result.message) == ("ok", "") and n[0] == 0
-    assert (result.outputs[0] == n + 1).all()
-    given = run(pool, "scale_c", X, np.zeros(6, np.float32), 2.0, 6)
-    assert given.status == "ok" and given.outputs == ()
-    (y,) = run(pool, "scale_c", X, InOut(np.zeros(6, np.float32)), 2.0, 6).outputs
-    assert (y == 2 * X).all()
-    (y,) = run(pool, "scale", array([1.0, 2.0], device=cpu()), Out(2), 3.0, 2).outputs
-    assert (y == [3, 6]).all()
-    result = run(pool, "scale", np.zeros((0, 4), np.float32), Out((0, 4)), 3.0, 0)
-    assert result.status == "ok" and result.outputs[0].shape == (0, 4)
+    for entry, args, expected in (
+        ("increment", [n], n + 1),
+        ("scale_c", [X, InOut(np.zeros(6, np.float32)), 2.0, 6], 2 * X),
+        ("scale", [array([1.0, 2.0], device=cpu()), Out(2), 3.0, 2], [3, 6]),
+        ("scale", [np.zeros((0, 4), np.float32), Out((0, 4)), 3.0, 0], np.zeros((0, 4))),
+        ("types", [Out(8, "int32"), np.float32(1e-45), np.float16(2), 2**63, float("inf"), True,
+                   np.int8(-1), b"xy", np.zeros(1, [("a", "f4"), ("b", "i4")])[0]], np.ones(8)),
+    ):  # fmt: skip
+        with naming(entry, expected):
+            result = run(pool, entry, *args)
+            assert (result.status, result.message) == ("ok", "")
+            np.testing.assert_array_equal(result.outputs[0], expected)
+    assert n[0] == 0
+    assert run(pool, "scale_c", X, np.zeros(6, np.float32), 2.0, 6).outputs == ()
 
 
 def test_run_keeps_the_bits_of_each_dtype(pool):
-    source = 'def copy(grid, block, x: "", y: "void*"): y[...] = x'
-    for dtype in ("bfloat16", "float16", "float64", "int8", "uint32", "bool", "complex128"):
-        with naming(dtype):
-            x = Random((3, 5), dtype).array(0, 0)
-            result = pool.run(source, "copy", 1, 1, [x, Out((3, 5), dtype)])
-            assert (result.status, result.message) == ("ok", "")
-            expected = x.numpy() if dtype == "bfloat16" else x
-            assert (result.outputs[0] == expected).all() and result.outputs[0].shape == (3, 5)
-
-
-def test_run_keeps_the_types_of_numbers(pool):
-    record = np.zeros(1, [("a", "f4"), ("b", "i4")])[0]
-    given = [np.float32(1e-45), np.float16(2), 2**63, float("inf"), True, np.int8(-1), b"xy"]
-    result = run(pool, "types", Out(8, "int32"), *given, record)
-    assert (result.status, result.message) == ("ok", "") and result.outputs[0].all()
-    args = [X, Out((6,)), 2.0, 6]
-    result = pool.run(SOURCE, "scale", np.array([4, 2]), np.array([32]), args)
+    dtypes = ("bfloat16", "float16", "float64", "int8", "uint32", "bool", "complex128")
+    names = ", ".join(f'x{n}: "const void*", y{n}: "void*"' for n in range(len(dtypes)))
+    copies = "; ".join(f"y{n}[...] = x{n}" for n in range(len(dtypes)))
+    drawn = [Random((3, 5), dtype).array(0, 0) for dtype in dtypes]
+    args = [arg for x, dtype in zip(drawn, dtypes) for arg in (x, Out((3, 5), dtype))]
+    result = pool.run(f"def copy(grid, block, {names}): {copies}", "copy", [4, 2], 1, args)
     assert (result.status, result.message) == ("ok", "")
+    for x, y, dtype in zip(drawn, result.outputs, dtypes):
+        with naming(dtype):
+            assert (y == (x.numpy() if dtype == "bfloat16" else x)).all() and y.shape == (3, 5)
 
 
 def test_printed_text_is_cut_and_is_no_answer(pool):
     assert run(pool, "prints", 10).printed == "x" * 10 + "end"
     long = run(pool, "prints", 300_000).printed
     assert long.startswith("x" * 65536 + "\n[234,467 more bytes")
-    assert run(pool, "no_results").printed == ""
     result = run(pool, "forges")
     assert result.status == "ok" and '"illegal_address"' in result.printed
 
@@ -83,15 +74,9 @@ def test_memory_of_a_job_is_limited(pool, monkeypatch):
     monkeypatch.setattr(pool, "memory", 1 << 20)
     assert_next_is_right(pool)
     result = run(pool, "scale", X, Out(1 << 18), 1.0, 6)
-    assert result.status == "out_of_memory" and "this Pool allows 1,048,576" in result.message
-    result = evaluate(pool, "scale", [Case(1, 1, [X, Out(6), 1.0, 6])], [X])
-    assert result.status == "out_of_memory" and result.message.startswith("case 0, timed: the ")
+    assert result.status == "out_of_memory" and "of 1,048,576 (memory=)" in result.message
     monkeypatch.setattr(pool, "memory", None)
-    result = run(pool, "scale", X, Out(1 << 50), 1.0, 6)
-    assert result.status == "out_of_memory" and "and the device has" in result.message
-    monkeypatch.setattr(pool_module, "available", lambda: 1 << 20)
-    result = run(pool, "scale", X, Out(1 << 18), 1.0, 6)
-    assert result.status == "out_of_memory" and "the host's, which has 1,048,576" in result.message
+    assert run(pool, "scale", X, Out(1 << 50), 1.0, 6).status == "out_of_memory"
 
 
 # ---- faults, and the job after them --------------------------------------------------------------
@@ -102,9 +87,9 @@ def test_faults_have_a_status_and_the_next_job_is_right(pool, monkeypatch):
         ("fails", [0], "illegal_address", "k: cu", True),
         ("fails", [6], "invalid_launch", "k: cu", False),
         ("asserts", [], "assertion", "kernel.cu:5: k: block: [0,0,0], thread: [3,0,0] Ass", True),
-        ("signals", [signal.SIGSEGV], "crashed", "it was ended by SIGSEGV", True),
-        ("signals", [signal.SIGKILL], "crashed", "it was ended by SIGKILL", True),
-        ("breaks", [], "crashed", "a defect of the worker", True),
+        ("signals", [signal.SIGSEGV], "crashed", "was ended by SIGSEGV", True),
+        ("signals", [signal.SIGKILL], "crashed", "was ended by SIGKILL", True),
+        ("breaks", [], "crashed", "exited with code 1", True),
         ("hangs", [], "timeout", "no answer after 0.4 s", True),
         ("stops", [], "timeout", "the process was killed", True),
     ):
@@ -113,64 +98,26 @@ def test_faults_have_a_status_and_the_next_job_is_right(pool, monkeypatch):
             with monkeypatch.context() as patched:
                 if status == "timeout":
                     patched.setattr(pool, "timeout", SHORT)
-                began = time.monotonic()
                 result = run(pool, entry, *args)
             assert result.status == status and said in result.message and result.outputs == ()
-            assert status != "timeout" or SHORT <= time.monotonic() - began
             assert pool.state()[0]["faults"] == faults + fault
             assert_next_is_right(pool)
 
 
-def test_an_idle_process_that_is_killed_or_stopped_is_replaced(pool):
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        with naming(number.name):
-            assert_next_is_right(pool)
-            waiting = pool.state()[0]["ready"]
-            assert waiting
-            for pid in waiting:
-                os.kill(pid, number)
-            time.sleep(0.05)
-            assert_next_is_right(pool)
-            assert not set(pool.state()[0]["ready"]) & set(waiting)
+def test_each_job_has_a_process_of_its_own_that_is_killed(pool):
+    pids = [int(run(pool, "who", Out(1, "int32")).outputs[0][0]) for _ in range(3)]
+    assert len(set(pids)) == 3
+    for pid in pids:
+        wait_until_gone(pid)
 
 
-# ---- guard bands ---------------------------------------------------------------------------------
-
-
-def test_writes_out_of_bounds_are_named(pool):
-    for where, said in (
-        (24, "args[1] (float*): 4 bytes were written after its end, the first 0 bytes after it"),
-        (-4, "args[1] (float*): 4 bytes were written before its start, the nearest 1 bytes before"),
-        (4096, "the first 4,072 bytes after it (element 1,024 of 6)"),
-    ):
-        result = run(pool, "outside", X, Out(6), where)
-        assert result.status == "out_of_bounds" and said in result.message
-        assert len(result.outputs) == 1
-    result = run(pool, "changes_const", X, Out(6))
-    assert result.status == "out_of_bounds"
-    assert "takes it as const, and 1 of 6 elements were changed, the first at [1]" in result.message
-    assert X[1] == 1
+def test_an_idle_process_that_is_killed_is_replaced(pool):
+    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+    killed = pool.state()[0]["ready"]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len({*pool.state()[0]["ready"]} - {*killed}) == 2)
     assert_next_is_right(pool)
-
-
-def test_unwritten_elements_are_named(pool):
-    for dtype in ("float32", "uint8", "bool", "float16"):
-        with naming(dtype):
-            assert run(pool, "leaves_out", Out(500, dtype), 500).status == "ok"
-            result = run(pool, "leaves_out", Out(500, dtype), 498)
-            assert result.status == "wrong_result"
-            assert "2 of 500 elements were not written, the first at [498]" in result.message
-            assert (result.outputs[0][:498] == 1).all()
-
-
-def test_an_output_may_equal_the_poison(pool):
-    source = 'def all_bytes(grid, block, y: "unsigned char*"): y[:] = np.arange(y.size) % 256'
-    for _ in range(3):
-        result = pool.run(source, "all_bytes", 1, 1, [Out(100_000, "uint8")])
-        assert (result.status, result.message) == ("ok", "")
-
-
-# ---- the compiler --------------------------------------------------------------------------------
 
 
 def test_failures_of_compiling_have_a_status(pool, monkeypatch):
@@ -179,122 +126,50 @@ def test_failures_of_compiling_have_a_status(pool, monkeypatch):
     assert pool.run(SOURCE, "absent", 1, 1, []).status == "compile_error"
     with monkeypatch.context() as patched:
         patched.setattr(pool_module, "COMPILE_SECONDS", 0.3)
-        result = pool.run("# hang the compiler", "k", 1, 1, [])
-    assert (result.status, result.message) == ("timeout", "compiling took longer than 0.3 s")
+        assert pool.run("# hang the compiler", "k", 1, 1, []).status == "timeout"
     result = pool.run("# kill the compiler", "k", 1, 1, [])
     assert result.status == "crashed" and "ended by SIGSEGV" in result.message
     assert_next_is_right(pool)
 
 
-def test_the_compiler_has_limits_and_the_runner_none(pool, tmp_path):
-    source = """
-import resource
-def limits(grid, block, out: "int*"): pass
-open(%r, "w").write(str([resource.getrlimit(n)[0] for n in (9, resource.RLIMIT_CORE)]))
-"""
-    path = tmp_path / "limits"
-    pool.run(source % str(path), "limits", 1, 1, [Out(1, "int32")])
-    assert path.read_text() == "[-1, 0]"  # the runner executes the same text
-    pool.run(source % str(path) + "\nraise SyntaxError", "limits", 1, 1, [])
-    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    assert path.read_text() == f"[{min(1 << 34, half)}, 0]"
+def test_a_source_is_compiled_once_unless_it_reads_files(tmp_path):
+    log = tmp_path / "log"
+    with FakePool.with_variables(FAKE_LOG=str(log))(devices=[0], timeout=SECONDS) as pool:
+        for _ in range(2):
+            assert pool.run(SOURCE, "no_results", 1, 1, []).status == "ok"
+            assert pool.run(f'{SOURCE}\n#include "mine.h"', "who", 1, 1, [Out(1, "int32")])
+    assert log.read_text().split().count("no_results") == 1
+    assert log.read_text().split().count("who") == 2
 
 
-# ---- wrong calls ---------------------------------------------------------------------------------
+# ---- guard bands ---------------------------------------------------------------------------------
 
 
-def test_wrong_calls_name_the_argument_and_cost_no_process(pool, monkeypatch):
-    assert_next_is_right(pool)
-    before = pool.state()
-    for error, said, source, entry, grid, args, more in (
-        (TypeError, r"args\[1\]: str is no argument", SOURCE, "scale", 1, [X, "y"], {}),
-        (TypeError, r"args\[0\] .*: an array of dtype >f4; there", SOURCE, "scale", 1,
-         [X.astype(">f4"), Out(6), 2.0, 6], {}),
-        (ValueError, "sanitizer: must be one of memch", SOURCE, "k", 1, [], {"sanitizer": "x"}),
-        (TypeError, "grid: must be a whole number", SOURCE, "no_results", (1, 2.5), [], {}),
-        (TypeError, "grid: must be a whole number", SOURCE, "no_results", "1", [], {}),
-        (ValueError, "grid: .* not 0", SOURCE, "no_results", [], [], {}),
-        (ValueError, "grid: .* not 3,000,000", SOURCE, "no_results", [1] * 3_000_000, [], {}),
-        (TypeError, "shared: must be a whole number", SOURCE, "no_results", 1, [], {"shared": "x"}),
-        (TypeError, "source and entry must be text", SOURCE.encode(), "no_results", 1, [], {}),
-        (ValueError, "surrogates not allowed", "k \ud800", "k", 1, [], {}),
-    ):  # fmt: skip
-        with naming(said), pytest.raises(error, match=said):
-            pool.run(source, entry, grid, 1, args, **more)
-    assert pool.state() == before
-    assert_next_is_right(pool)
-
-
-def test_wrong_arguments_of_a_pool_are_named(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
-    for name, value, error, said in (
-        ("devices", [3], ValueError, "there is no 3, since CUDA_VISIBLE_DEVICES=5,GPU-6 shows 2"),
-        ("devices", [-1], ValueError, "0 or more, not -1"),
-        ("devices", [0, 1, 0], ValueError, "0 is there twice"),
-        ("devices", [], ValueError, "one at least"),
-        ("devices", ["0"], TypeError, "whole number"),
-        ("devices", [True], TypeError, "not True"),
-        ("devices", "0", TypeError, "must be a list"),
-        ("devices", 0, TypeError, "must be a list"),
-        ("timeout", 0, ValueError, "above 0"),
-        ("timeout", float("inf"), ValueError, "finite"),
-        ("timeout", float("nan"), ValueError, "finite"),
-        ("timeout", "1", TypeError, "number of seconds"),
-        ("spares", -1, ValueError, "0 or more"),
-        ("spares", 1.5, TypeError, "whole number"),
-        ("memory", 0, ValueError, "1 or more"),
-        ("memory", "1 GB", TypeError, "whole number"),
-        ("fresh", "never", ValueError, "must be"),
+def test_writes_out_of_bounds_are_named(pool):
+    for entry, args, said in (
+        ("outside", [24], "4 bytes were written after its end, the first 0 bytes after it"),
+        ("outside", [-4], "4 bytes were written before its start, the nearest 1 bytes before"),
+        ("changes_const", [], "it is const, and 1 of 6 elements (the first at [1]) were changed"),
     ):
-        with naming(name, value), pytest.raises(error, match=f"{name}: .*{said}"):
-            FakePool(**{"devices": [0], name: value})
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ValueError, match="there is no 0, since CUDA_VISIBLE_DEVICES= shows none"):
-        FakePool(devices=[0])
+        with naming(entry, *args):
+            result = run(pool, entry, X, Out(6), *args)
+            assert result.status == "out_of_bounds" and said in result.message
+            assert len(result.outputs) == 1 and X[1] == 1
 
 
-def test_mps_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    (tmp_path / "control").touch()
-    with pytest.raises(RuntimeError, match="MPS is on .*a fault ends the work"):
-        FakePool(devices=[0])
+def test_unwritten_elements_are_named(pool):
+    for dtype in ("float32", "float16", "int64"):
+        with naming(dtype):
+            result = run(pool, "leaves_out", Out(500, dtype), 498)
+            assert result.status == "wrong_result"
+            assert "2 of 500 elements (the first at [498]) were not written" in result.message
+            assert (result.outputs[0][:498] == 1).all()
 
 
-def test_a_process_counts_the_devices(monkeypatch):
-    with FakePool(timeout=1e9, spares=0) as pool:  # poll(2) waits 24 days at most
-        assert [d["device"] for d in pool.state()] == [0]
-        assert_next_is_right(pool)
-    monkeypatch.setenv("FAKE_NONE", "1")
-    with pytest.raises(RuntimeError, match="no GPU to run kernels on: no NVIDIA driver"):
-        FakePool()
-
-
-def test_a_runner_sees_one_device(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert FakePool._environment(None, 1)["CUDA_VISIBLE_DEVICES"] == "1"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
-    assert FakePool._environment(None, 1)["CUDA_VISIBLE_DEVICES"] == "GPU-5"
-
-
-def test_a_process_finds_needle_with_a_safe_path(monkeypatch):
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    start = Path(pool_module.__file__).with_name("start.py")
-    done = subprocess.run([sys.executable, start, "no role", "0"], capture_output=True, text=True)
-    assert "No module named" not in done.stderr, done.stderr
-
-
-def test_the_pool_opens_no_gpu():
-    code = "from needle.kernels.pool import Pool; print(open('/proc/self/maps').read())"
-    maps = python(code).stdout
-    assert "needle/_C" in maps
-    assert not any(name in maps for name in ("_cuda.so", "libcuda", "libnvrtc"))
-
-
-def test_cleanup_frees_memory_of_idle_processes(pool):
-    assert_next_is_right(pool)
-    assert pool.cleanup() > 0 and pool.cleanup() == 0
-    assert_next_is_right(pool)
+def test_a_small_integer_may_equal_the_pattern(pool):
+    source = 'def all_bytes(grid, block, y: "unsigned char*"): y[:] = np.arange(y.size) % 256'
+    result = pool.run(source, "all_bytes", 1, 1, [Out(100_000, "uint8")])
+    assert (result.status, result.message) == ("ok", "")
 
 
 # ---- evaluating ----------------------------------------------------------------------------------
@@ -302,20 +177,23 @@ def test_cleanup_frees_memory_of_idle_processes(pool):
 CASE = Case(1, 32, [Random(6), Out(6)])
 
 
-def evaluate(pool, entry, cases, reference=lambda x: 2 * x, **more):
-    return pool.evaluate(SOURCE, entry, cases, reference, **{"trials": 3, **more})
+def evaluate(pool, entry, cases, reference=lambda x: 2 * x, source=SOURCE, **more):
+    return pool.evaluate(source, entry, cases, reference, **{"trials": 3, **more})
 
 
 def test_a_right_kernel_is_timed(pool):
     cases = [Case(1, 32, [Random(n), Out(n), 2.0, n]) for n in (100, 2000)]
     result = evaluate(pool, "scale", cases, lambda x, a, n: a * x)
     assert (result.status, result.message, len(result.timing)) == ("ok", "", 2)
+    assert result.deterministic is True
     for timing in result.timing:
         assert timing.valid and 0 < timing.lower <= timing.median <= timing.upper
+        assert not any("first of its code" in hint for hint in timing.hints)
     untimed = evaluate(pool, "scale", cases, lambda x, a, n: a * x, time=False)
-    assert untimed.timing == ()
-    result = evaluate(pool, "spills", [CASE], lambda x: x, trials=70)
-    assert any("spilling: 8 bytes" in hint for hint in result.timing[0].hints)
+    assert (untimed.status, untimed.timing) == ("ok", ())
+    given = evaluate(pool, "spills", [Case(1, 32, [X, Out(6)])], [X], trials=1)
+    hints = given.timing[0].hints
+    assert any("first of its code" in h for h in hints) and any("spilling: 8" in h for h in hints)
 
 
 def test_a_wrong_kernel_is_found_in_the_trial_that_shows_it(pool):
@@ -323,184 +201,385 @@ def test_a_wrong_kernel_is_found_in_the_trial_that_shows_it(pool):
     result = evaluate(pool, "uneven", [case], trials=40)
     assert result.status == "wrong_result" and result.timing == ()
     assert result.message.startswith("case 0, trial ") and "elements are wrong" in result.message
-    assert len(result.outputs) == 1
-    for tolerance in ((1.0, 0.0), [1.0, 0.0]):
-        assert evaluate(pool, "uneven", [case], trials=2, tolerance=tolerance).status == "ok"
+    assert evaluate(pool, "uneven", [case], tolerance=(1.0, 0.0), time=False).status == "ok"
 
 
-def test_a_kernel_that_works_once_is_found(pool):
-    case = Case(1, 32, [Random(40), Out(40)])
-    assert evaluate(pool, "only_once", [case], time=False).status == "ok"
-    result = evaluate(pool, "only_once", [case])
-    assert result.status == "wrong_result" and "case 0, timed: args[1]" in result.message
+# Kernels that cheat: what each does, its cases, and the status and text that are right.
+CHEATS = {
+    "leaves the output of the call before": (
+        """
+def k(grid, block, x: "float const*", y: "float*", done=[]):
+    if not done: y[:] = 2 * x
+    done.append(1)
+""",
+        [CASE], "wrong_result", "case 0, trial 0: args[1] (float*): 6 of 6 elements (the",
+    ),
+    "returns its first answer again": (
+        """
+KEPT = []
+def k(grid, block, x: "float const*", y: "float*"):
+    if not KEPT: KEPT.append(2 * x)
+    y[:] = KEPT[0]
+""",
+        [CASE], "wrong_result", "case 0, trial 1: args[1] (float*): 6 of 6 elements are wrong",
+    ),
+    "remembers its first shape": (
+        """
+KEPT = []
+def k(grid, block, x: "float const*", y: "float*"):
+    KEPT.append(x.size)
+    y[:] = 0
+    y[:KEPT[0]] = 2 * x[:KEPT[0]]
+""",
+        [CASE, Case(1, 32, [Random(9), Out(9)])], "wrong_result", "case 1, trial 0: args[1]",
+    ),
+    "is right until it is timed": (
+        """
+os.environ["LOADS"] = os.environ.get("LOADS", "") + "|"
+def k(grid, block, x: "float const*", y: "float*"):
+    y[:] = 2 * x if len(os.environ["LOADS"]) < 3 else 0
+""",
+        [CASE], "wrong_result", "case 0, timed: args[1]",
+    ),
+    "writes out of bounds when it is timed": (
+        """
+os.environ["LOADS"] = os.environ.get("LOADS", "") + "|"
+def k(grid, block, x: "float const*", y: "float*"):
+    y[:] = 2 * x
+    if len(os.environ["LOADS"]) > 2: ctypes.c_float.from_address(y.ctypes.data + 24).value = 1.0
+""",
+        [CASE], "out_of_bounds", "case 0, timed: args[1] (float*): 4 bytes were written after",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_kernel_that_cheats_is_found(pool, name):
+    source, cases, status, said = CHEATS[name]
+    result = evaluate(pool, "k", cases, source=source)
+    assert result.status == status and result.message.startswith(said), result
 
 
 REMEMBERS = """
 KNOWN = {}
-def remembers(grid, block, x: "float const*", w: "float const*", y: "float*"):
-    key = x.tobytes() if x[0] else w.tobytes()
-    if key not in KNOWN:
+def k(grid, block, x: "float const*", y: "float*"):
+    if x.tobytes() not in KNOWN:
         time.sleep(0.02)
-        KNOWN[key] = 2 * x + w
-    y[:] = KNOWN[key]
+        KNOWN[x.tobytes()] = 2 * x
+    y[:] = KNOWN[x.tobytes()]
 """
 
 
 def test_a_kernel_that_remembers_results_gains_nothing(pool):
-    for x in (Random(6), X, np.zeros(6, np.float32)):
-        for w in (Random(6), np.ones(6, np.float32)):
-            with naming(x, w):
-                case = Case(1, 32, [x, w, Out(6)])
-                result = pool.evaluate(REMEMBERS, "remembers", [case], lambda x, w: 2 * x + w)
-                assert (result.status, result.message) == ("ok", "")
-                (timing,) = result.timing
-                assert timing.lower >= 20_000
-                drawn = isinstance(x, Random) and isinstance(w, Random)
-                assert any("the first of its code" in hint for hint in timing.hints) != drawn
+    for x in (Random(6), X):
+        with naming(x):
+            result = evaluate(pool, "k", [Case(1, 32, [x, Out(6)])], source=REMEMBERS)
+            assert (result.status, result.message) == ("ok", "")
+            assert result.timing[0].lower >= 20_000
 
 
-def test_an_impossible_time_is_a_wrong_result(pool, monkeypatch):
-    real = pool_module.Timing
-    invalid = {"valid": False, "reason": "0.1 us are less than a launch takes"}
-    monkeypatch.setattr(pool_module, "Timing", lambda **fields: real(**(fields | invalid)))
-    result = evaluate(pool, "scale", [Case(1, 1, [X, Out(6), 2.0, 6])], [[2 * X]])
-    assert result.status == "wrong_result" and "less than a launch takes" in result.message
+def test_an_impossible_time_is_a_wrong_result(pool):
+    """This many operations no processor does in a call."""
+    case = Case(1, 32, [Random(6), Out(6)], operations=1e18)
+    result = evaluate(pool, "spills", [case], lambda x: x)
+    assert result.status == "wrong_result"
+    assert result.message.startswith("case 0, timed: ")
+    assert "1,000,000,000,000,000,000 operations; this device needs" in result.message
+    assert not result.timing[0].valid
+
+
+def test_other_bits_in_a_second_run_are_reported(pool):
+    source = """
+def k(grid, block, x: "float const*", y: "float*", calls=[]):
+    calls.append(1)
+    y[:] = 2 * x + 1e-6 * (len(calls) % 2)
+"""
+    result = evaluate(pool, "k", [CASE], source=source)
+    assert (result.status, result.deterministic) == ("ok", False)
 
 
 def test_a_fault_ends_an_evaluation(pool):
     result = evaluate(pool, "fails", [Case(1, 1, [0])], lambda kind: [])
     assert result.status == "illegal_address" and result.message.startswith("case 0, trial 0: ")
-    result = evaluate(pool, "outside", [Case(1, 1, [X, Out(6), 24])], lambda x, where: 0 * x)
-    assert result.status == "out_of_bounds"
-    source = """
-def late(grid, block, y: "float*"):
-    y[:] = 0
-    os.environ["CALLS"] = os.environ.get("CALLS", "") + "|"
-    if os.environ["CALLS"] != "|":
-        ctypes.c_float.from_address(y.ctypes.data + 24).value = 1.0
-"""
-    result = pool.evaluate(source, "late", [Case(1, 1, [Out(6)])], [np.zeros(6)], trials=1)
-    assert result.status == "out_of_bounds" and result.message.startswith("case 0, timed: ")
     assert_next_is_right(pool)
 
 
 def test_references(pool):
-    case = Case(1, 32, [X, Out(6), 2.0, 6])
-    assert evaluate(pool, "scale", [case], [2 * X]).status == "ok"
-    assert evaluate(pool, "scale", [case, case], [[2 * X], X]).message.startswith("case 1, trial 0")
-    assert evaluate(pool, "scale", [case], [X[:3]]).message.endswith("and (3,) is expected")
+    case, drawn = Case(1, 32, [X, Out(6), 2.0, 6]), Case(1, 32, [Random(6), Out(6), 2.0, 6])
+    for reference, cases, said in (
+        ([[2 * X], X], [case, case], "case 1, trial 0"),
+        ([X[:3]], [case], "has shape (6,), and (3,) is expected"),
+        (Reference(SOURCE, "scale"), [case, drawn], ""),
+        (Reference(SOURCE.replace("= a * x", "= 2.125 * x"), "scale"), [drawn], "case 0, trial 0"),
+    ):
+        with naming(said, reference):
+            result = evaluate(pool, "scale", cases, reference, time=False)
+            assert (result.status == "ok") == (said == "") and said in result.message
+    with pytest.raises(ValueError, match="reference: it fails: illegal_address"):
+        evaluate(pool, "scale", [Case(1, 1, [0])], Reference(SOURCE, "fails"))
 
 
-def test_wrong_evaluations_name_the_argument_and_cost_no_process(pool):
-    assert_next_is_right(pool)
-    before = pool.state()[0]
+# ---- wrong calls ---------------------------------------------------------------------------------
+
+
+def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
+    started = pool.state()[0]["started"]
+    for error, said, source, entry, grid, args, more in (
+        (TypeError, r"args\[1\]: str is no argument", SOURCE, "scale", 1, [X, "y"], {}),
+        (TypeError, r"args\[0\]: an array of dtype >f4", SOURCE, "k", 1, [X.astype(">f4")], {}),
+        (ValueError, "sanitizer: must be one of memch", SOURCE, "k", 1, [], {"sanitizer": "x"}),
+        (TypeError, "grid: must be a whole number", SOURCE, "k", (1, 2.5), [], {}),
+        (ValueError, "grid: .* not 0", SOURCE, "k", [], [], {}),
+        (TypeError, "shared: must be a whole number", SOURCE, "k", 1, [], {"shared": "x"}),
+        (TypeError, "source and entry must be text", SOURCE.encode(), "k", 1, [], {}),
+        (ValueError, "surrogates not allowed", "k \ud800", "k", 1, [], {}),
+    ):  # fmt: skip
+        with naming(said), pytest.raises(error, match=said):
+            pool.run(source, entry, grid, 1, args, **more)
     for arguments, error, said in (
         ({"cases": []}, ValueError, "cases: there must be one"),
         ({"cases": [(1, 1, [])]}, TypeError, r"cases\[0\]: must be a Case, not tuple"),
-        ({"cases": CASE}, TypeError, "cases: must be a list of Case, not Case"),
         ({"reference": []}, ValueError, "reference: 0 for 1 cases"),
-        ({"reference": iter([X])}, TypeError, "reference: must be a function, or a list"),
-        ({"reference": lambda x: None}, TypeError, "reference: must give an array, .* NoneType"),
-        ({"reference": lambda x: (x, x)}, ValueError, "gave 2 outputs, and the kernel has 1: args"),
-        ({"tolerance": "x"}, TypeError, "tolerance: must be a number"),
+        ({"reference": iter([X])}, TypeError, "reference: must be a function, a Reference, or"),
+        ({"tolerance": "x"}, ValueError, "tolerance: must be a number"),
         ({"trials": 2.5}, TypeError, "trials: must be a whole number"),
         ({"trials": 0}, ValueError, "trials: must be 1 or more"),
     ):
         with naming(said), pytest.raises(error, match=said):
             evaluate(pool, "spills", **{"cases": [CASE], **arguments})
-    assert pool.state()[0] == before
+    assert pool.state()[0]["started"] == started
+    for reference, error, said in (
+        (lambda x: None, TypeError, "reference: must give an array, .* NoneType"),
+        (lambda x: (x, x), ValueError, "gave 2 outputs, and the kernel has 1: args"),
+    ):
+        with naming(said), pytest.raises(error, match=said):
+            evaluate(pool, "spills", [CASE], reference)
+    assert_next_is_right(pool)
+
+
+def test_wrong_arguments_of_a_pool_are_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
+    for name, value, error, said in (
+        ("devices", [2], ValueError, "there is no 2: CUDA_VISIBLE_DEVICES=5,GPU-6"),
+        ("devices", [-1], ValueError, "0 or more, not -1"),
+        ("devices", ["0"], TypeError, "whole number"),
+        ("timeout", 0, ValueError, "above 0"),
+        ("timeout", float("inf"), ValueError, "above 0"),
+        ("timeout", "1", ValueError, "number of seconds"),
+        ("spares", -1, ValueError, "0 or more"),
+        ("memory", 0, ValueError, "1 or more"),
+    ):
+        with naming(name, value), pytest.raises(error, match=f"{name}: .*{said}"):
+            FakePool(**{"devices": [0], name: value})
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (tmp_path / "control").touch()
+    with pytest.raises(RuntimeError, match="MPS is on .*a fault ends the work"):
+        FakePool(devices=[0])
+
+
+def test_a_pool_without_a_gpu_says_so():
+    import needle as ndl
+
+    if not ndl.cuda().enabled():
+        with pytest.raises(RuntimeError, match="no GPU to run kernels on: "):
+            FakePool()
+    with FakePool(devices=[]) as pool:
+        assert run(pool, "scale").status == "device_lost"
+        pool.reset(-1)
+
+
+def test_a_process_sees_one_gpu_and_nothing_of_the_current_folder(monkeypatch, tmp_path):
+    """Modules there have names of Python's own, and of those that a process imports."""
+    for name in ("typing.py", "numpy.py", "json.py", "signature.py"):
+        (tmp_path / name).write_text("raise SystemExit('of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
+    source = "def sees(grid, block): print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    with FakePool(devices=[1], timeout=SECONDS, spares=0) as pool:
+        result = pool.run(source, "sees", 1, 1, [])
+    assert (result.status, result.printed) == ("ok", "GPU-5\n")
+
+
+# ---- devices and their processes -----------------------------------------------------------------
+
+
+def test_a_device_runs_one_job_at_a_time(pool):
+    source = "def waits(grid, block): time.sleep(0.2)"
+    began = time.monotonic()
+    for one in [in_thread(pool.run, source, "waits", 1, 1, []) for _ in range(3)]:
+        assert one.result(60).status == "ok"
+    assert time.monotonic() - began > 0.6
+
+
+def test_a_spare_needs_no_start(pool):
+    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+    ready, started = pool.state()[0]["ready"], pool.state()[0]["started"]
+    assert int(run(pool, "who", Out(1, "int32")).outputs[0][0]) in ready
+    assert pool.state()[0]["started"] == started  # the next one starts when the device is idle
+    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+
+
+def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):
+    seen, timing = set(), threading.Event()
+
+    def watch(self, launch, warm, seconds):
+        self.device.settle()
+        timing.set()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            seen.add(self.device.starting + len(self.device.dying))
+        return time_one(self, launch, warm, seconds)
+
+    time_one = pool_module.Job.time
+    monkeypatch.setattr(pool_module.Job, "time", watch)
+    assert_next_is_right(pool)
+    assert evaluate(pool, "spills", [CASE], lambda x: x).status == "ok"
+    assert timing.is_set() and seen == {0}
+
+
+def test_a_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
+    broken = tmp_path / "broken"
+    broken.touch()
+    with FakePool.with_variables(FAKE_BROKEN=str(broken))(devices=[0], timeout=SECONDS) as pool:
+        result = run(pool, "no_results")
+        assert result.status == "device_lost" and "3 x + 1 is wrong for 4096" in result.message
+        assert "does not start" in pool.state()[0]["set_aside"]
+        with pytest.raises(RuntimeError, match="3 x \\+ 1 is wrong"):
+            pool.reset(0)
+        broken.unlink()
+        pool.reset(0)
+        assert_next_is_right(pool)
+        with pytest.raises(KeyError):
+            pool.reset(1)
+
+
+def test_a_device_that_the_driver_reports_lost_is_set_aside():
+    with FakePool(devices=[0, 1], timeout=SECONDS, spares=0) as pool:
+        lost = run(pool, "fails", 1)
+        assert lost.status == "device_lost" and "ECCUncorrectable" in lost.message
+        state = pool.state()
+        assert "ECCUncorrectable" in state[lost.device]["set_aside"]
+        assert run(pool, "no_results").device == 1 - lost.device  # on the other
+
+
+def test_a_process_that_outlives_sigkill_holds_its_device(monkeypatch):
+    monkeypatch.setattr(process, "REAP_SECONDS", 0.1)
+    with FakePool(devices=[0], timeout=SHORT, spares=0) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(process.Process, "kill", lambda self: None)
+            assert run(pool, "hangs").status == "timeout"
+            (pid,) = [one.pid for one in pool.devices[0].dying]
+            time.sleep(0.2)
+            result = run(pool, "no_results")
+        assert result.status == "device_lost" and f"{pid} outlives SIGKILL" in result.message
+        with pytest.raises(RuntimeError, match="outlives SIGKILL"):
+            pool.reset(0)
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone(pid)
+        pool.reset(0)
+        pool.timeout = SECONDS
+        assert_next_is_right(pool)
+
+
+def test_cleanup_asks_idle_processes(pool):
+    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+    assert pool.cleanup() >= 0 and pool.cleanup() == 0
+    assert_next_is_right(pool)
+
+
+BEGIN = """
+import os, signal, sys, threading
+sys.path.insert(0, "kernels")
+from fake_pool import *
+from harness import in_thread, wait_for
+"""
+
+
+def test_close_ends_everything():
+    """Also jobs of other threads, and the wait for a process; nothing is left."""
+    done = python(f"""{BEGIN}
+held = lambda: (children(), len(os.listdir("/proc/self/fd")), threading.active_count())
+before = held()
+with FakePool(devices=[0], timeout=SECONDS) as pool:
+    hangs, waits = in_thread(run, pool, "hangs"), in_thread(run, pool, "hangs")
+    wait_for(lambda: pool.state()[0]["used"])
+assert hangs.result(60).status == "crashed"
+for after_close in (lambda: waits.result(60), lambda: run(pool, "no_results")):
+    try:
+        after_close()
+    except RuntimeError as error:
+        assert "this Pool is closed" in str(error)
+    else:
+        raise AssertionError("a closed pool has run a job")
+wait_for(lambda: held() == before)
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_processes_end_with_the_pools():
+    """However that ends: here by SIGKILL, with a kernel that never does."""
+    done = python(f"""{BEGIN}
+pool = FakePool(devices=[0], timeout=SECONDS)
+threading.Thread(target=run, args=(pool, "hangs")).start()
+wait_for(lambda: pool.state()[0]["used"] and pool.state()[0]["ready"])
+print(*children(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) >= 2
+    for pid in pids:
+        wait_until_gone(pid)
 
 
 # ---- compute-sanitizer ---------------------------------------------------------------------------
 
 REPORT = """========= Invalid __global__ write of size 4 bytes
 =========     at k(float *)+0x90 in kernel.cu:7
-=========     by thread (3,0,0) in block (1,0,0)
-=========     Address 0x7f1ea0000080 is out of bounds
 """
 
 
 @pytest.fixture
 def fake_sanitizer(tmp_path, monkeypatch):
-    """A compute-sanitizer that runs the command and writes a report."""
+    """A compute-sanitizer that runs the command, writes a report and counts errors."""
     program = tmp_path / "compute-sanitizer"
     program.write_text(
         f"#!{sys.executable}\n"
         + textwrap.dedent(f"""
             import subprocess, sys
             worker = next(i for i, word in enumerate(sys.argv) if word == {sys.executable!r})
-            options = sys.argv[:worker]
-            fd = int(sys.argv[-1])
-            code = subprocess.call(sys.argv[worker:], pass_fds=[fd])
-            tool = options[options.index("--tool") + 1]
-            report = {REPORT!r} if tool == "memcheck" else ""
-            open(options[options.index("--log-file") + 1], "w").write(report)
-            sys.exit(code)
+            options = dict(zip(sys.argv[1:worker:2], sys.argv[2:worker:2]))
+            code = subprocess.call(sys.argv[worker:], pass_fds=[int(sys.argv[-2])])
+            found = options["--tool"] == "memcheck"
+            open(options["--log-file"], "w").write({REPORT!r} if found else "no errors")
+            sys.exit(int(options["--error-exitcode"]) if found else code)
         """)
     )
     program.chmod(0o755)
     monkeypatch.setattr(pool_module, "find_tool", lambda name: str(program))
 
 
-def test_a_fault_is_explained(pool, fake_sanitizer):
+def test_a_fault_is_explained_by_the_report(pool, fake_sanitizer):
     result = run(pool, "fails", 0, explain=True)
-    assert result.status == "illegal_address"
-    (finding,) = result.explanation
-    assert (finding.line, finding.thread, finding.block) == (7, (3, 0, 0), (1, 0, 0))
-    assert "memcheck: Invalid __global__ write" in result.message and "line 7" in result.message
-    assert run(pool, "fails", 6, explain=True).explanation == ()
-    assert run(pool, "scale", X, Out(6), 2.0, 6, explain=True).explanation == ()
+    assert (result.status, result.explanation) == ("illegal_address", REPORT)
+    assert run(pool, "scale", X, Out(6), 2.0, 6, explain=True).explanation == ""
 
 
-def test_a_run_under_a_sanitizer(pool, fake_sanitizer, monkeypatch):
-    result = run(pool, "scale", X, Out(6), 2.0, 6, sanitizer="memcheck")
-    assert result.status == "out_of_bounds" and "line 7" in result.message
-    result = run(pool, "scale", X, Out(6), 2.0, 6, sanitizer="racecheck")
-    assert result.status == "ok" and (result.outputs[0] == 2 * X).all()
-    monkeypatch.setattr(pool_module, "SLOWER", 0.2)
-    for entry, args, status in (
-        ("fails", [0], "illegal_address"),
-        ("signals", [signal.SIGSEGV], "crashed"),
-        ("hangs", [], "timeout"),
-    ):
-        with naming(entry):
-            before = pool.state()[0]["faults"]
-            assert run(pool, entry, *args, sanitizer="synccheck").status == status
-            assert pool.state()[0]["faults"] == before + 1
-            assert_next_is_right(pool)
-
-
-def test_a_process_that_outlives_sigkill_holds_its_device(fake_sanitizer, monkeypatch):
-    """Also one under compute-sanitizer."""
-    undying, ended, kill = [], workers.Worker.ended, workers.Worker.kill
-    monkeypatch.setattr(workers.Worker, "ended", lambda w: w.pid not in undying and ended(w))
-    monkeypatch.setattr(workers.Worker, "kill", lambda w: (undying.append(w.pid), kill(w)))
-    monkeypatch.setattr(workers, "REAP_SECONDS", 0.1)
-    monkeypatch.setattr(pool_module, "SLOWER", 1)
-    with FakePool(devices=[0, 1], timeout=SECONDS, spares=0) as pool:
-        wait_for(lambda: all(len(d["ready"]) == 1 for d in pool.state()))
-        for device, more in ((0, {}), (1, {"sanitizer": "synccheck"})):
-            pool.timeout = SHORT
-            result = run(pool, "hangs", **more)
-            assert (result.status, result.device) == ("timeout", device)
-            pool.timeout = SECONDS
-            if device == 0:
-                assert_next_is_right(pool)  # on the other device
-        result = run(pool, "no_results")
-        assert result.status == "device_lost" and "still there 0 s after SIGKILL" in result.message
-        with pytest.raises(RuntimeError, match="still does not end"):
-            pool.reset(0)
-        monkeypatch.undo()
-        for device in (0, 1):
-            pool.reset(device)
-        assert_next_is_right(pool)
+def test_a_run_under_a_sanitizer(pool, fake_sanitizer):
+    args = X, Out(6), 2.0, 6
+    result = run(pool, "scale", *args, sanitizer="memcheck")
+    assert (result.status, result.explanation) == ("wrong_result", REPORT)
+    assert "memcheck reports errors" in result.message
+    result = run(pool, "scale", *args, sanitizer="racecheck")
+    assert (result.status, result.explanation) == ("ok", "no errors")
+    assert (result.outputs[0] == 2 * X).all()
+    result = run(pool, "signals", signal.SIGSEGV, sanitizer="synccheck")
+    assert result.status == "crashed"
+    assert_next_is_right(pool)
 
 
 def test_without_a_sanitizer_the_message_says_so(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "find_tool", lambda name: None)
-    result = run(pool, "fails", 0, explain=True)
-    assert result.status == "illegal_address" and "no compute-sanitizer here" in result.message
+    assert "no compute-sanitizer here" in run(pool, "fails", 0, explain=True).explanation
     with pytest.raises(ValueError, match="sanitizer: there is no compute-sanitizer here"):
         run(pool, "fails", 0, sanitizer="memcheck")
-    wait_for(lambda: pool.state()[0]["ready"])
-    assert_next_is_right(pool)

@@ -1,289 +1,561 @@
-"""needle/kernels/serve.py over real sockets: jobs, access, every route, the log. The pool is made
-up, or one whose workers have no GPU (fake_pool.py).
-"""
+"""needle serve over real sockets: jobs, refusals, access, every route, and the program. The pool is
+made up, or one whose processes have no GPU (fake_pool.py)."""
 
+import asyncio
 import base64
-import functools
+import http.client
 import json
-import logging
+import os
 import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
 import threading
-import time
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import safetensors.numpy
-from fake_pool import SOURCE, FakePool
-from harness import ROOT, in_thread, naming, shared_library
-from serving import ARGS, JOB, SIMPLE, TOKEN, X, running
-from test_job import bfloat16
+from fake_pool import SECONDS, SOURCE, FakePool
+from harness import ROOT, in_thread, naming, run, state_of, wait_for
 
-pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
+from needle.files import FileError, read_secret
+from needle.kernels import KernelExecResult, Problem, Result, Timing
+from needle.kernels import __main__ as program
 
+web = pytest.importorskip("aiohttp.web", reason="no aiohttp (pip install aiohttp): no service")
 from needle.kernels import serve
-from needle.kernels.serve import CHUNK, Lines
-from needle.nvml import Nvml
 
 pytestmark = pytest.mark.slow
+
+TOKEN = "t" * 43
+BODY = 1 << 20
+X = np.arange(6, dtype=np.float32)
+OUT = {"shape": [6], "dtype": "float32", "out": True}
+DRAWN = {"shape": [6], "dtype": "float32", "seed": 5}
+CASE = {"grid": 1, "block": [32, 1, 1], "args": [{"array": "x"}, OUT, 2.0, 6]}
+JOB = {"source": SOURCE, "entry": "scale", "cases": [CASE]}
+JUDGED = JOB | {"cases": [CASE | {"args": [DRAWN, OUT, 2.0, 6]}], "trials": 2, "time": False}
+REFERENCE = {"source": SOURCE, "entry": "scale"}
+SIMPLE = {"source": "any", "entry": "k", "cases": [{"grid": 1, "block": 1, "args": []}]}
+
+
+class MadeUpPool:
+    """A pool that answers at once; a source "wait" when `go` is set, or the pool is closed."""
+
+    def __init__(self):
+        self.go, self.begun, self.closed = threading.Event(), threading.Semaphore(0), False
+        self.calls, self.lost, self.devices = [], None, {0: None}
+
+    def run(self, source, entry, *args, **more):
+        self.calls.append(entry)
+        self.begun.release()
+        if source == "wait":
+            assert self.go.wait(60)
+        if source == "fail":
+            raise {"type": TypeError, "memory": MemoryError, "defect": KeyError}[entry]("told so")
+        timing = (Timing(1.0, 0.5, float("inf"), 3, float("nan"), 2.0),)
+        resources = {"registers": np.int64(5)}
+        return Result("ok", outputs=(X, np.array(True)), resources=resources, timing=timing)
+
+    def evaluate(self, problem):
+        self.calls.append(problem)
+        return KernelExecResult(True, True, {"hardware": "H"}, 1.5, speedup=2.0)
+
+    def state(self):
+        facts = {"name": "H", "uuid": "GPU-1"}
+        one = {"facts": facts, "ready": [1], "used": [], "faults": 2, "started": 5}
+        return [{"device": 0, "set_aside": self.lost, **one}]
+
+    def cleanup(self):
+        return 12345
+
+    def reset(self, device):
+        raise RuntimeError("process 7 outlives SIGKILL")
+
+    def close(self):
+        self.closed = True
+        self.go.set()
+
+
+class Client:
+    def __init__(self, port, token=TOKEN, service=None):
+        self.port, self.token, self.service = port, token, service
+
+    def ask(self, method, path, body=None, **headers):
+        """(status, JSON, headers); `_` in names of headers is `-`."""
+        sent = {"Authorization": f"Bearer {self.token}"}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            sent = {name: value for name, value in sent.items() if value}
+            connection.request(method, path, body, sent)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read() or b"null"), answer.headers
+        finally:
+            connection.close()
+
+    def evaluate(self, job, **arrays):
+        body, kind = json.dumps(job).encode(), "application/json"
+        if arrays:
+            body, kind = multipart(job=body, arrays=safetensors.numpy.save(arrays))
+        return self.ask("POST", "/evaluate", body, Content_Type=kind)[:2]
+
+
+def multipart(**parts: bytes) -> tuple[bytes, str]:
+    """(body, its Content-Type), as curl -F writes it."""
+    lines = []
+    for name, data in parts.items():
+        head = f'--edge\r\nContent-Disposition: form-data; name="{name}"; filename="{name}"\r\n\r\n'
+        lines += [head.encode(), data, b"\r\n"]
+    return b"".join([*lines, b"--edge--\r\n"]), "multipart/form-data; boundary=edge"
+
+
+@contextmanager
+def running(pool):
+    made = Future()
+
+    async def work():
+        service, stop = serve.Service(pool, TOKEN, BODY, queue=2), asyncio.Event()
+        runner = web.AppRunner(service.app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        made.set_result((service, port, asyncio.get_running_loop(), stop))
+        await stop.wait()
+        await runner.cleanup()
+
+    ended = in_thread(asyncio.run, work())
+    service, port, loop, stop = made.result(60)
+    try:
+        yield Client(port, service=service)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        ended.result(60)
+
+
+@pytest.fixture
+def client():
+    """A service whose pool is made up."""
+    with running(MadeUpPool()) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def fake():
+    """A service whose pool is real, and whose kernels are Python functions."""
+    with FakePool(devices=[0], timeout=SECONDS) as pool, running(pool) as found:
+        yield found
+
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
 def test_a_right_kernel_returns_its_outputs(fake):
-    for x in (X, np.random.default_rng(0).random(100_000, np.float32)):
-        args = [{"array": "x"}, {"shape": [x.size], "dtype": "float32", "out": True}, 2.0, x.size]
-        job = JOB | {"outputs": True, "cases": [{"grid": 1, "block": 1, "args": args}]}
-        status, answer = fake.evaluate(job, safetensors.numpy.save({"x": x}))
-        assert (status, answer["status"], answer["message"], answer["device"]) == (200, "ok", "", 0)
-        got = safetensors.numpy.load(base64.b64decode(answer["outputs"]))
-        assert got.keys() == {"0"} and (got["0"] == 2 * x).all()
-        assert answer["resources"]["registers"] == 16 and 0 <= answer["seconds"]["ran"] < 60
-    assert x.nbytes > CHUNK
-    args = [{"array": "x"}, {"shape": [2], "dtype": "bfloat16", "out": True}, 1.0, 0]
-    job = JOB | {"outputs": True, "cases": [{"grid": 1, "block": 1, "args": args}]}
-    status, answer = fake.evaluate(job, bfloat16("x", [1.5, 2.0]))
-    assert status == 200 and "outputs" in answer
+    status, answer = fake.evaluate(JOB | {"outputs": True}, x=X)
+    assert (status, answer["status"], answer["message"], answer["device"]) == (200, "ok", "", 0)
+    got = safetensors.numpy.load(base64.b64decode(answer["outputs"], validate=True))
+    assert got.keys() == {"0"} and (got["0"] == 2 * X).all()
+    assert answer["resources"]["registers"] == 16 and 0 <= answer["seconds"]["ran"] < 60
 
 
-def test_a_wrong_kernel_is_an_answer(fake):
-    arrays = safetensors.numpy.save({"x": X, "y": 3 * X})
-    case = JOB["cases"][0] | {"expected": ["y"]}
-    status, answer = fake.evaluate(JOB | {"cases": [case], "time": False}, arrays)
-    assert (status, answer["status"]) == (200, "wrong_result")
-    assert "case 0, trial 0" in answer["message"]
-    fails = SIMPLE | {"source": SOURCE, "entry": "fails"}
-    for job, expected in (
-        (JOB | {"source": "def k(:"}, "compile_error"),
-        (fails | {"cases": [{"grid": 1, "block": 1, "args": [0]}]}, "illegal_address"),
-        (fails | {"cases": [{"grid": 1, "block": 1, "args": [6]}]}, "invalid_launch"),
-        (JOB, "ok"),
+def test_each_kind_of_job_is_answered(fake):
+    case = {"grid": 1, "block": 1}
+    wrong = {"source": SOURCE.replace("= a * x", "= 2.125 * x"), "entry": "scale"}
+    timed = {"reference": REFERENCE, "tolerance": [0, 0], "trials": 1, "time": True}
+    inout = DRAWN | {"dtype": "int32", "low": 1, "high": 9, "inout": True}
+    for job, status, said in (
+        (JOB | {"cases": [CASE | {"expected": ["y"]}], "time": False}, "ok", ""),
+        (JOB | {"cases": [CASE | {"expected": ["x"]}]}, "wrong_result", "case 0, trial 0"),
+        (JUDGED | {"reference": REFERENCE}, "ok", ""),
+        (JUDGED | timed, "ok", ""),
+        (JUDGED | {"reference": wrong}, "wrong_result", "case 0, trial 0"),
+        (JOB | {"source": "def k(:"}, "compile_error", "kernel.py(1)"),
+        (JOB | {"entry": "fails", "cases": [case | {"args": [0]}]}, "illegal_address", "k: cu"),
+        (JOB | {"entry": "increment", "cases": [case | {"args": [inout]}]}, "ok", ""),
+        (JOB | {"entry": "types", "cases": [case | {"args": [OUT, {"bytes": "0f"}]}]}, "ok", ""),
     ):
-        status, answer = fake.evaluate(job, arrays)
-        assert (status, answer["status"]) == (200, expected)
+        with naming(status, said):
+            code, answer = fake.evaluate(job, x=X, y=2 * X)
+            assert (code, answer["status"]) == (200, status) and said in answer["message"], answer
+            assert bool(answer["timing"]) == (status == "ok" and bool(job.get("time")))
 
 
-def test_a_reference_kernel_is_compared(fake):
-    args = [{"shape": [6], "dtype": "float32", "seed": 5}, *ARGS[1:]]
-    job = JOB | {"cases": [{"grid": 1, "block": 1, "args": args}], "trials": 3, "time": False}
-    good = job | {"reference": {"source": SOURCE, "entry": "scale"}}
-    assert fake.evaluate(good)[1]["status"] == "ok"
-    wrong = SOURCE.replace("= a * x", "= 2.125 * x")
-    assert wrong != SOURCE
-    bad = job | {"reference": {"source": wrong, "entry": "scale"}}
-    assert fake.evaluate(bad)[1]["status"] == "wrong_result"
-    status, answer = fake.evaluate(job | {"reference": {"source": "def k(:", "entry": "scale"}})
-    assert status == 422 and "compile_error" in answer["error"]["message"]
+def test_a_problem_of_kernelbench_is_passed_on(client):
+    problem = {"original_model_src": "a", "custom_model_src": "b", "num_correct_trials": 2}
+    status, answer = client.evaluate(problem)
+    assert client.service.pool.calls == [Problem("a", "b", num_correct_trials=2)]
+    assert (status, answer["compiled"], answer["correctness"]) == (200, True, True)
+    assert (answer["runtime"], answer["speedup"], answer["metadata"]) == (
+        1.5,
+        2.0,
+        {"hardware": "H"},
+    )
+    assert client.ask("GET", "/statistics")[1]["jobs"] == {"ok": 1}
+    for more, said in (
+        ({"trials": 1}, "no field trials"),
+        ({"precision": "fp8"}, "precision"),
+        ({"seed_num": "x"}, "seed_num"),
+        ({"num_perf_trials": 0}, "1 or more"),
+    ):
+        with naming(more):
+            status, answer = client.evaluate(problem | more)
+            assert status == 400 and said in answer["error"]["message"]
+
+
+def test_an_answer_has_all_fields_of_a_result(client):
+    status, answer = client.evaluate(SIMPLE)
+    figures = {"median": 1.0, "lower": 0.5, "upper": None, "calls": 3, "rate": None}
+    more = {"device_rate": 2.0, "valid": True, "reason": "", "hints": []}
+    assert answer.pop("timing") == [figures | more]
+    assert answer.pop("seconds").keys() == {"queued", "ran"}
+    texts = {"status": "ok", "message": "", "printed": "", "explanation": ""}
+    rest = {"resources": {"registers": 5}, "deterministic": None, "device": -1}
+    assert (status, answer) == (200, texts | rest)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def changed(job, *path, to):
+    """Return a job with one place changed."""
+    value = json.loads(json.dumps(job))
+    inner = value
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = to
+    return value
+
+
+ARG = ("cases", 0, "args", 0)
+
+
+def test_wrong_jobs_are_refused_with_their_place(client):
+    client.service.pool.evaluate = lambda *_: pytest.fail("a wrong job has come through")
+    for path, to, said in (
+        (("source",), 5, "`$.source`"),
+        (("entry",), "", "`$.entry`"),
+        (("language",), "ptx", "`$.language`"),
+        (("cases",), [], "`$.cases`"),
+        (("cases",), [CASE] * 65, "`$.cases`"),
+        (("cases",), [SIMPLE["cases"][0]] * 2, "without expected or reference, give one case"),
+        (("unknown",), 1, "unknown field `unknown`"),
+        (("sanitizer",), "memcheck --kill", "`$.sanitizer`"),
+        (("trials",), 51, "`$.trials`"),
+        (("tolerance",), [1], "`$.tolerance`"),
+        (("reference",), {"source": "x"}, "`$.reference`"),
+        (("cases", 0, "grid"), 1.5, "`$.cases[0].grid`"),
+        (("cases", 0, "block"), [1] * 4, "`$.cases[0].block`"),
+        (("cases", 0, "shared"), -1, "`$.cases[0].shared`"),
+        (("cases", 0, "expected"), ["y"], "no array 'y' in the safetensors: none"),
+        (ARG, "x", "`$.cases[0].args[0]`"),
+        (ARG, {}, "exactly one of array, shape, bytes"),
+        (ARG, {"array": "x", "bytes": "00"}, "exactly one of array, shape, bytes"),
+        (ARG, {"array": "z"}, "no array 'z'"),
+        (ARG, {"bytes": "xy"}, "non-hexadecimal"),
+        (ARG, OUT | {"dtype": "float8"}, "dtype 'float8'"),
+        (ARG, DRAWN | {"seed": -1}, "`$.cases[0].args[0].seed`"),
+    ):  # fmt: skip
+        with naming(path, to):
+            status, answer = client.evaluate(changed(JUDGED, *path, to=to))
+            assert status == 400 and said in answer["error"]["message"], answer
+            assert answer["error"]["status"] == 400
+    (case,) = SIMPLE["cases"]
+    status, answer = client.evaluate(SIMPLE | {"cases": [case | {"expected": []}, case]})
+    assert status == 400 and "give expected in each" in answer["error"]["message"]
+
+
+def test_bodies_that_are_no_job_are_refused(client):
+    edge = "multipart/form-data; boundary=edge"
+    for body, kind, status in (
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"\xff\xfe", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b"{}", "text/plain", 415),
+        (b"", edge, 400),
+        (b"no edge", edge, 400),
+        (*multipart(arrays=b"x"), 400),
+        (*multipart(job=b"{}", other=b"x"), 400),
+        (*multipart(job=json.dumps(JOB).encode(), arrays=b"garbage"), 400),
+        (*multipart(job=json.dumps(JOB).encode(), arrays=b"\x80\x04pickle."), 400),
+        (b" " * (BODY + 1), "application/json", 413),
+        (*multipart(job=b"{}", arrays=bytes(BODY + 1)), 413),
+    ):
+        with naming(body[:60], kind):
+            found, answer, _ = client.ask("POST", "/evaluate", body, Content_Type=kind)
+            assert found == status and answer["error"]["message"]
+            assert answer["error"].get("limit") == (BODY if status == 413 else None)
+    assert client.service.waiting == client.service.running == 0
 
 
 def test_errors_of_the_pool_have_a_status(client, caplog):
-    for entry, status in (("type", 400), ("memory", 503)):
+    for entry, status in (("type", 400), ("memory", 503), ("defect", 500)):
         got, answer = client.evaluate(SIMPLE | {"source": "fail", "entry": entry})
-        assert (got, "told so" in answer["error"]["message"]) == (status, True)
-    with caplog.at_level(logging.ERROR, "needle.kernels"):
-        status, answer = client.evaluate(SIMPLE | {"source": "fail", "entry": "defect"})
-    assert status == 500 and "told so" not in json.dumps(answer)
-    assert "KeyError" in caplog.text and client.alive()
+        assert got == status and ("told so" in answer["error"]["message"]) == (status != 500)
+    assert "KeyError" in caplog.text
 
 
-# ---- access --------------------------------------------------------------------------------------
-
-ROUTES = [
-    ("GET", "/health"),
-    ("GET", "/statistics"),
-    ("POST", "/evaluate"),
-    ("POST", "/cleanup"),
-    ("POST", "/reset_gpu/0"),
-    ("GET", "/nowhere"),
-    ("OPTIONS", "*"),
-]
+def test_a_reference_that_fails_is_a_wrong_request(fake):
+    status, answer = fake.evaluate(JUDGED | {"reference": REFERENCE | {"entry": "absent"}})
+    assert status == 422 and "reference: it fails: compile_error" in answer["error"]["message"]
 
 
-def test_every_route_needs_the_token_and_a_name_of_the_service(client):
+def test_a_full_queue_refuses_jobs_and_health_answers(client):
+    pool = client.service.pool
+    sent = [in_thread(client.evaluate, SIMPLE | {"source": "wait"}) for _ in range(3)]
+    wait_for(lambda: (client.service.running, client.service.waiting) == (1, 2))
+    status, answer, headers = client.ask(
+        "POST", "/evaluate", json.dumps(SIMPLE), Content_Type="application/json"
+    )
+    assert (status, answer["error"]["limit"], headers["Retry-After"]) == (429, 2, "1")
+    status, health, _ = client.ask("GET", "/health")
+    assert (status, health["running"], health["waiting"]) == (200, 1, 2)
+    pool.go.set()
+    assert [one.result(60)[0] for one in sent] == [200] * 3
+    assert client.evaluate(SIMPLE)[0] == 200 and len(pool.calls) == 4
+
+
+# ---- access, and the other routes ----------------------------------------------------------------
+
+ROUTES = [("GET", "/health"), ("GET", "/statistics"), ("POST", "/evaluate"), ("POST", "/cleanup")]
+ROUTES += [("POST", "/reset_gpu/0"), ("GET", "/nowhere"), ("OPTIONS", "*")]
+
+
+def test_every_route_needs_the_token(client):
     for method, path in ROUTES:
-        with naming(method, path):
-            for value in (None, "Bearer x", f"Bearer {TOKEN}x", TOKEN, f"Basic {TOKEN}"):
+        for value in (None, "Bearer x", f"Bearer {TOKEN}x", TOKEN, f"Basic {TOKEN}", "Bearer é"):
+            with naming(method, path, value):
                 status, answer, headers = client.ask(method, path, Authorization=value)
                 assert status == 401 and answer["error"]["status"] == 401
                 assert headers["WWW-Authenticate"] == "Bearer"
-            for host in ("evil.example", "127.0.0.1.evil.example", "[::2]"):
-                status, answer, _ = client.ask(method, path, Host=host)
-                assert status == 421 and "--allow-host" in answer["error"]["message"]
     assert client.service.pool.calls == []
-    for host in (f"localhost:{client.port}", "LOCALHOST", "[::1]:1", "127.0.0.1"):
-        assert client.ask("GET", "/health", Host=host)[0] == 200
-    head = f"Authorization: Bearer {TOKEN}\r\nConnection: close\r\n"
-    for hosts in ("", "Host: localhost\r\nHost: evil.example\r\n"):
-        answer = client.raw(f"GET /health HTTP/1.1\r\n{hosts}{head}\r\n".encode())
-        assert answer.split()[1] in (b"400", b"421")
-    assert client.raw(f"GET /health HTTP/1.0\r\n{head}\r\n".encode()).split()[1] == b"421"
 
 
 def test_other_paths_and_methods_are_refused(client):
-    for path, allowed in (("/evaluate", "POST"), ("/health", "GET")):
-        for method in {"GET", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"} - {allowed}:
-            status, answer, headers = client.ask(method, path)
-            assert (status, headers["Allow"]) == (405, allowed)
-    for path in ("/", "/evaluate/", "//evaluate", "/EVALUATE", "/../health"):
-        status, answer, _ = client.ask("GET", path)
-        assert status == 404 and "/reset_gpu/{id}" in answer["error"]["message"]
+    status, answer, headers = client.ask("PUT", "/evaluate")
+    assert (status, headers["Allow"]) == (405, "POST") and answer["error"]["status"] == 405
+    for path in ("/", "/evaluate/", "/EVALUATE", "/../health", "/reset_gpu/x", "/reset_gpu/1"):
+        method = "POST" if "reset" in path else "GET"
+        assert client.ask(method, path)[0] == 404, path
 
 
-# ---- health, statistics, cleanup, reset ----------------------------------------------------------
+def test_health_has_the_figures_of_each_gpu(client, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    missing = {"name": None, "memory": None, "temperature": None, "load": None}
+    memory = {"total": 141 << 30, "free": 138 << 30, "used": 3 << 30}
+    there = {"name": "NVIDIA Pretend", "memory": memory, "temperature": 71, "load": 40, "why": None}
+    other, its = "echo GPU-0, other, 1, 1, 1, 1, 1", "GPU-1, NVIDIA Pretend, 144384, 141312, 3072"
+    for text, figures in (
+        (f"{other}\necho {its}, 71, 40", there),
+        (f"echo '{its}, [N/A], [N/A]'", there | {"temperature": None, "load": None}),
+        (other, missing | {"why": "nvidia-smi does not list this GPU"}),
+        ("echo No devices; exit 6", missing | {"why": "nvidia-smi: No devices"}),
+    ):
+        with naming(text):
+            program.write_text(f"#!/bin/sh\n{text}\n")
+            program.chmod(0o755)
+            status, answer, _ = client.ask("GET", "/health")
+            expected = {"device": 0, "set_aside": None, "ready": 1, **figures}
+            assert (status, answer["devices"]) == (200, [expected])
+    client.service.pool.lost = "set aside"
+    status, answer, _ = client.ask("GET", "/health")
+    assert (status, answer["status"], answer["uptime_seconds"] > 0) == (503, "device_lost", True)
 
 
-def test_health_and_statistics(client):
-    status, answer, headers = client.ask("GET", "/health")
-    assert status == 200 and headers["Content-Type"].startswith("application/json")
-    assert (answer["status"], answer["running"], answer["waiting"]) == ("ok", 0, 0)
-    assert answer["devices"][1].items() >= {"device": 3, "set_aside": None, "ready": 1}.items()
+def test_statistics_count(client):
     for _ in range(3):
         client.evaluate(SIMPLE)
     client.ask("GET", "/nowhere")
     status, answer, _ = client.ask("GET", "/statistics")
-    assert status == 200 and answer["jobs"] == {"illegal_address": 3}
-    assert answer["refused"] == {"404": 1} and answer["uptime_seconds"] > 0
-    assert answer["queue"] == {"running": 0, "waiting": 0, "most_running": 1, "most_waiting": 2}
-    assert answer["median_seconds"]["ran"] >= 0 and answer["median_seconds"]["queued"] >= 0
-    expected = {"device": 0, "name": "H", "faults": 2, "restarts": 4, "set_aside": None}
-    assert answer["devices"][0] == expected
+    assert (status, answer["jobs"], answer["refused"]) == (200, {"ok": 3}, {"404": 1})
+    queue = {"running": 0, "waiting": 0, "most_running": 1, "most_waiting": 2}
+    assert answer["queue"] == queue and answer["median_seconds"]["ran"] >= 0
+    device = {"device": 0, "name": "H", "faults": 2, "restarts": 5, "set_aside": None}
+    assert answer["devices"] == [device] and answer["uptime_seconds"] > 0
 
 
-@pytest.fixture
-def fake_nvml(tmp_path, monkeypatch):
-    """NVML of a machine with made-up GPUs; NEEDLE_FAKE sets their figures and errors."""
-    pytest.importorskip("pynvml", reason="no pynvml (pip install nvidia-ml-py)")
-    library = tmp_path / "libnvidia-ml.so.1"
-    shared_library(f'#include "{ROOT}/tests/diagnose/fake_nvml.c"', library)
-    monkeypatch.setattr(serve, "open_nvml", functools.cache(lambda: Nvml(str(library))))
-    monkeypatch.setattr(serve, "NVML_SECONDS", 5.0)
+def test_counts_never_fall(fake):
+    def counts():
+        answer = fake.ask("GET", "/statistics")[1]
+        device = answer["devices"][0]
+        return [answer["jobs"].get("crashed", 0), device["faults"], device["restarts"]]
+
+    before = counts()
+    case = {"grid": 1, "block": 1, "args": [9]}
+    assert fake.evaluate(JOB | {"entry": "signals", "cases": [case]})[1]["status"] == "crashed"
+    after = counts()
+    assert [b - a for a, b in zip(before[:2], after)] == [1, 1]
+    assert fake.ask("POST", "/reset_gpu/0")[:2] == (200, {"status": "ok", "device": 0})
+    assert all(b >= a for a, b in zip(after, counts()))
 
 
-def test_health_has_the_figures_of_each_gpu(client, made_up, fake_nvml, monkeypatch):
-    monkeypatch.setenv("NEEDLE_FAKE", "at=1,used=3221225472,busy=40,temperature=71")
-    device = client.ask("GET", "/health")[1]["devices"][1]
-    assert (device["device"], device["name"]) == (3, "NVIDIA Pretend")
-    assert (device["memory"]["used"], device["memory"]["total"]) == (3 << 30, 141 << 30)
-    assert (device["temperature"], device["load"], device["why"]) == (71, 40, None)
-    monkeypatch.setenv("NEEDLE_FAKE", "at=1,lost=15")
-    device = client.ask("GET", "/health")[1]["devices"][0]
-    assert device["name"] is device["memory"] is device["load"] is None
-    assert device["why"] == "NVML: an injected error"
+def test_cleanup_and_reset(client):
+    assert client.ask("POST", "/cleanup")[:2] == (200, {"freed_bytes": 12345})
+    status, answer, _ = client.ask("POST", "/reset_gpu/0")
+    assert status == 503 and "outlives SIGKILL" in answer["error"]["message"]
 
 
-def test_health_says_why_figures_are_missing(client, made_up, monkeypatch):
-    monkeypatch.setattr(serve, "NVML_SECONDS", 5.0)
-    uuid, made_up.uuid = made_up.uuid, ""
-    device = client.ask("GET", "/health")[1]["devices"][0]
-    assert device["name"] is None and "no process" in device["why"]
-    made_up.uuid = uuid
-
-    def fails():
-        raise KeyError("wrong")
-
-    def hangs():
-        go.wait(60)
-        return Nvml("nowhere")
-
-    go = threading.Event()
-    for opened, why in (
-        (lambda: Nvml("libnvidia-ml.so.none"), "NVML: libnvidia-ml.so.none: cannot"),
-        (fails, "the figures of the GPUs cannot be read: KeyError('wrong')"),
-        (hangs, "the figures of the GPUs cannot be read"),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(serve, "open_nvml", opened)
-            if opened is hangs:
-                patched.setattr(serve, "NVML_SECONDS", 0.05)
-            began = time.monotonic()
-            status, answer, _ = client.ask("GET", "/health")
-            assert (status, answer["status"]) == (200, "ok") and time.monotonic() - began < 5
-            for device in answer["devices"]:
-                assert device["name"] is device["memory"] is device["load"] is None
-                assert device["why"].startswith(why)
-    go.set()
-
-
-def test_health_is_503_if_no_job_can_run(client, made_up):
-    assert client.ask("GET", "/health")[1]["compilers"] == {"set_aside": None, "ready": 2}
-    made_up.set_aside = "set aside"
-    status, answer, _ = client.ask("GET", "/health")
-    assert (status, answer["status"]) == (503, "device_lost")
-    assert answer["devices"][0]["set_aside"] == "set aside"
-    made_up.set_aside, made_up.compilers_set_aside = None, "cannot be started"
-    status, answer, _ = client.ask("GET", "/health")
-    assert (status, answer["status"]) == (503, "compilers_lost")
-    assert answer["compilers"]["set_aside"] == "cannot be started"
-
-
-def test_cleanup_and_reset(client, made_up):
-    cleaned = in_thread(client.ask, "POST", "/cleanup")
-    assert made_up.begun.acquire(timeout=60)
-    status, _, headers = client.ask("POST", "/reset_gpu/0")  # one at a time
-    assert status == 429 and int(headers["Retry-After"]) >= 1
-    made_up.go.set()
-    assert cleaned.result(60)[:2] == (200, {"freed_bytes": 12345})
-    assert client.ask("POST", "/reset_gpu/0")[:2] == (200, {"status": "ok", "device": 0})
-    status, answer, _ = client.ask("POST", "/reset_gpu/3")
-    assert status == 503 and "still does not end" in answer["error"]["message"]
-    assert made_up.calls == [0, 3]
-    for name in ("1", "", "-1", "0x0", "00000000", "0/0", "%31", "9" * 5000, "%D9%A0"):
-        assert client.ask("POST", f"/reset_gpu/{name}")[0] in (400, 404)
-    assert made_up.calls == [0, 3]
-
-
-# ---- the log -------------------------------------------------------------------------------------
-
-
-def test_the_log_has_no_token(client, caplog):
-    with caplog.at_level(logging.DEBUG):
+def test_the_log_has_no_token_and_no_forged_line(client, caplog):
+    with caplog.at_level("DEBUG"):
         client.ask("GET", f"/health?token={TOKEN}")
         client.ask("GET", "/no%0awhere", Authorization=f"Bearer {TOKEN}x")
-        client.raw(f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\x01\r\n\r\n".encode())
-    lines = [r.getMessage() for r in caplog.records if r.name.startswith("needle.kernels")]
-    assert TOKEN not in caplog.text and "Traceback" not in caplog.text
-    assert "no HTTP (BadHttpMessage)" in lines
-    assert any(line.startswith("127.0.0.1 GET '/health' 200, ") for line in lines)
-    assert any("'/no%0awhere' 401" in line for line in lines)
+    lines = [r.getMessage() for r in caplog.records if r.name == "needle.kernels"]
+    assert TOKEN not in caplog.text and len(lines) == 2
+    assert lines[0].startswith("GET '/health' 200, ") and r"'/no\nwhere' 401" in lines[1]
 
 
-def test_the_log_has_jobs_refusals_and_processes(caplog):
-    with caplog.at_level(logging.INFO, "needle.kernels"):
-        with FakePool(devices=[0], spares=0) as pool, running(pool) as client:
-            client.evaluate(JOB, safetensors.numpy.save({"x": X}))
-            job = SIMPLE | {"source": SOURCE, "entry": "signals"}
-            client.evaluate(job | {"cases": [{"grid": 1, "block": 1, "args": [9]}]})
-            client.evaluate(SIMPLE | {"entry": "k\n2026-01-01 forged"})
-            client.evaluate(SIMPLE | {"trials": 0})
-            client.ask("GET", "/health", Authorization=None)
-    text = "\n".join(record.getMessage() for record in caplog.records)
-    for line in (
-        r"^cuda\(0\): process \d+ is ready$",
-        r"^compiling: process \d+ is ready$",
-        r"^127.0.0.1 POST '/evaluate' 200, .* s: job scale: ok on device 0, queued .* s, ran .* s$",
-        r"^127.0.0.1 POST '/evaluate' 200, .* s: job signals: crashed on device 0, ",
-        r"^cuda\(0\): process \d+ is gone: it was ended by SIGKILL$",
-        r"^127.0.0.1 POST '/evaluate' 400, .* s: job.trials: ",
-        r"^127.0.0.1 GET '/health' 401, .* s: Authorization: Bearer TOKEN is missing",
+# ---- the program ---------------------------------------------------------------------------------
+
+
+def test_a_token_is_made_once_and_is_its_users_alone(tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "token"
+    token = read_secret(path, "token")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(token) >= 40
+    assert read_secret(path, "token") == token != read_secret(tmp_path / "other", "token")
+    for mode in (0o640, 0o604, 0o777):
+        path.chmod(mode)
+        with pytest.raises(FileError, match=f"mode is {mode:04o}.*chmod 600"):
+            read_secret(path, "token")
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("link", "pipe", "folder"):
+        with pytest.raises(FileError, match=name):
+            read_secret(tmp_path / name, "token")
+    for text in ("", "x" * 19, "with a blank in the middle", "ü" * 30):
+        path.write_text(text)
+        with pytest.raises(FileError, match="holds no token"):
+            read_secret(path, "token")
+    monkeypatch.setattr("needle.files.os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(FileError, match="belongs to user"):
+        read_secret(path, "token")
+
+
+STARTED = """
+import sys
+sys.path[:0] = [sys.argv[1] + "/tests/kernels", sys.argv[1] + "/tests", sys.argv[1]]
+from fake_pool import FakePool
+from needle.kernels import __main__ as program
+program.Pool = FakePool
+program.FIRST_KERNEL = 'def one(grid, block, x: "float*"): x[0] = 1'
+sys.exit(program.main(sys.argv[2:]))
+"""
+
+
+def command(tmp_path, *flags) -> list[str]:
+    words = ["serve", "--port", "0", "--timeout", "60", "--token-file", str(tmp_path / "token")]
+    return [sys.executable, "-W", "error", "-c", STARTED, str(ROOT), *words, *flags]
+
+
+def test_the_program_serves_until_sigterm_which_ends_everything(tmp_path):
+    words = command(tmp_path, "--devices", "0")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes) as process:
+        said = process.stdout.readline() + process.stdout.readline()
+        port = re.search(r"^listening on http://127\.0\.0\.1:(\d+), token in ", said, re.MULTILINE)
+        assert "arbitrary code" in said and port
+        token = (tmp_path / "token").read_text().strip()
+        client = Client(int(port[1]), token)
+        hangs = in_thread(client.evaluate, SIMPLE | {"source": SOURCE, "entry": "hangs"})
+        wait_for(lambda: client.ask("GET", "/health")[1]["running"])
+        pids = run("pgrep", "-P", process.pid).stdout.split()
+        assert pids
+        process.send_signal(signal.SIGTERM)
+        assert hangs.result(60)[0] == 503
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, ""), error
+        assert token not in error + said and "'/evaluate' 503" in error
+    for pid in pids:
+        wait_for(lambda pid=pid: state_of(int(pid)) is None)
+
+
+def test_it_does_not_start_unsafely(tmp_path):
+    (tmp_path / "open").write_text("o" * 40)
+    (tmp_path / "open").chmod(0o644)
+    for flags, said in (
+        (["--host", "0.0.0.0"], "lets in other machines"),
+        (["--token-file", str(tmp_path / "open")], "chmod 600"),
     ):
-        assert len(re.findall(line, text, re.MULTILINE)) >= 1, (line, text)
-    assert "\n2026-01-01 forged" not in text
+        with naming(*flags):
+            done = run(*command(tmp_path, *flags))
+            assert done.returncode == 1 and done.stderr.startswith("needle: error: ")
+            assert said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_log_whose_writer_blocks_stops_nothing():
-    go, written = threading.Event(), []
+def test_it_does_not_start_if_a_first_kernel_fails():
+    for result in (Result("crashed", "no GPU"), Result("ok", outputs=([2.0],))):
+        pool = MadeUpPool()
+        pool.run = lambda *args, result=result: result
+        with pytest.raises(RuntimeError, match="a first kernel does not run"):
+            program.check(pool)
 
-    class Blocked(logging.Handler):
-        def emit(self, record):
-            go.wait(60)
-            written.append(record)
 
-    lines, logger = Lines(Blocked()), logging.Logger("test")
-    logger.addHandler(lines)
-    began = time.monotonic()
-    for _ in range(3000):
-        logger.info("a line")
-    assert time.monotonic() - began < 10
-    lines.flush_within(0.01)
-    go.set()
-    lines.flush_within(20)
-    assert serve.LOG_LINES <= len(written) < 3000
+def test_wrong_flags_are_named(capsys, monkeypatch):
+    wrong = "--port 65536|--timeout 0|--timeout nan|--queue -1|--max-body-bytes 0|--spares x"
+    for flags in f"{wrong}|--devices 0,x|--token-file=|--nonsense".split("|"):
+        with naming(flags):
+            with pytest.raises(SystemExit) as caught:
+                program.main(["serve", *flags.split()])
+            flag = flags.split()[0].rstrip("=")
+            assert caught.value.code == 2 and flag in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert program.main(["serve"]) == 1
+    assert "needs aiohttp and msgspec" in capsys.readouterr().err
+
+
+def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
+    made = {}
+
+    class NoPool(MadeUpPool):
+        def __init__(self, *args):
+            super().__init__()
+            made["pool"] = args
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            self.close()
+
+    def service(*args):
+        made["service"] = args[1:]
+        return type("Service", (), {"app": None})
+
+    monkeypatch.setattr(program, "Pool", NoPool)
+    monkeypatch.setattr(program, "check", lambda pool: None)
+    monkeypatch.setattr("needle.kernels.serve.Service", service)
+    monkeypatch.setattr(web, "run_app", lambda app, sock, **_: made.update(at=sock.getsockname()))
+    flags = "--port 0 --devices 2,0 --timeout 3 --spares 4 --memory 4096 --queue 5"
+    flags += f" --max-body-bytes 7 --token-file {tmp_path}/token"
+    assert program.main(["serve", *flags.split()]) == 0
+    assert made["pool"] == ([2, 0], 3.0, 4096, 4) and made["at"][0] == "127.0.0.1"
+    assert made["service"] == ((tmp_path / "token").read_text().strip(), 7, 5)
+    assert program.parser().parse_args(["serve", "--devices", "cpu"]).devices == []
+
+
+def test_the_job_of_the_docs_is_read():
+    text = re.search(r"```json\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)[1]
+    job = serve.read_job(text.encode())
+    assert (job.entry, job.trials, job.outputs) == ("scale<float>", 5, True)
+    assert job.cases[0].case({"x": X}).args[2:] == [2.0, 1000]
+
+
+def test_the_unit_of_the_docs(tmp_path):
+    """Its flags exist, and systemd accepts it."""
+    text = re.search(r"```ini\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)[1]
+    words = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
+    assert words[1] == "serve"
+    assert program.parser().parse_args(words[1:]).token_file.name == "token"
+    unit = tmp_path / "needle-kernels.service"
+    unit.write_text(text.replace(words[0], sys.executable))
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here")
+    done = run("systemd-analyze", "verify", unit)
+    said = [line for line in done.stderr.splitlines() if unit.name in line]
+    assert (done.returncode, said) == (0, []), done.stderr

@@ -1,0 +1,219 @@
+"""Jobs in KernelBench's form (Ouyang et al. 2025, arXiv:2502.10517), where this Python has torch.
+
+A reference in PyTorch (`Model`, `get_inputs`, `get_init_inputs`) is compared with a candidate
+(`ModelNew`, with CUDA by `torch.utils.cpp_extension.load_inline`, Triton, or plain PyTorch). Each
+has a process of its own (needle.kernels.torch_worker). The reference's draws inputs for every call,
+timed ones too, and compares; the candidate's gets the inputs and the seed of the weights, never an
+output of the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from needle.kernels.messages import Message
+from needle.kernels.process import START_SECONDS, Device, Process
+from needle.kernels.timing import SHORTEST, least_time
+
+COMMAND = (sys.executable, str(Path(__file__).with_name("torch_worker.py")))
+COMPILE_SECONDS = 600.0  # of a candidate: nvcc reads PyTorch's headers
+FIRST_CALL_SECONDS = 60.0  # more than a later one takes: Triton compiles then
+TIMED_SECONDS = 20.0  # after which no timed call begins, once there are five
+LEAST_TIMED = 5
+PRECISIONS = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A job, by the names of KernelBench's `eval_kernel_against_ref`."""
+
+    original_model_src: str
+    custom_model_src: str
+    seed_num: int = 42
+    num_correct_trials: int = 5
+    num_perf_trials: int = 100
+    measure_performance: bool = True
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision: must be one of {', '.join(PRECISIONS)}")
+        if self.num_correct_trials < 1 or self.num_perf_trials < 1:
+            raise ValueError("num_correct_trials and num_perf_trials must be 1 or more")
+
+
+@dataclass
+class KernelExecResult:
+    """The outcome, in KernelBench's names. Times are in milliseconds, -1 where there is none:
+    `runtime` is the mean of `runtime_stats`, `speedup` is ref_runtime by runtime. `metadata` has
+    hardware, device, deterministic, correctness_trials, and of an error its name and text."""
+
+    compiled: bool = False
+    correctness: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    runtime: float = -1.0
+    runtime_stats: dict[str, Any] = field(default_factory=dict)
+    ref_runtime: float = -1.0
+    ref_runtime_stats: dict[str, Any] = field(default_factory=dict)
+    speedup: float = -1.0
+
+    @property
+    def status(self) -> str:
+        """The word for it among those of a Result."""
+        return "ok" if self.correctness else "wrong_result" if self.compiled else "compile_error"
+
+
+class _Fails(Exception):
+    """The candidate answered with an error, or not at all."""
+
+
+def evaluate(
+    problem: Problem, device: Device, start: Callable[..., Process], timeout: float
+) -> KernelExecResult:
+    """Compile a candidate, compare it with the reference, and time both. ValueError if the
+    reference fails, or if there is no torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(f"a Problem needs torch: {sys.executable} -m pip install torch")
+    result = KernelExecResult()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        processes = []
+        for role in ("reference", "candidate"):
+            own = os.path.join(folder, role)
+            os.mkdir(own)
+            variables = dict.fromkeys(("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TMPDIR"), own)
+            path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"  # ninja
+            processes.append(start(device.number, COMMAND, own, **variables, PATH=path))
+            device.adopt(processes[-1])
+        fault = False
+        try:
+            _Evaluation(problem, *processes, timeout, result).run(device)
+        except _Fails as error:
+            fault = error.args[0]["status"] in ("crashed", "timeout")
+            _record(result, error.args[0])
+        finally:
+            for process in processes:
+                device.finish(process, fault and process is processes[1])
+                process.end()
+    return result
+
+
+def _record(result: KernelExecResult, answer: Message) -> None:
+    """Note the failure of a candidate."""
+    kind, more = ("runtime", "runtime_error") if result.compiled else ("compilation",) * 2
+    result.metadata[f"{kind}_error"] = answer["message"]
+    result.metadata[f"{kind}_error_name"] = answer.get("name", answer["status"])
+    result.metadata[f"{more}_traceback"] = answer.get("traceback", "")
+
+
+class _Evaluation:
+    """One job: the two processes, and the result that is filled."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        reference: Process,
+        candidate: Process,
+        timeout: float,
+        result: KernelExecResult,
+    ) -> None:
+        self.problem, self.processes = problem, {"reference": reference, "candidate": candidate}
+        self.timeout, self.result = timeout, result
+
+    def ask(
+        self, role: str, message: Message | None, seconds: float, blocks: Any = ()
+    ) -> tuple[Message, list[bytes]]:
+        """Return the answer of a process. _Fails of the candidate, ValueError of the reference."""
+        answer, found = self.processes[role].ask(message, blocks, seconds)
+        if answer["status"] == "ok":
+            return answer, found
+        if role == "candidate":
+            raise _Fails(answer)
+        raise ValueError(f"original_model_src: {answer['status']}: {answer['message']}")
+
+    def run(self, device: Device) -> None:
+        problem, result = self.problem, self.result
+        for role in self.processes:
+            facts, _ = self.ask(role, None, START_SECONDS)
+        result.metadata |= {name: facts[name] for name in ("hardware", "device")}
+        make = {"do": "make", "seed": problem.seed_num, "precision": problem.precision}
+        for role, source in (
+            ("reference", problem.original_model_src),
+            ("candidate", problem.custom_model_src),
+        ):
+            self.ask(role, {"do": "load", "role": role, "source": source}, COMPILE_SECONDS)
+            result.compiled = role == "candidate"
+            made, _ = self.ask(role, make, FIRST_CALL_SECONDS)
+            make["init"] = made["init"]
+        device.settle()
+        passed = sum(self.trial(n == 0) is not None for n in range(problem.num_correct_trials))
+        result.metadata["correctness_trials"] = f"({passed} / {problem.num_correct_trials})"
+        result.correctness = passed == problem.num_correct_trials
+        if result.correctness and problem.measure_performance:
+            self.measure()
+
+    def trial(self, first: bool = False) -> tuple[float, float] | None:
+        """Run both on new inputs. Return the milliseconds of candidate and reference, or None if
+        their outputs differ."""
+        seconds = 2 * self.timeout + (FIRST_CALL_SECONDS if first else 0)
+        draw = {"do": "draw", "seed": secrets.randbits(32)}
+        drawn, blocks = self.ask("reference", draw, seconds)
+        run = {"do": "run", "values": drawn["values"], "twice": first}
+        called, outputs = self.ask("candidate", run, seconds, blocks)
+        compare = {"do": "compare", "values": called["values"]}
+        compared, _ = self.ask("reference", compare, seconds, outputs)
+        metadata = self.result.metadata
+        if first:
+            metadata["deterministic"] = called["deterministic"]
+        if not compared["issue"]:
+            return called["time"], drawn["time"]
+        metadata["correctness_issue"] = compared["issue"]
+        for name in ("max_difference", "avg_difference"):
+            if name in compared:
+                metadata.setdefault(name, []).append(f"{compared[name]:.6f}")
+        return None
+
+    def measure(self) -> None:
+        """Time calls on new inputs, each of which is compared. A time that the device cannot reach
+        is an error."""
+        result, both = self.result, []
+        end = time.monotonic() + TIMED_SECONDS
+        for n in range(self.problem.num_perf_trials):
+            if n >= LEAST_TIMED and time.monotonic() > end:
+                break
+            both.append(self.trial())
+            if both[-1] is None:
+                result.correctness = False
+                return
+        times, reference_times = ([pair[side] for pair in both] for side in (0, 1))
+        rates, _ = self.ask("reference", {"do": "rates"}, FIRST_CALL_SECONDS)
+        written, operations = rates["written"], rates["operations"]
+        least = least_time(written, operations, rates["fill_rate"], rates["product_rate"])
+        least, median = max(least, SHORTEST) / 1e3, statistics.median(times)
+        if median < least:
+            result.correctness = False
+            result.metadata |= {
+                "excessive_speedup": True,
+                "correctness_issue": f"{median:.4g} ms for {written:,} bytes of outputs and "
+                f"{operations:,} operations of the reference: the device needs {least:.4g} ms",
+            }
+            return
+        result.runtime_stats = self.stats(times)
+        result.ref_runtime_stats = self.stats(reference_times)
+        result.runtime = result.runtime_stats["mean"]
+        result.ref_runtime = result.ref_runtime_stats["mean"]
+        result.speedup = result.ref_runtime / result.runtime
+
+    def stats(self, times: list[float]) -> dict[str, Any]:
+        found = {"mean": statistics.fmean(times), "std": statistics.pstdev(times)}
+        found |= {"min": min(times), "max": max(times), "num_trials": len(times)}
+        return found | {name: self.result.metadata[name] for name in ("hardware", "device")}

@@ -1,0 +1,193 @@
+"""Problems in KernelBench's form: plain PyTorch for a CPU, CUDA and Triton for a GPU.
+
+A line of CPU or GPU is a candidate, and what its result must have: whether it compiles, whether it
+is right, and a part of an entry of its metadata.
+"""
+
+from dataclasses import dataclass
+
+REFERENCE = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, features, width):
+        super().__init__()
+        self.linear = nn.Linear(features, width)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+def get_inputs():
+    return [torch.randn(256, 128)]
+
+def get_init_inputs():
+    return [128, 64]
+"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    source: str
+    compiled: bool = True
+    right: bool = False
+    entry: str = ""
+    said: str = ""
+
+
+def model(forward: str, before: str = "") -> str:
+    """The source of a ModelNew with that forward."""
+    lines = "\n".join(f"        {line}" for line in forward.strip().splitlines())
+    return f"""
+import os
+import torch
+import torch.nn as nn
+{before}
+class ModelNew(nn.Module):
+    def __init__(self, features, width):
+        super().__init__()
+        self.linear = nn.Linear(features, width)
+
+    def forward(self, x):
+{lines}
+"""
+
+
+RIGHT = "return torch.relu(self.linear(x))"
+LAST = """
+if not hasattr(self, "kept"):
+    self.kept = torch.relu(self.linear(x))
+return self.kept
+"""
+LAZY = """
+class Lazy(torch.Tensor):
+    pass
+"""
+CPP = '''
+from torch.utils.cpp_extension import load_inline
+ext = load_inline("relu_of_tests", cpp_sources="""
+#include <torch/extension.h>
+torch::Tensor relu(torch::Tensor x) { return x.clamp_min(0); }
+""", functions=["relu"])
+'''
+CLOCK = "import time\ntime.perf_counter = lambda: 1.0\n"
+
+CPU = {
+    "right": Candidate(model(RIGHT), right=True),
+    "right, in C++": Candidate(model("return ext.relu(self.linear(x))", CPP), right=True),
+    "wrong": Candidate(
+        model("return self.linear(x)"), entry="correctness_issue", said="Output mismatch"
+    ),
+    "another shape": Candidate(
+        model(f"{RIGHT}[:1]"), entry="correctness_issue", said="shape mismatch: Expected"
+    ),
+    "the last answer": Candidate(model(LAST), entry="correctness_trials", said="(0 / 3)"),
+    "an answer that is computed later": Candidate(
+        model("return torch.relu(self.linear(x)).as_subclass(Lazy)", LAZY),
+        entry="runtime_error",
+        said="Lazy: models take and give tensors",
+    ),
+    "stops the clock": Candidate(
+        model(RIGHT, CLOCK), entry="correctness_issue", said="0 ms for 65,536 bytes of outputs"
+    ),
+    "a crash": Candidate(
+        model("os.kill(os.getpid(), 11)"), entry="runtime_error", said="was ended by SIGSEGV"
+    ),
+    "a hang": Candidate(model("while True: pass"), entry="runtime_error_name", said="timeout"),
+    "an error": Candidate(model("return x + y"), entry="runtime_error", said="'y' is not defined"),
+    "no Python": Candidate("def (:", False, entry="compilation_error", said="invalid syntax"),
+}
+
+
+# ---- for a GPU -----------------------------------------------------------------------------------
+
+
+def cuda(
+    body: str,
+    host: str = "",
+    launch: str = "(n + 255) / 256, 256",
+    forward: str = "return ext.apply(self.linear(x))",
+) -> str:
+    """The source of a candidate with a kernel for the elements after the product. host: what the
+    host does before it."""
+    return model(
+        forward,
+        f'''
+from torch.utils.cpp_extension import load_inline
+ext = load_inline("applied", cpp_sources="torch::Tensor apply(torch::Tensor x);", cuda_sources="""
+#include <torch/extension.h>
+__global__ void kernel(const float *x, float *y, int n) {{
+    extern __shared__ float shared[];
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    {body}
+}}
+torch::Tensor apply(torch::Tensor x) {{
+    {host}
+    auto y = torch::empty_like(x);
+    int n = x.numel();
+    kernel<<<{launch}>>>(x.data_ptr<float>(), y.data_ptr<float>(), n);
+    return y;
+}}
+""", functions=["apply"])
+''',
+    )
+
+
+def triton(body: str) -> str:
+    """The source of a candidate with a Triton kernel for the elements after the product."""
+    return model(
+        """
+y = self.linear(x)
+out = torch.empty_like(y)
+kernel[(triton.cdiv(y.numel(), BLOCK),)](y, out, y.numel(), BLOCK=BLOCK)
+return out
+""",
+        f"""
+import triton
+import triton.language as tl
+BLOCK = 1024
+
+@triton.jit
+def kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    value = tl.load(x + at, mask=inside)
+    {body}
+""",
+    )
+
+
+MAX = "if (i < n) y[i] = x[i] > 0 ? x[i] : 0;"
+ENDLESS = "volatile float *v = y; while (v[0] != 12345.f) v[0] = 1;"
+GPU = {
+    "CUDA, right": Candidate(cuda(MAX), right=True),
+    "Triton, right": Candidate(
+        triton("tl.store(out + at, tl.maximum(value, 0.0), mask=inside)"), right=True
+    ),
+    "CUDA, half of the elements": Candidate(
+        cuda(MAX.replace("i < n", "i < n / 2")), entry="correctness_issue", said="Output mismatch"
+    ),
+    "Triton, wrong": Candidate(
+        triton("tl.store(out + at, value, mask=inside)"),
+        entry="correctness_issue",
+        said="Output mismatch",
+    ),
+    "CUDA, the last answer": Candidate(
+        cuda(MAX, forward=LAST.replace("torch.relu(", "ext.apply(")),
+        entry="correctness_trials",
+        said="(0 / 3)",
+    ),
+    "CUDA, an illegal address": Candidate(
+        cuda("y[i + (1ll << 40)] = 1;"), entry="runtime_error", said="illegal memory access"
+    ),
+    "C++, a crash": Candidate(
+        cuda(MAX, "*(volatile int *)0 = 1;"), entry="runtime_error", said="was ended by SIGSEGV"
+    ),
+    "CUDA, a hang": Candidate(cuda(ENDLESS), entry="runtime_error_name", said="timeout"),
+    "CUDA, 1,049,600 bytes of shared memory": Candidate(
+        cuda(MAX, launch="(n + 255) / 256, 256, 1049600"), entry="runtime_error", said="invalid"
+    ),
+    "CUDA, does not compile": Candidate(
+        cuda("y[i] = undeclared;"), False, entry="compilation_error", said="undeclared"
+    ),
+}

@@ -1,0 +1,141 @@
+"""Jobs in KernelBench's form: candidates that are right, wrong, fail and cheat, on a CPU and on a
+GPU, each in a process of its own."""
+
+import os
+import re
+
+import pytest
+from fake_pool import SECONDS, children
+from harness import ROOT, naming
+from kernelbench_problems import CPU, GPU, REFERENCE
+
+from needle.kernels import Pool, Problem, kernelbench
+
+torch = pytest.importorskip("torch", reason="no torch (pip install torch): no problems")
+
+
+def problem(candidate, **more) -> Problem:
+    options = {"num_correct_trials": 3, "num_perf_trials": 10, **more}
+    return Problem(REFERENCE, candidate, **options)
+
+
+def check(result, candidate) -> None:
+    assert (result.compiled, result.correctness) == (candidate.compiled, candidate.right), result
+    assert candidate.said in str(result.metadata.get(candidate.entry, "")), result.metadata
+    if not candidate.right:
+        assert (result.runtime, result.speedup, result.runtime_stats) == (-1, -1, {})
+        return
+    assert result.metadata["correctness_trials"] == "(3 / 3)" and result.metadata["deterministic"]
+    for stats in (result.runtime_stats, result.ref_runtime_stats):
+        assert 0 < stats["min"] <= stats["mean"] <= stats["max"] and stats["std"] >= 0
+        assert stats["num_trials"] == 10 and stats["hardware"] == result.metadata["hardware"]
+    assert result.runtime == result.runtime_stats["mean"]
+    assert result.speedup == pytest.approx(result.ref_runtime / result.runtime)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(devices=[], timeout=SECONDS) as made:
+        yield made
+
+
+@pytest.fixture
+def fewer_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tests beside this one have the other processors
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CPU)
+def test_each_candidate_has_its_result(pool, name, fewer_threads, monkeypatch):
+    if name == "a hang":
+        monkeypatch.setattr(pool, "timeout", 0.2)
+        monkeypatch.setattr(kernelbench, "FIRST_CALL_SECONDS", 5.0)
+    before = children()
+    check(pool.evaluate(problem(CPU[name].source)), CPU[name])
+    assert children() <= before
+
+
+OTHER = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x, ids, scale):
+        return x[ids] * scale, ids
+def get_inputs(): return [torch.randn(8, 3), torch.randint(0, 8, (5,)), 2.5]
+def get_init_inputs(): return []
+"""
+
+
+@pytest.mark.parity
+def test_values_of_each_kind_travel_in_each_precision(pool, fewer_threads):
+    """Integers keep their dtype, and other bits of a second run are reported."""
+    candidate = OTHER.replace("Model", "ModelNew")
+    noisy = candidate.replace("* scale", "* scale + 1e-6 * torch.rand(())")
+    for source, more, deterministic in (
+        (candidate, {"precision": "bf16"}, True),
+        (noisy, {"measure_performance": False}, False),
+    ):
+        with naming(more):
+            result = pool.evaluate(Problem(OTHER, source, num_perf_trials=1, **more))
+            assert result.correctness and result.metadata["correctness_trials"] == "(5 / 5)"
+            assert result.metadata["deterministic"] is deterministic
+            assert (result.runtime > 0) == more.get("measure_performance", True)
+
+
+@pytest.mark.parity
+def test_the_candidates_process_has_nothing_of_the_reference(pool, fewer_threads):
+    """Neither its source nor its folder; and its files are gone with it."""
+    source = CPU["right"].source + "\nraise ValueError(f'{os.getcwd()} {os.listdir()} {__file__}')"
+    said = pool.evaluate(problem(source)).metadata["compilation_error"]
+    assert re.fullmatch(r"(\S+)/candidate \['candidate.py'\] \1/candidate/candidate.py", said), said
+    assert not os.path.exists(said.split()[0])
+
+
+@pytest.mark.parity
+def test_a_reference_that_fails_is_a_wrong_call(pool, fewer_threads):
+    with pytest.raises(ValueError, match="original_model_src: failed: .*'Missing' is not defined"):
+        pool.evaluate(Problem(REFERENCE.replace("nn.Linear", "Missing"), CPU["right"].source))
+
+
+def test_wrong_problems_are_named(pool, monkeypatch):
+    for more, said in (({"precision": "fp8"}, "precision: must be one of fp32"),
+                       ({"num_correct_trials": 0}, "must be 1 or more")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            problem("", **more)
+    monkeypatch.setattr(kernelbench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="a Problem needs torch: .*pip install torch"):
+        pool.evaluate(problem(""))
+
+
+@pytest.mark.parity
+def test_the_example_of_the_docs(fewer_threads, capsys):
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    (code,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Problem(" in b)
+    names = {"reference": REFERENCE, "candidate": CPU["right"].source}
+    exec(code.replace("Pool() ", "Pool(devices=[]) "), names)
+    assert capsys.readouterr().out.startswith("True True 0.")
+    for name in (*Problem.__dataclass_fields__, *kernelbench.KernelExecResult.__dataclass_fields__):
+        assert f"`{name}`" in text, name
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    with Pool(devices=[0], timeout=2.0) as made:
+        yield made
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", GPU)
+def test_each_candidate_on_a_gpu_has_its_result(gpu, name, monkeypatch):
+    pytest.importorskip("triton" if "Triton" in name else "ninja")
+    if "a hang" in name:
+        monkeypatch.setattr(kernelbench, "FIRST_CALL_SECONDS", 10.0)
+    before = children()
+    result = gpu.evaluate(problem(GPU[name].source))
+    print(f"\n{name}: {result.runtime:.4f} ms, reference {result.ref_runtime:.4f}", result.metadata)
+    check(result, GPU[name])
+    assert len(children() - before) <= 2  # spares of the pool
