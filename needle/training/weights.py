@@ -12,7 +12,7 @@ from needle import models
 from needle.backend_ndarray import Device
 from needle.data import load_tokenizer
 from needle.data.readers import open_tokens
-from needle.data.text import id_limit
+from needle.data.tokenizer import id_limit
 from needle.evaluate import load_model
 from needle.models import Config
 from needle.training.settings import DEFAULTS, SHAPE, complete
