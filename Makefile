@@ -36,10 +36,9 @@ endif
 # package is called otherwise than its module, it stands behind a colon.
 BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
-TRAIN_NEEDS := tokenizers tqdm matplotlib backports.zstd
-TRAIN_LIKES := $(TRAIN_NEEDS) pynvml:nvidia-ml-py
-TEST_NEEDS := $(TRAIN_NEEDS) safetensors pytest xdist:pytest-xdist hypothesis
-TEST_LIKES := aiohttp msgspec pynvml:nvidia-ml-py markdown
+TRAIN_LIKES := tokenizers tqdm matplotlib backports.zstd
+TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest xdist:pytest-xdist hypothesis
+TEST_LIKES := aiohttp msgspec markdown
 C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cpp cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
