@@ -53,8 +53,8 @@ class _Absent:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> NoReturn:
-        hint = HINTS[self.name]
-        raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}: {hint}")
+        text = f"{owner.__name__!r} object has no attribute {self.name!r}"
+        raise AttributeError(f"{text}: {HINTS[self.name]}")
 
 
 def missing(module: str, name: str) -> NoReturn:
@@ -71,4 +71,5 @@ def explain(*owners: type | ModuleType) -> None:
             vars(owner)["__getattr__"] = functools.partial(missing, owner.__name__)
         else:
             for name in OF_CLASSES[owner.__name__].split():
-                setattr(owner, name, _Absent(name))
+                if not hasattr(owner, name):
+                    setattr(owner, name, _Absent(name))

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from needle import cpu
 from needle.arguments import Parser, path, whole
 from needle.diagnose.parts import run
 from needle.diagnose.report import FAILED, row
@@ -100,7 +101,7 @@ def examine(args: argparse.Namespace, place: Place | None, say: Callable[[str], 
     told = part("facts", "facts", wanted, is_asked, say=heard) or {"count": 0, "chosen": []}
     indices = {name: name[5:-1] or "0" for name in told["chosen"]}  # "cuda(1)": "1"
     if not indices or not wanted:
-        indices = {"cpu()": ""} | indices
+        indices = {str(cpu()): ""} | indices
     seconds, uuid = LONG if args.full else SHORT, None
     for name, index in indices.items():
         uuid = part(name, "device", index, is_full, seconds=seconds, **PLAIN)

@@ -410,10 +410,12 @@ class Pythia(FactoredWeights, LanguageModel):
         nn.place_neighbours(self)
         self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
         mask = self.block_mask(self.config.max_seq_len)
-        if mask is not None and mask.ideal_speedup == 1 and self.config.sparse_pattern != "dense":
+        is_meant = mask is None or config.sparse_pattern == "dense"
+        is_meta = not self.embed_in.weight.is_contiguous()
+        if not (is_meant or is_meta) and mask.ideal_speedup == 1:
             warnings.warn(
-                f"Pythia: sparse_window {self.config.sparse_window} and blocks of {mask.block} "
-                f"leave out no key of {mask.T} tokens: attention is dense; take other sizes",
+                f"Pythia: sparse_window {config.sparse_window} and blocks of {mask.block} leave "
+                f"out no key of {mask.T} tokens: attention is dense; take other sizes",
                 stacklevel=2,
             )
         self.named_parameters()  # gives each its name, under which optimizers keep their state

@@ -72,7 +72,7 @@ def test_run_of_chosen_length_equals_one_of_named_length(
     np.random.seed(5)
     argv = open_ended(tmp_path, tokens, "open")
     run_until(monkeypatch, 3, argv)
-    assert "4 steps, about" in capsys.readouterr().out and measured[0] > 0
+    assert "4 steps of " in capsys.readouterr().out and measured[0] > 0
     assert train_pythia.main([*argv, *arguments("--resume auto")]) == 0
     np.random.seed(6)
     assert train_pythia.main(flags(tmp_path, tokens, "named", steps=4)) == 0

@@ -156,8 +156,8 @@ def test_escape_sequences_in_names_and_samples_are_not_printed_raw(
     monkeypatch.setattr(run_parts, "sample_text", lambda run: f"sample{EVIL}")
     argv, folder = flags(tmp_path, data, f"a{EVIL}"), tmp_path / "runs" / f"a{EVIL}"
     shown = said(train_pythia.main, *argv)
-    for text in "run: ", "checkpoint: ", "tokenising ", "left out, not UTF-8", "\nsample":
-        assert text in shown
+    for text in "run: ", "checkpoint: ", "tokenising ", "left out, not UTF-8", " sample":
+        assert text in " ".join(shown.split())
     assert (folder / "sample.txt").read_text() == f"sample{EVIL}"
     said(train_pythia.main, *argv, code=1)
     assert "nothing to do" in said(train_pythia.main, *argv, "--resume", "auto")
@@ -441,7 +441,7 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
     )
     assert train_pythia.main(argv) == 0
     said = f"its steps were multiplied by abacus, these by {products}: bits may differ"
-    assert said in capsys.readouterr().out
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_products_of_a_gpu_name_its_kind_and_the_environment(monkeypatch):
@@ -483,11 +483,11 @@ def test_sparse_window_is_a_quarter_of_the_sequence(tmp_path, tokens):
         argv = flags(tmp_path, tokens, name, more, steps=1)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            assert train_pythia.main(argv) == 0
+            for resume in ([], ["--resume", "auto"]):
+                assert train_pythia.main([*argv, *resume]) == 0
+                config = Checkpoint(checkpoint_of(tmp_path, name, 1)).state["config"]
+                assert config["sparse_window"] == window
         assert any("attention is dense" in str(w.message) for w in said) == (name == "own")
-        config = Checkpoint(checkpoint_of(tmp_path, name, 1)).state["config"]
-        assert config["sparse_window"] == window
-        assert train_pythia.main([*argv, "--resume", "auto"]) == 0
 
 
 @pytest.mark.cuda

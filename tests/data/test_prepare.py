@@ -298,7 +298,7 @@ def test_inspect(tmp_path, inputs, capsys):
     out = capsys.readouterr().out
     assert "Megatron, 90 documents" in out and "'document 0: " in out and "held out" in out
     assert __main__.main(["inspect", inputs[0]]) == 0
-    assert "a.jsonl: JSON lines: 30 documents" in capsys.readouterr().out
+    assert "a.jsonl: JSON lines: 30 documents" in " ".join(capsys.readouterr().out.split())
     assert __main__.main(["inspect", str(tmp_path / "nothing")]) == 1
     assert "no such file" in capsys.readouterr().err
 

@@ -400,10 +400,9 @@ def test_sparse_window_follows_the_sequence_and_dense_patterns_warn():
                 warnings.catch_warnings(record=True) as said,
             ):
                 warnings.simplefilter("always")
-                with ndl.init.meta_device():
-                    model, config = ndl.create_pythia_70m(
-                        50, length, True, sparse=pattern, window=given, block=block
-                    )
+                sizes = dict(max_seq_len=length, sparse_window=given, sparse_block=block)
+                model = small(use_sparse_attention=True, sparse_pattern=pattern, **sizes)
+                config = model.config
                 assert (config.sparse_window, config.sparse_block) == (window, block)
                 i, j = np.indices((length, length)) // block  # by its definition, token by token
                 near = np.abs(np.subtract(*np.indices((length, length)))) < window
@@ -416,8 +415,14 @@ def test_sparse_window_follows_the_sequence_and_dense_patterns_warn():
                 assert (seen.sum() < np.tri(length).sum()) == leaves_out
                 assert len(said) == (not leaves_out)
                 assert all("attention is dense" in str(w.message) for w in said)
+    with pytest.warns(
+        UserWarning, match="sparse_window 64 and blocks of 64 leave out no key of 128"
+    ):
+        ndl.create_pythia_70m(50, 128, use_sparse_attention=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        _, config = ndl.create_pythia_70m(50, 128, use_sparse_attention=True, block=16)
+        assert (config.sparse_window, config.sparse_block) == (32, 16)
         small(use_sparse_attention=True, sparse_pattern="dense"), small()
         saved = {**small().config.to_dict(), "use_sparse_attention": True, "sparse_window": 8}
         assert PythiaConfig.from_dict(saved | {"sparse_block": 8}).sparse_window == 8
