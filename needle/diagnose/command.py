@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from needle import cpu
 from needle.arguments import Parser, path, whole
+from needle.backend_ndarray import cpu
 from needle.diagnose.parts import run
 from needle.diagnose.report import FAILED, row
 from needle.distributed import environment

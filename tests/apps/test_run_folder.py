@@ -161,6 +161,7 @@ def begun(tmp_path, monkeypatch):
         "--init {init} --schedule linear --weight-decay 0.2",
     ],
 )
+@pytest.mark.filterwarnings("ignore:Pythia. sparse_window")
 def test_run_that_never_saved_begins_again_by_its_config(tmp_path, tokens, begun, capsys, more):
     """Its numbers are those of a run that was never stopped."""
     whole, toml = tmp_path / "whole", tmp_path / "c.toml"

@@ -140,6 +140,7 @@ def test_stops_shortly_after_each_other_keep_the_proven_checkpoint(tmp_path, tok
 # ---- flags ------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Pythia. sparse_window")
 def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cases = [

@@ -205,17 +205,18 @@ for word; do
     --list-gpu-code) echo sm_80; echo sm_90; exit 0 ;;
     esac
 done
-out= dep= src= skip=
+out= dep= target= src=
 while [ $# -gt 0 ]; do
     case "$1" in
     -o) out=$2; shift ;;
     -MF) dep=$2; shift ;;
+    -MT) target=$2; shift ;;
     -Xcompiler | -ccbin | -Werror) shift ;;
     *.cpp | *.cu) src=$1 ;;
     esac
     shift
 done
-exec c++ -x c++ -fPIC -Icsrc -Icuda -MMD -MF "$dep" -c "$src" -o "$out"
+exec c++ -x c++ -fPIC -Icsrc -Icuda -MMD -MF "$dep" -MT "$target" -c "$src" -o "$out"
 """
 
 
