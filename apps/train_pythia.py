@@ -82,13 +82,10 @@ def train(run: Run) -> int:
         for step in range(run.step + 1, steps + 1):
             optimizer.lr, losses = schedule(step), []
             with session.reading(step):
-                for micro_batch in parallel.own_micro_batches:
-                    ids, targets = batches.next()
-                    losses.append(session.gradient(ids, targets))
-                    session.verification.keep(step, micro_batch, ids, targets)
+                for _ in parallel.own_micro_batches:
+                    losses.append(session.gradient(*batches.next()))
                     parallel.add_micro_batch()
             norm, scale = parallel.reduce(settings["clip"])
-            session.verification.check(step)
             parallel.step(scale)
 
             due = session.end_step(step, losses, norm)
@@ -298,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         trackers.check(args)
         ending.ranks = group = ranks.join(args, words, place, Path(__file__))
         ending.run = run = make_run(args, group)
-        ranks.tell_gpus(group, run.settings, args.verify > 0)
+        ranks.tell_gpus(group, run.settings)
         print(wrapped(str(run.model)))
         if run.model.fp8:
             products = f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}"

@@ -9,7 +9,6 @@ from typing import Any
 from needle._C import CudaError, CudaFatalError
 from needle.distributed.control import RankError
 from needle.distributed.group import Group, RankFailed
-from needle.distributed.verify import WrongDevice
 from needle.files import described, printable
 from needle.heartbeat import beat
 from needle.training.run import Run
@@ -22,7 +21,7 @@ def outcome(error: BaseException | None) -> tuple[str, int] | None:
     if isinstance(error, (CudaError, MemoryError)):
         remedy = "--recompute, or a smaller --batch-size, with --grad-accum to keep the step's size"
         return f"{str(error) or 'out of memory'}\n(where memory ran out: {remedy})", 1
-    if isinstance(error, (RankError, RankFailed, WrongDevice)):
+    if isinstance(error, (RankError, RankFailed)):
         return str(error), error.code
     if isinstance(error, BrokenPipeError):
         return None
@@ -51,10 +50,7 @@ class Ending:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         ranks, known, reason = self.ranks, outcome(error), None
-        if isinstance(error, WrongDevice):
-            wrong = [ranks.gpus[rank] for rank in error.ranks] if ranks.gpus else []
-            beat(fault=str(error), wrong=wrong)
-        elif isinstance(error, (CudaFatalError, RankError)):
+        if isinstance(error, (CudaFatalError, RankError)):
             beat(fault=str(error))
         if known is not None:
             reason, self.code = known
@@ -62,14 +58,14 @@ class Ending:
             reason, self.code = f"{type(error).__name__}: {error}", 1
         if getattr(error, "is_rank_0s", False):
             reason = None
-        # Another rank has reported its RankFailed; rank 0 reports a WrongDevice for all.
+        # Another rank has reported its RankFailed.
         reports = known is not None and reason is not None and not isinstance(error, RankFailed)
         if reports and ranks.rank == 0:
             print(printable(f"needle train: {reason}"), file=sys.stderr)
         if self.run is not None and self.run.lock is not None:
             self.run.lock.release()
         is_told = ranks.close(reason, self.code)
-        if reports and ranks.rank > 0 and not is_told and not isinstance(error, WrongDevice):
+        if reports and ranks.rank > 0 and not is_told:
             who = "" if reason.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "
             print(printable(f"needle train: {who}{reason}"), file=sys.stderr)
         return known is not None

@@ -106,7 +106,7 @@ steps (--warmup changes it), and the decay's period is all of them.
 FAULTS = """
 A supervisor restarts the run with --resume auto, and with the same losses bit for bit, after exit
 code 75, after a signal that killed it, and after a hang. First it health-checks the GPU (with
---gpus each; the run continues without those that fail or that --verify named, with the same bits).
+--gpus each; the run continues without those that fail, with the same bits).
 Up to the step that failed it waits for each op, so that the fault names its op. Three failures at
 one step end the run. Each is a line of faults.jsonl in the run's folder. Of any command: python -m
 needle.supervise -- COMMAND.
@@ -260,9 +260,6 @@ TABLE = {
 --supervise  run under a supervisor (default: off)
 --hang-seconds S  of --supervise: a step, a batch of an evaluation or a save that takes longer is a
     hang (default: {hang_seconds:g})
---verify N  of several ranks: every N steps one micro-batch is computed again by another rank and
-    compared bit for bit; a difference names the device, saves nothing of the step, and ends the run
-    with 75; --supervise goes on without the device, where others are left (default: 0, never)
 """,
 }
 
@@ -295,7 +292,6 @@ OPTIONS: dict[str, dict] = {
     "out": {"default": "runs"},
     "name": {"type": run_name},
     "resume": {"type": path_name},
-    "verify": {"type": count_or_zero, "default": 0},
 }
 
 

@@ -104,7 +104,7 @@ def open_device(name: str, ranks: Group) -> Device:
     return device
 
 
-def tell_gpus(ranks: Group, settings: dict, verifies: bool) -> None:
+def tell_gpus(ranks: Group, settings: dict) -> None:
     """Tell the supervisor by which flags fewer GPUs continue the run.
 
     The flags hold the size of a step, which the number of ranks must not change.
@@ -114,8 +114,6 @@ def tell_gpus(ranks: Group, settings: dict, verifies: bool) -> None:
     context, words = settings["context_parallel"], {}
     for count in fitting_ranks(settings["grad_accum"]):
         flags = {"gpus": count * context} | {k: settings[k] for k in ("batch_size", "grad_accum")}
-        if verifies and count * context == 1:
-            flags["verify"] = 0  # no other rank could compute a micro-batch again
         pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items()]
         words[str(count * context)] = [word for pair in pairs for word in pair]
     beat(watched=False, gpus=ranks.gpus, ranks=words)

@@ -173,7 +173,6 @@ def resume_command(run: Run) -> str:
     words += ["--recompute"] * args.recompute
     words += folders.flag("--import", run.settings["import"]) if "import" in run.settings else []
     words += ["--trust-data"] * run.data.trusted
-    words += ["--verify", str(args.verify)] if args.verify else []
     if supervised() and place.launcher in ("", "needle"):
         words += ["--supervise"]
         if args.hang_seconds != supervise.HANG_SECONDS:

@@ -1,5 +1,5 @@
-"""Session: the context of a training loop. It owns the log, the handlers of stop signals, graph
-replay and verification, and ends on all ranks after the same step."""
+"""Session: the context of a training loop. It owns the log, the handlers of stop signals and graph
+replay, and ends on all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from needle._C import NDArray
-from needle.distributed.verify import Verification
 from needle.heartbeat import beat
 from needle.peaks import peak
 from needle.training import trackers
@@ -80,7 +79,6 @@ class Session:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
         if recorded:
             self.gradient = GraphedStep(compute, shape, run.device)
-        self.verification = Verification(parallel, run.args.verify, shape, self.gradient)
         self._reason: str | None = None  # to stop before the last step
         self._failure: Exception | None = None
         self._where, self._waited = "", 0.0

@@ -49,7 +49,7 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
         ("runs/b c", ""),
         ("more runs/a", "--out 'more runs'"),
         ("/runs/a", "--out /runs --tensorboard --wandb 'p q'"),
-        ("runs/a", "--device cuda:1 --no-graph --recompute --verify 7"),
+        ("runs/a", "--device cuda:1 --no-graph --recompute"),
         ("runs/a", "--supervise --hang-seconds 7.5"),
     ]:
         run = run_of(folder, more)

@@ -83,14 +83,6 @@ def test_a_signal_saves_once(runs, alone, to_launcher):
     assert runs.resumed("signal", 1) == alone
 
 
-def test_a_wrong_device_is_named(runs, alone):
-    plan = {"rank": 1, "step": 12, "what": "bit"}  # the sixth that is verified, of micro-batch 2
-    said = runs.run("wrong", 2, "--verify", "2", plan=plan, code=75)
-    assert "micro-batch 2 differs in 1 of" in said and "rank 1 (" in said, said
-    assert not runs.checkpoint("wrong", runs.steps).exists()
-    assert runs.resumed("wrong", 2, "--verify", "2") == alone
-
-
 def test_under_a_supervisor_all_are_started_again(runs, alone):
     process = runs.start("supervised", 2, "--supervise", plan=SLOW)
     runs.until_step(process, "supervised", 7)
@@ -115,15 +107,3 @@ def test_a_gpu_that_fails_its_health_check_is_left_out(runs, alone, gpus, broken
     [fault] = runs.lines_of("fewer", "faults.jsonl")
     assert (fault["action"], [*fault["left_out"]]) == ("restart", uuids)
     assert runs.written("fewer") == alone
-
-
-def test_a_wrong_device_is_left_out(runs, alone):
-    """Rank 1's, found before there is any checkpoint."""
-    plan, uuid = {"rank": 1, "step": 4, "what": "bit", "once": True}, runs.uuids[1]
-    more = ["--supervise", "--verify", "2"]  # at step 4 micro-batch 2
-    said = runs.run("wrong", 2, *more, plan=plan)
-    assert f"GPU 1 ({uuid}) computed wrong: continuing with 1 of 2 GPUs, the same bits" in said
-    assert "--verify 0)" in said
-    [fault] = runs.lines_of("wrong", "faults.jsonl")
-    assert fault["left_out"] == {uuid: "computed wrong"} and "rank 1 (" in fault["message"]
-    assert runs.written("wrong") == alone

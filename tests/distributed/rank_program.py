@@ -8,7 +8,6 @@ themselves to a supervisor.
     meet                SIGTERM, while it waits for the others at the end of the step
     data                its data cannot be read there
     nan                 its loss is none
-    bit                 one bit of its gradient is another
     full                the checkpoint of step s meets a full disk
     end                 it is stopped (SIGSTOP) after the last step, when its log is closed
     slow                each of its micro-batches takes 0.1 s more, or as many as "seconds" says
@@ -24,7 +23,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps")]
@@ -78,10 +76,9 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
 
         return rate
 
-    models, replays = [], False
+    replays = False
 
     def struck_compute(model, ids, targets, loss_scale):
-        models[:] = [model]
         loss = compute(model, ids, targets, loss_scale)
         return loss if replays else computed(loss)
 
@@ -105,11 +102,6 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
             raise DataError("tokens.npy: a page cannot be read")
         elif what == "nan":
             return loss * float("nan")
-        elif what == "bit":
-            gradient = next(iter(models[0].parameters())).grad_buffer
-            wrong = gradient.numpy()
-            wrong.reshape(-1).view(np.int32)[3] ^= 1
-            gradient[...] = wrong
         return loss
 
     def struck_write(*args, **more):

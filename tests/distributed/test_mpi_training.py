@@ -171,8 +171,6 @@ def test_a_disk_that_is_full(runs, alone):
     "ranks, more, words",
     [
         (2, ["--supervise"], "supervise -- mpirun"),
-        (1, ["--verify", "3"], "there is only this one"),
-        (2, ["--verify", "3", "--context-parallel", "2"], "that several share"),
         (1, ["--context-parallel", "2"], "start a multiple of 2"),
         (2, ["--context-parallel", "2", "--seq-len", "30"], "30 tokens cannot be shared by 2"),
     ],

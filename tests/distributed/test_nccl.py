@@ -181,14 +181,13 @@ def test_fewer_ranks_keep_the_size_of_a_step(monkeypatch, context, counts):
     ranks.gpus = [f"GPU-{n}" for n in range(8)]
     monkeypatch.setattr(training_ranks, "beat", lambda **facts: told.update(facts))
     settings = {"batch_size": 3, "grad_accum": 4, "context_parallel": context}
-    training_ranks.tell_gpus(ranks, settings, verifies=True)
+    training_ranks.tell_gpus(ranks, settings)
     size = ["--batch-size", "3", "--grad-accum", "4"]
-    alone = ["--verify", "0"]  # there is no other rank
-    wanted = {str(n): ["--gpus", str(n), *size, *alone * (n == 1)] for n in counts}
+    wanted = {str(n): ["--gpus", str(n), *size] for n in counts}
     assert told == {"watched": False, "gpus": ranks.gpus, "ranks": wanted}
     told.clear()
     ranks.gpus = []  # processors
-    training_ranks.tell_gpus(ranks, settings, verifies=False)
+    training_ranks.tell_gpus(ranks, settings)
     assert not told
 
 
