@@ -34,7 +34,7 @@ from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, Subgroup
 from needle.files import Lock, printable
-from needle.heartbeat import beat, supervised
+from needle.heartbeat import supervised
 from needle.processes import program
 from needle.training import flags, folder, length, ranks, state, trackers, weights
 from needle.training.evaluation import evaluate
@@ -229,7 +229,6 @@ def resumed_run(
     """Make a run from its checkpoint; flags may repeat its settings."""
     device, saved = ranks.open_device(args.device, group), checkpoint.state
     state.check(checkpoint)
-    beat(id=saved["run"], watched=False)
     settings, config = flags.resumed(args, checkpoint, path), checkpoint.configuration()
     check(args, settings, config, device)
     with group.rank_0_first("the data"):
@@ -289,13 +288,12 @@ def main(argv: list[str] | None = None) -> int:
     with Ending() as ending:
         place = environment.find()
         if args.supervise and not supervised() and (place is None or place.size == 1):
-            return supervise.Supervisor(command, args.hang_seconds).run()
+            return supervise.Supervisor(command, args.hang_seconds, folder.again).run()
         if ranks.starts_ranks(args, place):
             return spawn.run(command, args.gpus)
         trackers.check(args)
         ending.ranks = group = ranks.join(args, words, place, Path(__file__))
         ending.run = run = make_run(args, group)
-        ranks.tell_gpus(group, run.settings)
         print(wrapped(str(run.model)))
         if run.model.fp8:
             products = f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}"

@@ -1,58 +1,44 @@
-"""Reports of a training to its supervisor (needle/supervise.py).
+"""The heartbeat of a training: a file in which its supervisor (needle/supervise.py) sees its life.
 
-A report is a JSON object on a line, written into the pipe that NEEDLE_HEARTBEAT names; without that
-variable nothing is written. Any program may report. Each report says that work continued; hangs are
-detected from the first one on. Its fields, all optional:
-
-    run       folder of the run, which gets faults.jsonl
-    id        of the run, as in the folder's config.json: if another run has taken the folder,
-              nothing is written there and the command is not restarted
-    resume    flags that continue the run, appended to the command at a restart
-    device    cpu, cuda:0
-    gpus      UUIDs of the GPUs, if the command starts a rank on each
-    ranks     {"2": flags}: by numbers of ranks that can share the steps, the flags appended after
-              `resume` to start that many, if some of `gpus` fail their health check
-    wrong     those of `gpus` that have computed wrong, or may have
-    watched   false: the work until the next report may take any time
-    step      steps finished so far
-    saved     of these, steps that need not be repeated: a larger number than ever before is the
-              progress that permits more restarts
-    fault     message of a fatal fault
+NEEDLE_HEARTBEAT names the file; without that variable nothing is written. It holds the number of
+steps done, and each change of it says that work continues. A hang is seen from the first change on,
+and not while the file is missing. Any program may write it: `echo 12 >"$NEEDLE_HEARTBEAT"`. A file
+beside it, with the suffix .run, names the folder of the run, which gets faults.jsonl.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from pathlib import Path
 
-from needle import _C
-from needle.processes import MessageWriter
-
-PIPE = "NEEDLE_HEARTBEAT"
-SYNC_UNTIL = "NEEDLE_SYNC_UNTIL"  # the step after which NEEDLE_SYNC=1 ends
-MOST_TEXT = 1000  # characters of a fault: a line that fits into PIPE_BUF is written whole
+FILE = "NEEDLE_HEARTBEAT"
 
 
 def supervised() -> bool:
     """Return whether this process has a supervisor."""
-    return bool(os.environ.get(PIPE))
+    return bool(os.environ.get(FILE))
 
 
-def beat(**facts: Any) -> None:
-    """Report to the supervisor, if there is one, that work continued, and these facts. Never wait:
-    a supervisor that is stopped for long misses reports. In a script of one's own:
-    `ndl.fit(model, batches, on_step=lambda step, loss: beat(step=step))`."""
-    if not supervised():
-        return
-    if facts.get("step", -1) >= int(os.environ.get(SYNC_UNTIL, "0")) > 0:
-        del os.environ[SYNC_UNTIL]
-        _C.sync_each_op(False)
-    if "fault" in facts:
-        facts["fault"] = facts["fault"][:MOST_TEXT]
-    with contextlib.suppress(OSError):  # no reader, or a full pipe
-        pipe = os.open(os.environ[PIPE], os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            MessageWriter(pipe).write(**facts)
-        finally:
-            os.close(pipe)
+def beat(step: int | None = None) -> None:
+    """Tell the supervisor, if there is one, that so many steps are done; without a number, that the
+    work after the last number continues. In a script of one's own:
+    `ndl.fit(model, batches, on_step=lambda step, loss: beat(step))`."""
+    if supervised():
+        with contextlib.suppress(OSError):  # no number yet; a full disk ends no training
+            if step is None:
+                os.utime(os.environ[FILE])
+            else:
+                Path(os.environ[FILE]).write_text(str(step))
+
+
+def rest() -> None:
+    """Let the work until the next number take any time."""
+    if supervised():
+        Path(os.environ[FILE]).unlink(missing_ok=True)
+
+
+def note_folder(folder: Path) -> None:
+    """Tell the supervisor, if there is one, the folder of the run."""
+    if supervised():
+        Path(os.environ[FILE]).with_suffix(".run").write_bytes(os.fsencode(folder))

@@ -262,7 +262,55 @@ class Child:
                 file.close()
 
 
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen:
+    """Start a program in a session of its own, where Ctrl-C of a terminal does not reach it. It
+    reads nothing, and the kernel kills it when the thread that calls this ends. options: as of
+    subprocess.Popen. OSError where it cannot be started."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: die_with(parent),
+        **options,
+    )
+
+
+def ends_within(child: subprocess.Popen, seconds: float) -> bool:
+    """Wait for the end of a process, at most so long. Return whether it has ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(seconds)
+    return child.returncode is not None
+
+
+def signal_group(child: subprocess.Popen, number: int) -> None:
+    """Send a signal to what `start` started and to its children, as far as they still run."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)
+
+
 # ---- signals ------------------------------------------------------------------------------------
+
+
+def pass_on(
+    signals: list[int], children: Iterable[subprocess.Popen], instead: int | None = None
+) -> int:
+    """Send the collected signals to children, `instead` in the place of each; Ctrl-Z stops them
+    with this process, until fg or bg. Return the last one that ends them, or 0."""
+    last = 0
+    while signals:
+        number = signals.pop(0)
+        if number == signal.SIGTSTP:
+            for child in children:
+                signal_group(child, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            for child in children:
+                signal_group(child, signal.SIGCONT)
+        else:
+            for child in children:
+                child.send_signal(instead or number)
+            last = number
+    return last
 
 
 @contextlib.contextmanager

@@ -119,20 +119,23 @@ def test_a_missing_gpu_is_said_under_xdist_too(tmp_path):
 FAULTS = """
 import pytest
 import needle as ndl
-from supervised_soak import fault
 
 pytestmark = pytest.mark.cuda
+
+def fault():
+    source = 'extern "C" __global__ void wild(float *x) { *(float *)16 = *x; }'
+    ndl.kernels.compile(source)["wild"](1, 1, ndl.NDArray([1.0], device=ndl.cuda()))
 
 @pytest.mark.parametrize("number", range(3))
 def test_good(number):
     assert ndl.NDArray([1.0, 2.0], device=ndl.cuda()).sum().numpy() == 3
 
 def test_that_meets_it():
-    fault("cuda")
+    fault()
     ndl.cuda().synchronize()
 
 def test_that_meets_nothing():
-    fault("cuda")
+    fault()
 """
 
 

@@ -9,7 +9,6 @@ from harness import PACKAGE, ROOT, run
 PROGRAMS = {
     "soak.py": "nothing that was saved is lost.",
     "nth_allocation.py": "in forward, backward, step, save, load, generate.",
-    "supervised_soak.py": "bit for bit.",
 }
 WITHOUT = """
 import runpy, sys

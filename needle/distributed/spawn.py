@@ -4,8 +4,8 @@ Each process gets torchrun's variables, NEEDLE_LAUNCH, which names this start, a
 the secret of its ranks. Rank 0 writes where this process does. Of the others only stderr is
 printed, each line as `rank 3: ...`.
 
-Only rank 0 reports to a supervisor above this process (needle/heartbeat.py), since all ranks do the
-steps together. The reports of the others go to /dev/null.
+Only rank 0 has the heartbeat of a supervisor above this process (needle/heartbeat.py), since all
+ranks do the steps together.
 
 SIGINT, SIGTERM, SIGHUP and SIGABRT (a supervisor's request for stacks) are passed on to each rank.
 After one rank has failed, the others learn of it by the control channel and have its deadline to
@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 
 from needle.files import printable
-from needle.heartbeat import PIPE
+from needle.heartbeat import FILE
 from needle.processes import Child, collecting, signal_name
 
 DEADLINE = 60.0  # of the control channel
@@ -180,8 +180,7 @@ def environments(count: int) -> list[dict[str, str]]:
     shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     made = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     for environ in made[1:]:
-        if environ.get(PIPE):
-            environ[PIPE] = os.devnull
+        environ.pop(FILE, None)
     return made
 
 

@@ -10,7 +10,6 @@ from needle._C import CudaError, CudaFatalError
 from needle.distributed.control import RankError
 from needle.distributed.group import Group, RankFailed
 from needle.files import described, printable
-from needle.heartbeat import beat
 from needle.training.run import Run
 
 
@@ -50,8 +49,6 @@ class Ending:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         ranks, known, reason = self.ranks, outcome(error), None
-        if isinstance(error, (CudaFatalError, RankError)):
-            beat(fault=str(error))
         if known is not None:
             reason, self.code = known
         elif error is not None:

@@ -105,11 +105,9 @@ steps (--warmup changes it), and the decay's period is all of them.
 """
 FAULTS = """
 A supervisor restarts the run with --resume auto, and with the same losses bit for bit, after exit
-code 75, after a signal that killed it, and after a hang. First it health-checks the GPU (with
---gpus each; the run continues without those that fail, with the same bits).
-Up to the step that failed it waits for each op, so that the fault names its op. Three failures at
-one step end the run. Each is a line of faults.jsonl in the run's folder. Of any command: python -m
-needle.supervise -- COMMAND.
+code 75, after a signal that killed it, and after a hang. Three failures without a further step end
+the run; the third try waits for each op, so that the fault names its op. Each is a line of
+faults.jsonl in the run's folder. Of any command: needle supervise -- COMMAND.
 """
 
 # What --help prints: the common flags.

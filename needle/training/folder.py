@@ -41,7 +41,7 @@ from needle.files import (
     replacing,
     similar,
 )
-from needle.heartbeat import beat
+from needle.heartbeat import note_folder
 from needle.training.log import read_lines
 
 # What a run writes before its first step has finished.
@@ -152,7 +152,7 @@ def again(folder: Path) -> list[str]:
 def take(folder: Path) -> Lock:
     """Make and lock a run's folder, and remove temporary files of a killed process there. Raise
     FileError, which names the process that works there."""
-    beat(run=str(folder), resume=again(folder), watched=False)
+    note_folder(folder)
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)

@@ -152,7 +152,7 @@ class RunLog:
         for what, value in (("loss", step["loss"]), ("gradient norm", step["grad_norm"])):
             if not math.isfinite(value):
                 raise NotFinite(step["step"], f"the {what} is {value} ({step['where']})")
-        beat(step=step["step"])
+        beat(step["step"])
         now = time.perf_counter()
         step["duration"] = now - self._mark
         self.seconds += step["duration"]

@@ -22,9 +22,9 @@ from needle.data import Batches, DataError, TokenData, run_batches
 from needle.distributed.control import Control
 from needle.distributed.environment import Place
 from needle.distributed.group import Group, Ranks, visible_gpus
-from needle.distributed.tree import fitting_ranks, own_micro_batches
+from needle.distributed.tree import own_micro_batches
 from needle.files import described
-from needle.heartbeat import PIPE, beat, supervised
+from needle.heartbeat import FILE, beat, rest
 from needle.ops import ring_chunks
 from needle.training.settings import data_of
 
@@ -68,8 +68,7 @@ def join(args: argparse.Namespace, argv: list[str], place: Place | None, program
             f"needle supervise -- {place.launcher} ..."
         )
     if place.rank > 0:
-        if supervised():
-            os.environ[PIPE] = os.devnull
+        os.environ.pop(FILE, None)
         sys.stdout = open(os.devnull, "w")
     facts = {"flags": shlex.join(argv), "source": source_digest(program), **versions()}
     return Group(place, Control.join(place, facts, Path(args.out)))
@@ -89,34 +88,17 @@ def open_device(name: str, ranks: Group) -> Device:
     """Open the device of --device, or this rank's own if there are several, and connect the ranks.
 
     The supervisor's limit for hangs applies until this returns, then not again until the loop
-    begins, since reading data may take long. A single rank reports its device, which the supervisor
-    health-checks before a restart. For several ranks it checks every GPU, until `tell_gpus`.
+    begins, since reading data may take long.
     """
-    beat()
+    beat(0)
     device = ranks.device(name)
     ranks.connect(device)
     used, visible = ranks.place.local_size, 0 if device.is_host else visible_gpus()
     if used < visible and ranks.rank == 0:
         more = f": --gpus {visible} uses all" if ranks.place.launcher in ("", "needle") else ""
         print(f"{visible} GPUs are visible, {used} {'is' if used == 1 else 'are'} used{more}")
-    told = "cpu" if device.is_host else f"{device.name}:{device.index}"
-    beat(watched=False, **({"device": told} if device.is_host or ranks.size == 1 else {}))
+    rest()
     return device
-
-
-def tell_gpus(ranks: Group, settings: dict) -> None:
-    """Tell the supervisor by which flags fewer GPUs continue the run.
-
-    The flags hold the size of a step, which the number of ranks must not change.
-    """
-    if ranks.place.launcher != "needle" or not ranks.gpus:
-        return
-    context, words = settings["context_parallel"], {}
-    for count in fitting_ranks(settings["grad_accum"]):
-        flags = {"gpus": count * context} | {k: settings[k] for k in ("batch_size", "grad_accum")}
-        pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items()]
-        words[str(count * context)] = [word for pair in pairs for word in pair]
-    beat(watched=False, gpus=ranks.gpus, ranks=words)
 
 
 def own_batches(ranks: Group, settings: dict, data: TokenData, vocab_size: int) -> Batches:

@@ -23,7 +23,7 @@ from needle.checkpoint import (
 from needle.data import Prefetch, TokenData
 from needle.distributed.data_parallel import DataParallel
 from needle.files import Lock, described, printable, replacing
-from needle.heartbeat import beat, supervised
+from needle.heartbeat import beat, rest, supervised
 from needle.processes import command_line, silence
 from needle.training import folder as folders
 from needle.training import recipes, state
@@ -85,7 +85,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
         )
         if run.step > 0:  # a run of no finished step leaves its name to another
             folders.note_saved(at)
-        beat(saved=run.step)
+        beat()
         prune_checkpoints(
             folder,
             run.step,
@@ -153,7 +153,6 @@ def write_description(run: Run) -> None:
         for name, text in files.items():
             with replacing(at / name) as file:
                 file.write(text.encode())
-    beat(id=run.id, watched=False)
 
 
 # ---- going on ----------------------------------------------------------------------------------
@@ -212,10 +211,9 @@ def report_divergence(run: Run, error: Exception, finite: int) -> None:
 
 def finish(run: Run) -> None:
     """Write the plot and a sample, and print where they lie."""
-    beat(watched=False)  # matplotlib may look for fonts
+    rest()  # matplotlib may look for fonts
     with run.lock.writing() as at:
         report(plot(at).replace(str(at), str(run.folder)))
-    beat()
     report(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     try:
         text = sample_text(run)

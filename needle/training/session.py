@@ -87,7 +87,7 @@ class Session:
         with self.ranks.rank_0_first("the log"):
             self.log = open_log(self.run)
         self._stop = Stop()
-        beat(step=self.run.step)
+        beat(self.run.step)
         return self
 
     @contextlib.contextmanager

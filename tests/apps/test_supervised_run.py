@@ -1,201 +1,118 @@
-"""Trainings under needle/supervise.py: their messages to it, and how they go on. The faults are
-those of tests/supervised_soak.py."""
+"""Trainings under needle/supervise.py: how they go on, and what they write into their heartbeat."""
 
-import json
 import os
 import signal
 import sys
 
-import numpy as np
 import pytest
 import train_pythia
 from harness import DEVICES, ROOT, wait_for
-from small_runs import TOKENS, assert_same_run, flags, lines_of, without
-from supervised_soak import command, compare, faults_of, start, supervised
+from small_runs import assert_same_run, flags
+from struck_runs import Runs, text_of, write_tokens
 
 import needle as ndl
-from needle import supervise
-from needle.training import folder as folders
-from needle.training import session as sessions
+from needle import heartbeat, supervise
 
 pytestmark = pytest.mark.slow
 
-HANG = 10.0  # seconds; a busy machine must do a step in that time
+HANG = "10"  # seconds; a busy machine must do a step in that time
 
 
-def text_of(process) -> str:
-    out, err = process.communicate(timeout=300)
-    return out + err
+@pytest.fixture
+def runs(tmp_path):
+    made = Runs(tmp_path, write_tokens(tmp_path / "tokens.npy"))
+    made.steps, made.every = 20, "--eval-every 10 --save-every 5"
+    return made
 
 
-def wait_for_step(folder, name, step, process):
-    path = folder / "runs" / name / "metrics.jsonl"
-
-    def has_come():
-        assert process.poll() is None, text_of(process)
-        return path.exists() and path.read_text().count("\n") >= step
-
-    wait_for(has_come, 120)
-
-
-def pid_of(folder, name) -> int | None:
+def pid_of(runs, name) -> int | None:
     """The process that holds the run's lock; None while the next one writes its own."""
-    words = (folder / "runs" / name / "lock").read_text().split()
+    words = (runs.out / name / "lock").read_text().split()
     return int(words[1]) if len(words) > 1 else None
 
 
-# ---- faults, kills, hangs -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
-def test_run_of_three_deaths_ends_as_one_of_none(tmp_path, device):
+def test_run_of_three_deaths_ends_as_one_of_none(runs, device):
     """A fault, a kill within a save, and a hang."""
-    plan = [(4, "middle", "fault"), (10, "save", "kill"), (13, "end", "stop")]
-    whole = start(tmp_path, command(tmp_path, "whole", 20, device, []))
-    hang = HANG if device == "cpu" else 2 * HANG
-    struck = start(tmp_path, supervised(command(tmp_path, "struck", 20, device, plan), hang))
-    assert whole.wait(300) == 0 and struck.wait(300) == 0, text_of(whole) + text_of(struck)
-    compare(tmp_path, "struck", "whole", 20)
-    first, second, third = faults_of(tmp_path, "struck")
-    assert first["exit"] == 75 and "illegal memory access" in first["message"]
-    assert second["signal"] == "SIGKILL" and third["signal"] in ("SIGABRT", "SIGKILL")
-    assert third["message"].startswith("nothing finished for ")
-    said = text_of(struck)
-    assert "resuming" in said and "step_10.safetensors" in said
-    assert "supervise: 3 failures, " in said.splitlines()[-1]
+    runs.every += f" --device {device} --dtype float32"
+    whole = runs.start("whole", 0)
+    deaths = (4, "fault"), (10, "save"), (13, "stop")
+    plan = [{"step": s, "what": what, "once": str(runs.out / what)} for s, what in deaths]
+    said = runs.run("struck", 0, "--supervise", "--hang-seconds", HANG, plan=plan)
     text_of(whole)
+    assert runs.written("struck") == runs.written("whole")
+    faults = runs.lines_of("struck", "faults.jsonl")
+    assert [fault["exit"] for fault in faults][:2] == [75, 137] and len(faults) == 3
+    assert faults[2]["message"].startswith("nothing finished for ")
+    assert [fault["step"] for fault in faults][1:] == [10, 12]
+    assert "illegal" in said and "step_10.safetensors after step 10" in said
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device):
-    plan = [(4, "middle", "fault")] * 3
-    process = start(tmp_path, supervised(command(tmp_path, "a", 20, device, plan), 60))
-    said = text_of(process)
-    assert process.returncode == 75, said
-    faults = faults_of(tmp_path, "a")
-    steps = {4} if device == "cpu" else {3, 4}  # the host is ahead of the losses by one, or not
-    assert len(faults) == 3 and {fault["step"] for fault in faults} <= steps
-    assert [fault["op"] for fault in faults] == [None, "exp", "exp"]
-    assert "ended: 3 failures at this step" in said and "The op is exp." in said
+def test_fault_that_comes_back_ends_the_run(runs):
+    said = runs.run("a", 0, "--supervise", plan=[{"step": 4, "what": "fault"}], code=75)
+    assert [fault["step"] for fault in runs.lines_of("a", "faults.jsonl")] == [3, 3, 3]
+    assert said.count("the GPU is lost: exp: injected") == 3
+    assert "supervise: after step 3: the GPU or a rank is lost: ended: 3 failures" in said
 
 
-def test_supervise_flag_restarts_a_killed_run_under_its_name(tmp_path):
+def test_supervise_flag_restarts_a_killed_run_under_its_name(runs):
     """The run had no --name, and chose one beside an older run."""
-    np.save(tmp_path / "tokens.npy", TOKENS)
-    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
-    argv = flags(tmp_path, tmp_path / "tokens.npy", "x", "--supervise", steps=100_000)
-    program = [sys.executable, str(ROOT / "apps" / "train_pythia.py")]
-    process = start(tmp_path, [*program, *without(argv, "--name")])
-    wait_for_step(tmp_path, "tiny-2", 3, process)
-    killed = pid_of(tmp_path, "tiny-2")
+    (runs.out / "tiny" / "checkpoints").mkdir(parents=True)
+    words, runs.steps = runs.words, 100_000
+    runs.words = lambda name: [w for w in words("X") if w not in ("--name", "X")]
+    process = runs.start("", 0, "--supervise", "--device", "cpu")
+    runs.until_step(process, "tiny-2", 3)
+    killed = pid_of(runs, "tiny-2")
     assert killed != process.pid
     os.kill(killed, signal.SIGKILL)
-    wait_for(lambda: pid_of(tmp_path, "tiny-2") not in (killed, None), 120)
-    step = len(lines_of(tmp_path, "tiny-2"))
-    wait_for_step(tmp_path, "tiny-2", step + 3, process)
+    wait_for(lambda: pid_of(runs, "tiny-2") not in (killed, None), 120)
+    wait_for(lambda: len(runs.lines_of("tiny-2", "metrics.jsonl")) > 8, 120)
     process.send_signal(signal.SIGTERM)
     said = text_of(process)
-    assert process.returncode == 0, said
     assert "stopped by SIGTERM" in said and "--resume auto --name tiny-2" in said
-    assert "--supervise" in said and "supervise: 1 failure, " in said
-    [fault] = faults_of(tmp_path, "tiny-2")
-    assert fault["signal"] == "SIGKILL" and fault["action"] == "restart"
+    assert said.rstrip().endswith("--supervise")
+    [fault] = runs.lines_of("tiny-2", "faults.jsonl")
+    assert (fault["exit"], fault["action"]) == (137, "restart")
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_death_in_a_renamed_folder_leaves_the_new_run_of_its_name_alone(tmp_path, tokens, taken):
-    process = start(tmp_path, supervised(command(tmp_path, "a", 100_000, "cpu", []), 60))
-    wait_for_step(tmp_path, "a", 3, process)
-    pid, folder = pid_of(tmp_path, "a"), tmp_path / "runs" / "a"
-    os.kill(pid, signal.SIGSTOP)
-    folder.rename(tmp_path / "runs" / "b")
-    if taken:
-        assert train_pythia.main(flags(tmp_path, tokens, "a", "--seed", "9")) == 0
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    os.kill(pid, signal.SIGKILL)
-    said = text_of(process)
-    assert process.returncode == 137, said
-    assert f"ended: {folder} is " in said and "--resume with the new path continues it" in said
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert folder.exists() == taken and "faults.jsonl" not in said
-
-
-# ---- messages -----------------------------------------------------------------------------------
+# ---- the heartbeat ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """told() -> the messages of trainings in this process."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    """What trainings in this process write, None while their work may take any time."""
+    path, told = tmp_path / "steps", []
     monkeypatch.setenv("NEEDLE_HEARTBEAT", str(path))
-    yield lambda: [json.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
-    os.close(reader)
+    for name in ("write_text", "unlink"):
+        function = getattr(heartbeat.Path, name)
+
+        def noting(self, *args, function=function, **more):
+            if self == path:
+                told.append(int(args[0]) if args else None)
+            return function(self, *args, **more)
+
+        monkeypatch.setattr(heartbeat.Path, name, noting)
+    return told
 
 
-def test_run_reports_device_folder_steps_and_saves(tmp_path, tokens, told):
-    """Opening the device is watched, reading data is not, and then each step, batch and save."""
+def test_run_tells_its_folder_and_steps(tmp_path, tokens, told):
+    """Opening the device is watched, reading data is not, then each step, batch and save."""
     assert train_pythia.main(flags(tmp_path, tokens, "a", steps=4)) == 0
-    folder = tmp_path / "runs" / "a"
-    again = ["--resume", "auto", "--name", "a", "--out", str(tmp_path / "runs")]
-    taken = {"run": str(folder), "resume": again, "watched": False}
-    opened = [{}, {"device": "cpu", "watched": False}]
-    facts = told()
-    known = {"id": folders.read_description(folder)["id"], "watched": False}
-    evaluated = [fact for fact in facts if fact == {}]
-    assert [fact for fact in facts if fact] == [
-        opened[1],
-        taken,
-        known,
-        {"step": 0},
-        {"step": 1},
-        {"step": 2},
-        {"saved": 2},
-        {"step": 3},
-        {"step": 4},
-        {"saved": 4},
-        {"watched": False},
-    ]
-    assert facts[0] == {} and facts[-1] == {} and len(evaluated) > 3
+    assert told == [0, None, 0, 1, 2, 3, 4, None]
+    assert (tmp_path / "steps.run").read_text() == str(tmp_path / "runs" / "a")
+    told.clear()
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto", steps=4)) == 0
-    assert told() == [taken, *opened, known]  # nothing is left to do
+    assert told == [0, None]  # nothing is left to do
 
 
-def test_fault_is_reported_and_the_resumed_run_reports_its_first_step(
-    tmp_path, tokens, told, monkeypatch, capsys
-):
-    def lost(*_):
-        raise ndl.CudaFatalError("attention_fwd: an illegal memory access\nthe context is lost")
-
-    argv = flags(tmp_path, tokens, "a", "--eval-every", "0")
-    with monkeypatch.context() as patch:
-        patch.setattr(sessions, "write_checkpoint", lost)
-        assert train_pythia.main(argv) == os.EX_TEMPFAIL == 75
-    assert "--resume auto" in capsys.readouterr().err
-    assert told()[-2:] == [
-        {"step": 2},
-        {"fault": "attention_fwd: an illegal memory access\nthe context is lost"},
-    ]
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-    steps = [fact["step"] for fact in told() if "step" in fact]
-    assert steps == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_losses_are_the_same_with_sync(tmp_path, tokens, told, monkeypatch):
-    monkeypatch.setenv("NEEDLE_SYNC_UNTIL", "3")
+def test_losses_are_the_same_with_sync(tmp_path, tokens):
     before = ndl._C.sync_each_op(True)
     try:
         assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
-        assert ndl._C.sync_each_op(before) is False
     finally:
         ndl._C.sync_each_op(before)
-    monkeypatch.delenv("NEEDLE_HEARTBEAT")
     assert train_pythia.main(flags(tmp_path, tokens, "b")) == 0
     assert_same_run(tmp_path, "a", "b")
-
-
-# ---- the flags ----------------------------------------------------------------------------------
 
 
 def test_supervise_flag_starts_a_supervisor(monkeypatch):
@@ -203,7 +120,7 @@ def test_supervise_flag_starts_a_supervisor(monkeypatch):
 
     class Supervisor:
         def __init__(self, *arguments):
-            started.append(arguments)
+            started.append(arguments[:2])
 
         def run(self):
             return 41

@@ -13,7 +13,7 @@ import pytest
 import train_pythia
 from harness import naming
 from small_runs import assert_same_run, checkpoint_of, flags, lines_of, without
-from supervised_soak import child_of, start
+from struck_runs import ENVIRON, PROGRAM
 
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import DataError, Prefetch
@@ -31,8 +31,14 @@ def process(tmp_path, tokens):
 
     def begin(name, *more):
         argv = flags(tmp_path, tokens, name, "--eval-every 0", *more, steps=20_000)
-        options = {"stderr": subprocess.STDOUT, "start_new_session": True}
-        one = start(tmp_path, child_of(tmp_path, name, [], argv), **options)
+        one = subprocess.Popen(
+            [sys.executable, "-u", PROGRAM, *argv],
+            env=os.environ | ENVIRON | {"NEEDLE_CACHE": str(tmp_path / "cache")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
         started.append(one)
         next((line for line in one.stdout if line.startswith("step ")), None)
         return one

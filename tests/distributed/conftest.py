@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from rank_processes import BEGIN, END, Rank, free_port
-from rank_runs import write_tokens
+from struck_runs import write_tokens
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,8 @@ import pytest
 from gpu_trainings import *  # noqa: F403
 from gpu_trainings import test_a_run_goes_on_with_other_numbers
 from harness import ROOT, run
-from rank_runs import Runs
+from struck_runs import GPURuns
 
-import needle as ndl
 from needle.distributed.group import visible_gpus
 
 pytestmark = [
@@ -25,7 +24,6 @@ BEGIN = f"""
 import sys
 import numpy as np
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import needle as ndl
 from needle import _C
 from needle.distributed import environment
 from needle.distributed.control import Control
@@ -124,7 +122,7 @@ def alone_of(tmp_path_factory, tokens):
 
     def written(kind):
         if kind not in made:
-            runs = Runs(tmp_path_factory.mktemp(kind), tokens, *KINDS[kind])
+            runs = GPURuns(tmp_path_factory.mktemp(kind), tokens, *KINDS[kind])
             said = runs.run("alone", 1)
             assert f"{visible_gpus()} GPUs are visible, 1 is used: --gpus" in said
             made[kind] = runs.written("alone")
@@ -140,21 +138,18 @@ def alone(alone_of):
 
 @pytest.fixture
 def runs(tmp_path, tokens):
-    made = Runs(tmp_path, tokens)
-    made.deadline = 15.0
-    made.uuids = [ndl.cuda(i).properties()["uuid"] for i in range(visible_gpus())]
-    return made
+    return GPURuns(tmp_path, tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpus_change_no_byte(tmp_path, tokens, alone_of, kind):
-    runs = Runs(tmp_path, tokens, *KINDS[kind])
+    runs = GPURuns(tmp_path, tokens, *KINDS[kind])
     runs.run("two", 2)
     assert runs.written("two") == alone_of(kind)
 
 
 def test_a_run_of_graphs_goes_on_with_other_numbers(tmp_path, tokens, alone_of):
-    runs = Runs(tmp_path, tokens, *KINDS["graph"])
+    runs = GPURuns(tmp_path, tokens, *KINDS["graph"])
     test_a_run_goes_on_with_other_numbers(runs, alone_of("graph"))
 
 

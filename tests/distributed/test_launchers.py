@@ -1,4 +1,4 @@
-"""Launchers: ranks that torchrun starts find each other; apps/slurm.sbatch goes back into the queue."""
+"""Launchers: ranks of torchrun find each other; apps/slurm.sbatch goes back into the queue."""
 
 import os
 import re

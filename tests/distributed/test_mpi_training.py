@@ -1,7 +1,7 @@
 """apps/train_pythia.py by mpirun: the same bytes whatever the number of ranks, and ends that are
 told.
 
-Real processes, on the CPU; `rank_program.py` is what each of them runs.
+Real processes, on the CPU; `struck_program.py` is what each of them runs.
 """
 
 import os
@@ -11,25 +11,25 @@ import sys
 
 import numpy as np
 import pytest
-from rank_runs import PROGRAM, MPIRuns, ended, missing
+from struck_runs import PROGRAM, Runs, ended, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-SLOW = {"rank": 0, "step": 0, "what": "slow"}  # a run that lasts until it is stopped
+SLOW = [{"what": "slow", "seconds": 0.1}]  # a run that lasts until it is stopped
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, tokens):
     """Files that one process without mpirun writes."""
-    runs = MPIRuns(tmp_path_factory.mktemp("alone"), tokens)
+    runs = Runs(tmp_path_factory.mktemp("alone"), tokens)
     runs.run("a", 0)
     return runs.written("a")
 
 
 @pytest.fixture
 def runs(tmp_path, tokens):
-    return MPIRuns(tmp_path, tokens)
+    return Runs(tmp_path, tokens)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -41,7 +41,7 @@ def test_ranks_change_no_byte(runs, alone, ranks):
 @pytest.mark.slow
 def test_ranks_share_sequences(runs, alone):
     """2 and 4 ranks, two to a sequence: the same bytes, and almost the numbers of one process."""
-    plan = {"rank": 1, "step": 25, "what": "term"}
+    plan = [{"rank": 1, "step": 25, "what": "term"}]
     for name, ranks, more in ("two", 2, {}), ("four", 4, {}), ("cut", 4, {"plan": plan}):
         runs.run(name, ranks, "--context-parallel", "2", **more)
     checkpoint, lines = runs.written("two")
@@ -67,7 +67,7 @@ def test_ranks_begin_a_run_again_that_never_saved(runs, alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_others_that_name_it(runs, alone, rank):
-    said = runs.run("a", 4, plan={"rank": rank, "step": 25, "what": "kill"}, code=None)
+    said = runs.run("a", 4, plan=[{"rank": rank, "step": 25, "what": "kill"}], code=None)
     assert f"at step 25: rank {rank} is gone" in said
     assert runs.resumed("a", 2) == alone
 
@@ -76,15 +76,15 @@ def test_a_killed_rank_ends_the_others_that_name_it(runs, alone, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_may_take_its_time_for_its_data(runs, alone, rank):
     """Two machines without a common cache tokenise both."""
-    plan = {"rank": rank, "step": 0, "what": "late", "deadline": 5.0}
-    runs.run("a", 2, plan=plan)
+    plan = [{"rank": rank, "what": "late", "seconds": 8.0}]
+    runs.run("a", 2, plan=plan, DEADLINE="5")
     assert runs.written("a") == alone
 
 
 @pytest.mark.slow
 def test_messages_above_the_limit_are_sent_in_parts(runs, alone):
     """Counts of MPI are 32 bits: a longer array goes as several messages."""
-    runs.run("a", 2, plan={"rank": 0, "step": 0, "what": None, "most": 1000})
+    runs.run("a", 2, MOST="1000")
     assert runs.written("a") == alone
 
 
@@ -113,8 +113,7 @@ def test_the_supervisor_of_mpirun_lets_its_ranks_save(runs, alone):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(runs, alone):
-    plan = {"rank": 1, "step": runs.steps, "what": "end", "deadline": 5.0}
-    said = runs.run("a", 2, plan=plan, code=75)
+    said = runs.run("a", 2, plan=[{"rank": 1, "what": "end"}], code=75, DEADLINE="5")
     assert "rank 1 has not come and does not answer" in said
     assert runs.written("a") == alone
 
@@ -141,7 +140,7 @@ def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_data_that_one_rank_cannot_read(runs, alone):
-    said = runs.run("a", 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
+    said = runs.run("a", 2, plan=[{"rank": 1, "step": 23, "what": "data"}], code=1)
     assert "needle train: rank 1: tokens.npy: a page cannot be read" in said
     assert "after step 22 of 60, and saved" in said
     assert runs.resumed("a", 4) == alone
@@ -150,7 +149,7 @@ def test_data_that_one_rank_cannot_read(runs, alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_none_stops_all(runs, rank):
-    said = runs.run("a", 2, plan={"rank": rank, "step": 43, "what": "nan"}, code=1)
+    said = runs.run("a", 2, plan=[{"rank": rank, "step": 43, "what": "nan"}], code=1)
     assert re.search(
         rf"step 43: the loss is nan \(epoch \d+, batch \d+, micro-batch {2 * rank} of the 4", said
     )
@@ -161,7 +160,7 @@ def test_a_loss_that_is_none_stops_all(runs, rank):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full(runs, alone):
-    said = runs.run("a", 2, plan={"rank": 0, "step": 40, "what": "full"}, code=1)
+    said = runs.run("a", 2, plan=[{"rank": 0, "step": 40, "what": "full"}], code=1)
     assert "No space left on device" in said and "rank 1:" not in said
     assert runs.resumed("a", 4) == alone
 

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from gpu_trainings import *  # noqa: F403
 from harness import ROOT, run
-from rank_runs import Runs
+from struck_runs import GPURuns
 
 from needle import _C
-from needle.distributed import environment, nccl, spawn
+from needle.distributed import nccl
 from needle.distributed.control import RankMissing
-from needle.distributed.group import Group
 from needle.distributed.nccl import Library, NCCLTransport, find_library
-from needle.training import ranks as training_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +135,7 @@ def test_an_error_after_the_call_is_found_by_polling(library, monkeypatch):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, tokens, library):
-    runs = Runs(tmp_path_factory.mktemp("alone"), tokens, FAKE_NCCL=str(library))
+    runs = GPURuns(tmp_path_factory.mktemp("alone"), tokens, FAKE_NCCL=str(library))
     said = runs.run("alone", 1)
     assert "4 GPUs are visible, 1 is used: --gpus 4 uses all" not in said  # it is the CPU
     return runs.written("alone")
@@ -145,7 +143,7 @@ def alone(tmp_path_factory, tokens, library):
 
 @pytest.fixture
 def runs(tmp_path, tokens, library):
-    return Runs(tmp_path, tokens, FAKE_NCCL=str(library))
+    return GPURuns(tmp_path, tokens, FAKE_NCCL=str(library))
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
@@ -163,32 +161,9 @@ def test_sequences_are_shared(runs):
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_signal_between_two_steps_is_heard(runs, gpus):
-    plan = {"rank": gpus - 1, "step": 5, "what": "meet"}
+    plan = [{"rank": gpus - 1, "step": 5, "what": "meet"}]
     said = runs.run("meet", gpus, plan=plan)
     assert f"stopped by SIGTERM after step 6 of {runs.steps}, and saved" in said, said
-
-
-def test_the_run_ends_if_no_gpu_passes_its_health_check(runs):
-    plan = {"rank": 1, "step": 8, "what": "kill", "once": True}
-    said = runs.run("x", 2, "--supervise", plan=plan, BROKEN_GPUS="GPU-a,GPU-b", code=75)
-    why = "failed its health check: it has fallen off the bus"
-    assert f"ended: GPU 0 (GPU-a) {why}; GPU 1 (GPU-b) {why}. Continue elsewhere: " in said
-
-
-@pytest.mark.parametrize("context, counts", [(1, [1, 2, 4]), (2, [2, 4, 8])])
-def test_fewer_ranks_keep_the_size_of_a_step(monkeypatch, context, counts):
-    told, ranks = {}, Group(environment.find(spawn.environments(8)[0]))
-    ranks.gpus = [f"GPU-{n}" for n in range(8)]
-    monkeypatch.setattr(training_ranks, "beat", lambda **facts: told.update(facts))
-    settings = {"batch_size": 3, "grad_accum": 4, "context_parallel": context}
-    training_ranks.tell_gpus(ranks, settings)
-    size = ["--batch-size", "3", "--grad-accum", "4"]
-    wanted = {str(n): ["--gpus", str(n), *size] for n in counts}
-    assert told == {"watched": False, "gpus": ranks.gpus, "ranks": wanted}
-    told.clear()
-    ranks.gpus = []  # processors
-    training_ranks.tell_gpus(ranks, settings)
-    assert not told
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-import rank_runs
+import struck_runs
 from harness import ROOT
 from ring import B, D, assert_as_near, attended, distances, operands, shared
 from together import together
@@ -125,13 +125,13 @@ def test_invalid_arguments_are_refused(shapes, options, words):
         together(2, work)
 
 
-@pytest.mark.skipif(rank_runs.missing() is not None, reason=str(rank_runs.missing()))
+@pytest.mark.skipif(struck_runs.missing() is not None, reason=str(struck_runs.missing()))
 def test_the_benchmark_uses_the_ranks_that_it_is_given(tmp_path):
     """Rank 0 prints; the others compute with it."""
 
     def run(length):
         words = sys.executable, ROOT / "benchmarks/ring_attention.py", "--lengths", length
-        return rank_runs.ended("-n", "3", *words, "--head-dims", "16", cwd=tmp_path)
+        return struck_runs.ended("-n", "3", *words, "--head-dims", "16", cwd=tmp_path)
 
     done = run("96")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""Trainings of `rank_program.py`, begun and read back: by mpirun on the CPU, and by --gpus on GPUs
-or on what pretends to be some (`fake_nccl.c`)."""
+"""Trainings of `struck_program.py`, begun and read back: of one process, by mpirun on the CPU, and
+by --gpus on GPUs or on what pretends to be some (`distributed/fake_nccl.c`)."""
 
 import importlib.util
 import json
@@ -7,15 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-from harness import OPEN_MPI, ROOT, run
+from harness import OPEN_MPI, ROOT, run, wait_for
 
 from needle.checkpoint import checkpoint_path
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
+PROGRAM = Path(__file__).with_name("struck_program.py")
 TIMING = ("tokens_per_second", "data_wait_ms", "seconds")
 ENVIRON = {**OPEN_MPI, "PYTHONPATH": str(ROOT)}
 
@@ -23,11 +22,8 @@ ENVIRON = {**OPEN_MPI, "PYTHONPATH": str(ROOT)}
 def mpirun() -> list[str]:
     """The words that start ranks, as many as one likes."""
     beside = Path(sys.executable).with_name("mpirun")
-    return [
-        str(beside) if beside.exists() else shutil.which("mpirun"),
-        "--map-by",
-        ":OVERSUBSCRIBE",
-    ]
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    return [found, "--map-by", ":OVERSUBSCRIBE"]
 
 
 def missing() -> str | None:
@@ -48,11 +44,10 @@ def write_tokens(path: Path) -> Path:
 
 
 class Runs:
-    """A folder of runs on GPUs, all of them with these flags and variables."""
+    """A folder of runs with these flags and variables."""
 
-    steps, deadline = 12, 8.0
-    every = "--eval-every 4 --save-every 6 --dtype float32"
-    uuids = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")  # as rank_program.py pretends them
+    steps = 60
+    every = "--eval-every 15 --save-every 20 --device cpu"
 
     def __init__(self, out: Path, tokens: Path, *flags: str, **environ: str) -> None:
         self.out, self.tokens, self.flags, self.environ = out, tokens, flags, environ
@@ -64,10 +59,11 @@ class Runs:
         return [*own, *self.flags, "--data", self.tokens, "--out", self.out]
 
     def command(self, ranks: int) -> list:
-        return [sys.executable, PROGRAM, "--gpus", str(ranks)]
+        """Ranks that mpirun starts; 0: one process, without it."""
+        return [*[*mpirun(), "-n", str(ranks)] * (ranks > 0), sys.executable, PROGRAM]
 
     def start(
-        self, name: str, ranks: int, *more: str, plan=None, above=(), **environ: str
+        self, name: str, ranks: int, *more: str, plan=(), above=(), **environ: str
     ) -> subprocess.Popen:
         """`above`: words before the command. The rest are flags, and variables."""
         variables = {**os.environ, **ENVIRON, "PLAN": json.dumps(plan), **self.environ, **environ}
@@ -81,10 +77,7 @@ class Runs:
 
     def run(self, *args, code: int | None = 0, **more) -> str:
         """Output of the run; code: its exit code, None for any."""
-        process = self.start(*args, **more)
-        said, _ = process.communicate(timeout=200)
-        assert code is None or process.returncode == code, said
-        return said
+        return text_of(self.start(*args, **more), code)
 
     def resumed(self, name: str, ranks: int, *more: str) -> tuple[bytes, list[dict]]:
         """What it has written when it has gone on to its end."""
@@ -95,10 +88,7 @@ class Runs:
         """The last checkpoint, and the lines of the log but for their times."""
         lines = self.lines_of(name, "metrics.jsonl")
         lines = [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
-        return self.checkpoint(name, self.steps).read_bytes(), lines
-
-    def checkpoint(self, name: str, step: int) -> Path:
-        return checkpoint_path(self.out / name / "checkpoints", step)
+        return checkpoint_path(self.out / name / "checkpoints", self.steps).read_bytes(), lines
 
     def lines_of(self, name: str, file: str) -> list[dict]:
         path = self.out / name / file
@@ -106,16 +96,26 @@ class Runs:
 
     def until_step(self, process: subprocess.Popen, name: str, step: int) -> None:
         log = self.out / name / "metrics.jsonl"
-        while not log.exists() or log.read_bytes().count(b"\n") < step:
+
+        def has_come() -> bool:
             assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.01)
+            return log.exists() and log.read_bytes().count(b"\n") >= step
+
+        wait_for(has_come, 120)
 
 
-class MPIRuns(Runs):
-    """Runs of ranks that mpirun starts on the CPU; 0 ranks: of one process, without it."""
+class GPURuns(Runs):
+    """Ranks that --gpus starts."""
 
-    steps = 60
-    every = "--eval-every 15 --save-every 20 --device cpu"
+    steps = 12
+    every = "--eval-every 4 --save-every 6 --dtype float32"
 
     def command(self, ranks: int) -> list:
-        return [*[*mpirun(), "-n", str(ranks)] * (ranks > 0), sys.executable, PROGRAM]
+        return [sys.executable, PROGRAM, "--gpus", str(ranks)]
+
+
+def text_of(process: subprocess.Popen, code: int | None = 0) -> str:
+    """Output of a run that ends with this exit code."""
+    said, _ = process.communicate(timeout=200)
+    assert code is None or process.returncode == code, said
+    return said

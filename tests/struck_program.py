@@ -1,0 +1,173 @@
+"""One rank of a small training, struck as PLAN says, a list of strikes in JSON: {"rank": r, "step":
+s, "what": ...}. "once" may name a file that the strike leaves, and after which it spares; "seconds"
+say how long. DEADLINE is that of the ranks, in seconds, MOST the bytes of an MPI message, and
+FAKE_NCCL a library that pretends to be NCCL between GPUs.
+
+    kill, stop, term, segv    the signal, from itself, when it has computed its first micro-batch
+    fault                     a fatal fault of its GPU; on a CPU the exception alone
+    data                      its data cannot be read there
+    nan                       its loss is none
+    meet                      SIGTERM, while it waits for the others at the end of the step
+    full                      the checkpoint of the step meets a full disk
+    save                      SIGKILL, before the checkpoint of the step gets its name
+    end                       SIGSTOP after the last step, when its log is closed
+    slow                      each of its micro-batches takes so many seconds more
+    late                      its data take so many seconds
+"""
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "apps")]
+
+
+import train_pythia
+
+import needle as ndl
+from needle import files
+from needle.data import DataError
+from needle.distributed import environment, group, nccl
+from needle.distributed.control import Control
+from needle.models import pythia
+from needle.training import ranks, session
+from needle.training import run as run_parts
+from needle.training.log import RunLog
+
+sys.modules["matplotlib"] = None  # whose import takes as long as the training
+pythia.PRESETS["tiny"] = (2, 64, 2, 256)
+run_parts.SAMPLE_TOKENS = 4
+
+
+class Strikes:
+    """Functions that stand in the place of the trainer's, which is their first argument."""
+
+    def __init__(self, plan: list[dict], rank: int) -> None:
+        self.plan = [strike for strike in plan if strike.get("rank", 0) == rank]
+        self.step = 0
+
+    def due(self, *kinds: str) -> str | None:
+        """The kind of strike that comes now; each comes once."""
+        for strike in self.plan:
+            if strike["what"] in kinds and strike["step"] == self.step:
+                self.plan.remove(strike)
+                once = Path(strike.get("once", os.devnull))
+                if not once.is_file():
+                    once.touch()
+                    return strike["what"]
+        return None
+
+    def seconds(self, kind: str) -> float:
+        return sum(strike["seconds"] for strike in self.plan if strike["what"] == kind)
+
+    def schedule_of(self, function, settings):
+        schedule = function(settings)
+
+        def rate(step):
+            self.step = step
+            return schedule(step)
+
+        return rate
+
+    def begin(self, function, one, *args):
+        function(one, *args)
+        one.gradient = partial(self.gradient, one.gradient)
+
+    def gradient(self, function, *batch):
+        loss = function(*batch)
+        time.sleep(self.seconds("slow"))
+        what = self.due("kill", "stop", "term", "segv", "fault", "data", "nan")
+        if what == "fault":
+            fault(loss.device)
+        elif what == "data":
+            raise DataError("tokens.npy: a page cannot be read")
+        elif what == "nan":
+            return loss * float("nan")
+        elif what is not None:
+            os.kill(os.getpid(), signal.Signals[f"SIG{what.upper()}"])
+        return loss
+
+    def agree(self, function, group, name, *more):
+        agreed = function(group, name, *more)
+        if name == "the end of the step" and self.due("meet"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return agreed
+
+    def save_checkpoint(self, function, *args, **more):
+        if self.due("full"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "step.safetensors")
+        return function(*args, **more)
+
+    def replace(self, function, old, new):
+        if str(new).endswith(".safetensors") and self.due("save"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(old, new)
+
+    def close(self, function, log):
+        function(log)
+        if any(strike["what"] == "end" for strike in self.plan):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def run_data(self, function, *args, **more):
+        time.sleep(self.seconds("late"))
+        return function(*args, **more)
+
+
+def fault(device) -> None:
+    if device.is_host:
+        raise ndl.CudaFatalError("exp: injected: an illegal memory access")
+    source = 'extern "C" __global__ void wild(float *x) { *(float *)16 = *x; }'
+    ndl.kernels.compile(source)["wild"](1, 1, ndl.NDArray([1.0], device=device))
+
+
+def strike(strikes: Strikes) -> None:
+    for owner, name, instead in (
+        (train_pythia, "schedule_of", strikes.schedule_of),
+        (train_pythia, "run_data", strikes.run_data),
+        (session.Session, "__init__", strikes.begin),
+        (session, "agree", strikes.agree),
+        (run_parts, "save_checkpoint", strikes.save_checkpoint),
+        (files.os, "replace", strikes.replace),
+        (RunLog, "close", strikes.close),
+    ):
+        function = getattr(owner, name)
+        struck = lambda *args, function=function, instead=instead, **more: instead(
+            function, *args, **more
+        )
+        setattr(owner, name, struck)
+
+
+def pretend_gpus(library: str) -> None:
+    """Four GPUs are visible, and all are the CPU; between them moves this library's NCCL."""
+    ranks.visible_gpus = group.visible_gpus = lambda: 4
+    group.choose_device = lambda name: ndl.cpu()
+    nccl.find_library = lambda: library
+
+    def connect(self, device):
+        if self.size > 1:
+            self._transport = self._nccl(device)
+
+    group.Group.connect = connect
+
+
+if __name__ == "__main__":
+    train_pythia.__file__ = __file__  # what --gpus starts
+    if "FAKE_NCCL" in os.environ:
+        pretend_gpus(os.environ["FAKE_NCCL"])
+    if "DEADLINE" in os.environ:
+        Control.join = partial(Control.join, deadline=float(os.environ["DEADLINE"]))
+    if "MOST" in os.environ:
+        from needle.distributed import mpi
+
+        mpi.MOST = int(os.environ["MOST"])
+    place, plan = environment.find(), json.loads(os.environ.get("PLAN", "[]"))
+    strike(Strikes(plan, 0 if place is None else place.rank))
+    code = train_pythia.main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code) if code == os.EX_TEMPFAIL else sys.exit(code)
