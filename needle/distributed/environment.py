@@ -115,7 +115,7 @@ def _hydra(environ: Mapping[str, str]) -> Place | None:
 def _mpi_place(environ: Mapping[str, str], names: list[str]) -> Place:
     numbers, job = _numbers(environ, "mpirun", names), environ.get("PMIX_NAMESPACE", "")
     host, port = _master(environ)
-    if host is None and job and numbers[1] == numbers[3]:  # all on one machine
+    if host is None and numbers[1] == numbers[3]:  # all on one machine
         host, port = "127.0.0.1", PORTS + zlib.crc32(job.encode()) % 4096
     return _place(names, numbers, "mpirun", host, port, job)
 

@@ -14,11 +14,11 @@ import abc
 import contextlib
 import platform
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from needle._C import Device, NDArray, all_devices
 from needle.backend_ndarray import choose_device
-from needle.distributed.control import Control, Work
+from needle.distributed.control import Control, RankFailed, Work
 from needle.distributed.environment import Place
 
 MPI_LAUNCHERS = "mpirun", "srun"
@@ -32,12 +32,6 @@ class Transport(Protocol):
         """Return the work that a device still does; None if all is done."""
 
     def close(self) -> None: ...
-
-
-class RankFailed(RuntimeError):
-    """Another rank met an error that ends the run; that rank reports it."""
-
-    code = 1  # the exit code
 
 
 class Ranks(abc.ABC):
@@ -81,7 +75,6 @@ class Group(Ranks):
         self.rank, self.size, self.place = place.rank, place.size, place
         self.control = control or Control(ALONE, {}, 60.0)
         self._transport: Transport | None = None
-        self.gpus: list[str] = []  # of the ranks, by UUID, once they are connected
 
     def device(self, name: str) -> Device:
         """Return the device that a command line names (`choose_device`); of one of several ranks
@@ -116,20 +109,16 @@ class Group(Ranks):
             return
         self.same("the GPUs", facts["name"])
         self.same("the libraries of products", facts["products"])
-        self._learn_gpus(facts["uuid"])
-        self._transport = self._nccl(device)
-
-    def _learn_gpus(self, uuid: str) -> None:
-        told = self.control.gather("the GPUs' numbers", [uuid, platform.node()])
+        told = self.control.gather("the GPUs' numbers", [facts["uuid"], platform.node()])
         for rank, one in enumerate(told):
             first = told.index(one)
             if first != rank:
-                raise ValueError(
+                self._refuse(
                     f"ranks {first} and {rank} have the same GPU ({', '.join(one)}): each "
                     "needs one of its own: start no more ranks on a machine than it has GPUs, and "
                     "let each see all of them, or its own alone (CUDA_VISIBLE_DEVICES)"
                 )
-        self.gpus = [uuid for uuid, _ in told]
+        self._transport = self._nccl(device)
 
     def _nccl(self, device: Device) -> Transport:
         from needle.distributed.nccl import Library, NCCLTransport
@@ -148,15 +137,19 @@ class Group(Ranks):
         return self.control.gather(name, value)
 
     def same(self, what: str, value: str) -> None:
-        """Raise ValueError on all ranks if one has another value than rank 0. A rank may come later
-        than the deadline."""
+        """Raise ValueError on rank 0, and RankFailed on the others, if one has another value than
+        rank 0. A rank may come later than the deadline."""
         values = self.control.gather(what, value, patient=True)
-        others = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
-        if others:
-            raise ValueError(
-                f"rank {others[0]}: {what} differ from rank 0's ({values[others[0]]:.60}, and "
-                f"{values[0]:.60}), and the results would; all ranks need the same"
-            )
+        for rank, theirs in enumerate(values):
+            if theirs != values[0]:
+                self._refuse(
+                    f"rank {rank}: {what} differ from rank 0's ({theirs:.60}, and "
+                    f"{values[0]:.60}), and the results would; all ranks need the same"
+                )
+
+    def _refuse(self, text: str) -> NoReturn:
+        """Raise an error that all ranks meet, and that rank 0 reports."""
+        raise ValueError(text) if self.rank == 0 else RankFailed(text)
 
     def first(self, name: str, make: Callable[[], Any]) -> Any:
         """Return to all what make() returns on rank 0; it may take any time. Its error is
@@ -198,17 +191,16 @@ class Group(Ranks):
             if work is not None:
                 collective.goes_on(work)
 
-    def close(self, reason: str | None = None, code: int = 1) -> bool:
+    def close(self, reason: str | None = None, code: int = 1) -> None:
         """End the group. Without a reason all ranks call it, within the deadline. With a reason one
-        rank calls it at any time, and the others end with this exit code and quote it. Return
-        whether rank 0 prints the same reason."""
+        rank calls it at any time, and the others end with this exit code (`Control.leave`)."""
         if reason is not None:
-            return self.control.leave(reason, code)
+            self.control.leave(reason, code)
+            return
         if self._transport is not None:
             with self.control.watched("the end"):
                 self._transport.close()
         self.control.close()
-        return False
 
 
 class Subgroup(Ranks):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from needle._C import Device, Event, NDArray
-from needle.distributed.rendezvous import RankMissing
+from needle.distributed.control import RankError
 
 NAME = "libnccl.so.2"
 OLDEST = 21800  # 2.18.0, as ncclGetVersion tells it
@@ -66,7 +66,7 @@ def find_library() -> str:
 
 class Library:
     """NCCL. `version` is 22809 for 2.28.9. ValueError if it is missing or too old. Calls raise
-    RankMissing, a RuntimeError, with NCCL's own message: its errors are mostly a rank or a network
+    RankError, a RuntimeError, with NCCL's own message: its errors are mostly a rank or a network
     that is gone, and a restart may help."""
 
     def __init__(self, path: str | None = None) -> None:
@@ -101,13 +101,13 @@ class Library:
         self.check(name, getattr(self._library, name)(*arguments), communicator)
 
     def check(self, name: str, result: int, communicator: Any = None) -> None:
-        """Raise RankMissing for an error that a function returned, or for an asynchronous one."""
+        """Raise RankError for an error that a function returned, or for an asynchronous one."""
         if result == SUCCESS:
             return
         words = self._library.ncclGetErrorString(result) or b"?"
         last = self._library.ncclGetLastError(communicator) or b""
         more = f" ({last.decode(errors='replace').strip()})" if last.strip() else ""
-        raise RankMissing(
+        raise RankError(
             f"NCCL: {name}: {words.decode(errors='replace')}{more}: NCCL_DEBUG=INFO in the "
             "environment of the ranks prints its attempts"
         )
@@ -183,7 +183,7 @@ class NCCLTransport:
         return work
 
     def look(self) -> None:
-        """Raise RankMissing if NCCL has met an error since."""
+        """Raise RankError if NCCL has met an error since."""
         with self._lock:
             if self._communicator is not None:
                 state = _INT()

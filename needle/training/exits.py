@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from needle._C import CudaError, CudaFatalError
-from needle.distributed.control import RankError
-from needle.distributed.group import Group, RankFailed
+from needle.distributed.control import RankError, RankFailed
+from needle.distributed.group import Group
 from needle.files import described, printable
 from needle.training.run import Run
 
@@ -53,16 +53,13 @@ class Ending:
             reason, self.code = known
         elif error is not None:
             reason, self.code = f"{type(error).__name__}: {error}", 1
-        if getattr(error, "is_rank_0s", False):
-            reason = None
-        # Another rank has reported its RankFailed.
-        reports = known is not None and reason is not None and not isinstance(error, RankFailed)
+        reports = known is not None and not isinstance(error, RankFailed)  # which another reports
         if reports and ranks.rank == 0:
             print(printable(f"needle train: {reason}"), file=sys.stderr)
         if self.run is not None and self.run.lock is not None:
             self.run.lock.release()
-        is_told = ranks.close(reason, self.code)
-        if reports and ranks.rank > 0 and not is_told:
+        ranks.close(reason, self.code)
+        if reports and ranks.rank > 0:
             who = "" if reason.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "
             print(printable(f"needle train: {who}{reason}"), file=sys.stderr)
         return known is not None

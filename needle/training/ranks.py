@@ -71,7 +71,7 @@ def join(args: argparse.Namespace, argv: list[str], place: Place | None, program
         os.environ.pop(FILE, None)
         sys.stdout = open(os.devnull, "w")
     facts = {"flags": shlex.join(argv), "source": source_digest(program), **versions()}
-    return Group(place, Control.join(place, facts, Path(args.out)))
+    return Group(place, Control.join(place, facts))
 
 
 def source_digest(program: Path) -> str:

@@ -14,7 +14,7 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start():
     """start(body, size) -> ranks, each of which runs the body: the inside of a function; once all
     of them have said `heard`."""
     begun: list[subprocess.Popen] = []
@@ -24,7 +24,7 @@ def start(tmp_path):
         lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
         made = []
         for rank in range(size) if ranks is None else ranks:
-            words = [str(word) for word in (rank, size, port, tmp_path, deadline, seconds)]
+            words = [str(word) for word in (rank, size, port, deadline, seconds)]
             process = subprocess.Popen(
                 [sys.executable, "-S", "-c", BEGIN + lines + END, *words],
                 stdin=subprocess.DEVNULL,

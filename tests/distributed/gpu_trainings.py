@@ -64,7 +64,7 @@ def test_a_stopped_rank_is_named(runs, rank):
     finally:
         os.kill(ranks[rank], signal.SIGKILL)
         said = text_of(process, 75)
-    assert f"rank {rank}" in said and "does not answer for" in said, said
+    assert f"rank {1 - rank} waited " in said and "did not come" in said, said
 
 
 @pytest.mark.parametrize("to_launcher", [False, True])

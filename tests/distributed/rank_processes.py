@@ -13,29 +13,26 @@ from harness import ROOT
 # What a rank begins with: `rank`, `size`, and join(); `say` is heard at once.
 BEGIN = f"""
 import os, signal, sys, time, types
-from pathlib import Path
 package = types.ModuleType("needle")
 package.__path__ = [{str(ROOT / "needle")!r}]
 sys.modules["needle"] = package
-from needle.distributed.control import Control, RankError, RankMissing, RanksDiffer
+from needle.distributed.control import Control, RankError, RankFailed
 from needle.distributed.environment import Place
-rank, size, port, folder, deadline, seconds = sys.argv[1:]
+rank, size, port, deadline, seconds = (float(word) for word in sys.argv[1:])
 rank, size, port = int(rank), int(size), int(port)
-deadline, seconds = float(deadline), float(seconds)
 def say(*words):
     print(*words, flush=True)
 KEY = "the key of the tests"
 def join(facts={{}}, rank=rank, size=size, job="test", host="127.0.0.1", local=True, key=KEY):
-    folder_or_none = Path(folder) if host is None else None
     there = (rank, size) if local else (0, 1)
-    place = Place(rank, size, *there, "torchrun", host, port if host else None, job, key)
-    return Control.join(place, facts, folder_or_none, seconds, deadline)
+    place = Place(rank, size, *there, "torchrun", host, port, job, key)
+    return Control.join(place, facts, seconds, deadline)
 def main():
 """
 END = """
 try:
     main()
-except RankError as error:
+except (RankError, RankFailed) as error:
     print(type(error).__name__, error, file=sys.stderr)
     sys.exit(error.code)
 """
@@ -48,7 +45,7 @@ class Rank:
     words: list[str]
 
     def heard(self, word: str) -> None:
-        """Waits until it says this."""
+        """Wait until it says this."""
         while True:
             line = self.process.stdout.readline()
             assert line, self.process.stderr.read()

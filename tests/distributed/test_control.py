@@ -1,65 +1,63 @@
-"""needle/distributed/control.py: what ranks exchange, and which rank is named as missing, killed,
-stopped or late, in a gather and in a collective that hangs in C."""
+"""needle/distributed/control.py: ranks that meet, exchange values, and end together."""
 
+import dataclasses
+import errno
+import json
+import os
+import pickle
 import re
 import signal
+import socket
 import time
+from multiprocessing.connection import Client
+from pathlib import Path
 
 import pytest
-from harness import naming
-from rank_processes import within
+from harness import naming, wait_for
+from rank_processes import free_port, within
+
+from needle.distributed import control
+from needle.distributed.environment import Place
+from needle.files import FileError
 
 pytestmark = pytest.mark.slow
 
-# A rank that stands for one in NCCL: its main thread sleeps where no exception reaches it.
+KEY = "the key of the tests"  # rank_processes.py's
 HANG = "time.sleep(600)"
-IN_GATHER = "control.gather('losses', rank)"
-IN_WATCHED = f"with control.watched('weights'): {HANG}"
-# How long a rank that leaves waits for rank 0's last words, where a test is not about that.
-PATIENT = "sys.modules['needle.distributed.control'].LINGER = 20.0"
+IN_GATHER = "control.gather('losses', 1)"
+IN_WATCHED = f"with control.watched('losses'): {HANG}"
+MEET = """
+control = join()
+say(control.gather("all", rank))
+control.close()
+"""
 
 
-def waited_long(said, where="", deadline=2.0):
-    """True if the message gives a wait of almost the deadline."""
-    found = re.search(rf"waited ([\d.]+) s in {where}", said)
-    return found is not None and 0.8 * deadline <= float(found[1]) <= 1.2 * deadline
+def met(size):
+    return (0, [str([*range(size)])], "")
 
 
 # ---- values -------------------------------------------------------------------------------------
 
 
-def test_values_arrive_as_they_were(start):
+def test_values_are_gathered_in_the_order_of_ranks(start):
     body = """
 control = join()
-values = [0.1, 5e-324, 1.7976931348623157e308, float("inf"), -0.0, 2**70, None, "ü\\n"]
-for number in range(200):
-    got = control.gather("values", [rank, number, *values])
-    assert repr(got) == repr([[r, number, *values] for r in range(3)])
-nan = control.gather("nan", (float("nan"), {1: True}))
-assert all(str(one) == "[nan, {'1': True}]" for one in nan) and len(nan) == 3
-assert control.broadcast("name", f"of rank {rank}") == "of rank 0"
-big = "x" * 1_000_000
-assert control.gather("big", big) == [big] * 3
-with control.watched("weights"):
-    pass
+for step in range(300):
+    control.step = step
+    assert control.gather("x", [rank, step]) == [[other, step] for other in range(size)]
+    assert control.broadcast("y", {"of": rank, "None": None}) == {"of": 0, "None": None}
+assert control.gather("z", (1, "ü" * 100_000)) == [[1, "ü" * 100_000]] * size
+control.close()
+control.close()
 say("well")
-control.close()
-control.close()
 """
-    for rank in start(body, 3):
-        assert rank.end() == (0, ["well"], "")
-    body = """
-control = join()
-assert control.gather("x", (1,)) == [[1]] and control.broadcast("x", 2) == 2
-with control.watched("x"):
-    pass
-control.leave("done")
-"""
-    [rank] = start(body, 1)
-    assert rank.end() == (0, [], "")
+    for size in (1, 2, 5):
+        for rank in start(body, size):
+            assert rank.end() == (0, ["well"], "")
 
 
-def test_refused_calls_change_nothing(start):
+def test_value_that_cannot_be_sent_changes_nothing(start):
     """Too large, no JSON: an error of this rank, after which the ranks still agree."""
     body = """
 control = join()
@@ -82,109 +80,93 @@ except RuntimeError as error:
         assert words[3] == "x: the control channel is closed"
 
 
-# ---- failures -----------------------------------------------------------------------------------
-
-
-def test_ranks_in_different_collectives(start):
-    """Without the check they would wait for each other until the deadline."""
-    begin = "control = join()\ncontrol.step = 7\ncontrol.gather('losses', 1)\n"
-    for body, there in [
-        ("control.gather('stop' if rank == 2 else 'losses', 1)", "in 'stop' at step 7"),
-        (f"if rank != 2: control.gather('losses', 1)\n{IN_WATCHED}", "in 'weights' at step 7"),
-    ]:
-        with naming(body), within(15):
-            for rank in start(begin + body, 3, deadline=20.0):
-                code, _, said = rank.end()
-                assert code == 1 and "number 2 of each" in said
-                assert "the ranks are at different collectives: rank 2 is " + there in said
-                assert "in 'losses' at step 7" in said
+# ---- the end of all -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("how", ["killed", "stopped", "late"])
-def test_a_missing_rank_is_named(start, how, where, victim):
-    """One that is late lives, does something else, and hears of it when it comes."""
-    wait = HANG if how != "late" else "while control._failure is None: time.sleep(0.01)"
+def test_missing_rank_ends_all_that_say_where_they_were(start, how, where, victim):
     body = f"""
 control = join()
 control.step = 4
 control.gather("begin", None)
 control.step = 5
 say("ready")
-if rank == {victim}:
-    {wait}
+if rank == {victim}: {HANG}
 {where}
 """
     ranks = start(body, 3, deadline=20.0 if how == "killed" else 2.0, heard="ready")
     if how != "late":
         ranks[victim].kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     with within(8):  # for one that is killed not at the deadline
-        others = [rank for number, rank in enumerate(ranks) if number != victim]
-        ended = [rank.end() for rank in (ranks if how == "late" else others)]
-    for code, _, said in ended:
-        assert code == 75 and said.count("\n") == 1 and "at step 5: rank" in said
-        assert f"in '{'losses' if where is IN_GATHER else 'weights'}'" in said
+        ended = {n: one.end() for n, one in enumerate(ranks) if n != victim or how == "late"}
+    for number, (code, _, said) in ended.items():
+        at = "after 'begin' at step 4: " if number == victim else "in 'losses' at step 5: "
+        assert code == 75 and said.count("\n") == 1, said
+        assert said.startswith(f"needle: rank {number}, {at}rank "), said
         if how == "killed":
-            assert f"rank {victim} is gone: its connection ended" in said
-        elif how == "stopped":
-            assert waited_long(said) and f"rank {victim}" in said and "does not answer for" in said
-            assert "stopped, or its machine is gone" in said
+            assert f"rank {victim} is gone" in said, said
+        elif where is IN_GATHER and victim == 2:
+            assert re.search("rank 0 waited [12] s in 'losses' at step 5: rank 2 did", said), said
         else:
-            assert waited_long(said) and f"rank {victim} has not come (for" in said
-            assert "after 'begin' at step 4" in said
+            assert re.search("rank [012] waited [23] s in 'losses' at step 5: a rank", said), said
+    if how == "stopped":
+        ranks[victim].kill(signal.SIGCONT)
+        code, _, said = ranks[victim].end()
+        assert code == 75 and f"rank {victim}, after 'begin' at step 4: rank " in said
+
+
+def test_ranks_in_different_collectives_end_with_1(start):
+    begin = "control = join()\ncontrol.step = 7\ncontrol.gather('losses', 1)\n"
+    for body, name in [
+        ("control.gather('stop' if rank == 2 else 'losses', 1)", "stop"),
+        ("if rank == 2: control.close()\ncontrol.gather('losses', 1)", "the end"),
+    ]:
+        with naming(body), within(15):
+            for rank in start(begin + body, 3, deadline=20.0):
+                code, _, said = rank.end()
+                assert code == 1 and f"rank 2 is in '{name}', and rank 0 in 'losses'\n" in said
 
 
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
-@pytest.mark.parametrize("leaver", [0, 1])
-@pytest.mark.parametrize("code", [1, 75, None])
-def test_a_rank_that_ends_is_named_with_its_reason(start, where, leaver, code):
-    """Code None closes in order, and too early."""
-    end = "control.close()" if code is None else f"control.leave('the disk is full', {code})"
+@pytest.mark.parametrize("leaver, code", [(0, 1), (1, 1), (1, 75), (0, 7)])
+def test_rank_that_leaves_ends_all_with_its_code(start, where, leaver, code):
+    """Rank 0 prints its own reason; that of another rank is said by all."""
     body = f"""
 control = join()
 control.step = 3
 control.gather("begin", None)
 if rank == {leaver}:
-    {end}
-    sys.exit({code or 0})
+    control.leave('the disk is full', {code})
+    say('left')
+    sys.exit({code})
 {where}
 """
     with within(10):
         ended = [rank.end() for rank in start(body, 3, deadline=30.0)]
-    assert ended[leaver][0] == (code or 0)
-    for rank in {0, 1, 2} - {leaver}:
-        found, _, said = ended[rank]
-        if code is None:
-            assert found == 75 and f"rank {leaver} has ended, after 'begin'" in said
-        else:
-            assert found == code and f"rank {leaver} stopped at step 3: the disk is full" in said
+    assert ended.pop(leaver) == (code, ["left"], "")
+    for found, _, said in ended:
+        assert found == code
+        assert (said == "") if leaver == 0 else "rank 1 stopped at step 3: the disk is full" in said
 
 
-def test_all_come_and_the_transfer_hangs(start):
-    for rank in start(f"control = join()\n{IN_WATCHED}", 3, deadline=1.0):
-        code, _, said = rank.end()
-        assert code == 75 and "all ranks have come, so that the transfer itself hangs" in said
-
-
-def test_a_rank_outside_of_collectives_is_not_interrupted(start):
-    """The rank finishes its work, and raises at the next collective."""
-    body = """
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_error_that_all_ranks_meet_is_reported_by_rank_0_alone(start, late):
+    body = f"""
 control = join()
 control.gather("begin", None)
-if rank == 1: os._exit(3)
-time.sleep(1)
-say("through")
-with control.watched("weights"): say("never")
+if rank == 0: time.sleep({late})
+control.leave("the flags are wrong", 2)
+say("reports")
+sys.exit(2)
 """
-    zero, one = start(body)
-    code, words, said = zero.end()
-    assert (code, words) == (75, ["through"]) and "rank 1 is gone" in said
-    assert one.end()[0] == 3
+    found = [rank.end() for rank in start(body, 3)]
+    assert found == [(2, ["reports"], "")] + [(2, [], "")] * 2
 
 
-# A rank whose stderr takes nothing more: its end waits for it for a second.
-FULL_STDERR = """
+def test_stderr_that_is_not_read_delays_no_end(start):
+    body = f"""
 control = join()
 control.gather("begin", None)
 os.set_blocking(2, False)
@@ -192,37 +174,8 @@ try:
     while True: os.write(2, b"x" * 4096)
 except BlockingIOError:
     os.set_blocking(2, True)
-"""
-
-
-def test_a_rank_that_goes_on_while_it_is_ended_tells_nothing_more(start):
-    """A collective may return after the thread has decided to end the process: the failure is told
-    once, by the thread."""
-    body = f"""
-import threading
-decided, end = threading.Event(), Control._exit
-Control._exit = lambda self, at: (decided.set(), end(self, at))
-{FULL_STDERR}
-with control.watched('weights'):
-    say("ready")
-    decided.wait()
-try:
-    control.gather("losses", rank)
-except Exception:
-    say("raised")
-"""
-    zero, one = start(body, heard="ready")
-    one.process.kill()
-    assert zero.process.wait(20) == 75  # before its output is read
-    assert zero.end()[1] == ["ready"]
-
-
-def test_a_stderr_that_is_not_read_delays_no_end(start):
-    body = f"""
-{FULL_STDERR}
-with control.watched('weights'):
-    say("ready")
-    {HANG}
+say("ready")
+{IN_WATCHED}
 """
     zero, one = start(body, heard="ready")
     one.process.kill()
@@ -233,13 +186,12 @@ with control.watched('weights'):
 # ---- no failures --------------------------------------------------------------------------------
 
 
-def test_a_collective_within_the_deadline_is_no_hang(start):
-    """Nor one that others have left, closed and ended after."""
+def test_collective_within_the_deadline_is_no_hang(start):
     body = """
 control = join()
 for _ in range(3):
     with control.watched("weights"): time.sleep(0.6)
-    time.sleep(1.5 * rank)
+    time.sleep(1.2 * rank)
     control.gather("x", 1)
 with control.watched("weights"): time.sleep(0.3 * rank)
 say("well")
@@ -249,7 +201,7 @@ control.close()
         assert rank.end() == (0, ["well"], "")
 
 
-def test_a_stop_of_all_is_no_hang(start):
+def test_stop_of_all_is_no_hang(start):
     """Ctrl-Z and fg: time in which a rank did not run is not counted."""
     body = """
 control = join()
@@ -271,7 +223,7 @@ control.close()
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_patient_rank_waits_for_one_that_answers(start, late):
+def test_patient_rank_waits_longer_than_the_deadline(start, late):
     body = f"""
 control = join()
 if rank == {late}: time.sleep(2.5 * deadline)
@@ -281,91 +233,6 @@ control.close()
 """
     for rank in start(body, 3, deadline=1.0):
         assert rank.end() == (0, ["well"], "")
-
-
-def test_a_patient_rank_does_not_wait_for_one_that_is_stopped(start):
-    body = """
-control = join()
-say("joined")
-if rank == STOPPED: time.sleep(600)
-control.broadcast("the data", rank, patient=True)
-"""
-    for stopped in (0, 1):
-        ranks = start(body.replace("STOPPED", str(stopped)), 2, deadline=1.0, heard="joined")
-        ranks[stopped].kill(signal.SIGSTOP)
-        code, _, said = ranks[1 - stopped].end()
-        ranks[stopped].kill()
-        assert code == 75 and f"rank {stopped}" in said and "does not answer" in said
-
-
-# ---- the reason of rank 0 -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "reason, told",
-    [
-        ('"the flags are wrong"', True),
-        ('f"the flags of {rank} are wrong"', False),
-        ('"wrong, " * 1000', True),
-        ('"out of memory" if rank else "the disk is full"', False),
-    ],
-)
-def test_a_rank_that_leaves_for_rank_0_s_reason_is_told_so(start, reason, told):
-    """Includes a rank that comes later, and hears only the quoted reason."""
-    body = f"""
-control = join()
-control.gather("begin", None)
-{PATIENT}
-if rank == 2: time.sleep(0.5)
-say(control.leave({reason}))
-"""
-    for rank in start(body, 3)[1:]:
-        assert rank.end() == (0, [str(told)], "")
-
-
-def test_ranks_that_follow_one_that_left_are_told_that_rank_0_says_so(start):
-    """Ranks add where they were. (The one that left may be gone before rank 0 says it.)"""
-    for late in (0.0, 0.6):
-        body = f"""
-control = join()
-control.gather("all have started", None)
-if rank == 2:
-    control.leave("the disk is full")
-else:
-    {PATIENT}
-    time.sleep({late})
-    try: control.gather("begin", None)
-    except RankMissing as error: say(control.leave(str(error)))
-"""
-        assert start(body, 3, deadline=4.0)[1].end() == (0, ["True"], "")
-
-
-def test_a_rank_that_leaves_waits_a_second_for_rank_0_s_reason(start):
-    """Includes a rank 0 that leaves long after it saw this rank go. If rank 0 neither leaves nor
-    closes, the rank is told that rank 0 does not say it."""
-    body = f"""
-{PATIENT}
-control = join()
-control.gather("all have started", None)
-if rank == 0:
-    while control._members[1].is_open: time.sleep(0.01)
-    control.leave("the flags are wrong")
-else: say(control.leave("the flags are wrong"))
-"""
-    with within(10):
-        assert start(body, deadline=4.0)[1].end() == (0, ["True"], "")
-    body = """
-control = join()
-if rank == 1:
-    say(control.leave("the disk is full"))
-    control.close()
-    control._thread.join()
-    control.close()
-    say("closed")
-else: time.sleep(60)
-"""
-    with within(10):
-        assert start(body, deadline=4.0)[1].end() == (0, ["False", "closed"], "")
 
 
 # ---- collectives that go on in a device ----------------------------------------------------------
@@ -389,107 +256,245 @@ control.gather("the gradients", None)
 """
 
 
-def ended(start, body, size=3, **more):
-    return [rank.end() for rank in start(WORK + body, size, **more)]
-
-
 def test_work_of_a_device_is_not_waited_for(start):
-    """The work takes longer than the deadline of two seconds."""
+    """It takes longer than the deadline of two seconds in all, and each part less."""
     body = """
 began = time.monotonic()
 for number in range(3):
     enqueue("the sum", Work(0.0, 0.3 * (number + 1)))
 say(time.monotonic() - began < 0.2)
 time.sleep(1.5)
-assert not control._enqueued and control._own.device.at[:3] == (4, "the sum", 3)
+assert not control._works
 control.gather("losses", None)
 enqueue("the sum", Work(4.0, 4.5))
 enqueue("the weights", Work(4.5, 5.0))
 time.sleep(6)
 control.close()
 """
-    assert ended(start, body) == [(0, ["True"], "")] * 3
+    for rank in start(WORK + body, 3):
+        assert rank.end() == (0, ["True"], "")
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_device_that_does_not_come_is_named(start, late):
-    """Main threads wait in C for a result of the device."""
+@pytest.mark.parametrize(
+    "work, said",
+    [
+        ("Work(0, NEVER)", r"rank [012] waited [23] s in 'the sum' at step 3, on its device: a r"),
+        ("Broken(0, NEVER)", "rank [012], in 'the sum' at step 3, on its device: the cable is out"),
+    ],
+)
+def test_device_that_does_not_end_ends_all(start, late, work, said):
+    """Main threads wait in C for a result; the device of one rank has not begun."""
     body = f"""
-enqueue("the sum", Work(NEVER if rank == {late} else 0, NEVER))
+enqueue("the sum", Work(NEVER, NEVER) if rank == {late} else {work})
 {HANG}
 """
     with within(8):
-        found = ended(start, body)
-    for code, _, said in found:
-        assert code == 75 and said.count("\n") == 1, said
-        assert waited_long(said, "'the sum' at step 3"), said
-        assert f"rank {late} has not come (for " in said, said
-        assert "s its device is after 'the gradients' at step 3)" in said, said
+        found = [rank.end() for rank in start(WORK + body, 3)]
+    for number, (code, _, line) in enumerate(found):
+        assert code == 75 and line.count("\n") == 1, line
+        assert re.match(f"needle: rank {number}, after 'the sum' at step 3: {said}", line), line
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_does_not_come_to_a_device_s_collective_is_named(start, late):
-    body = f"""
-if rank == {late}:
-    while control._failure is None: time.sleep(0.01)
-    sys.exit(control._failure.code)
-enqueue("the sum", Work(0, NEVER))
-{HANG}
-"""
-    with within(8):
-        found = ended(start, body)
-    for code, _, said in found[:late] + found[late + 1 :]:
-        assert code == 75 and f"rank {late} has not come (for " in said, said
-        assert "s it is after 'the gradients' at step 3)" in said, said
-    assert found[late][0] == 75
+# ---- the start ----------------------------------------------------------------------------------
 
 
-def test_all_devices_hang_together(start):
-    with within(8):
-        found = ended(start, f"enqueue('the sum', Work(0, NEVER))\n{HANG}")
-    for code, _, said in found:
-        assert code == 75 and "all ranks have come, so that the transfer itself hangs" in said
+def test_all_meet_whoever_comes_first(start):
+    for size in (1, 2, 4):
+        for rank in start(MEET, size):
+            assert rank.end() == met(size)
+    port = free_port()
+    late = start(MEET, 3, ranks=(1, 2), port=port)
+    time.sleep(0.5)
+    for rank in [*start(MEET, 3, ranks=(0,), port=port), *late]:
+        assert rank.end() == met(3)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_failure_while_devices_wait_ends_all_before_the_deadline(start, victim):
-    body = f"enqueue('the sum', Work(0, NEVER))\nsay('ready')\n{HANG}"
-    ranks = start(WORK + body, 3, deadline=20.0, heard="ready")
-    ranks[victim].kill()
+def test_rank_that_does_not_come_is_named(start):
     with within(10):
-        found = [rank.end() for number, rank in enumerate(ranks) if number != victim]
-    for code, _, said in found:
-        assert code == 75 and f"in 'the sum' at step 3: rank {victim} is gone" in said, said
-    body = f"""
-enqueue("the sum", Broken(0, NEVER) if rank == {victim} else Work(0, NEVER))
-{HANG}
-"""
-    with within(10):
-        found = ended(start, body, deadline=20.0)
-    for code, _, said in found:
-        assert code == 75 and f"rank {victim}, in 'the sum' at step 3: the cable is out" in said
+        ended = [rank.end() for rank in start("join()", 4, ranks=(0, 2), seconds=1.0)]
+    assert [code for code, _, _ in ended] == [75, 75]
+    assert all("ranks 1 and 3 of 4 did not come within 1 s: " in said for _, _, said in ended)
+    [rank] = start("join()", 2, ranks=(1,), seconds=0.5)
+    code, _, said = rank.end()
+    assert code == 75 and "RankError rank 1 did not reach rank 0 at 127.0.0.1:" in said
+    assert "refused" in said and "MASTER_ADDR" in said
+    for place in Place(0, 2, 0, 1, "mpirun"), Place(1, 2, 0, 1, "mpirun"):
+        with pytest.raises(ValueError, match="mpirun does not say where rank 0 is: set MASTER_AD"):
+            control.Control.join(place, {})
 
 
-def test_a_rank_can_end_by_itself_while_its_device_hangs(start):
-    """The rank waits for rank 0 less than its grace; a gather raises meanwhile."""
-    body = f"""
-if rank == 0: time.sleep(60)
-{PATIENT}
-enqueue("the sum", Work(0, NEVER))
-say(control.leave("the disk is full", 7))
-os._exit(7)
-"""
-    ranks = start(WORK + body, deadline=40.0)
-    assert ranks[1].end() == (7, ["False"], "")
-    body = """
-enqueue("the sum", Work(0, NEVER))
-control.gather("all have enqueued it", None)
-if rank == 2: control.leave("the disk is full")
-else:
-    try: control.gather("losses", None)
-    except RankMissing as error:
-        say(str(error).partition(": ")[2])
-        os._exit(error.code)
-"""
-    for code, words, said in ended(start, body, deadline=60.0)[:2]:
-        assert (code, words, said) == (1, ["rank 2 stopped at step 3: the disk is full"], "")
+@pytest.mark.parametrize(
+    "body, size, words",
+    [
+        (
+            'join({"needle": "0.1", "lr": "1e-3" if rank < 2 else "1e-4", "x": "y"} if rank != 1 '
+            'else {"needle": "0.1", "lr": "1e-3", "z": "w"})',
+            4,
+            "rank 1: x is None, at rank 0 'y'; rank 1: z is 'w', at rank 0 None; "
+            "ranks 2 and 3: lr is '1e-4', at rank 0 '1e-3'",
+        ),
+        ("join(size=2 + rank)", 2, "rank 1: the number of ranks is 3, at rank 0 2"),
+        ("join(rank=min(rank, 1))", 3, "rank 1 came twice"),
+        ("join(size=2 if rank == 0 else 3)", 3, "rank 2 came twice, or is none of 2"),
+    ],
+)
+def test_ranks_that_do_not_belong_together_are_named(start, body, size, words):
+    codes = []
+    for number, rank in enumerate(start(body, size, seconds=3.0)):
+        code, _, said = rank.end()
+        codes.append(code)
+        assert number != 0 or words in said, said
+    assert set(codes) == ({75} if "came" in words else {1})
+
+
+def test_rank_of_another_job_is_no_rank_of_this_one(start):
+    port = free_port()
+    ours = start(MEET, 2, ranks=(0,), port=port)
+    [other] = start("join(job='other')", 2, ranks=(1,), port=port, seconds=1.0)
+    for rank in [*start(MEET, 2, ranks=(1,), port=port), *ours]:
+        assert rank.end() == met(2)
+    assert other.end()[0] == 75
+
+
+@pytest.fixture
+def connect():
+    """connect(port, data) -> a connection that has sent the data; closed after the test."""
+    opened: list[socket.socket] = []
+
+    def to(port, data=b""):
+        wait_for(lambda: _connected(port, opened))
+        opened[-1].sendall(data)
+        return opened[-1]
+
+    yield to
+    for sock in opened:
+        sock.close()
+
+
+def _connected(port, opened):
+    try:
+        opened.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+    except OSError:
+        return False
+    return True
+
+
+def test_strangers_neither_end_nor_delay_the_start(start, connect):
+    """They send other bytes than a rank's, half of them, or none."""
+    port = free_port()
+    [first] = start(MEET, 3, ranks=(0,), port=port)
+    for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300, b"\xff" * 9, b"[" * 999):
+        for _ in range(20):
+            connect(port, data)
+    with within(8):
+        for rank in [*start(MEET, 3, ranks=(1, 2), port=port), first]:
+            assert rank.end() == met(3)
+
+
+@pytest.mark.parametrize("key", ["", "the key of others"])
+def test_stranger_without_the_key_claims_no_rank(start, key):
+    port = free_port()
+    [first] = start(MEET, 2, ranks=(0,), port=port)
+    [stranger] = start(f"join(key={key!r})", 2, ranks=(1,), port=port, seconds=1.0)
+    code, _, said = stranger.end()
+    assert code == 75 and "another program or key" in said
+    for rank in [*start(MEET, 2, ranks=(1,), port=port), first]:
+        assert rank.end() == met(2)
+
+
+class Trap:
+    """What its pickle does when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("when", ["at the greeting", "as a value"])
+def test_nothing_is_unpickled_from_one_that_has_the_key(start, tmp_path, when):
+    port, trap = free_port(), pickle.dumps(Trap(tmp_path / "sprung"))
+    [first] = start(MEET, 2, ranks=(0,), port=port, seconds=3.0)
+    made: list[Client] = []
+    wait_for(lambda: _client(port, made))
+    if when == "as a value":
+        made[0].send_bytes(json.dumps(["test", 1]).encode())
+    made[0].send_bytes(trap)
+    code, _, said = first.end()
+    assert code == 75 and ("rank 1 is gone" if when == "as a value" else "did not come") in said
+    assert not (tmp_path / "sprung").exists()
+    pickle.loads(trap)
+    assert (tmp_path / "sprung").exists()
+
+
+def _client(port, made):
+    try:
+        made.append(Client(("127.0.0.1", port), authkey=KEY.encode()))
+    except OSError:
+        return False
+    return True
+
+
+def test_port_of_another_program_is_named(start):
+    """It accepts there, and sends nothing that a rank would."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        first, second = start(MEET, 2, port=other.getsockname()[1], seconds=1.0)
+        code, _, said = first.end()
+        assert code == 75 and f"rank 0 cannot listen: {os.strerror(errno.EADDRINUSE)}" in said
+        assert "set another MASTER_PORT for all ranks" in said
+        assert "no answer" in second.end()[2]
+
+
+def test_rank_0_listens_on_loopback_if_all_ranks_are_local(start, connect):
+    """MASTER_ADDR may be the machine's name for others."""
+    for local in (True, False):
+        body = MEET.replace("join()", f"join(local={local}, host={{}})")
+        port = free_port()
+        host = repr(socket.gethostname()) if local else "'127.0.0.1'"
+        [first] = start(body.format(host), 2, ranks=(0,), port=port)
+        connect(port).close()
+        found = {
+            bytes.fromhex(line.split()[1].partition(":")[0])
+            for path in ("/proc/net/tcp", "/proc/net/tcp6")
+            for line in Path(path).read_text().splitlines()[1:]
+            if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+        }
+        wanted = {bytes([1, 0, 0, 127])} if local else {bytes(4), bytes(16)}
+        assert found and found <= wanted
+        [second] = start(body.format(host), 2, ranks=(1,), port=port)
+        assert second.end() == met(2) and first.end() == met(2)
+
+
+def test_ipv6_address_of_rank_0_is_reached(start):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no ::1 here")
+    for rank in start(MEET.replace("join()", "join(host='::1', local=False)"), 2):
+        assert rank.end() == met(2)
+
+
+def test_several_machines_without_a_key_are_warned_by_rank_0(start):
+    first, second = (r.end() for r in start(MEET.replace("join()", "join(local=False, key='')")))
+    assert first == (0, ["[0, 1]"], control.NO_KEY + "\n") and second == met(2)
+
+
+def test_key_of_a_user_is_made_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    local = Place(0, 2, 0, 2, "mpirun")
+    key = control.key_of(local)
+    assert len(key) >= 40 and key == control.key_of(local)
+    assert (tmp_path / "needle" / "ranks.key").stat().st_mode & 0o777 == 0o600
+    given = dataclasses.replace(local, key="given by the user")
+    assert control.key_of(given) == "given by the user" and "given" not in repr(given)
+    (tmp_path / "needle" / "ranks.key").chmod(0o644)
+    with pytest.raises(FileError, match="NEEDLE_RANKS_KEY takes its place.*chmod 600"):
+        control.key_of(local)
+
+
+def test_ranks_are_named_in_words():
+    assert control.name_ranks([2]) == "rank 2"
+    assert control.name_ranks([0, 3]) == "ranks 0 and 3"
+    assert control.name_ranks([1, 2, 5]) == "ranks 1, 2 and 5"

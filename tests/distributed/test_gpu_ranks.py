@@ -167,7 +167,7 @@ def test_a_rank_that_hangs_in_a_transfer_is_named(tmp_path):
     """Rank 1 never enqueues what rank 0's GPU waits for, and rank 0 waits for a result of it."""
     body = """
 import time
-group.control.deadline, group.control._period = 6.0, 0.3
+group.control.deadline = 6.0
 group.gather("the gradients", None)
 x = _C.empty((1000,), "float32", device)
 if group.rank == 0:
@@ -176,8 +176,8 @@ if group.rank == 0:
 time.sleep(20)
 """
     said = ended(tmp_path, body, code=75)[1]
-    assert re.search("rank 0, in 'the sum' at step 0: rank 0 waited [456][.]. s in 'the sum'", said)
-    assert "rank 1 has not come (for" in said and "after 'the gradients'" in said, said
+    assert re.search("rank 0, .* 'the sum' at step 0: rank 0 waited [678] s in 'the sum' at", said)
+    assert "rank 1, after 'the gradients' at step 0: rank 0 waited" in said, said
 
 
 # ---- attention over a sequence that GPUs share ---------------------------------------------------

@@ -16,7 +16,7 @@ BODY = """
 from needle.distributed.environment import find
 def main():
     place = find()
-    control = Control.join(place, {"x": "y"}, None, 60.0, 20.0)
+    control = Control.join(place, {"x": "y"}, 60.0, 20.0)
     ranks = control.gather("ranks", [place.rank, place.local_rank, place.local_size])
     if place.rank == 0:
         say(place.launcher, place.size, ranks)

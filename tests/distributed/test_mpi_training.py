@@ -114,7 +114,7 @@ def test_the_supervisor_of_mpirun_lets_its_ranks_save(runs, alone):
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(runs, alone):
     said = runs.run("a", 2, plan=[{"rank": 1, "what": "end"}], code=75, DEADLINE="5")
-    assert "rank 1 has not come and does not answer" in said
+    assert "rank 0 waited 4 s in 'the plot and the sample' at step 60: rank 1 did not come" in said
     assert runs.written("a") == alone
 
 

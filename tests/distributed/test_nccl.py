@@ -15,7 +15,7 @@ from struck_runs import GPURuns
 
 from needle import _C
 from needle.distributed import nccl
-from needle.distributed.control import RankMissing
+from needle.distributed.control import RankError
 from needle.distributed.nccl import Library, NCCLTransport, find_library
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def test_the_wheel_comes_before_the_system(tmp_path, monkeypatch):
 def test_an_error_has_the_words_of_nccl(library, monkeypatch, call):
     monkeypatch.setenv("FAKE_NCCL_FAILS", call)
     words = rf"NCCL: {call}: unhandled system error \(the cable is out\): NCCL_DEBUG=INFO"
-    with pytest.raises(RankMissing, match=words) as caught:
+    with pytest.raises(RankError, match=words) as caught:
         made = Library(str(library))
         transport = NCCLTransport(made, 0, 2, made.unique_id(), _C.cpu())
         array = _C.array(np.zeros(3))
@@ -124,7 +124,7 @@ def test_an_error_after_the_call_is_found_by_polling(library, monkeypatch):
     def work(transport, rank):
         transport.look()
         monkeypatch.setenv("FAKE_NCCL_FAILS", "ncclCommGetAsyncError")
-        with pytest.raises(RankMissing, match="NCCL: an exchange: unhandled system error"):
+        with pytest.raises(RankError, match="NCCL: an exchange: unhandled system error"):
             transport.look()
 
     connected(library, 1, work)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from harness import ROOT, run, wait_for, wait_until_gone
@@ -31,6 +30,8 @@ import os, signal, sys, time
 rank = int(os.environ["RANK"])
 open(f"{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"{rank}.part", f"{rank}.pid")
+def wait_for(*names):
+    while not all(map(os.path.exists, names)): time.sleep(0.01)
 """
 
 
@@ -41,11 +42,10 @@ def launch(tmp_path):
 
     def start(code, count=3, deadline=60.0, margin=10.0, begin=RANK, **environ):
         clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, str(count), str(margin), str(deadline), begin + code],
             cwd=tmp_path,
-            env=clean | {"PYTHONPATH": path} | environ,
+            env=clean | {"PYTHONPATH": str(ROOT)} | environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -59,7 +59,7 @@ def launch(tmp_path):
         process.communicate()
 
 
-def pids_of(folder: Path) -> list[int]:
+def pids_of(folder):
     """The processes of three ranks, once they have begun."""
     files = [folder / f"{rank}.pid" for rank in range(3)]
     wait_for(lambda: all(file.exists() for file in files))
@@ -69,8 +69,8 @@ def pids_of(folder: Path) -> list[int]:
 def test_each_rank_knows_its_place(monkeypatch):
     monkeypatch.setenv("RANK", "7")  # of a launcher around it
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    monkeypatch.setenv(heartbeat.FILE, "/tmp/steps")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv(heartbeat.PIPE, raising=False)
     made, other = spawn.environments(3), find(spawn.environments(3)[0])
     places = [find(environ) for environ in made]
     assert [(p.rank, p.size, p.local_rank, p.local_size) for p in places] == [
@@ -80,64 +80,55 @@ def test_each_rank_knows_its_place(monkeypatch):
     assert launcher == "needle" and len(key) == 64 and other.job != job and other.key != key
     threads = int(made[0]["OMP_NUM_THREADS"])
     assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 3)
-    assert heartbeat.PIPE not in made[0]
+    assert [environ.get(heartbeat.FILE) for environ in made] == ["/tmp/steps", None, None]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    monkeypatch.setenv(heartbeat.PIPE, "/tmp/pipe")
-    made = spawn.environments(2)
-    assert [environ["OMP_NUM_THREADS"] for environ in made] == ["5", "5"]
-    assert [environ[heartbeat.PIPE] for environ in made] == ["/tmp/pipe", os.devnull]
+    assert {environ["OMP_NUM_THREADS"] for environ in spawn.environments(2)} == {"5"}
 
 
-def test_rank_0_prints_and_the_others_stderr_is_labelled(launch):
+def test_rank_0_prints_and_the_stderr_of_others_is_labelled(launch):
     code = """
 print(f"out {rank}")
-sys.stderr.write(f"one of {rank}\\ntwo \\xff without an end")
+sys.stderr.write(f"one of {rank}\\n\\ntwo \\xff without an end" + "x" * 300_000 * rank)
 """
     process = launch(code, 2)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (0, "out 0\n")
-    lines = {"one of 0", "two \xff without an end", "rank 1: one of 1"}
-    lines |= {"rank 1: two \xff without an end", ""}
-    assert {*err.replace("end", "end\n").splitlines()} == lines
-    process = launch("sys.stderr.write('x' * 300_000) if rank else None", 2)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and err.count("x") == 300_000
-    assert all(line.startswith("rank 1: ") for line in err.splitlines())
+    assert (process.returncode, out, err.count("x")) == (0, "out 0\n", 300_000)
+    lines = {*err.replace("x", "").replace("end", "end\n").splitlines()} - {""}
+    ending = "two \xff without an end"
+    assert lines == {"one of 0", ending, "rank 1: one of 1", f"rank 1: {ending}"}
 
 
-def test_the_first_that_failed_gives_the_exit_code(launch, tmp_path):
-    wait = "while not os.path.exists('2.over'): time.sleep(0.01)\ntime.sleep(0.3)\n"
-    code = f"""
+@pytest.mark.parametrize("later, code", [(4, 3), (75, 75)])
+def test_first_that_failed_gives_the_exit_code_unless_one_has_75(launch, later, code):
+    body = f"""
 if rank == 2:
     open("2.over", "w")
     sys.exit(3)
-{wait}
-sys.exit(4 if rank else 0)
+wait_for("2.over")
+time.sleep(0.3)
+sys.exit({later} if rank else 0)
 """
-    process = launch(code)
+    process = launch(body)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 3 and err == "needle: rank 2 ended with code 3\n"
-    (tmp_path / "2.over").unlink()
-    process = launch(code.replace("4 if", "75 if"))
-    assert process.communicate(timeout=60) and process.returncode == 75
+    assert process.returncode == code and err == "needle: rank 2 ended with code 3\n"
 
 
 def test_ranks_end_by_themselves_after_one_is_killed(launch):
     code = """
 from needle.distributed.environment import find
 def main():
-    control = Control.join(find(), {}, None, 30.0, 20.0)
+    control = Control.join(find(), {}, 30.0, 20.0)
     control.gather("begin", None)
     with control.watched("weights"):
         open(f"{rank}.in", "w")
-        while rank == 1 and not (os.path.exists("0.in") and os.path.exists("2.in")):
-            time.sleep(0.01)
-        if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            wait_for("0.in", "2.in")
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
 """
     begin = BEGIN.partition("rank, size, port")[0] + RANK.replace("import", "import os,", 1)
-    process = launch(code + END, begin=begin)
     began = time.monotonic()
+    process = launch(code + END, begin=begin)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75 and time.monotonic() - began < 15
     assert "needle: rank 1 was killed by SIGKILL\n" in err
@@ -151,7 +142,7 @@ def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
 if rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if rank == 1:
-    while not (os.path.exists("0.pid") and os.path.exists("2.pid")): time.sleep(0.01)
+    wait_for("0.pid", "2.pid")
     time.sleep(0.2)
     sys.exit(9)
 time.sleep(600)
@@ -188,22 +179,20 @@ sys.stderr.write(" ".join(map(str, heard)) + "\\n")  # in one piece, unlike prin
     assert sorted(err.splitlines()) == sorted([said, f"rank 1: {said}", f"rank 2: {said}"])
 
 
-def test_a_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGABRT])
+def test_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tmp_path, number):
     """SIGABRT asks for the stacks of all ranks, as a supervisor does."""
-    for number in (signal.SIGTERM, signal.SIGABRT):
-        for path in tmp_path.glob("*.pid"):
-            path.unlink()
-        body = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(600)"
-        process = launch(body, PYTHONFAULTHANDLER="1")
-        pids_of(tmp_path)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 128 + number and f"was killed by {number.name}" in err
+    body = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(600)"
+    process = launch(body, PYTHONFAULTHANDLER="1")
+    pids_of(tmp_path)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and f"was killed by {number.name}" in err
     # Lines of the ranks and about them come whole, between pieces of rank 0's own stacks.
-    assert err.count("rank 1: Fatal Python error: Aborted\n") == 1
-    assert err.count("rank 2: Fatal Python error: Aborted\n") == 1
+    stacks = "Fatal Python error: Aborted"
     own = re.sub(r"(rank [12]|needle): [^\n]*\n", "", err)
-    assert own.count("Fatal Python error: Aborted") == 1
+    counts = [err.count(f"rank {n}: {stacks}\n") for n in (1, 2)] + [own.count(stacks)]
+    assert counts == [number == signal.SIGABRT] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -216,7 +205,7 @@ def test_nothing_is_left_when_it_is_killed(launch, tmp_path, number):
         wait_until_gone(pid)
 
 
-def test_a_command_that_is_not_there(capfd):
+def test_command_that_cannot_be_run_ends_with_127_or_126(capfd):
     assert spawn.run(["/nowhere/at all"], 2) == 127
     assert spawn.run(["/"], 2) == 126
     assert capfd.readouterr().err.splitlines() == [
@@ -225,24 +214,23 @@ def test_a_command_that_is_not_there(capfd):
     ]
 
 
-def test_a_supervisor_hears_rank_0_alone(tmp_path):
-    """And starts all of them again when one was killed."""
+def test_supervisor_starts_all_again_when_one_was_killed(tmp_path):
     code = (
-        RANK.replace("{rank}.pid", "{rank}.{os.environ['NEEDLE_RESTARTS']}.pid")
+        RANK
         + """
-import json
-with open(os.environ["NEEDLE_HEARTBEAT"], "w") as pipe:
-    pipe.write(json.dumps({"run": ".", "device": "cpu", "step": 100 + rank}) + "\\n")
-if os.environ["NEEDLE_RESTARTS"] == "0":
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL) if rank else None
+beat, again = os.environ.get("NEEDLE_HEARTBEAT"), os.path.exists("again")
+if beat:
+    open(beat, "w").write(f"{100 + rank}")
+    open(beat + ".run", "w").write(".")
+time.sleep(0.5)
+if rank and not again:
+    open("again", "w")
+    os.kill(os.getpid(), signal.SIGKILL)
 """
     )
     words = [sys.executable, "-c", LAUNCH, "2", "10", "60", code]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     supervised = [sys.executable, "-m", "needle.supervise", "--", *words]
-    done = run(*supervised, cwd=tmp_path, PYTHONPATH=path)
+    done = run(*supervised, cwd=tmp_path, PYTHONPATH=ROOT)
     assert done.returncode == 0, done.stderr
     [fault] = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
-    assert (fault["step"], fault["exit"], fault["action"]) == (101, 75, "restart")
-    assert len([*tmp_path.glob("*.pid")]) == 4
+    assert (fault["step"], fault["exit"], fault["action"]) == (100, 75, "restart")
