@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import secrets
-import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,7 +188,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(work, "xb", opener=_opener) as file:
+        with open(work, "xb") as file:  # O_EXCL follows no link
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -207,10 +206,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             work.unlink(missing_ok=True)
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 LEFTOVER = re.compile(r"\..+\.tmp", re.DOTALL)
@@ -267,14 +262,14 @@ class Lock:
         replaced by another since it was locked."""
         folder = self.path.parent
         try:
-            there, own = os.stat(self.path), os.fstat(self._file)
-            same = (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+            same = os.path.samestat(os.stat(self.path), os.fstat(self._file))
         except FileNotFoundError:
             same = False
         if not same:
             raise FileError(
                 f"{folder}: was removed, renamed or replaced while process {os.getpid()} worked in "
-                f"it: nothing more is written there{self._moved()}"
+                "it: nothing more is written there. --resume with its new path goes on; a run "
+                "that begins anew takes a free name"
             )
         try:
             yield self._at
@@ -283,14 +278,6 @@ class Lock:
         except OSError as error:
             where = str(error.filename or folder).replace(str(self._at), str(folder))
             raise OSError(error.errno, error.strerror, where) from error
-
-    def _moved(self) -> str:
-        """Tells where the folder lies now, if it was renamed, and how its run goes on."""
-        now = os.readlink(self._at)
-        with contextlib.suppress(OSError):  # it was removed
-            if os.path.samestat(os.stat(now), os.fstat(self._folder)):
-                return f"; it is {now} now, from where --resume {shlex.quote(now)} goes on"
-        return "; begin anew under a name that is free"
 
     def release(self) -> None:
         for descriptor in self._file, self._folder:

@@ -3,6 +3,7 @@
 `runs`, an empty folder of runs, and `alone`, what a run on one GPU writes."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_a_killed_rank_ends_the_others(runs, alone, rank):
     began = time.monotonic()
     said = runs.run("killed", 2, plan=plan, code=75)
     assert time.monotonic() - began < 60
-    assert f"at step 8: rank {rank} is gone" in said
+    assert re.search(f"at step [78]: rank {rank} is gone", said), said
     assert f"needle: rank {rank} was killed by SIGKILL" in said
     assert runs.resumed("killed", 2) == alone
 

