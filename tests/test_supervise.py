@@ -149,8 +149,12 @@ def test_silence_is_a_hang_only_after_a_heartbeat(run):
         ([None, None, 3, None, 4, None, 99], 0, 6),
     ],
 )
-def test_three_failures_without_a_further_step_end_the_run(run, capfd, steps, code, failures):
-    """The third try of each row has NEEDLE_SYNC."""
+def test_three_failures_without_a_further_step_end_the_run(
+    run, capfd, monkeypatch, steps, code, failures
+):
+    """The third try of each row has NEEDLE_SYNC; pauses double."""
+    paused = []
+    monkeypatch.setattr(Supervisor, "_pause", lambda self, seconds: paused.append(seconds))
     body = f"""
 say(os.environ.get("NEEDLE_SYNC"))
 step = {steps}[attempt]
@@ -159,22 +163,15 @@ sys.exit(0 if step == 99 else 75)
 """
     done, said, faults = run(body)
     assert done == code and [fault["step"] for fault in faults] == steps[:failures]
-    row, reached = 0, -1
-    for step, sync in zip(steps, said, strict=True):
-        assert sync == ("1" if row == 2 else "None")
+    row, reached, pauses = 0, -1, [0.0, *paused, 0.0]
+    for step, sync, pause in zip(steps, said, pauses):
+        assert sync == ("1" if row == 2 else "None") and pause == [0.0, 0.01, 0.02][row]
         step = -1 if step is None else step
         row, reached = row + 1 if step <= reached else 1, max(step, reached)
     ended = "ended: 3 failures without a further step"
     assert [fault["action"] for fault in faults[:-1]] == ["restart"] * (failures - 1)
     assert faults[-1]["action"] == ("restart" if code == 0 else ended)
     assert (ended in capfd.readouterr().err) == (code == 75)
-
-
-def test_pauses_between_restarts_double(run, monkeypatch):
-    paused = []
-    monkeypatch.setattr(Supervisor, "_pause", lambda self, seconds: paused.append(seconds))
-    monkeypatch.setattr(supervise, "PAUSE", 1.0)
-    assert run("sys.exit(75)")[0] == 75 and paused == [1.0, 2.0]
 
 
 def test_command_that_cannot_be_run_ends_with_127_or_126(tmp_path, capfd):
@@ -334,17 +331,6 @@ def test_ctrl_z_stops_both_and_their_pause_is_no_hang(tmp_path):
         assert said_by(tmp_path, 2)[1:] == ["end"]
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
-
-
-def test_wrong_command_line_is_refused(capsys):
-    for argv, said in [
-        ([], "the following arguments are required: COMMAND"),
-        (["--hang-seconds", "0", "--", "true"], "must be a number above 0, not '0'"),
-        (["--hang-seconds", "nan", "--", "true"], "must be a number above 0, not 'nan'"),
-    ]:
-        with pytest.raises(SystemExit) as caught, naming(argv):
-            supervise.main(argv)
-        assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
 # ---- the heartbeat ------------------------------------------------------------------------------
