@@ -41,7 +41,7 @@ from pathlib import Path
 
 from needle import heartbeat
 from needle.arguments import Parser, number
-from needle.files import FileError, Lock, described, printable, regular
+from needle.files import BusyError, FileError, Lock, described, printable, regular
 from needle.processes import (
     collecting,
     ends_within,
@@ -203,7 +203,8 @@ class Supervisor:
                 self._faults.clear()
                 break
             except FileError as error:
-                if time.monotonic() > end or self._stopped:
+                is_busy = isinstance(error, BusyError) and time.monotonic() < end
+                if not is_busy or self._stopped:
                     say(str(error))
                     return False
                 self._pause(TICK)

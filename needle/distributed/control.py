@@ -44,7 +44,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any, NoReturn, Protocol
 
 from needle.distributed.environment import Place
-from needle.files import read_secret, settings_file
+from needle.files import printable, read_secret, settings_file
 
 LIMIT = 1 << 20  # characters of a value
 EARLY = 0.8  # of the deadline: rank 0 tells who has not come, before others give up
@@ -219,10 +219,10 @@ class Control:
         """End all ranks, this one with a line about where it was."""
         self._ending.acquire()
         _tell(self._peers, reason, code)
-        line = f"needle: rank {self.rank}, {self._at.where}: {reason}\n".encode()
+        line = printable(f"needle: rank {self.rank}, {self._at.where}: {reason}\n")
         with contextlib.suppress(OSError):  # a stderr that is not read must not delay the end
             if select.select([], [2], [], 1.0)[1]:
-                os.write(2, line)
+                os.write(2, line.encode(errors="backslashreplace"))
         os._exit(code)
 
     # ---- the thread -----------------------------------------------------------------------------
