@@ -157,10 +157,7 @@ def device(kind="cpu", **facts):
 @pytest.mark.parametrize(
     "meet, words",
     [
-        (
-            lambda g: g.same("the data", "a" if g.rank < 2 else "b"),
-            r"rank 2: the data .*\(b, and",
-        ),
+        (lambda g: g.same("the data", "a" if g.rank < 2 else "b"), r"rank 2: the data .*\(b, and"),
         (lambda g: g.connect(device(products=f"{g.rank}")), "rank 1: the libraries of products"),
         (lambda g: g.connect(device("cuda" if g.rank else "cpu")), "rank 1: the kinds of devices"),
         (lambda g: g.connect(device("cuda", name=f"{g.rank}")), r"rank 1: the GPUs .*\(1, and 0"),
