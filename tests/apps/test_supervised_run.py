@@ -2,16 +2,15 @@
 
 import os
 import signal
-import sys
 
 import pytest
 import train_pythia
-from harness import DEVICES, ROOT, wait_for
+from harness import DEVICES, wait_for
 from small_runs import assert_same_run, flags
 from struck_runs import Runs, text_of, write_tokens
 
 import needle as ndl
-from needle import heartbeat, supervise
+from needle import heartbeat
 
 pytestmark = pytest.mark.slow
 
@@ -113,23 +112,3 @@ def test_losses_are_the_same_with_sync(tmp_path, tokens):
         ndl._C.sync_each_op(before)
     assert train_pythia.main(flags(tmp_path, tokens, "b")) == 0
     assert_same_run(tmp_path, "a", "b")
-
-
-def test_supervise_flag_starts_a_supervisor(monkeypatch):
-    started = []
-
-    class Supervisor:
-        def __init__(self, *arguments):
-            started.append(arguments[:2])
-
-        def run(self):
-            return 41
-
-    monkeypatch.delenv("NEEDLE_HEARTBEAT", raising=False)
-    monkeypatch.setattr(supervise, "Supervisor", Supervisor)
-    program = [sys.executable, str(ROOT / "apps" / "train_pythia.py")]
-    assert train_pythia.main(["--supervise", "--steps", "3"]) == 41
-    argv = ["--supervise", "--hang-seconds", "7.5"]
-    assert train_pythia.main(argv) == 41
-    wanted = [([*program, "--supervise", "--steps", "3"], 300.0), ([*program, *argv], 7.5)]
-    assert started == wanted

@@ -1,16 +1,14 @@
-"""needle/distributed/spawn.py: ranks that end well, fail, hang, and lose their parent."""
+"""needle/distributed/spawn.py: ranks that end well, fail, hang, and lose their parent. (Those of a
+training: gpu_trainings.py.)"""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from harness import ROOT, run, wait_for, wait_until_gone
-from rank_processes import BEGIN, END
+from harness import ROOT, wait_for, wait_until_gone
 
 from needle import heartbeat
 from needle.distributed import spawn
@@ -40,10 +38,10 @@ def launch(tmp_path):
     """launch(code, count) -> a process that starts ranks, each of which runs the code."""
     begun = []
 
-    def start(code, count=3, deadline=60.0, margin=10.0, begin=RANK, **environ):
+    def start(code, count=3, deadline=60.0, margin=10.0, **environ):
         clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(count), str(margin), str(deadline), begin + code],
+            [sys.executable, "-c", LAUNCH, str(count), str(margin), str(deadline), RANK + code],
             cwd=tmp_path,
             env=clean | {"PYTHONPATH": str(ROOT)} | environ,
             stdout=subprocess.PIPE,
@@ -111,29 +109,6 @@ sys.exit({later} if rank else 0)
     process = launch(body)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and err == "needle: rank 2 ended with code 3\n"
-
-
-def test_ranks_end_by_themselves_after_one_is_killed(launch):
-    code = """
-from needle.distributed.environment import find
-def main():
-    control = Control.join(find(), {}, 30.0, 20.0)
-    control.gather("begin", None)
-    with control.watched("weights"):
-        open(f"{rank}.in", "w")
-        if rank == 1:
-            wait_for("0.in", "2.in")
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
-"""
-    begin = BEGIN.partition("rank, size, port")[0] + RANK.replace("import", "import os,", 1)
-    began = time.monotonic()
-    process = launch(code + END, begin=begin)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75 and time.monotonic() - began < 15
-    assert "needle: rank 1 was killed by SIGKILL\n" in err
-    assert "\nneedle: rank 0, in 'weights' at step 0: rank 1 is gone" in "\n" + err
-    assert "rank 2: needle: rank 2, in 'weights' at step 0: rank 1 is gone" in err
 
 
 def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
@@ -212,25 +187,3 @@ def test_command_that_cannot_be_run_ends_with_127_or_126(capfd):
         "needle: /nowhere/at all: No such file or directory",
         "needle: /: Permission denied",
     ]
-
-
-def test_supervisor_starts_all_again_when_one_was_killed(tmp_path):
-    code = (
-        RANK
-        + """
-beat, again = os.environ.get("NEEDLE_HEARTBEAT"), os.path.exists("again")
-if beat:
-    open(beat, "w").write(f"{100 + rank}")
-    open(beat + ".run", "w").write(".")
-time.sleep(0.5)
-if rank and not again:
-    open("again", "w")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    )
-    words = [sys.executable, "-c", LAUNCH, "2", "10", "60", code]
-    supervised = [sys.executable, "-m", "needle.supervise", "--", *words]
-    done = run(*supervised, cwd=tmp_path, PYTHONPATH=ROOT)
-    assert done.returncode == 0, done.stderr
-    [fault] = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
-    assert (fault["step"], fault["exit"], fault["action"]) == (100, 75, "restart")
