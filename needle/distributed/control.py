@@ -264,8 +264,9 @@ class Control:
         self._spent = {at: self._spent.get(at, -passed) + passed for at in positions}
         for at, seconds in self._spent.items():
             if seconds > at.limit:
-                missing = [rank for rank in range(self.size) if rank not in self._came]
-                who = name_ranks(missing) if self._came else "a rank"
+                came = {self.rank, *self._came}
+                missing = [rank for rank in range(self.size) if rank not in came]
+                who = name_ranks(missing) if self._came or len(missing) == 1 else "a rank"
                 self._end(f"rank {self.rank} waited {seconds:.0f} s {at.where}: {who} did not come")
 
 
