@@ -166,3 +166,12 @@ def test_control_characters_are_printed_as_escapes():
         assert str(error) == files.described(error) == "a\\x1b[31m.npy: damaged"
     missing = FileNotFoundError(2, "No such file", "a\x1bb")
     assert files.described(missing) == "a\\x1bb: No such file"
+
+
+def test_settings_of_a_user_without_a_home_are_refused(monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
+    with pytest.raises(FileError, match="ranks.key: this user has no home: set HOME or XDG_CON"):
+        files.settings_file("ranks.key")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
+    assert str(files.settings_file("ranks.key")) == "/settings/needle/ranks.key"
