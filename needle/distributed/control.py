@@ -47,7 +47,7 @@ from needle.distributed.environment import Place
 from needle.files import printable, read_secret, settings_file
 
 LIMIT = 1 << 20  # characters of a value
-EARLY = 0.8  # of the deadline: rank 0 tells who has not come, before others give up
+EARLY = 0.8  # of the deadline: rank 0 names missing ranks before the others give up
 LOOK = 1.0  # seconds between two looks at the clock, at most
 LINGER = 1.0  # seconds for rank 0 to report the error that another rank met too
 PATIENCE = 2.0  # seconds for a program at the port of rank 0 to answer
@@ -248,8 +248,6 @@ class Control:
             now = time.monotonic()
             self._look(min(now - before, 2 * period))
             before = now
-        for peer in self._peers.values():
-            peer.close()
 
     def _look(self, passed: float) -> None:
         """Find a host or a device that has waited too long, after so many seconds more."""
