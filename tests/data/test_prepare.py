@@ -295,7 +295,7 @@ def test_inspect(tmp_path, inputs, capsys):
     capsys.readouterr()
     tokenizer = ["--tokenizer", str(tmp_path / "tokenizer.json")]
     assert __main__.main(["inspect", str(tmp_path / "x"), *tokenizer]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "Megatron, 90 documents" in out and "'document 0: " in out and "held out" in out
     assert __main__.main(["inspect", inputs[0]]) == 0
     assert "a.jsonl: JSON lines: 30 documents" in " ".join(capsys.readouterr().out.split())

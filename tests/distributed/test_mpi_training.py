@@ -56,7 +56,7 @@ def test_ranks_share_sequences(runs, alone):
 def test_ranks_begin_a_run_again_that_never_saved(runs, alone):
     """By its config.json: its flags, and their own number, do not count."""
     runs.run("a", 4, plan={"rank": 1, "step": 7, "what": "kill"}, code=None)
-    assert runs.lines_of("a", "metrics.jsonl") and not list(runs.out.glob("a/checkpoints/*"))
+    assert (runs.out / "a/config.json").exists() and not list(runs.out.glob("a/checkpoints/*"))
     words = ["--device", "cpu", "--resume", "auto", "--name", "a", "--out", runs.out]
     done = ended("-n", "2", sys.executable, PROGRAM, *words)
     assert done.returncode == 0, done.stderr
