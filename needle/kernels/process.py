@@ -120,14 +120,14 @@ class Device:
         self.lost: str | None = None
         self.facts: dict[str, Any] = {}
         self.faults = self.started = self.failures = 0
-        self.busy = self.quiet = self.closed = False
+        self.busy = self.closed = False
         self.fill()
 
     def fill(self) -> None:
         """Start the processes that are missing."""
         with self.changed:
             there = self.starting + len(self.ready) + len(self.used)
-            missing = 0 if self.lost or self.closed or self.quiet else self.size - there
+            missing = 0 if self.lost or self.closed else self.size - there
             for _ in range(missing):
                 self.starting += 1
                 threading.Thread(target=self._live, daemon=True).start()
@@ -216,7 +216,6 @@ class Device:
         """Kill a process after its job."""
         with self.changed:
             self.used.remove(process)
-            self.quiet = False
             self.faults += fault
             self._kill(process)
         timer = threading.Timer(IDLE_SECONDS, self._fill_when_idle)
@@ -224,10 +223,9 @@ class Device:
         timer.start()
 
     def settle(self) -> None:
-        """Wait until no process starts or ends here, and start none before the end of the job,
-        which is timed."""
+        """Wait until no process starts or ends here, before something is timed. None starts while
+        the job has the device."""
         with self.changed:
-            self.quiet = True
             self.changed.wait_for(lambda: not (self.starting or self.dying), REAP_SECONDS)
             self._check_ends()
 

@@ -189,6 +189,8 @@ def test_a_right_kernel_is_timed(pool):
     for timing in result.timing:
         assert timing.valid and 0 < timing.lower <= timing.median <= timing.upper
         assert not any("first of its code" in hint for hint in timing.hints)
+    in_place = evaluate(pool, "increment", [Case(1, 1, [Random(5, "int32")])], lambda n: n + 1)
+    assert (in_place.status, in_place.message) == ("ok", "")
     untimed = evaluate(pool, "scale", cases, lambda x, a, n: a * x, time=False)
     assert (untimed.status, untimed.timing) == ("ok", ())
     given = evaluate(pool, "spills", [Case(1, 32, [X, Out(6)])], [X], trials=1)
@@ -304,12 +306,20 @@ def test_a_fault_ends_an_evaluation(pool):
     assert_next_is_right(pool)
 
 
+SIZED = """
+def scale(grid, block, x: "float const*", y: "float*", a: "float", n: "int"):
+    assert (grid, block) == ((7,), (8,))
+    y[:] = a * x
+"""
+
+
 def test_references(pool):
     case, drawn = Case(1, 32, [X, Out(6), 2.0, 6]), Case(1, 32, [Random(6), Out(6), 2.0, 6])
     for reference, cases, said in (
         ([[2 * X], X], [case, case], "case 1, trial 0"),
         ([X[:3]], [case], "has shape (6,), and (3,) is expected"),
         (Reference(SOURCE, "scale"), [case, drawn], ""),
+        (Reference(SIZED, "scale", 7, [8], 9), [drawn], ""),
         (Reference(SOURCE.replace("= a * x", "= 2.125 * x"), "scale"), [drawn], "case 0, trial 0"),
     ):
         with naming(said, reference):
