@@ -104,8 +104,9 @@ class Job:
 
     def load(self, source: str, entry: str) -> Result:
         """Compile and load, from the pool's code if it has some."""
-        key = hashlib.sha256(f"{self.device.facts['arch']}\0{entry}\0{source}".encode()).digest()
-        code, codes = self.pool.codes.get(key), self.pool.codes
+        arch, codes = self.device.facts.get("arch"), self.pool.codes
+        key = hashlib.sha256(f"{arch}\0{entry}\0{source}".encode()).digest()
+        code = codes.get(key)
         message = {"do": "load", "entry": entry, "source": source if code is None else ""}
         result = self.ask(message, [] if code is None else [code], COMPILE_SECONDS)
         if result.status == "ok":
@@ -290,7 +291,8 @@ class Pool:
                     if command:
                         process = self._start(device.number, command)
                         device.adopt(process)
-                        process.ask(None, (), START_SECONDS)
+                        answer, _ = process.ask(None, (), START_SECONDS)
+                        device.facts = answer.get("facts", device.facts)
                     else:
                         process = device.take()
                     if process is None:  # the device was lost just now, or the pool closed

@@ -586,6 +586,8 @@ def test_a_run_under_a_sanitizer(pool, fake_sanitizer):
     result = run(pool, "signals", signal.SIGSEGV, sanitizer="synccheck")
     assert result.status == "crashed"
     assert_next_is_right(pool)
+    with FakePool(devices=[0], timeout=SECONDS) as new:  # before another process is ready
+        assert run(new, "scale", *args, sanitizer="racecheck").status == "ok"
 
 
 def test_without_a_sanitizer_the_message_says_so(pool, monkeypatch):
