@@ -70,6 +70,9 @@ class KernelExecResult:
     @property
     def status(self) -> str:
         """The word for it among those of a Result."""
+        name = self.metadata.get("runtime_error_name")
+        if name in ("crashed", "timeout", "device_lost"):
+            return name
         return "ok" if self.correctness else "wrong_result" if self.compiled else "compile_error"
 
 

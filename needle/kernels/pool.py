@@ -225,11 +225,12 @@ class Pool:
         self.closed = False
         self.codes: dict[bytes, bytes] = {}  # machine code by the hash of its source
         self.names = _names(devices)
-        size = -1 if NO_GPU in self.names else spares
-        self.devices = {
-            number: Device(number, size, partial(self._start, number, self.worker), self.changed)
-            for number in self.names
-        }
+        self.devices: dict[int, Device] = {}
+        for number in self.names:
+            one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            start = partial(self._start, number, self.worker, **one_thread)
+            size = -1 if number == NO_GPU else spares
+            self.devices[number] = Device(number, size, start, self.changed)
 
     def __enter__(self) -> Pool:
         return self
@@ -297,7 +298,7 @@ class Pool:
                         process = device.take()
                     if process is None:  # the device was lost just now, or the pool closed
                         continue
-                    job, result = Job(self, device, process), Result("crashed")
+                    job, result = Job(self, device, process), Result("")
                     try:
                         result = job.load(source, entry)
                         if result.status == "ok":
@@ -413,8 +414,12 @@ class Pool:
         is `wrong_result` too.
         """
         if isinstance(source, Problem):
-            with self._reserved() as device:
-                return kernelbench.evaluate(source, device, self._start, self.timeout)
+            try:
+                with self._reserved() as device:
+                    return kernelbench.evaluate(source, device, self._start, self.timeout)
+            except _AllLost as error:
+                lost = {"runtime_error_name": "device_lost", "runtime_error": str(error)}
+                return KernelExecResult(metadata=lost)
         _check_cases(cases, reference)
         whole("trials", trials, 1)
         both(tolerance)

@@ -22,6 +22,7 @@ def problem(candidate, **more) -> Problem:
 def check(result, candidate) -> None:
     assert (result.compiled, result.correctness) == (candidate.compiled, candidate.right), result
     assert candidate.said in str(result.metadata.get(candidate.entry, "")), result.metadata
+    assert (result.status == "ok") == candidate.right
     if not candidate.right:
         assert (result.runtime, result.speedup, result.runtime_stats) == (-1, -1, {})
         return
@@ -94,6 +95,13 @@ def test_the_candidates_process_has_nothing_of_the_reference(pool, fewer_threads
 def test_a_reference_that_fails_is_a_wrong_call(pool, fewer_threads):
     with pytest.raises(ValueError, match="original_model_src: failed: .*'Missing' is not defined"):
         pool.evaluate(Problem(REFERENCE.replace("nn.Linear", "Missing"), CPU["right"].source))
+
+
+def test_a_lost_device_is_a_result():
+    with Pool(devices=[]) as pool:
+        pool.devices[-1].lose("it is gone")
+        result = pool.evaluate(problem(""))
+    assert result.status == "device_lost" and "it is gone" in result.metadata["runtime_error"]
 
 
 def test_wrong_problems_are_named(pool, monkeypatch):
