@@ -39,7 +39,7 @@ def compiled(tmp_path_factory):
 
     def function(name: str, of: str):
         found = getattr(library(name), of)
-        found.restype, found.library = ctypes.c_char_p, library(name)._name
+        found.restype, found.path = ctypes.c_char_p, library(name)._name
         return found
 
     return function

@@ -50,7 +50,7 @@ def test_emulation_beside_a_global_cuda_keeps_its_own_functions(compiled, tmp_pa
     shared_library("".join(f"int {name}(void) {{ return 1; }}\n" for name in names), other)
     done = python(
         f"import ctypes; ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL)\n"
-        f"access = ctypes.CDLL({compiled('checks', 'access').library!r}).access\n"
+        f"access = ctypes.CDLL({compiled('checks', 'access').path!r}).access\n"
         "access.restype = ctypes.c_char_p\n"
         "print(access(0, 8).decode())"
     )

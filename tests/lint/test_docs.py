@@ -13,8 +13,8 @@ import needle as ndl
 from needle import backend_ndarray, nn, optim
 
 PACKAGE = Path(ndl.__file__).resolve().parent
-# lm_eval.py and mpi.py are for packages that may not be there; __main__.py is no module to import.
-NOT_HERE = "__main__.py", "lm_eval.py", "mpi.py"
+# Three are for packages that may not be there; __main__.py is no module to import.
+NOT_HERE = "__main__.py", "lm_eval.py", "mpi.py", "torch_worker.py"
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in NOT_HERE]
 # Where a reader looks first, there is an example in each of these.
 SHOWN = {
