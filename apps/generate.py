@@ -15,47 +15,29 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
     checkout.choose()
 
-from needle.arguments import Defaults, Parser, rows
-from needle.backend_ndarray import FLOAT_DTYPES, choose_device
+from needle.arguments import Defaults, Parser, number, path_name, told, whole
+from needle.backend_ndarray import FLOAT_DTYPES, check_device_name, choose_device
 from needle.data import load_tokenizer
 from needle.evaluate import load_model
 from needle.files import described, printable
 from needle.generation import stream_text
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
-from needle.training import flags
 
-TABLE = """
---prompt PROMPT  '-' reads it from standard input
---max-new-tokens N  tokens to write at most; the end of a text ends it earlier
---temperature X  0: always the likeliest token; above 1: bolder
---top-k K  choose among the K likeliest tokens only
---top-p P  choose among the likeliest tokens that have probability P together
---repetition-penalty X  above 1: tokens that are there already come less readily
---stop TEXT  end before this text; may be given several times
---seed N  the same seed writes the same text
---tokenizer PATH  a tokenizer.json, where none came with the model
---end-of-text TOKEN  at which to end; by default as the tokenizer's files name it
---dtype  of weights and activations; by default that of the checkpoint, and of a folder of
-    transformers float32
---device NAME  auto, cpu, cuda or cuda:INDEX
-"""
-KINDS = {
-    "N": flags.count,
-    "K": flags.count,
-    "X": flags.positive,
-    "P": flags.share,
-    "PATH": flags.path_name,
-}
-OPTIONS = {
-    "prompt": {"default": "import "},
-    "max-new-tokens": {"default": 200},
-    "temperature": {"type": flags.not_negative, "default": 0.8},
-    "repetition-penalty": {"default": 1.0},
-    "stop": {"action": "append", "default": []},
-    "seed": {"type": flags.seed},
-    "dtype": {"choices": FLOAT_DTYPES},
-    "device": {"type": flags.device_name, "default": "auto"},
+share, positive = number(0, 1, above=True), number(0, above=True)
+# Flag: its value, the value's type, default and help.
+FLAGS = {
+    "prompt": ("PROMPT", str, "import ", "'-' reads it from standard input"),
+    "max-new-tokens": ("N", whole(1), 200, "tokens to write at most; the end of a text is earlier"),
+    "temperature": ("X", number(0), 0.8, "0: always the likeliest token; above 1: bolder"),
+    "top-k": ("K", whole(1), None, "choose among the K likeliest tokens only"),
+    "top-p": ("P", share, None, "choose among the likeliest that have probability P together"),
+    "repetition-penalty": ("X", positive, 1.0, "above 1: tokens that are there come less readily"),
+    "seed": ("N", whole(0, 2**32 - 1), None, "the same seed writes the same text"),
+    "tokenizer": ("PATH", path_name, None, "a tokenizer.json, where none came with the model"),
+    "end-of-text": ("TOKEN", str, None, "at which to end; by default as its files name it"),
+    "device": ("NAME", told(check_device_name), "auto", "auto, cpu, cuda or cuda:INDEX"),
+    "import": ("FILE", imported, None, IMPORT),
 }
 
 
@@ -63,11 +45,15 @@ def parser() -> Parser:
     top = Parser(
         prog="needle generate", description="Continues a prompt.", formatter_class=Defaults
     )
+    add = top.add_argument
     text = "a checkpoint, the folder of a run, or a folder that transformers saved"
-    top.add_argument("model", type=flags.path_name, metavar="CHECKPOINT_OR_FOLDER", help=text)
-    for name, text, more in rows(TABLE, KINDS, OPTIONS):
-        top.add_argument(f"--{name}", help=text, **more)
-    top.add_argument("--import", type=imported, metavar="FILE", help=IMPORT)
+    add("model", type=path_name, metavar="CHECKPOINT_OR_FOLDER", help=text)
+    for name, (metavar, read, default, help) in FLAGS.items():
+        add(f"--{name}", metavar=metavar, type=read, default=default, help=help)
+    text = "end before this text; may be given several times"
+    add("--stop", action="append", default=[], metavar="TEXT", help=text)
+    text = "of weights and activations; by default that of the checkpoint, and of a folder of "
+    add("--dtype", choices=FLOAT_DTYPES, help=f"{text}transformers float32")
     return top
 
 

@@ -10,7 +10,6 @@ number: a run that was stopped and resumed writes the same losses, bit for bit, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -29,28 +28,19 @@ from needle.arguments import wrapped
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, full
 from needle.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from needle.data import DataError, Prefetch, run_batches, run_data
+from needle.data import DataError, Prefetch, TokenData, run_data
 from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, Subgroup
 from needle.files import Lock, printable
 from needle.heartbeat import supervised
 from needle.processes import program
-from needle.training import flags, folder, length, ranks, state, trackers, weights
+from needle.training import folder, ranks, start, trackers
+from needle.training import run as runs
 from needle.training.evaluation import evaluate
-from needle.training.exits import Ending
-from needle.training.run import (
-    Run,
-    finish,
-    is_finished,
-    is_kept,
-    keeps_weights,
-    longer,
-    report,
-    write_description,
-)
-from needle.training.session import Session
-from needle.training.settings import complete, data_of, may_choose_steps, model_config
+from needle.training.run import Run
+from needle.training.session import Ending, Session
+from needle.training.settings import Settings, check_new, complete, data_of, parse, resumed
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -65,9 +55,8 @@ def train(run: Run) -> int:
     step before it reads the loss of the one before, so that the device never waits.
     """
     settings, model, optimizer = run.settings, run.model, run.optimizer
-    batches, parallel, steps = run.batches, run.parallel, run.settings["steps"]
-    schedule = schedule_of(settings)
-    share = full((), 1 / (settings["grad_accum"] * parallel.context), "float32", run.device)
+    batches, parallel, schedule = run.batches, run.parallel, schedule_of(run.settings)
+    share = full((), 1 / (settings.grad_accum * parallel.context), "float32", run.device)
     loss_scale = Tensor.from_ndarray(share)
 
     def gradient(ids: Any, targets: Any) -> NDArray:
@@ -75,17 +64,14 @@ def train(run: Run) -> int:
         return forward_backward(model, ids, targets, loss_scale)
 
     with Session(run, gradient) as session:
-        if run.step == 0 and is_kept(settings, 0):
-            session.save()
-        if run.step == 0 and keeps_weights(settings, 0):
-            session.save_weights()
-        for step in range(run.step + 1, steps + 1):
+        session.begin()
+        for step in range(run.step + 1, settings.steps + 1):
             optimizer.lr, losses = schedule(step), []
             with session.reading(step):
                 for _ in parallel.own_micro_batches:
                     losses.append(session.gradient(*batches.next()))
                     parallel.add_micro_batch()
-            norm, scale = parallel.reduce(settings["clip"])
+            norm, scale = parallel.reduce(settings.clip)
             parallel.step(scale)
 
             due = session.end_step(step, losses, norm)
@@ -114,126 +100,126 @@ def forward_backward(
     return loss.cached_data
 
 
-def schedule_of(settings: dict) -> optim.Schedule:
+def schedule_of(settings: Settings) -> optim.Schedule:
     """Return the learning rates: a linear warmup, then constant, or down to a tenth of the peak."""
-    peak, warmup, steps = settings["lr"], settings["warmup"], settings["steps"]
-    if settings["schedule"] == "constant":
+    peak, warmup = settings.lr, settings.warmup
+    if settings.schedule == "constant":
         return optim.Constant(peak, warmup)
     kinds = {"cosine": optim.Cosine, "linear": optim.Linear, "pythia": optim.PythiaCosine}
-    return kinds[settings["schedule"]](peak, steps, warmup, floor=peak / 10)
+    return kinds[settings.schedule](peak, settings.steps, warmup, floor=peak / 10)
 
 
 # ---- data, model, optimizer --------------------------------------------------------------------
 
 
 def new_run(
-    args: argparse.Namespace, group: Group, path: Path | None = None, lock: Lock | None = None
+    given: Settings, group: Group, path: Path | None = None, lock: Lock | None = None
 ) -> Run:
-    """Make a run from the command line; of a `path`, the run that has begun there and not saved."""
-    device = ranks.open_device(args.device, group)
-    out, tokens, fingerprint, model = Path(args.out), args.tokens, None, None
+    """Make a run from flags; of a `path`, the run that has begun there and not saved."""
+    device, out, known = ranks.open_device(given.device, group), Path(given.out), None
+    fingerprint, model = None, None
     if path is None:
-        given = flags.given_anew(args)
+        check_new(given)
     else:
-        begun, tokens = state.Begun(path), None
-        state.check(begun)
-        given, fingerprint = flags.resumed(args, begun, path), begun.state["fingerprint"]
-        given["global_batch_size"] = given["batch_size"] * given["grad_accum"]
-    if given.get("init") is not None:
-        model, given = weights.start(given, tokens, device)
-    settings = complete(given, tokens, not device.is_host, group.size)
+        begun = runs.Begun(path)
+        runs.check_state(begun)
+        given, fingerprint = resumed(given, begun, path), begun.state["fingerprint"]
+        given.global_batch_size = given.sequences
+    if given.init is not None:
+        model, given = start.from_weights(given, device)
+    settings = complete(given, not device.is_host, group.size)
 
     # Check the name and the sizes before text is tokenised, which may take long.
-    if path is None and args.name is not None:
-        group.first("the name of the run", lambda: folder.check_free(out / args.name))
-    known = None
-    if path is None and (model is not None or "vocab_size" in settings):
-        known = group.first("the tokenizer", lambda: weights.known_ids(settings))
+    if path is None and given.name is not None:
+        group.first("the name of the run", lambda: folder.check_free(out / given.name))
+    if path is None and (model is not None or settings.vocab_size is not None):
+        known = group.first("the tokenizer", lambda: start.known_ids(settings))
     if model is None:
-        config = model_config(settings, known)
+        config = start.model_config(settings, known)
     else:
         config = model.config
-        weights.check_vocabulary(settings["init"], config, known)
-    check(args, settings, config, device)
-    described = data_of(settings)
-    with group.rank_0_first("the data"):
-        data = run_data(described, path, fingerprint, args.trust_data)
-        fingerprint = data.fingerprint  # hashed once a machine, if not in earlier starts
-    group.same("the data", fingerprint)
+        start.check_vocabulary(settings.init, config, known)
+    check(settings, config, device)
+    data = open_data(group, settings, path, fingerprint)
+    np.random.seed(settings.seed if settings.init_seed is None else settings.init_seed)
     if model is None:
-        config = model_config(settings, data.vocab_size)
-    if device.is_host and may_choose_steps(given, tokens, settings):
-        run_batches(data, described)  # reports too little text before a step is measured
-        given["steps"] = group.first(
-            "the number of steps", lambda: length.choose_steps(config, settings, device)
-        )
-        settings = complete(given, None, False, group.size)
-
-    np.random.seed(settings.get("init_seed", settings["seed"]))
-    if model is None:
+        config = start.model_config(settings, data.vocab_size)
         model = config.model_class(config, device=device)
-    batches = Prefetch(ranks.own_batches(group, settings, data, model.config.vocab_size), device)
+    batches = Prefetch(ranks.own_batches(group, settings, data, config.vocab_size), device)
     optimizer = optim.AdamW(
         nn.flatten_parameters(model),
-        lr=settings["lr"],
+        lr=settings.lr,
         beta1=0.9,
         beta2=0.95,
         eps=1e-8,
-        weight_decay=settings["weight_decay"],
+        weight_decay=settings.weight_decay,
     )
-    micro_batches, context = settings["grad_accum"], settings["context_parallel"]
-    parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
+    parallel = DataParallel(
+        group, optimizer.flat, optimizer, settings.grad_accum, settings.context_parallel
+    )
     set_up(model, parallel, settings)
 
     def take_folder() -> str:
         nonlocal lock
-        taken, lock = folder.begin(out, args.name, settings["model"])
+        taken, lock = folder.begin(out, given.name, settings.model)
         return str(taken)
 
     if path is None:
         path = Path(group.first("the folder of the run", take_folder))
-    run_id = state.id_of(settings, data, optimizer.flat)
-    run = Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel)
+    run_id = runs.id_of(settings, data, optimizer.flat)
+    run = Run(settings, path, lock, run_id, data, model, optimizer, batches, parallel)
     if group.rank == 0:
-        write_description(run)
+        runs.write_description(run)
     return run
 
 
-def check(args: argparse.Namespace, settings: dict, config: models.Config, device: Device) -> None:
+def check(settings: Settings, config: models.Config, device: Device) -> None:
     """Raise ValueError for what the model or the device cannot do."""
     model = config.meta_model(device)
-    if args.recompute and model.recompute is None:
+    if settings.recompute and model.recompute is None:
         raise ValueError(f"--recompute: a {type(model).__name__} cannot compute layers again")
-    if args.graph and not device.records_graphs:
+    if settings.graph and not device.records_graphs:
         raise ValueError(f"--graph: {device} records no graphs, as GPUs do: leave it out")
-    if args.graph and settings["context_parallel"] > 1:
+    if settings.graph and settings.context_parallel > 1:
         raise ValueError("--graph: not together with --context-parallel: leave it out")
-    if "fp8" in settings:
+    if settings.fp8:
         model.use_fp8()
     for _, part in model.named_modules():
         if isinstance(part, nn.Attention) and part.head_dim > 256:  # of its kernels
             raise ValueError(f"--heads: {part.head_dim} dimensions a head, but attention takes 256")
 
 
-def set_up(model: Any, parallel: DataParallel, settings: dict) -> None:
-    """Let ranks share sequences and products be in FP8 where the settings ask for it."""
+def open_data(
+    group: Group, settings: Settings, path: Path | None, fingerprint: str | None
+) -> TokenData:
+    """Open the data of a run on all ranks: rank 0 hashes and tokenises them for all of a machine.
+    fingerprint: that of a run which goes on in the folder `path`."""
+    with group.rank_0_first("the data"):
+        data = run_data(data_of(settings), path, fingerprint)
+    group.same("the data", data.fingerprint)
+    return data
+
+
+def set_up(model: Any, parallel: DataParallel, settings: Settings) -> None:
+    """Let ranks share sequences, products be in FP8, and layers be computed again, where the
+    settings ask for it."""
     if parallel.context > 1:
         model.share_sequences(Subgroup(parallel.group, parallel.context))
-    if "fp8" in settings:
+    if settings.fp8:
         model.use_fp8()
+    if settings.recompute:
+        model.recompute = True
 
 
 def resumed_run(
-    args: argparse.Namespace, group: Group, path: Path, lock: Lock | None, checkpoint: Checkpoint
+    given: Settings, group: Group, path: Path, lock: Lock | None, checkpoint: Checkpoint
 ) -> Run:
     """Make a run from its checkpoint; flags may repeat its settings."""
-    device, saved = ranks.open_device(args.device, group), checkpoint.state
-    state.check(checkpoint)
-    settings, config = flags.resumed(args, checkpoint, path), checkpoint.configuration()
-    check(args, settings, config, device)
-    with group.rank_0_first("the data"):
-        data = run_data(data_of(settings), path, saved["fingerprint"], args.trust_data)
-    group.same("the data", data.fingerprint)
+    device, saved = ranks.open_device(given.device, group), checkpoint.state
+    runs.check_state(checkpoint)
+    settings, config = resumed(given, checkpoint, path), checkpoint.configuration()
+    check(settings, config, device)
+    data = open_data(group, settings, path, saved["fingerprint"])
     batches = Prefetch(ranks.own_batches(group, settings, data, config.vocab_size), device)
     try:
         batches.seek(saved["data"])
@@ -243,71 +229,63 @@ def resumed_run(
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
-    micro_batches, context = settings["grad_accum"], settings["context_parallel"]
-    parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
+    parallel = DataParallel(
+        group, optimizer.flat, optimizer, settings.grad_accum, settings.context_parallel
+    )
     set_up(model, parallel, settings)
     step = saved["step"]
     print(printable(f"resuming {checkpoint.path} after step {step}"))
-    before, now = saved.get("products"), state.products_of(model)
+    before, now = saved.get("products"), runs.products_of(model)
     if before not in (None, now):
         print(wrapped(f"its steps were multiplied by {before}, these by {now}: bits may differ"))
-    run_id = saved["run"]
-    return Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel, step)
+    return Run(settings, path, lock, saved["run"], data, model, optimizer, batches, parallel, step)
 
 
 # ---- the command line --------------------------------------------------------------------------
 
 
-def make_run(args: argparse.Namespace, group: Group) -> Run:
+def make_run(given: Settings, group: Group) -> Run:
     """Make a new run, or the one that --resume finds. Rank 0 looks for it and holds its lock."""
-    found = None  # rank 0 keeps the open lock in `found`; others open by path
+    given, found = start.located(given), None  # rank 0 keeps the open lock in `found`
 
     def find() -> list[str | None] | None:
         nonlocal found
-        found = folder.resume(args.resume, Path(args.out), args.name)
+        found = folder.resume(given.resume, Path(given.out), given.name)
         return found and [str(found[0]), found[2] and str(found[2].path)]
 
-    paths = group.first("the run to resume", find) if args.resume else None
+    paths = group.first("the run to resume", find) if given.resume else None
     if paths is None:
-        run = new_run(args, group)
-    else:
-        path, lock, checkpoint = found or (Path(paths[0]), None, paths[1] and Checkpoint(paths[1]))
-        if checkpoint is None:
-            run = new_run(args, group, path, lock)
-        else:
-            run = resumed_run(args, group, path, lock, checkpoint)
-    if args.recompute:
-        run.model.recompute = True
-    return run
+        return new_run(given, group)
+    path, lock, checkpoint = found or (Path(paths[0]), None, paths[1] and Checkpoint(paths[1]))
+    if checkpoint is None:
+        return new_run(given, group, path, lock)
+    return resumed_run(given, group, path, lock, checkpoint)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    args, words = flags.parse(argv), sys.argv[1:] if argv is None else argv
+    given, words = parse(argv), sys.argv[1:] if argv is None else argv
     command = [sys.executable, str(Path(__file__).resolve()), *words]
     with Ending() as ending:
         place = environment.find()
-        if args.supervise and not supervised() and (place is None or place.size == 1):
-            return supervise.Supervisor(command, args.hang_seconds, folder.again).run()
-        if ranks.starts_ranks(args, place):
-            return spawn.run(command, args.gpus)
-        trackers.check(args)
-        ending.ranks = group = ranks.join(args, words, place, Path(__file__))
-        ending.run = run = make_run(args, group)
+        if given.supervise and not supervised() and (place is None or place.size == 1):
+            return supervise.Supervisor(command, given.hang_seconds, folder.again).run()
+        if ranks.starts_ranks(given, place):
+            return spawn.run(command, given.gpus)
+        trackers.check(given)
+        ending.ranks = group = ranks.join(given, words, place, Path(__file__))
+        ending.run = run = make_run(given, group)
         print(wrapped(str(run.model)))
         if run.model.fp8:
-            products = f"{state.products_in_fp8(run.model)}, all others in {run.settings['dtype']}"
+            products = f"{runs.products_in_fp8(run.model)}, all others in {run.settings.dtype}"
             print(wrapped(products))
         if run.data.tokenizer is not None:
             print(wrapped(str(run.data.tokenizer)))
         print(wrapped(f"{run.data.source}\nrun: {run.folder}"), flush=True)
-        if run.step < run.settings["steps"]:
+        if run.step < run.settings.steps:
             ending.code = train(run)
         else:
-            if group.rank == 0 and not is_finished(run):
-                finish(run)
-            text = f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}"
-            report(wrapped(text))
+            runs.finish_again(run)
             ending.code = 0
     return ending.code
 

@@ -1,12 +1,11 @@
-"""The command line: types of arguments for argparse, tables in the words of --help, its lines."""
+"""The command line: types of arguments for argparse, and lines that fit a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from needle.files import named, printable
@@ -36,6 +35,12 @@ def told(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 path = told(named)  # of files and folders
+
+
+def path_name(text: str) -> str:
+    """The type of paths that are kept as they are written, as in config.json."""
+    path(text)
+    return text
 
 
 def whole(low: int, high: int = MOST) -> Callable[[str], int]:
@@ -85,22 +90,3 @@ class Defaults(argparse.ArgumentDefaultsHelpFormatter):
         if action.default in (None, []) or action.default is False:
             return action.help
         return super()._get_help_string(action)
-
-
-# A flag from the start of a line: --NAME [VALUE], two spaces, help.
-ROW = re.compile(r"^--([\w-]+)(?: ([A-Z]+))?  (.*?)(?=^--|\Z)", re.MULTILINE | re.DOTALL)
-
-
-def rows(
-    table: str, kinds: Mapping[str, Callable], options: Mapping[str, dict]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, help, keywords of add_argument) of each flag of a table. kinds: the type of a
-    value by the value's name. options: keywords by the flag's name, which come first. A flag
-    without a value and options is a switch."""
-    for name, value, text in ROW.findall(table):
-        more = dict(options.get(name, {} if value else {"action": "store_true"}))
-        if value:
-            more["metavar"] = value
-            if not more.keys() & {"type", "choices"} and value in kinds:
-                more["type"] = kinds[value]
-        yield name, text, more

@@ -2,17 +2,15 @@
 
 notebook        fit, the loop of a notebook; saved: open_run, a run's folder in Python
 graphed         GraphedStep: a micro-batch replayed as one CUDA graph
-flags           the command line, a table; settings: its defaults and the settings of a run
-recipes         how the published Pythias were trained
+settings        the flags of a run, their help and defaults, and what config.json keeps of them
+recipes         how the published Pythias were trained; which steps --keep keeps
+start           the model that a run starts with: of a shape, or of weights
 run             Run, its checkpoints, and how to go on with it
-session         the surroundings of the loop: log, stop signals, the end of all ranks
+session         the surroundings of the loop and of the program: log, stop signals, exit codes
 folder          runs/NAME: the free name, the process that owns it, the checkpoint to resume
 log, plot       metrics.jsonl, the progress bar, loss.png; trackers: TensorBoard and W&B
 evaluation      the loss on held-out data
-state, weights  what a run resumes from; what --init starts from
-length          how many steps fit into three minutes
 ranks           the processes of a run, their devices, their agreement
-exits           errors as messages and exit codes
 """
 
 from needle.training.graphed import GraphedStep, worth_recording

@@ -10,6 +10,7 @@ from needle.distributed.data_parallel import DataParallel
 from needle.heartbeat import beat
 from needle.models.language import LanguageModel
 from needle.training.ranks import own_columns
+from needle.training.settings import Settings
 
 # The most tokens, and the most batches, of an evaluation.
 EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
@@ -17,7 +18,7 @@ EVAL_BATCHES = 32
 
 
 def evaluate(
-    model: LanguageModel, data: TokenData, settings: dict, parallel: DataParallel
+    model: LanguageModel, data: TokenData, settings: Settings, parallel: DataParallel
 ) -> dict[str, float]:
     """Return val_loss in nats a token, and val_bits_per_byte if the tokenizer is known.
 
@@ -25,8 +26,8 @@ def evaluate(
     raised after the ranks have met.
     """
     tokens = data.held_out
-    length = settings["seq_len"]
-    rows = min(settings["batch_size"], max(len(tokens) - 1, 0) // length)
+    length = settings.seq_len
+    rows = min(settings.batch_size, max(len(tokens) - 1, 0) // length)
     if rows == 0:
         return {}
     ranks, context = parallel.group, parallel.context

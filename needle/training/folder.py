@@ -36,7 +36,7 @@ from needle.files import (
     FileError,
     Lock,
     described,
-    reading,
+    read_json,
     remove_leftovers,
     replacing,
     similar,
@@ -125,8 +125,7 @@ def note_saved(folder: Path) -> None:
 
 
 def read_description(folder: Path) -> dict:
-    with reading(folder / "config.json") as file:
-        return json.loads(file.read())
+    return read_json(folder / "config.json")
 
 
 def write_description(folder: Path, description: dict) -> None:

@@ -55,10 +55,12 @@ def read_lines(path: Path) -> list[dict]:
     for text in texts:
         try:
             line = json.loads(text)
-            if all(isinstance(line[key], (int, float)) for key in ("step", "loss", "tokens")):
-                lines.append(line)
-        except (ValueError, LookupError, TypeError, RecursionError):
+            kinds = {name: type(value) for name, value in line.items()}
+        except (ValueError, AttributeError, RecursionError):
             continue
+        whole = kinds.get("step") is kinds.get("tokens") is int
+        if whole and "loss" in kinds and {*kinds.values()} <= {int, float}:
+            lines.append(line)
     return lines
 
 

@@ -5,7 +5,6 @@ A single process uses the same code with world size 1.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -26,13 +25,13 @@ from needle.distributed.tree import own_micro_batches
 from needle.files import described
 from needle.heartbeat import FILE, beat, rest
 from needle.ops import ring_chunks
-from needle.training.settings import data_of
+from needle.training.settings import Settings, data_of
 
 
-def starts_ranks(args: argparse.Namespace, place: Place | None) -> bool:
+def starts_ranks(settings: Settings, place: Place | None) -> bool:
     """True if --gpus makes this process the one that starts the ranks. Raise ValueError if so many
     cannot be started here."""
-    count = args.gpus
+    count = settings.gpus
     if count is None or (place is not None and place.launcher == "needle"):
         return False
     if place is not None:
@@ -40,10 +39,10 @@ def starts_ranks(args: argparse.Namespace, place: Place | None) -> bool:
             f"--gpus {count}: {place.launcher} has started this process as rank {place.rank} of "
             f"{place.size}: leave --gpus out, and let {place.launcher} start a rank for each GPU"
         )
-    if args.device not in ("auto", "cuda"):
+    if settings.device not in ("auto", "cuda"):
         raise ValueError(
-            f"--gpus {count}: with --device {args.device} there is nothing to share: leave one of "
-            "them out (CUDA_VISIBLE_DEVICES chooses among GPUs)"
+            f"--gpus {count}: with --device {settings.device} there is nothing to share: leave one "
+            "of them out (CUDA_VISIBLE_DEVICES chooses among GPUs)"
         )
     visible = visible_gpus()
     if count > visible:
@@ -55,14 +54,14 @@ def starts_ranks(args: argparse.Namespace, place: Place | None) -> bool:
     return count > 1
 
 
-def join(args: argparse.Namespace, argv: list[str], place: Place | None, program: Path) -> Group:
+def join(settings: Settings, argv: list[str], place: Place | None, program: Path) -> Group:
     """Join the ranks that were started together, once their flags, sources and versions agree.
 
     Rank 0 alone prints, and alone tells the supervisor. program: the file that runs.
     """
     if place is None or place.size == 1:
         return Group()
-    if args.supervise and place.launcher != "needle":
+    if settings.supervise and place.launcher != "needle":
         raise ValueError(
             "--supervise: each rank would have a supervisor of its own: start all under one, "
             f"needle supervise -- {place.launcher} ..."
@@ -101,9 +100,9 @@ def open_device(name: str, ranks: Group) -> Device:
     return device
 
 
-def own_batches(ranks: Group, settings: dict, data: TokenData, vocab_size: int) -> Batches:
+def own_batches(ranks: Group, settings: Settings, data: TokenData, vocab_size: int) -> Batches:
     """Return this rank's share of each step's micro-batches."""
-    context, every = settings["context_parallel"], settings["grad_accum"]
+    context, every = settings.context_parallel, settings.grad_accum
     batches = run_batches(data, data_of(settings), vocab_size)
     own = own_micro_batches(every, ranks.rank // context, ranks.size // context)
     batches.share(own, every, own_columns(batches.seq_len, ranks, context))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 SEQUENCES = 1024  # a step
 
@@ -43,19 +44,12 @@ def values(recipe: str, model: str) -> dict:
     return {**_VALUES, "schedule": SCHEDULES[recipe], "lr": PEAK_LR.get(model, 1e-3)}
 
 
-def warmup(steps: int) -> int:
-    """Return the number of steps in which the rate rises: a hundredth of all."""
-    return steps // 100
-
-
-def changes(settings: dict) -> dict[str, dict]:
-    """Return where a run differs from its recipe: {setting: {"recipe": value, "run": value}}."""
-    wanted = {
-        **values(settings["recipe"], settings["model"]),
-        "sparse": None,
-        "sequences_per_step": SEQUENCES,
-    }
-    actual = {**settings, "sequences_per_step": settings["batch_size"] * settings["grad_accum"]}
+def changes(settings: Any) -> dict[str, dict]:
+    """Return where the Settings of a run differ from its recipe: {setting: {"recipe": value, "run":
+    value}}."""
+    wanted = {**values(settings.recipe, settings.model), "sparse": None}
+    wanted["sequences_per_step"] = SEQUENCES
+    actual = {**vars(settings), "sequences_per_step": settings.sequences}
     return {
         name: {"recipe": value, "run": actual[name]}
         for name, value in wanted.items()

@@ -22,7 +22,7 @@ from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import read_description
 from needle.training.log import read_lines
-from needle.training.settings import described_config
+from needle.training.start import described_config
 
 
 class SavedRun:

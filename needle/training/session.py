@@ -1,15 +1,19 @@
-"""Session: the context of a training loop. It owns the log, the handlers of stop signals and graph
-replay, and ends on all ranks after the same step."""
+"""The surroundings of a training: of its loop, Session, and of the whole program, Ending."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from needle._C import NDArray
+from needle._C import CudaError, CudaFatalError, NDArray
+from needle.distributed.control import RankError, RankFailed
+from needle.distributed.group import Group
+from needle.files import described, printable
 from needle.heartbeat import beat
 from needle.peaks import peak
 from needle.training import trackers
@@ -62,7 +66,8 @@ class Stop:
 
 
 class Session:
-    """Run the loop of a run inside `with`; `conclude` then gives the exit code.
+    """Run the loop of a run inside `with`; `conclude` then gives the exit code. A Session owns the
+    log, the handlers of stop signals and graph replay, and ends on all ranks after the same step.
 
     compute(ids, targets): makes the gradient of a micro-batch and returns its loss. `gradient` is
     the same, replayed as a graph if the run asks for it or if it is faster. An error that a step
@@ -73,8 +78,8 @@ class Session:
         self.run, parallel = run, run.parallel
         self.ranks, self.gradient = parallel.group, compute
         self.ranks.same("the weights", parallel.digest())
-        shape = run.settings["batch_size"], run.settings["seq_len"] // parallel.context
-        recorded = run.args.graph
+        shape = run.settings.batch_size, run.settings.seq_len // parallel.context
+        recorded = run.settings.graph
         if recorded is None:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
         if recorded:
@@ -89,6 +94,13 @@ class Session:
         self._stop = Stop()
         beat(self.run.step)
         return self
+
+    def begin(self) -> None:
+        """Save what is kept of step 0."""
+        if self.run.step == 0 and is_kept(self.run.settings, 0):
+            self.save()
+        if self.run.step == 0 and keeps_weights(self.run.settings, 0):
+            self.save_weights()
 
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[None]:
@@ -117,10 +129,10 @@ class Session:
         self._reason, self._failure = agree(
             self.ranks, "the end of the step", failure, self._stop.reason
         )
-        is_last, settings = step == run.settings["steps"], run.settings
+        is_last, settings = step == run.settings.steps, run.settings
         ends = is_last or self._reason is not None or self._failure is not None
-        evaluates = is_last or _is_due(step, settings["eval_every"])
-        saves = ends or _is_due(step, settings["save_every"]) or is_kept(settings, step)
+        evaluates = is_last or _is_due(step, settings.eval_every)
+        saves = ends or _is_due(step, settings.save_every) or is_kept(settings, step)
         return Due(evaluates, keeps_weights(settings, step), saves, ends)
 
     @contextlib.contextmanager
@@ -174,7 +186,7 @@ class Session:
         run, log = self.run, self.log
         if isinstance(self._failure, NotFinite):
             return 1
-        if run.step < run.settings["steps"] or self._failure is not None:
+        if run.step < run.settings.steps or self._failure is not None:
             if self.ranks.rank == 0:
                 report_stop(run, self._reason, self._failure)
             return 0 if self._failure is None else 1
@@ -192,18 +204,73 @@ def open_log(run: Run) -> RunLog:
     settings, opened = run.settings, []
     if run.lock is not None:
         with run.lock.writing() as at:
-            opened = trackers.start(run.args, run.folder, at, run.step, settings)
+            opened = trackers.start(settings, run.folder, at, run.step, settings.to_json())
     return RunLog(
         run.lock,
         run.device,
         run.step,
-        settings["steps"],
-        settings["batch_size"] * settings["seq_len"] * settings["grad_accum"],
-        run.model.flops_per_token(settings["seq_len"]),
-        peak(run.device.properties()["name"], settings["dtype"]),
+        settings.steps,
+        settings.sequences * settings.seq_len,
+        run.model.flops_per_token(settings.seq_len),
+        peak(run.device.properties()["name"], settings.dtype),
         opened,
     )
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+# ---- the end of the program --------------------------------------------------------------------
+
+
+def outcome(error: BaseException | None) -> tuple[str, int] | None:
+    """Return (message, exit code) of an error that users meet, None of any other."""
+    if isinstance(error, CudaFatalError):
+        return f"the GPU is lost: {error}\nstart again with --resume auto", os.EX_TEMPFAIL
+    if isinstance(error, (CudaError, MemoryError)):
+        remedy = "--recompute, or a smaller --batch-size, with --grad-accum to keep the step's size"
+        return f"{str(error) or 'out of memory'}\n(where memory ran out: {remedy})", 1
+    if isinstance(error, (RankError, RankFailed)):
+        return str(error), error.code
+    if isinstance(error, BrokenPipeError):
+        return None
+    if isinstance(error, (ValueError, OSError)):
+        return described(error), 1
+    if isinstance(error, KeyboardInterrupt):  # before the first step, or for the second time
+        return "interrupted", 130
+    return None
+
+
+class Ending:
+    """End a program: report its error, release the run's folder, and leave the other ranks.
+
+    with Ending() as ending:
+        ...
+        ending.code = 0
+    return ending.code
+    """
+
+    def __init__(self) -> None:
+        self.ranks, self.run, self.code = Group(), None, 1
+        self.run: Run | None
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        ranks, known, reason = self.ranks, outcome(error), None
+        if known is not None:
+            reason, self.code = known
+        elif error is not None:
+            reason, self.code = f"{type(error).__name__}: {error}", 1
+        reports = known is not None and not isinstance(error, RankFailed)  # which another reports
+        if reports and ranks.rank == 0:
+            print(printable(f"needle train: {reason}"), file=sys.stderr)
+        if self.run is not None and self.run.lock is not None:
+            self.run.lock.release()
+        ranks.close(reason, self.code)
+        if reports and ranks.rank > 0:
+            who = "" if reason.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "
+            print(printable(f"needle train: {who}{reason}"), file=sys.stderr)
+        return known is not None

@@ -1,62 +1,317 @@
-"""The settings of a run: a flat dictionary of JSON values, complete from its first step.
+"""The settings of a run: the flags of `needle train`, their help and defaults, and config.json.
 
-A value comes from a flag, else from the recipe, else from the defaults below. A resumed run takes
-its settings from the checkpoint. Flags may then repeat the settings of RESULTS, which decide the
-numbers that the run computes, and change those of OTHERS.
+A field of Settings is a flag. The command line fills in the fields that it names and leaves None
+in the others, `complete` makes the settings of a new run of them, and config.json and each
+checkpoint hold the kept ones as JSON. A resumed run takes those from its checkpoint. Flags may then
+repeat them, and change the ones of FREE.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
+import re
+import shlex
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
-from needle import hf, models
+from needle import models
+from needle.arguments import Parser, number, path_name, told, whole
+from needle.backend_ndarray import check_device_name
+from needle.checkpoint import Checkpoint, CheckpointError
 from needle.distributed.tree import fitting_ranks, own_micro_batches
-from needle.files import FileError, reading
+from needle.models.pythia import SPARSE_PATTERNS
+from needle.models.registry import imported
 from needle.ops import ring_chunks
 from needle.ops.fp8 import MULTIPLE
-from needle.training import length, recipes
+from needle.supervise import HANG_SECONDS
+from needle.training import recipes
+from needle.training.folder import flag as flag_words
+from needle.training.folder import is_free
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+# ---- values ------------------------------------------------------------------------------------
 
-# Setting: on a CPU, on a GPU, and of the model `tiny`, which a CPU trains in minutes.
-DEFAULTS = {
-    "model": ("tiny", "pythia-70m"),
-    "batch_size": (4, 16, 16),
-    "seq_len": (512, 2048, 256),
-    "steps": (100, 300, length.MOST),
-    "lr": (1e-3, 1e-3, 3e-3),
-    "dtype": ("float32", "bfloat16"),
-    "eval_every": (25, 50, 50),
-    "save_every": (25, 100, 50),
-}
-COMMON = {
-    "recipe": None,
-    "init": None,
-    "data": None,
-    "tokenizer": None,
-    "grad_accum": 1,
-    "context_parallel": 1,
-    "schedule": "cosine",
-    "weight_decay": 0.1,
-    "clip": 1.0,
-    "seed": 1234,
-    "sparse": None,
-}
-OTHERS = ("eval_every", "save_every")
-RESULTS = tuple(name for name in (*COMMON, *DEFAULTS, "warmup") if name not in OTHERS)
 
-# Settings that only a run has whose command line gave them, with their types. `config` holds the
-# content of the file: `model`, a registered name, and fields of its configuration.
-OPTIONAL = {
-    **{"import": str, "config": dict, "layers": int, "hidden": int, "heads": int},
-    **{"vocab_size": int, "no_mlp": bool, "init_seed": int, "data_seed": int, "keep": str},
-    **{"keep_optimizer": bool, "fp8": bool, "window": int, "end_of_text": str},
-}
+def run_name(text: str) -> str:
+    path_name(text)
+    if "/" in text or text.startswith("."):
+        raise argparse.ArgumentTypeError(
+            f"must be a name for a folder, without '/' and not beginning with '.', not {text!r}"
+        )
+    return text
+
+
+@told
+def kept_steps(text: str) -> str:
+    recipes.keeps(text)
+    return text
+
+
+class Kind:
+    """The kind of a flag's values, by the keywords of add_argument."""
+
+    def __init__(self, metavar: str | None = None, type: Any = None, **more: Any) -> None:
+        value = {} if type is None else {"metavar": metavar, "type": type}
+        self.keywords: dict[str, Any] = value | more
+
+
+Switch = Annotated[bool, Kind(action="store_true")]
+OnOff = Annotated[bool, Kind(action=argparse.BooleanOptionalAction)]
+Count = Annotated[int, Kind("N", whole(1))]
+CountOrZero = Annotated[int, Kind("N", whole(0))]
+Seed = Annotated[int, Kind("N", whole(0, 2**32 - 1))]  # as NumPy takes them
+Positive = Annotated[float, Kind("X", number(0, above=True))]
+NotNegative = Annotated[float, Kind("X", number(0))]
+Text = Annotated[str, Kind("NAME", str)]
+PathName = Annotated[str, Kind("PATH", path_name)]
+File = Annotated[str, Kind("FILE", path_name)]
+Import = Annotated[str, Kind("FILE", imported)]
+RunName = Annotated[str, Kind("NAME", run_name)]
+Keep = Annotated[str, Kind("STEPS", kept_steps)]
+DeviceName = Annotated[str, Kind("NAME", told(check_device_name))]
+Recipe = Annotated[str, Kind(choices=recipes.NAMES)]
+Dtype = Annotated[str, Kind(choices=("float32", "bfloat16"))]
+Schedule = Annotated[str, Kind(choices=("cosine", "linear", "constant", "pythia"))]
+Pattern = Annotated[str, Kind("PATTERN", str, nargs="?", const="mixed", choices=SPARSE_PATTERNS)]
+
+
+def flag(group: str, help: str, default: Any = None, own: Any = None) -> Any:
+    """Return the field of a flag of a group.
+
+    default: of a new run; two are those on a CPU and on a GPU, a third is that of the model `tiny`.
+    own: the default of a flag that no file keeps.
+    """
+    shown = own if default is None else default
+    if isinstance(shown, tuple):
+        form = "tiny {2}, others {0} | {1}" if len(shown) == 3 else "{0} | {1}"
+        shown = form.format(*shown)
+    if shown is not None and "(default" not in help:
+        help = f"{help.rstrip()} (default: {shown})"
+    metadata = {"group": group, "help": help, "default": default}
+    return dataclasses.field(default=own, metadata=metadata)
+
+
+of_model, of_data = partial(flag, "model"), partial(flag, "data")
+of_training, of_output = partial(flag, "training"), partial(flag, "output")
+
+# ---- the flags ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Settings:
+    """The settings of a run, by the names of their flags; `import_` is --import.
+
+    Of a run, fields whose type is not `... | None` have a value. `config` holds the name of a file
+    from the command line, and of a run the file's content: `model`, a registered name, and fields
+    of its configuration.
+    """
+
+    recipe: Recipe | None = flag(
+        "recipe",
+        """
+        pythia: the learning rate of GPT-NeoX's code, 0 at the first step, then a cosine to 0 that
+        stops at a tenth of the peak after 80 %% of the steps; pythia-fixed: as intended, a cosine
+        that reaches a tenth of the peak at the last step. Checkpoints of steps 0, 1, 2, 4 ... 512
+        and every 1,000 are never deleted (154 files; of the 70m each is 1 GB with the optimizer's
+        state). Without --model it trains pythia-70m (default: none)
+    """,
+    )
+
+    model: Text = of_model("tiny, pythia-14m, -31m, -70m ... -12b, or auto", ("tiny", "pythia-70m"))
+    import_: Import | None = of_model("""
+        register a model of one's own; by this Python file, which is run first (models.register):
+        its presets are names for --model, and a resumed run needs it again
+    """)
+    init: PathName | None = of_model("""
+        start from the weights of a run, a file or a folder; a checkpoint, the folder of a run, or a
+        folder that transformers saved, with its tokenizer, and a fresh optimizer (default: random
+        weights)
+    """)
+    layers: Count | None = of_model("""
+        of the model; so with the next four: instead of the preset's (default: of the preset)
+    """)
+    hidden: Count | None = of_model("size of the residual stream, a multiple of --heads")
+    heads: Count | None = of_model("of attention")
+    vocab_size: Count | None = of_model("of the model; and of a tokenizer that is trained on text")
+    no_mlp: Switch | None = of_model("""
+        layers of attention alone; no model of transformers has such: it cannot be exported
+    """)
+    config: File | dict | None = of_model("""
+        the model by a TOML or JSON file; instead of --model: the fields of a configuration, or the
+        config.json of a run or of a model of transformers; flags change its fields
+    """)
+    sparse: Pattern | None = of_model(f"""
+        block-sparse attention; PATTERN is one of {", ".join(SPARSE_PATTERNS)} (default: off;
+        without PATTERN: mixed, a local window and the first block)
+    """)
+    window: Count | None = of_model("""
+        of --sparse: how many tokens a query sees back; of the pattern strided the stride (default:
+        a quarter of the sequence, 64 at least)
+    """)
+    dtype: Dtype = of_model(
+        "of weights and activations; bfloat16 keeps float32 master weights in the optimizer",
+        ("float32", "bfloat16"),
+    )
+    fp8: Switch | None = of_model("""
+        products in FP8, faster on a Hopper GPU; the products of the head up to a width of 1024, and
+        those of layers from 512 on, while training: e4m3 forward, e5m2 for gradients; weights,
+        checkpoints and evaluations are in --dtype. The parts in FP8 are printed at the start and
+        kept in checkpoints. The width, the vocabulary and the tokens of a micro-batch must be
+        multiples of 16; a GPU must have compute capability 9.0 (Hopper)
+    """)
+
+    data: PathName | None = of_data("""
+        text, JSON lines, or files of tokens; .gz and .zst too, a folder or quoted pattern of them;
+        tokens are Megatron's .bin/.idx, Pythia's preshuffled rows, nanoGPT's train.bin, .npy; the
+        kind is found out and named (default: the sources of the Python standard library)
+    """)
+    tokenizer: PathName | None = of_data("""
+        a tokenizer.json (default: a byte-level BPE trained once on the text and cached: 4096 tokens
+        for tiny, 50257 for the others)
+    """)
+    end_of_text: Text | None = of_data("""
+        the token of --tokenizer after each document (default: as the files beside the
+        tokenizer.json name it; the run prints it)
+    """)
+    batch_size: Count = of_data("sequences a micro-batch", (4, 16, 16))
+    seq_len: Count = of_data("tokens a sequence", (512, 2048, 256))
+
+    grad_accum: Count = of_training(
+        "micro-batches a step; shared by all ranks (default: one a rank, or what "
+        "--global-batch-size or the recipe needs)",
+        1,
+    )
+    context_parallel: Count = of_training(
+        "so many neighbouring ranks share each sequence, for those longer than one holds: each has "
+        "--seq-len / N tokens, which must be a multiple of 2 N",
+        1,
+    )
+    global_batch_size: Count | None = of_training("""
+        sequences a step: --batch-size times --grad-accum; what of the two is not given follows from
+        it (default: of a recipe 1024, else what the two give)
+    """)
+    steps: Count = of_training("optimizer steps", (100, 300, 600))
+    tokens: Count | None = of_training("instead of --steps; rounded up to whole steps")
+    lr: Positive = of_training(
+        "peak learning rate (default: tiny 0.003, others as in the Pythia paper, 1e-3 for the 70m)",
+        (1e-3, 1e-3, 3e-3),
+    )
+    schedule: Schedule = of_training(
+        "of the learning rate after the warmup: down to a tenth along a cosine or a line, or "
+        "constant; pythia: as in the recipe of this name",
+        "cosine",
+    )
+    warmup: CountOrZero = of_training("""
+        steps in which the rate rises from 0 (default: a tenth of all; of a recipe a hundredth)
+    """)
+    weight_decay: NotNegative = of_training(
+        "of matrices and embeddings; biases and norms have none", 0.1
+    )
+    clip: NotNegative = of_training("largest gradient norm; 0: never clipped", 1.0)
+    device: DeviceName = of_training(
+        "auto, cpu, cuda or cuda:INDEX (default: auto: the first GPU that can be used, else the "
+        "CPU)",
+        own="auto",
+    )
+    gpus: Count | None = of_training("""
+        train on the first N GPUs; a rank on each, with the bits of one; without it on one, or on
+        what a launcher (torchrun, srun, mpirun) starts (default: 1)
+    """)
+    recompute: Switch | None = of_training("""
+        keep of each layer only what it reads, and compute it again in the backward: the same bits
+        with less memory, for the time of a second forward; a resumed run needs it again
+    """)
+    graph: OnOff | None = of_training("""
+        record a micro-batch once and replay it as one CUDA graph: faster where batches are so small
+        that the host cannot keep up; the same bits, with memory of its own beside that of
+        evaluations; a resumed run may change it (default: on a GPU for micro-batches of up to
+        16,384 tokens)
+    """)
+    seed: Seed = of_training("of weights, order of the data and sample", 1234)
+    init_seed: Seed | None = of_training("of the weights alone (default: --seed)")
+    data_seed: Seed | None = of_training("of the order of the data alone (default: --seed)")
+
+    eval_every: CountOrZero = of_output(
+        "steps between evaluations; on the held-out part; 0: only at the end", (25, 50, 50)
+    )
+    save_every: CountOrZero = of_output(
+        "steps between checkpoints; 0: only at the end. Three kinds are kept: the last two, the "
+        "last one followed by N finite steps (one of the two, unless stops saved more), and those "
+        "of a recipe",
+        (25, 100, 50),
+    )
+    keep: Keep | None = of_output("""
+        weights kept for good, as 1,2,4,...,512 or log; the weights of these steps, in
+        checkpoints/weights_N.safetensors; "..." stands for the numbers that follow, as in
+        1,2,4,...,512,1000,..., and log for 0 and the powers of two (default: none)
+    """)
+    keep_optimizer: Switch | None = of_output("""
+        of the steps of --keep keep whole checkpoints, from which a run can resume
+    """)
+    out: PathName = of_output("where runs are written", own="runs")
+    name: RunName | None = of_output("""
+        of the run's folder in there (default: the model's name, with a number where it is taken)
+    """)
+    tensorboard: Switch | None = of_output("""
+        write what metrics.jsonl gets for TensorBoard too, to the run's folder tensorboard/ (needs
+        the package tensorboard or tensorboardX)
+    """)
+    wandb: Text | None = of_output("""
+        send it to this project of Weights & Biases (needs the package wandb; WANDB_MODE=offline
+        keeps it on this machine)
+    """)
+    resume: PathName | None = of_output("""
+        go on: auto, the folder of a run, or a checkpoint; auto: the newest good checkpoint of the
+        run --name, without it of all runs in --out; where none was ever saved, auto starts from the
+        beginning, with the settings of the config.json that is there
+    """)
+
+    supervise: Switch | None = flag("faults", "run under a supervisor (default: off)")
+    hang_seconds: Positive = flag(
+        "faults",
+        "of --supervise: a step, a batch of an evaluation or a save that takes longer is a hang",
+        own=HANG_SECONDS,
+    )
+
+    def named(self) -> dict[str, Any]:
+        """Return the kept settings that the command line names."""
+        values = ((name, getattr(self, name)) for name in KEPT)
+        return {name: value for name, value in values if value is not None and value is not False}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what config.json and checkpoints hold."""
+        return {word(name): getattr(self, name) for name in KEPT}
+
+    def words(self, *names: str) -> list[str]:
+        """Return these flags in the words of a command line, as far as they are given."""
+        found = []
+        for name in names:
+            value = getattr(self, name)
+            if value is False:
+                found.append(f"--no-{name}")
+            elif value is True:
+                found.append(option(name))
+            elif value != FIELDS[name].default:
+                text = f"{value:g}" if isinstance(value, float) else value
+                found += flag_words(option(name), text)
+        return found
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.batch_size * self.grad_accum
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+TYPES = get_type_hints(Settings, include_extras=True)
+# Flags of one start, which no file keeps.
+PASSING = {"global_batch_size", "tokens", "device", "gpus", "recompute", "graph", "out", "name"}
+PASSING |= {"tensorboard", "wandb", "resume", "supervise", "hang_seconds"}
+KEPT = [name for name in FIELDS if name not in PASSING]
+# Kept settings that a resumed run may have otherwise. Data are compared by their tokens.
+FREE = {"eval_every", "save_every", "keep", "keep_optimizer", "data", "tokenizer", "import_"}
 # Flags of the model's shape, by fields of its configuration.
 SHAPE = {
     "layers": "num_layers",
@@ -67,69 +322,186 @@ SHAPE = {
 }
 
 
-def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> dict:
-    """Return all settings of a new run from those that flags name.
+def word(name: str) -> str:
+    """Return the name of a field in config.json: Python has the word `import` for itself."""
+    return name.rstrip("_")
 
-    tokens: of --tokens; they become steps. ranks: where no flag says how many micro-batches a step
-    has, each rank computes one. Raise ValueError for a batch or a warmup that cannot be as named.
+
+def option(name: str) -> str:
+    return f"--{word(name).replace('_', '-')}"
+
+
+# ---- the command line --------------------------------------------------------------------------
+
+GROUPS = {
+    "recipe": """
+The way in which the published Pythias were trained: 143,000 steps of 1,024 sequences of 2,048
+tokens, the paper's learning rate for the model, warmup over 1,430 steps, decay 0.1, clipping at 1.
+Every flag below still changes its value, and the run's config.json lists what was changed. With
+other --steps the schedule is the recipe's, shrunk or stretched: the warmup is a hundredth of the
+steps (--warmup changes it), and the decay's period is all of them.
+""",
+    "faults": """
+A supervisor restarts the run with --resume auto, and with the same losses bit for bit, after exit
+code 75, after a signal that killed it, and after a hang. Three failures without a further step end
+the run; the third try waits for each op, so that the fault names its op. Each is a line of
+faults.jsonl in the run's folder. Of any command: needle supervise -- COMMAND.
+""",
+}
+DESCRIPTION = """
+Trains a Pythia (GPT-NeoX) language model. Without flags: on the sources of the Python standard
+library, with sizes that suit the device.
+"""
+EPILOG = """
+Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped by SIGINT,
+SIGTERM, SIGHUP or a closed pipe after saving; 1 an error, or a loss that is not finite; 2 a bad
+flag; 75 (os.EX_TEMPFAIL) the GPU is lost: start again with --resume auto, as --supervise does by
+itself; 130 Ctrl-C before the first step, or for the second time.
+"""
+
+
+class Help(argparse.Action):
+    """Print the common flags, or with `all` every flag, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        print(_parser(rare=given[1] == "all").format_help(), end="")
+        parser.exit()
+
+
+# What --help leaves out. Of the others it has the first part of their help.
+RARE = {"recipe", "sparse", "window", "dtype", "end_of_text", "context_parallel", "schedule"}
+RARE |= {"global_batch_size", "weight_decay", "clip", "recompute", "graph", "keep_optimizer"}
+RARE |= {"tensorboard", "wandb", "hang_seconds"}
+
+
+def _parser(rare: bool = True) -> Parser:
+    top = Parser(
+        prog="needle train",
+        usage="%(prog)s [FLAG ...]; --help: common flags, --help all: every flag",
+        description=DESCRIPTION,
+        epilog=EPILOG if rare else "--help all: every flag with its default",
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    top.add_argument(
+        "-h", "--help", action=Help, nargs="?", choices=("all",), help=argparse.SUPPRESS
+    )
+    groups = {}
+    for name, field in FIELDS.items():
+        group, text = field.metadata["group"], field.metadata["help"]
+        if group not in groups:
+            groups[group] = top.add_argument_group(group, GROUPS.get(group) if rare else None)
+        if not rare:
+            text = argparse.SUPPRESS if name in RARE else re.split("; | [(]", text)[0]
+        groups[group].add_argument(option(name), dest=name, help=text, **_keywords(name))
+    return top
+
+
+def _keywords(name: str) -> dict[str, Any]:
+    """Return the keywords of add_argument, which stand in the type of a field."""
+    kinds = (TYPES[name], *get_args(TYPES[name]))
+    annotated = next(kind for kind in kinds if hasattr(kind, "__metadata__"))
+    return annotated.__metadata__[0].keywords
+
+
+def parse(argv: Sequence[str] | None) -> Settings:
+    """Parse the command line; a bad one ends the program with exit code 2."""
+    top = _parser()
+    given = vars(top.parse_args(argv))
+    if given.get("model") == "auto":
+        del given["model"]
+    model, names = given.get("model"), models.preset_names()
+    if model is not None and model not in names:
+        top.error(
+            f"argument --model: no model {model!r}; there are auto, {', '.join(names)}. --import "
+            "FILE registers models of one's own, by the names in presets() of their configuration"
+        )
+    if {"steps", "tokens"} <= given.keys():
+        top.error("argument --tokens: not allowed with argument --steps")
+    if "hang_seconds" in given and "supervise" not in given:
+        top.error("argument --hang-seconds: needs --supervise")
+    return Settings(**given)
+
+
+def check_new(given: Settings) -> None:
+    """End the program with exit code 2 for flags that no new run has together."""
+    _need(given, "window", "sparse")
+    _need(given, "keep_optimizer", "keep")
+    if given.config and given.model:
+        _parser().error("argument --config: not allowed with argument --model")
+
+
+def _need(settings: Settings, name: str, needed: str) -> None:
+    if getattr(settings, name) and not getattr(settings, needed):
+        _parser().error(f"argument {option(name)}: needs {option(needed)}")
+
+
+# ---- a new run ---------------------------------------------------------------------------------
+
+
+def complete(given: Settings, on_gpu: bool, ranks: int = 1) -> Settings:
+    """Return the settings of a new run from those that flags name.
+
+    ranks: where no flag says how many micro-batches a step has, each rank computes one. Raise
+    ValueError for a batch or a warmup that cannot be as named.
     """
-    base = {name: values[on_gpu] for name, values in DEFAULTS.items()}
-    recipe = named.get("recipe")
-    model = named.get("model", base["model"] if recipe is None else "pythia-70m")
-    base["lr"] = recipes.PEAK_LR.get(model, base["lr"])
-    if model == "tiny":
-        base |= {name: values[2] for name, values in DEFAULTS.items() if len(values) == 3}
-    if "max_seq_len" in named.get("config", {}):
-        base["seq_len"] = min(base["seq_len"], named["config"]["max_seq_len"])
-    if recipe is not None:
-        base |= recipes.values(recipe, model)
-    context = named.get("context_parallel", 1)
+    named = given.named()
+    small = not (on_gpu or given.recipe)
+    model = given.model or ("tiny" if small else "pythia-70m")
+    values = {name: _default(name, on_gpu, model == "tiny") for name in KEPT}
+    values["lr"] = recipes.PEAK_LR.get(model, values["lr"])
+    if given.config is not None and "max_seq_len" in given.config:
+        values["seq_len"] = min(values["seq_len"], given.config["max_seq_len"])
+    if given.recipe is not None:
+        values |= recipes.values(given.recipe, model)
+    context = given.context_parallel or 1
     if ranks % context:
         raise ValueError(
             f"--context-parallel {context}: so many ranks share each sequence, and {ranks} cannot "
             f"be cut into such groups: start a multiple of {context}"
         )
     ranks //= context
-    settings = {**COMMON, "grad_accum": ranks, **base, "model": model, **named}
-    share_step(settings, named, ranks)
-    if tokens is not None:
-        settings["steps"] = steps_of(tokens, settings)
-    if "warmup" not in named:
-        steps = settings["steps"]
-        settings["warmup"] = steps // 10 if recipe is None else recipes.warmup(steps)
-    problem = late_warmup(settings) or odd_micro_batch(settings)
-    if problem is not None:
-        raise ValueError(problem)
-    own_micro_batches(settings["grad_accum"], 0, ranks)  # these raise ValueError too
-    ring_chunks(settings["seq_len"], 0, context)
+    values |= {"grad_accum": ranks, "model": model, **named}
+    settings = dataclasses.replace(given, **values)
+    _share_step(settings, given, ranks)
+    if given.tokens is not None:
+        settings.steps = steps_of(given.tokens, settings)
+    if given.warmup is None:
+        settings.warmup = settings.steps // (10 if given.recipe is None else 100)
+    _check(settings)
+    own_micro_batches(settings.grad_accum, 0, ranks)  # these raise ValueError too
+    ring_chunks(settings.seq_len, 0, context)
     return settings
 
 
-def share_step(settings: dict, named: dict, ranks: int) -> None:
+def _default(name: str, on_gpu: bool, tiny: bool) -> Any:
+    default = FIELDS[name].metadata["default"]
+    if not isinstance(default, tuple):
+        return default
+    return default[2] if tiny and len(default) == 3 else default[on_gpu]
+
+
+def _share_step(settings: Settings, given: Settings, ranks: int) -> None:
     """Make batch_size x grad_accum the sequences a step of --global-batch-size or the recipe.
 
     Values of flags stay. Raise ValueError where the product cannot be reached.
     """
-    wanted = settings.pop("global_batch_size", None)
-    source = "--global-batch-size"
-    if wanted is None and settings["recipe"] is not None:
-        wanted, source = recipes.SEQUENCES, f"the recipe {settings['recipe']}"
+    wanted, source = given.global_batch_size, "--global-batch-size"
+    if wanted is None and given.recipe is not None:
+        wanted, source = recipes.SEQUENCES, f"the recipe {given.recipe}"
     if wanted is None:
         return
-    if "batch_size" not in named and "grad_accum" in named:
-        settings["batch_size"] = wanted // settings["grad_accum"]
-    elif "grad_accum" not in named:
-        if "batch_size" not in named:  # the largest divisor, if possible one that suits the ranks
-            sizes = [n for n in range(settings["batch_size"], 0, -1) if wanted % n == 0]
+    if given.batch_size is None and given.grad_accum is not None:
+        settings.batch_size = wanted // given.grad_accum
+    elif given.grad_accum is None:
+        if given.batch_size is None:  # the largest divisor, if possible one that suits the ranks
+            sizes = [n for n in range(settings.batch_size, 0, -1) if wanted % n == 0]
             shared = (n for n in sizes if ranks in fitting_ranks(wanted // n))
-            settings["batch_size"] = next(shared, sizes[0])
-        settings["grad_accum"] = wanted // settings["batch_size"]
-    if settings["batch_size"] * settings["grad_accum"] != wanted:
-        words = " and ".join(
-            f"--{flag.replace('_', '-')} {named[flag]}"
-            for flag in ("batch_size", "grad_accum")
-            if flag in named
-        )
+            settings.batch_size = next(shared, sizes[0])
+        settings.grad_accum = wanted // settings.batch_size
+    if settings.sequences != wanted:
+        flags = (name for name in ("batch_size", "grad_accum") if getattr(given, name) is not None)
+        words = " and ".join(f"{option(name)} {getattr(given, name)}" for name in flags)
         raise ValueError(
             f"{words} cannot make the {wanted:,} sequences a step of {source}: the "
             "micro-batch times the accumulation must be exactly that many. Choose "
@@ -137,129 +509,116 @@ def share_step(settings: dict, named: dict, ranks: int) -> None:
         )
 
 
-def steps_of(tokens: int, settings: dict) -> int:
-    return -(-tokens // (settings["batch_size"] * settings["seq_len"] * settings["grad_accum"]))
+def steps_of(tokens: int, settings: Settings) -> int:
+    return -(-tokens // (settings.sequences * settings.seq_len))
 
 
-def odd_micro_batch(settings: dict) -> str | None:
-    """Return an error for micro-batches that products in FP8 do not take."""
-    batch_size, seq_len = settings["batch_size"], settings["seq_len"]
-    context = settings["context_parallel"]
-    if "fp8" not in settings or batch_size * seq_len % (context * MULTIPLE) == 0:
-        return None
-    shared = f" / --context-parallel {context}" if context > 1 else ""
-    return (
-        f"--fp8: --batch-size {batch_size} x --seq-len {seq_len}{shared}, the tokens of a rank's "
-        f"micro-batch, must be a multiple of {MULTIPLE}"
-    )
+def _check(settings: Settings) -> None:
+    """Raise ValueError for a warmup longer than the run, and for micro-batches that products in FP8
+    do not take. A constant rate has no end to reach, so such a run may stop within its warmup."""
+    warmup, steps, context = settings.warmup, settings.steps, settings.context_parallel
+    if warmup > steps and settings.schedule != "constant":
+        raise ValueError(
+            f"--warmup {warmup}: the run has {steps} steps, and its warmup must be 0 to {steps} "
+            "of them"
+        )
+    if settings.fp8 and settings.batch_size * settings.seq_len % (context * MULTIPLE):
+        shared = f" / --context-parallel {context}" if context > 1 else ""
+        raise ValueError(
+            f"--fp8: --batch-size {settings.batch_size} x --seq-len {settings.seq_len}{shared}, "
+            f"the tokens of a rank's micro-batch, must be a multiple of {MULTIPLE}"
+        )
 
 
-def late_warmup(settings: dict) -> str | None:
-    """Return an error for a warmup longer than the run. A constant rate has no end to reach, so
-    such a run may stop within its warmup and go on later."""
-    warmup, steps = settings["warmup"], settings["steps"]
-    if warmup <= steps or settings["schedule"] == "constant":
-        return None
-    return (
-        f"--warmup {warmup}: the run has {steps} steps, and its warmup must be 0 to {steps} of them"
-    )
-
-
-def may_choose_steps(named: dict, tokens: int | None, settings: dict) -> bool:
-    """True if no flag gives the length of a run of `tiny`: on a CPU its speed then does."""
-    return settings["model"] == "tiny" and tokens is None and not named.keys() & {"steps", "recipe"}
-
-
-def data_of(settings: dict) -> dict:
+def data_of(settings: Settings) -> dict:
     """Return the data of a run in the form of needle/data/runs.py."""
-    model = settings["model"]  # with --init it may be none of the presets
+    model = settings.model  # with --init it may be none of the presets
     vocabulary = models.preset(model).vocab_size if model in models.preset_names() else 50257
-    vocabulary = settings.get("config", {}).get("vocab_size", vocabulary)
-    vocabulary = settings.get("vocab_size", vocabulary)
+    vocabulary = (settings.config or {}).get("vocab_size", vocabulary)
+    vocabulary = settings.vocab_size or vocabulary
     return {
-        "path": settings["data"],
-        "tokenizer": settings["tokenizer"],
-        "end_of_text": settings.get("end_of_text"),
+        "path": settings.data,
+        "tokenizer": settings.tokenizer,
+        "end_of_text": settings.end_of_text,
         "vocab_size": min(vocabulary, 50257),
-        "batch_size": settings["batch_size"],
-        "micro_batches": settings["grad_accum"],
-        "seq_len": settings["seq_len"],
-        "seed": settings.get("data_seed", settings["seed"]),
-        "samples": settings["steps"] * settings["grad_accum"] * settings["batch_size"],
+        "batch_size": settings.batch_size,
+        "micro_batches": settings.grad_accum,
+        "seq_len": settings.seq_len,
+        "seed": settings.seed if settings.data_seed is None else settings.data_seed,
+        "samples": settings.steps * settings.sequences,
     }
 
 
-def read_config(path: str) -> dict:
-    """Return {"model": registered name, field: value, ...} of --config: a TOML or JSON file of the
-    fields of a configuration (`model`, by default "pythia", chooses it), the config.json of a run,
-    or that of a model of transformers. FileError where it cannot be used."""
-    if path.endswith(".toml"):
-        with reading(Path(path)) as file:
-            try:
-                fields = tomllib.load(file)
-            except ValueError as error:
-                raise FileError(f"{path}: no TOML: {error}") from error
-    else:
-        fields = hf.read_json(Path(path))
+# ---- a run that goes on ------------------------------------------------------------------------
+
+
+def from_json(values: dict[str, Any], path: Path) -> Settings:
+    """Return the settings that the file at `path` holds. CheckpointError names all that are
+    unknown, missing, or of a value that no flag has."""
+    names = {word(name): name for name in KEPT}
+    wrong = [f"{name} is unknown" for name in values.keys() - names.keys()]
+    for key, name in names.items():
+        value, may_lack = values.get(key), type(None) in get_args(TYPES[name])
+        if value is None and not may_lack:
+            wrong.append(f"{key} is missing")
+        elif value is not None and not _is_of(name, value):
+            wrong.append(f"{key} is {value!r:.40}")
+    if wrong:
+        raise CheckpointError(f"{path}: its settings cannot be used: {', '.join(sorted(wrong))}")
+    return Settings(**{names[key]: value for key, value in values.items()})
+
+
+def _is_of(name: str, value: Any) -> bool:
+    """True if the flag can give this value. No file of Python is run."""
+    keywords = _keywords(name)
+    if name == "config":
+        return isinstance(value, dict)
+    if isinstance(value, bool) or "action" in keywords:
+        return isinstance(value, bool) and "action" in keywords
+    if name == "import_" or "choices" in keywords:
+        return isinstance(value, str) and value in keywords.get("choices", (value,))
     try:
-        if "model_type" in fields:
-            cls = models.class_of_transformers(fields["model_type"])
-            fields = cls.weight_mapping.config_from_hf(fields)
-        elif isinstance(fields.get("model"), dict):  # of a run
-            name = fields.get("settings", {}).get("model", "pythia")
-            family = models.preset(name).family if name in models.preset_names() else name
-            cls, fields = models.model_class(family), fields["model"]
-        else:
-            cls = models.model_class(fields.pop("model", "pythia"))
-        cls.config_class.from_dict(fields)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise FileError(f"{path}: {error}") from error
-    return {"model": cls.config_class.family, **fields}
+        return keywords["type"](str(value)) == value
+    except argparse.ArgumentTypeError:
+        return False
 
 
-def described_config(path: Path) -> models.Config:
-    """Return the configuration of the model that the config.json of a run describes."""
-    fields = read_config(str(path))
-    return models.model_class(fields.pop("model")).config_class.from_dict(fields)
-
-
-def _check_flags(settings: dict, family: str | None) -> None:
-    """Raise ValueError for a flag whose field the configuration of a model of one's own lacks."""
-    kind = models.model_class(family or models.preset(settings["model"]).family).config_class
-    fields = [field.name for field in dataclasses.fields(kind)]
-    for flag, field in {**SHAPE, "sparse": "use_sparse_attention"}.items():
-        if settings.get(flag) is not None and field not in fields:
-            raise ValueError(
-                f"--{flag.replace('_', '-')}: {kind.__name__} has no field {field}; it has "
-                f"{', '.join(fields)}: set them in a file, --config FILE with model = {kind.family}"
-            )
-
-
-def model_config(settings: dict, needed: int | None = None) -> models.Config:
-    """Return the configuration of a new model. needed: ids of the tokenizer, if there is one."""
-    fields = dict(settings.get("config", {}))
-    family = fields.pop("model", None)
-    changes = {"max_seq_len": settings["seq_len"], **fields, "dtype": settings["dtype"]}
-    changes |= {field: settings[flag] for flag, field in SHAPE.items() if flag in settings}
-    if settings["seq_len"] > changes["max_seq_len"]:
-        raise ValueError(
-            f"--seq-len {settings['seq_len']}: max_seq_len of --config is {changes['max_seq_len']}"
+def resumed(given: Settings, checkpoint: Checkpoint, folder: Path) -> Settings:
+    """Return the settings of a resumed run. Raise CheckpointError for a flag that changes one that
+    is not FREE; under a constant rate --steps may, since it only says where to end."""
+    named, differences, path = given.named(), [], checkpoint.path
+    saved = from_json(checkpoint.state["settings"], path)
+    if saved.import_ and not given.import_:
+        raise CheckpointError(
+            f"{path}: the model of this run was registered by {saved.import_!r:.200}, and no "
+            "checkpoint chooses code: give it again, "
+            f"{shlex.join(flag_words('--import', saved.import_))}"
         )
-    if settings["sparse"] is not None:
-        changes |= {"use_sparse_attention": True, "sparse_pattern": settings["sparse"]}
-        changes |= {"sparse_window": settings["window"]} if "window" in settings else {}
-    _check_flags(settings, family)
-    if family is None:
-        config = models.preset(settings["model"], **changes)
-    else:
-        config = models.model_class(family).config_class.from_dict(changes)
-    if needed is not None and needed > config.vocab_size:
-        if "vocab_size" in settings:
-            raise ValueError(
-                f"--vocab-size {config.vocab_size}: the tokenizer has {needed:,} tokens: give that "
-                "many or more, or another --tokenizer"
-            )
-        raised = -(-needed // 128) * 128
-        print(f"{needed:,} tokens of the tokenizer: the model's vocabulary becomes {raised:,}")
-        config = dataclasses.replace(config, vocab_size=raised)
-    return config
+    if given.tokens is not None:
+        named["steps"] = steps_of(given.tokens, saved)
+    if given.global_batch_size is not None:
+        named["global_batch_size"] = given.global_batch_size
+    config = checkpoint.configuration()
+    before = {"global_batch_size": saved.sequences, "init_seed": saved.seed}
+    before |= {"data_seed": saved.seed}
+    before |= {name: getattr(config, field, None) for name, field in SHAPE.items()}
+    before |= saved.named()
+    free = FREE | ({"steps"} if saved.schedule == "constant" else set())
+    for name, value in named.items():
+        if name not in free and before.get(name) != value:
+            has = f"has {before[name]}" if before.get(name) is not None else "is without it"
+            end = f", where its {saved.schedule} schedule ends" if name == "steps" else ""
+            differences.append(f"{option(name)} is {value}, but the run {has}{end}")
+    if differences:
+        anew = f", from its weights by {shlex.join(flag_words('--init', folder))}"
+        if checkpoint.state["step"] == 0:
+            anew = " without --resume" if is_free(folder) else " under another --name"
+        raise CheckpointError(
+            f"{path}: this run cannot go on with other settings: {'; '.join(differences)}. "
+            f"Leave these flags out, or start anew{anew}"
+        )
+    values = {name: getattr(saved, name) for name in KEPT}
+    values |= {name: named[name] for name in named.keys() & free}
+    settings = dataclasses.replace(given, **values)
+    _need(settings, "keep_optimizer", "keep")
+    return settings

@@ -12,6 +12,7 @@ from small_runs import assert_same_run, flags, numbers_of, run_until
 import needle as ndl
 from needle import ops
 from needle.models import pythia
+from needle.training.settings import Settings
 
 
 @pytest.mark.parametrize("parts", ["head", "head and layers"])
@@ -85,11 +86,11 @@ def test_layers_of_ranks_that_share_sequences_are_not_said_to_be_in_fp8(monkeypa
     for context, parts in (1, "head and layers"), (2, "head"):
         model = ndl.Pythia(config)
         parallel = SimpleNamespace(context=context, group=SimpleNamespace(rank=0, size=2))
-        train_pythia.set_up(model, parallel, {"fp8": True})
+        train_pythia.set_up(model, parallel, Settings(fp8=True))
         assert model.fp8 and model.parts_in_fp8 == parts
     monkeypatch.setattr(ops.LinearCrossEntropyFP8, "WIDEST", 16)
     with pytest.raises(ValueError, match="^fp8: width 32 is more than 16, and no layer takes FP8"):
-        train_pythia.set_up(ndl.Pythia(config), parallel, {"fp8": True})
+        train_pythia.set_up(ndl.Pythia(config), parallel, Settings(fp8=True))
 
 
 def test_layers_with_other_modules_inside_are_not_said_to_be_in_fp8(monkeypatch):

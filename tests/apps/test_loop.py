@@ -18,9 +18,9 @@ from small_runs import flags, lines_of
 from needle import Tensor
 from needle.distributed.group import Group
 from needle.models import Pythia
-from needle.training import flags as command_line
 from needle.training import log as logs
 from needle.training.session import Stop
+from needle.training.settings import parse
 
 STEPS, WARMUP, LR, DECAY, BATCH, TIME, EPOCH = 6, 2, 0.01, 0.3, 2, 16, 12
 
@@ -52,8 +52,7 @@ def test_each_update_is_that_of_a_plain_loop(
         f"--grad-accum {accumulate} --clip {clip} --lr {LR} --warmup {WARMUP}",
         f"--weight-decay {DECAY}", device=device, steps=STEPS,
     )  # fmt: skip
-    args = command_line.parser().parse_args(argv)
-    run = train_pythia.new_run(args, Group())
+    run = train_pythia.new_run(parse(argv), Group())
 
     def now():
         slots = {n: a.numpy() for n, a in run.optimizer.state_dict()["arrays"].items()}

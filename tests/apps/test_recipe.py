@@ -18,10 +18,9 @@ from small_runs import arguments, checkpoint_of, lines_of, run_until, tensors_of
 from needle import optim
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.models import pythia
-from needle.training import flags as command_line
 from needle.training import recipes
 from needle.training import run as run_parts
-from needle.training import settings as run_settings
+from needle.training.settings import Settings, complete, parse
 
 SMALL = (2, 64, 4, 128)  # layers, hidden size, heads, vocabulary
 STEPS, WARMUP, BATCH, ACCUMULATE, TIME = 50, 5, 4, 4, 32
@@ -68,8 +67,7 @@ def rate(done, peak=1e-3, total=143_000, warmup=1_430):
 
 
 def settings_of(words="", on_gpu=True):
-    args = command_line.parser().parse_args(words.split())
-    return run_settings.complete(command_line.given(args), args.tokens, on_gpu)
+    return complete(parse(words.split()), on_gpu)
 
 
 # ---- schedules --------------------------------------------------------------------------------
@@ -102,7 +100,7 @@ def test_schedule_of_each_kind_rises_over_the_warmup_and_ends_at_its_floor():
         ("cosine", (0.1, 0.2, 0.4, 0.22, 0.04, 0.04)),
         ("pythia", (0.0, 0.1, 0.3, 0.361803, 0.2, 0.138197)),
     ]:
-        settings = {"schedule": kind, "lr": 0.4, "warmup": 4, "steps": 10}
+        settings = Settings(schedule=kind, lr=0.4, warmup=4, steps=10)
         schedule = train_pythia.schedule_of(settings)
         found = [schedule(step) for step in (1, 2, 4, 7, 10, 11)]
         assert found == pytest.approx(rates, rel=1e-5), kind
@@ -120,23 +118,24 @@ def test_schedule_of_few_steps():
 
 
 def test_recipe_of_each_model_is_the_papers():
+    names = "steps", "warmup", "lr", "seq_len", "schedule"
     peaks = {"14m": 1e-3, "70m": 1e-3, "160m": 6e-4, "410m": 3e-4, "1b": 3e-4, "1.4b": 2e-4}
     for size, peak in {**peaks, "2.8b": 1.6e-4, "12b": 1.2e-4}.items():
         for on_gpu in True, False:
             settings = settings_of(f"--recipe pythia --model pythia-{size}", on_gpu)
-            found = [settings[name] for name in ("steps", "warmup", "lr", "seq_len", "schedule")]
+            found = [getattr(settings, name) for name in names]
             assert found == [143_000, 1_430, peak, 2048, "pythia"], size
-            assert settings["batch_size"] * settings["grad_accum"] == 1024, size
-            assert (settings["weight_decay"], settings["clip"]) == (0.1, 1.0), size
+            assert settings.sequences == 1024, size
+            assert (settings.weight_decay, settings.clip) == (0.1, 1.0), size
             assert recipes.changes(settings) == {}, size
-    assert settings_of("--recipe pythia-fixed --model pythia-12b")["schedule"] == "cosine"
+    assert settings_of("--recipe pythia-fixed --model pythia-12b").schedule == "cosine"
 
 
 def test_each_flag_changes_the_recipe():
-    assert settings_of("--recipe pythia", on_gpu=False)["model"] == "pythia-70m"
+    assert settings_of("--recipe pythia", on_gpu=False).model == "pythia-70m"
     words = "--recipe pythia --steps 2000 --lr 5e-4 --seq-len 64 --batch-size 2 --seed 3"
     settings = settings_of(words)
-    assert (settings["warmup"], settings["grad_accum"]) == (20, 512)
+    assert (settings.warmup, settings.grad_accum) == (20, 512)
     assert recipes.changes(settings) == {
         "steps": {"recipe": 143_000, "run": 2000},
         "warmup": {"recipe": 1430, "run": 20},
@@ -145,17 +144,17 @@ def test_each_flag_changes_the_recipe():
         "seed": {"recipe": 1234, "run": 3},
     }
     settings = settings_of("--recipe pythia --global-batch-size 6 --sparse local")
-    assert (settings["batch_size"], settings["grad_accum"]) == (6, 1)
+    assert (settings.batch_size, settings.grad_accum) == (6, 1)
     assert recipes.changes(settings) == {
         "sequences_per_step": {"recipe": 1024, "run": 6},
         "sparse": {"recipe": None, "run": "local"},
     }
-    assert settings_of("--recipe pythia --tokens 2_097_153")["steps"] == 2
-    assert settings_of("--recipe pythia --warmup 7 --steps 9")["warmup"] == 7
+    assert settings_of("--recipe pythia --tokens 2_097_153").steps == 2
+    assert settings_of("--recipe pythia --warmup 7 --steps 9").warmup == 7
     for recipe in "", "--recipe pythia":
         for flag in "warmup", "weight_decay", "clip", "seed":
             zero = settings_of(f"{recipe} --{flag.replace('_', '-')} 0")
-            assert zero[flag] == 0, (recipe, flag)
+            assert getattr(zero, flag) == 0, (recipe, flag)
 
 
 def test_sequences_of_a_step_follow_batch_and_accumulation(capsys):
@@ -168,7 +167,7 @@ def test_sequences_of_a_step_follow_batch_and_accumulation(capsys):
         ("--batch-size 3 --grad-accum 5", 3, 5),
     ]:
         settings = settings_of(words)
-        assert (settings["batch_size"], settings["grad_accum"]) == (batch, accumulate), words
+        assert (settings.batch_size, settings.grad_accum) == (batch, accumulate), words
     for words, said in [
         ("--batch-size 3", "--batch-size 3 cannot make the 1,024 sequences"),
         ("--grad-accum 3", "--grad-accum 3 cannot"),

@@ -25,11 +25,11 @@ from needle import nn
 from needle.data import DataError, train_tokenizer
 from needle.files import FileError
 from needle.hf.__main__ import main as hf
-from needle.training import flags as command_line
 from needle.training import folder as folders
 from needle.training import session as sessions
-from needle.training import state as states
 from needle.training.log import RunLog
+from needle.training.run import id_of
+from needle.training.settings import Settings, parse
 
 
 def contents(folder):
@@ -100,14 +100,14 @@ def test_id_of_a_run_differs_with_settings_data_or_first_weights():
     np.random.seed(0)
     weights = [nn.flatten_parameters(nn.Linear(3, 2)) for _ in range(2)]
     facts = [
-        ({"init": init, "seed": seed}, types.SimpleNamespace(fingerprint=tokens), flat)
+        (Settings(init=init, seed=seed), types.SimpleNamespace(fingerprint=tokens), flat)
         for init in (None, "a")
         for seed in (1, 2)
         for tokens in ("x", "y")
         for flat in weights[: 1 if init is None else 2]
     ]
-    ids = [states.id_of(*of) for of in facts]
-    assert len({*ids}) == len(ids) == 12 and ids == [states.id_of(*of) for of in facts]
+    ids = [id_of(*of) for of in facts]
+    assert len({*ids}) == len(ids) == 12 and ids == [id_of(*of) for of in facts]
 
 
 def test_checkpoint_of_another_run_is_not_resumed(tmp_path, run, capsys):
@@ -202,7 +202,7 @@ def test_run_that_never_saved_takes_no_other_settings_or_data(tmp_path, tokens, 
     before = contents(folder)
     for more, said in (
         ("--hidden 32", "--hidden is 32, but the run has 16. Leave"),
-        ("--lr 0.5 --seed 8", "--seed is 8, but the run has 7; --lr is 0.5, but the run has 0.003"),
+        ("--lr 0.5 --seed 8", "--lr is 0.5, but the run has 0.003; --seed is 8, but the run has 7"),
         ("--steps 7", "--steps is 7, but the run has 6"),
         ("--fp8", "start anew under another --name"),
     ):
@@ -379,10 +379,10 @@ def test_words_that_resume_a_run_are_read_as_they_are_meant(monkeypatch, tmp_pat
     auto = ["--resume", "auto", "--name"]
     assert folders.again(Path("runs/a")) == [*auto, "a"]
     for folder in "elsewhere/a", "runs/-y", "runs/--name", "-out/a b", "-out/-y", "a/-b/c":
-        args = command_line.parse(folders.again(Path(folder)))
+        args = parse(folders.again(Path(folder)))
         assert Path(args.out) / args.name == Path(folder) and args.resume == "auto", folder
     for folder in "runs/.old", "-out/.old":
-        args = command_line.parse(folders.again(Path(folder)))
+        args = parse(folders.again(Path(folder)))
         assert (args.resume, args.name) == (folder, None)
     monkeypatch.chdir(tmp_path)
     assert folders.again(Path(".")) == [*auto, tmp_path.name, "--out", str(tmp_path.parent)]

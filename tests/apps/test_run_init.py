@@ -14,7 +14,8 @@ from needle.backend_ndarray import cpu
 from needle.checkpoint import Checkpoint
 from needle.data import load_tokenizer
 from needle.hf import __main__ as shell
-from needle.training import weights
+from needle.training import start
+from needle.training.settings import Settings
 
 
 def weights_of(model):
@@ -53,8 +54,8 @@ def test_run_starts_from_weights_of_each_kind(tmp_path, texts, trained, monkeypa
         state = Checkpoint(checkpoint_of(tmp_path, name, 6)).state
         assert state["settings"]["model"] == "tiny" and state["settings"]["init"] == str(source)
         for dtype in "bfloat16", None:
-            named = {"init": str(source)} | ({} if dtype is None else {"dtype": dtype})
-            model, _ = weights.start(named, None, cpu())
+            given = Settings(init=str(source), dtype=dtype, context_parallel=2)
+            model, _ = start.from_weights(given, cpu())
             assert model.config.dtype == (dtype or "float32")
             assert weights_of(model) == weights_of(before.restore_model(cpu(), dtype))
 

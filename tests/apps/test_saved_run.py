@@ -175,7 +175,7 @@ def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys
     assert code == 1 and "a Bigram has no weight_mapping" in text and "Traceback" not in text
     described = ["--config", f"{run}/config.json", "--layers", "2", *given, "--name", "y"]
     code, text = command("train_pythia", [*without(argv, "--model"), *described])
-    assert code == 1 and "--layers: BigramConfig has no field num_layers; it has vocab" in text
+    assert code == 1 and "BigramConfig: unknown fields num_layers; there are vocab_size," in text
     none = ["--import", str(tmp_path / "none.py")]
     for words, says in (argv, "--import FILE"), (none, "none.py: cannot be read"):
         with pytest.raises(SystemExit, match="2"):

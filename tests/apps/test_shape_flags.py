@@ -12,7 +12,8 @@ from small_runs import flags, numbers_of, tensors_of, without
 import needle as ndl
 from needle.data import train_tokenizer
 from needle.models import gpt_neox
-from needle.training.settings import complete, read_config
+from needle.training.settings import Settings, complete
+from needle.training.start import read_config
 
 
 def newest(tmp_path, name):
@@ -116,7 +117,7 @@ def test_sizes_that_cannot_be_are_refused_before_the_data_are_read(
         (2, {"context_parallel": 2, "seq_len": 18}, "18 tokens cannot be shared by 2 ranks"),
     ):
         with pytest.raises(ValueError, match=said):
-            complete(settings, None, False, ranks)
+            complete(Settings(**settings), False, ranks)
 
 
 def test_seeds_of_weights_and_of_data_are_apart(tmp_path, tokens):

@@ -10,7 +10,7 @@ import generate
 import numpy as np
 import pytest
 import train_pythia
-from harness import DEVICES, ROOT, overwrite
+from harness import DEVICES, ROOT, naming
 from harness import run as run_program
 from small_runs import (
     TOKENS,
@@ -25,16 +25,13 @@ from small_runs import (
 
 import needle as ndl
 from needle import evaluate
-from needle.checkpoint import Checkpoint, list_checkpoints
-from needle.data import identity
+from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints
 from needle.data.__main__ import main as view_data
 from needle.files import printable
 from needle.hf.__main__ import main as hf
-from needle.training import flags as run_flags
 from needle.training import plot as plots
 from needle.training import run as run_parts
-from needle.training import settings as run_settings
-from needle.training import state as states
+from needle.training.settings import Settings, complete, from_json
 
 # ---- a whole run ------------------------------------------------------------------------------
 
@@ -74,7 +71,7 @@ def test_run_writes_its_files(tmp_path, texts, capsys):
         "step_4.safetensors",
     ]
     config = json.loads((folder / "config.json").read_text())
-    assert config["settings"]["lr"] == run_settings.DEFAULTS["lr"][2]
+    assert config["settings"]["lr"] == 3e-3
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "sample.txt").read_text().strip()
     last = checkpoint_of(tmp_path, "a", 6)
@@ -344,7 +341,7 @@ def test_checkpoint_of_another_program_is_not_resumed(tmp_path, tokens, capsys):
     kept = {key: Checkpoint(path).state[key] for key in extra}
     for state, said in [
         ({"settings": 3}, "it has no settings"),
-        ({"settings": {"model": "tiny"}}, "settings of batch_size, settings of seq_len"),
+        ({"settings": {"model": "tiny"}}, "batch_size is missing, clip is missing"),
         ({"step": "six"}, "it has no step"),
         ({"data": None}, "it has no data"),
         ({"data": {}}, "epoch of its data, batch of its data"),
@@ -369,12 +366,6 @@ def test_constant_rate_may_go_on_for_longer(tmp_path, tokens):
 # ---- data that change -------------------------------------------------------------------------
 
 
-def change_in_place(path, share=0.5):
-    """One token, with size and time of modification as they were."""
-    at = int(share * path.stat().st_size)
-    overwrite(path, at, bytes([path.read_bytes()[at] ^ 1]))
-
-
 def test_other_words_of_equal_ids_are_refused(tmp_path, capsys):
     """A tokenizer that is trained anew numbers them as those before: the run's own does not."""
     text = tmp_path / "a.txt"
@@ -388,39 +379,6 @@ def test_other_words_of_equal_ids_are_refused(tmp_path, capsys):
     assert "not the tokens that the run read before" in capsys.readouterr().err
     text.write_text(before)
     assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-
-
-def test_trusted_data_are_said_and_stored(tmp_path, tokens, monkeypatch, capsys):
-    def never(stretches):
-        raise AssertionError("the data were hashed")
-
-    argv = flags(tmp_path, tokens, "a", "--trust-data")
-    with monkeypatch.context() as patch:
-        patch.setattr(identity, "hash_bytes", never)
-        run_until(patch, 3, argv)
-        change_in_place(tokens)
-        assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-    assert capsys.readouterr().out.count("430 uint16 tokens, trusted: not hashed\n") == 2
-    described = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())["data"]
-    assert described["source"].endswith("trusted: not hashed")
-    assert described["fingerprint"].endswith("-trusted")
-    assert Checkpoint(checkpoint_of(tmp_path, "a", 6)).state["trusted"] is True
-
-
-def test_hash_is_kept_through_a_start_that_trusts(tmp_path, tokens, monkeypatch, capsys):
-    argv = flags(tmp_path, tokens, "a")
-    run_until(monkeypatch, 3, argv)
-    before = Checkpoint(checkpoint_of(tmp_path, "a", 2)).state
-    run_until(monkeypatch, 5, [*argv, "--resume", "auto", "--trust-data"])
-    after = Checkpoint(checkpoint_of(tmp_path, "a", 4)).state
-    assert after["fingerprint"] == before["fingerprint"]
-    assert (before["trusted"], after["trusted"]) == (False, True)
-    change_in_place(tokens)
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
-    assert "not the tokens that the run read before" in capsys.readouterr().err
-    np.save(tokens, TOKENS[:-1])
-    assert train_pythia.main([*argv, "--resume", "auto", "--trust-data"]) == 1
-    assert "not the tokens that the run read before" in capsys.readouterr().err
 
 
 # ---- what decides bits ------------------------------------------------------------------------
@@ -437,7 +395,7 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
     out = capsys.readouterr().out
     assert "resuming" in out and "bits may differ" not in out
     monkeypatch.setattr(
-        states, "check", lambda checkpoint: checkpoint.state.update(products="abacus")
+        run_parts, "check_state", lambda checkpoint: checkpoint.state.update(products="abacus")
     )
     assert train_pythia.main(argv) == 0
     said = f"its steps were multiplied by abacus, these by {products}: bits may differ"
@@ -459,11 +417,11 @@ def test_products_of_a_gpu_name_its_kind_and_the_environment(monkeypatch):
             ", NEEDLE_ARCH=80, NEEDLE_ALGORITHM=3, NEEDLE_TF32=1",
         ),
     ]:
-        for name in states.GPU_KERNELS:
+        for name in run_parts.GPU_KERNELS:
             monkeypatch.delenv(name, raising=False)
         for name, word in environment.items():
             monkeypatch.setenv(name, word)
-        assert states.products_of(model) == plain + said
+        assert run_parts.products_of(model) == plain + said
 
 
 def test_sparse_attention_is_remembered(tmp_path, tokens):
@@ -506,34 +464,34 @@ def test_graph_changes_no_bit_and_may_change_at_a_resume(tmp_path, tokens, monke
 
 
 def test_defaults_follow_device_and_model():
-    cpu = run_settings.complete({}, None, on_gpu=False)
-    assert (cpu["model"], cpu["dtype"], cpu["warmup"]) == ("tiny", "float32", cpu["steps"] // 10)
-    gpu = run_settings.complete({}, None, on_gpu=True)
-    assert (gpu["model"], gpu["dtype"], gpu["seq_len"]) == ("pythia-70m", "bfloat16", 2048)
-    assert run_settings.complete({"model": "pythia-410m"}, None, on_gpu=True)["lr"] == 3e-4
-    named = {"batch_size": 2, "seq_len": 16, "grad_accum": 3, "warmup": 0}
-    assert run_settings.complete(named, 97, on_gpu=False)["steps"] == 2
+    cpu = complete(Settings(), on_gpu=False)
+    assert (cpu.model, cpu.dtype, cpu.steps, cpu.warmup) == ("tiny", "float32", 600, 60)
+    gpu = complete(Settings(), on_gpu=True)
+    assert (gpu.model, gpu.dtype, gpu.seq_len) == ("pythia-70m", "bfloat16", 2048)
+    assert complete(Settings(model="pythia-410m"), on_gpu=True).lr == 3e-4
+    given = Settings(batch_size=2, seq_len=16, grad_accum=3, warmup=0, tokens=97)
+    assert complete(given, on_gpu=False).steps == 2
 
 
-def test_settings_of_a_checkpoint_that_no_flag_gives_are_named():
-    good = run_settings.complete({"steps": 4}, None, False)
-    assert run_flags.misfits(good, 4, 4) == []
-    for key, value in [
-        ("lr", "a"),
-        ("lr", float("nan")),
-        ("clip", []),
-        ("clip", -1),
-        ("warmup", None),
-        ("warmup", 5),
-        ("save_every", None),
-        ("seed", -1),
-        ("weight_decay", "a"),
-        ("dtype", 3),
-        ("schedule", []),
-        ("steps", 10**400),
-        ("batch_size", True),
-        ("data", 1),
-    ]:
-        assert any(key in text for text in run_flags.misfits({**good, key: value}, 0, 0)), key
-    assert run_flags.misfits(good, 5, 0) == ["step is 5: the run has 4"]
-    assert "epoch of its data is 100000000" in run_flags.misfits(good, 0, 10**8)[0]
+def test_settings_of_a_file_that_no_flag_gives_are_one_error(tmp_path):
+    """All are named at once. Those of the first release are taken, which had a window of all."""
+    path = tmp_path / "config.json"
+    made = complete(Settings(steps=4, fp8=True, import_="no.py", config={}, keep="log"), False)
+    good = json.loads(json.dumps(made.to_json()))
+    assert from_json(good, path) == made
+    sparse = {name: value for name, value in good.items() if value is not None}
+    assert from_json(sparse | {"window": 256}, path).window == 256
+    wrong = {
+        **{"lr": "a", "clip": -1, "weight_decay": float("nan"), "seed": -1, "warmup": 1.5},
+        **{"dtype": 3, "schedule": [], "steps": 10**400, "batch_size": True, "data": 1},
+        **{"save_every": None, "fp8": 1, "config": "a", "import": 2, "recipe": "own", "model": 3},
+        **{"keep": "2,1", "colour": "red"},
+    }
+    for name, value in wrong.items():
+        with naming(name), pytest.raises(CheckpointError, match=rf"config.json: .*: {name} is "):
+            from_json({**good, name: value}, path)
+    with pytest.raises(CheckpointError) as caught:
+        from_json(good | wrong, path)
+    assert all(f" {name} is " in str(caught.value) for name in wrong)
+    with pytest.raises(CheckpointError, match="used: batch_size is missing, seed is missing$"):
+        from_json({k: v for k, v in good.items() if k not in ("batch_size", "seed")}, path)

@@ -18,27 +18,23 @@ from harness import ROOT, naming, run
 from small_runs import SMALL, checkpoint_of, flags, lines_of, without
 
 import needle as ndl
-from needle import supervise
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.distributed.group import Group
-from needle.training import flags as command_line
 from needle.training import log as logs
 from needle.training import run as run_parts
-from needle.training import settings as run_settings
+from needle.training.settings import FIELDS, Settings, complete, option, parse
 
 pytestmark = pytest.mark.slow
 
 # ---- the command that goes on -----------------------------------------------------------------
 
 
-def run_of(folder, words="", **fields):
+def run_of(folder, words=""):
     """A run of one process and this command line, in so far as its command needs it."""
-    args = command_line.parser().parse_args(shlex.split(words))
-    args.hang_seconds = args.hang_seconds or supervise.HANG_SECONDS
-    data, parallel = SimpleNamespace(trusted=False), SimpleNamespace(group=Group())
-    known = {"args": args, "data": data, "parallel": parallel, "folder": Path(folder)}
-    known["settings"] = {}
-    return SimpleNamespace(**known | fields)
+    parallel = SimpleNamespace(group=Group())
+    return SimpleNamespace(
+        settings=parse(shlex.split(words)), parallel=parallel, folder=Path(folder)
+    )
 
 
 def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch, tmp_path):
@@ -53,13 +49,11 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
         ("runs/a", "--supervise --hang-seconds 7.5"),
     ]:
         run = run_of(folder, more)
-        monkeypatch.setattr(run_parts, "supervised", lambda run=run: run.args.supervise)
+        monkeypatch.setattr(run_parts, "supervised", lambda run=run: run.settings.supervise)
         name = shlex.quote(Path(folder).name)
         begins = f"{shlex.quote(sys.executable)} apps/train_pythia.py --resume auto --name {name}"
         assert run_parts.resume_command(run) == f"{begins} {more}".rstrip()
     monkeypatch.setattr(run_parts, "supervised", lambda: False)
-    trusted = run_of("runs/a", data=SimpleNamespace(trusted=True))
-    assert run_parts.resume_command(trusted).endswith(" --trust-data")
     script = tmp_path / "needle"
     script.write_text("#!/bin/sh")
     script.chmod(0o755)
@@ -69,11 +63,11 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run_parts.resume_command(run_of("runs/a")) == "needle train --resume auto --name a"
     # Where every value looks like a flag.
-    run = run_of("-out/-y", "--wandb=-project", settings={"schedule": "cosine"})
-    args = command_line.parse(shlex.split(run_parts.resume_command(run))[2:])
+    run = run_of("-out/-y", "--wandb=-project --schedule cosine")
+    args = parse(shlex.split(run_parts.resume_command(run))[2:])
     assert (args.out, args.name, args.wandb) == ("-out", "-y", "-project")
     (word,) = shlex.split(run_parts.longer(run))[-1:]
-    assert command_line.parse([word]).init == "-out/-y"
+    assert parse([word]).init == "-out/-y"
 
 
 # ---- losses that are not finite ---------------------------------------------------------------
@@ -163,7 +157,6 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         ("--device tpu", "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
         ("--device cuda:" + "1" * 31, "auto, cpu, cuda or cuda:INDEX, not 'cuda:1"),
         ("--name a/b", "a name for a folder"),
-        ("--name " + "é" * 128, "must have at most 255 bytes, as file systems want it, not 256"),
         ("--steps 2 --tokens 9", "not allowed with"),
         ("--hang-seconds 5", "argument --hang-seconds: needs --supervise"),
         ("--supervise --hang-seconds 0", "argument --hang-seconds: must be a number above"),
@@ -195,10 +188,10 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
 
 
 def test_flags_that_cannot_be_followed_are_one_error(tmp_path, tokens, capsys, monkeypatch):
-    for flag in ("--data", "--init", "--tokenizer", "--resume"):
-        long = str(tmp_path / ("a" * 300))
+    for flag in "--data", "--init", "--tokenizer", "--resume", "--name":
+        long = "a" * 300 if flag == "--name" else str(tmp_path / ("a" * 300))
         assert train_pythia.main(flags(tmp_path, tokens, "a", flag, long)) == 1
-        assert capsys.readouterr().err == f"needle train: {long}: File name too long\n"
+        assert capsys.readouterr().err.endswith(f"{long}: File name too long\n")
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--graph")) == 1
     assert "--graph: cpu() records no graphs" in capsys.readouterr().err
     monkeypatch.setattr(ndl.Pythia, "recompute", None)
@@ -218,9 +211,9 @@ def test_warmup_longer_than_the_run_is_refused(tmp_path, capsys):
             f"0 to {steps} of them\n",
         )
     assert not (tmp_path / "runs").exists()
-    assert run_settings.complete({"warmup": 6, "steps": 6}, None, on_gpu=False)["warmup"] == 6
-    constant = {"schedule": "constant", "warmup": 7, "steps": 6}
-    assert run_settings.complete(constant, None, on_gpu=False)["warmup"] == 7
+    assert complete(Settings(warmup=6, steps=6), on_gpu=False).warmup == 6
+    constant = Settings(schedule="constant", warmup=7, steps=6)
+    assert complete(constant, on_gpu=False).warmup == 7
 
 
 def test_help_is_a_screen_of_flags_that_exist(capsys):
@@ -236,7 +229,7 @@ def test_help_is_a_screen_of_flags_that_exist(capsys):
     assert {"--help", "--model", "--data", "--steps", "--resume", "--layers", "--keep"} <= shown
     assert all(f"\n  {flag} " in every or flag == "--help" for flag in shown)
     for topic in "model", "data", "training", "output":
-        assert f"\n{topic}\n" in screen
+        assert f"\n{topic}:\n" in screen
     with pytest.raises(SystemExit, match="2"):
         train_pythia.main(["--nonsense"])
     assert len(capsys.readouterr().err.splitlines()) == 2
@@ -247,11 +240,8 @@ def test_help_names_every_flag_in_groups_with_defaults(capsys):
         train_pythia.main(["--help", "all"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    settings = (*run_settings.RESULTS, *run_settings.OTHERS, *run_settings.OPTIONAL)
-    for name in (*settings, "tokens", "device", "out", "name"):
-        assert f"--{name.replace('_', '-')} " in text, name
-    for flag in "resume recipe global-batch-size tensorboard wandb supervise hang-seconds".split():
-        assert f"--{flag} " in text, flag
+    for name in FIELDS:
+        assert re.search(rf"\n  {option(name)}[ ,\n]", text), name
     for group in ("recipe:", "model:", "data:", "training:", "output:", "faults:"):
         assert f"\n{group}" in text
     assert text.count("(default") >= 20 and "sequences a micro-batch (default: tiny 16" in text

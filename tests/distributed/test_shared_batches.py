@@ -8,8 +8,8 @@ from ring import tokens_of
 
 from needle.data import Batches, Prefetch
 from needle.distributed.tree import own_micro_batches
-from needle.training.evaluation import own_columns
-from needle.training.settings import complete
+from needle.training.ranks import own_columns
+from needle.training.settings import Settings, complete
 
 TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
 
@@ -126,5 +126,5 @@ def test_ranks_that_share_a_sequence_have_each_of_its_tokens_once():
     ],
 )
 def test_the_micro_batches_of_a_step_follow_its_ranks(named, ranks, wanted):
-    settings = complete({"model": "tiny", **named}, None, False, ranks)
-    assert (settings["batch_size"], settings["grad_accum"]) == wanted
+    settings = complete(Settings(model="tiny", **named), False, ranks)
+    assert (settings.batch_size, settings.grad_accum) == wanted
