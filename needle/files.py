@@ -228,12 +228,10 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "lock"
-        self._folder = self._file = None
+        self._file = None
         try:
-            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            self._file = regular(self._at / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            self._file = regular(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
-            self.release()
             raise FileError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,39 +249,25 @@ class Lock:
         os.ftruncate(self._file, 0)
         os.write(self._file, f"process {os.getpid()} on {platform.node()}\n".encode())
 
-    @property
-    def _at(self) -> Path:
-        """The folder by its descriptor, which leads nowhere else when the folder is renamed."""
-        return Path(f"/proc/self/fd/{self._folder}")
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[Path]:
-        """The folder as a path to write below. FileError where the folder was removed, renamed or
-        replaced by another since it was locked."""
-        folder = self.path.parent
+    def folder(self) -> Path:
+        """Return the folder, to write in. FileError where it was removed, renamed or replaced by
+        another since it was locked."""
         try:
             same = os.path.samestat(os.stat(self.path), os.fstat(self._file))
         except FileNotFoundError:
             same = False
         if not same:
             raise FileError(
-                f"{folder}: was removed, renamed or replaced while process {os.getpid()} worked in "
-                "it: nothing more is written there. --resume with its new path goes on; a run "
-                "that begins anew takes a free name"
+                f"{self.path.parent}: was removed, renamed or replaced while process {os.getpid()} "
+                "worked in it: nothing more is written there. --resume with its new path goes on; "
+                "a run that begins anew takes a free name"
             )
-        try:
-            yield self._at
-        except FileError as error:
-            raise FileError(str(error).replace(str(self._at), str(folder))) from error
-        except OSError as error:
-            where = str(error.filename or folder).replace(str(self._at), str(folder))
-            raise OSError(error.errno, error.strerror, where) from error
+        return self.path.parent
 
     def release(self) -> None:
-        for descriptor in self._file, self._folder:
-            if descriptor is not None:
-                os.close(descriptor)
-        self._file = self._folder = None
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
 
     def __del__(self) -> None:
         self.release()

@@ -195,11 +195,11 @@ class Supervisor:
         end = time.monotonic() + REAP_SECONDS
         while folder is not None:
             try:
-                with (
-                    Lock(folder).writing() as at,
-                    open(at / "faults.jsonl", "a", encoding="utf-8", opener=regular) as file,
-                ):
+                lock = Lock(folder)
+                path = lock.folder() / "faults.jsonl"
+                with open(path, "a", encoding="utf-8", opener=regular) as file:
                     file.writelines(json.dumps(fault) + "\n" for fault in self._faults)
+                lock.release()
                 self._faults.clear()
                 break
             except FileError as error:

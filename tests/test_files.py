@@ -121,17 +121,17 @@ def test_a_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
     assert Lock(tmp_path).held
 
 
-def test_write_in_a_locked_folder_that_is_replaced_meanwhile_follows_it(tmp_path):
-    folder, moved = tmp_path / "run", tmp_path / "moved"
+def test_a_locked_folder_that_is_replaced_is_not_written(tmp_path):
+    folder = tmp_path / "run"
     folder.mkdir()
     lock = Lock(folder)
-    with lock.writing() as at:
-        folder.rename(moved)
-        folder.mkdir()
-        with replacing(at / "a") as file:
-            file.write(b"a")
-    assert (moved / "a").read_bytes() == b"a" and not [*folder.iterdir()]
-    lock.release()
+    assert lock.folder() == folder
+    folder.rename(tmp_path / "moved")
+    for _ in range(2):
+        with pytest.raises(FileError, match="run: was removed, renamed or replaced while process"):
+            lock.folder()
+        folder.mkdir(exist_ok=True)
+        Lock(folder).release()
 
 
 def test_a_fifo_is_an_error_at_once(tmp_path):

@@ -100,10 +100,9 @@ class RunLog:
         self.first_loss, self.seconds = math.nan, 0.0  # of training, over all parts of the run
         self.loss = math.nan
         if lock is not None:
-            with lock.writing() as at:
-                path = at / self.path.name
-                self.first_loss, self.seconds = drop_lines_after(path, start)
-                self._file = open(path, "a", encoding="utf-8", opener=regular)
+            path = lock.folder() / self.path.name
+            self.first_loss, self.seconds = drop_lines_after(path, start)
+            self._file = open(path, "a", encoding="utf-8", opener=regular)
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._flops_per_token, self._peak = flops_per_token, peak

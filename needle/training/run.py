@@ -73,31 +73,27 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
     log.sync()
     settings = run.settings.to_json()
     schedule = {name: settings[name] for name in ("schedule", "lr", "warmup", "steps")}
-    with run.lock.writing() as at:
-        folder = at / "checkpoints"
-        save_checkpoint(
-            run.model,
-            run.optimizer,
-            run.position["epoch"],
-            log.loss,
-            checkpoint_path(folder, run.step),
-            run=run.id,
-            step=run.step,
-            data=run.position,
-            fingerprint=run.data.fingerprint,
-            schedule=schedule,
-            settings=settings,
-            products=products_of(run.model),
-        )
-        if run.step > 0:  # a run of no finished step leaves its name to another
-            folders.note_saved(at)
-        beat()
-        prune_checkpoints(
-            folder,
-            run.step,
-            forever=lambda step: is_kept(run.settings, step),
-            following=prove_after(run),
-        )
+    at = run.lock.folder()
+    folder = at / "checkpoints"
+    save_checkpoint(
+        run.model,
+        run.optimizer,
+        run.position["epoch"],
+        log.loss,
+        checkpoint_path(folder, run.step),
+        run=run.id,
+        step=run.step,
+        data=run.position,
+        fingerprint=run.data.fingerprint,
+        schedule=schedule,
+        settings=settings,
+        products=products_of(run.model),
+    )
+    if run.step > 0:  # a run of no finished step leaves its name to another
+        folders.note_saved(at)
+    beat()
+    forever = lambda step: is_kept(run.settings, step)
+    prune_checkpoints(folder, run.step, forever=forever, following=prove_after(run))
 
 
 def is_kept(settings: Settings, step: int) -> bool:
@@ -116,10 +112,8 @@ def keeps_weights(settings: Settings, step: int) -> bool:
 def write_weights(run: Run, log: RunLog) -> None:
     """Write the weights of run.step."""
     log.sync()
-    with run.lock.writing() as at:
-        path = weights_path(at / "checkpoints", run.step)
-        epoch = run.position["epoch"]
-        save_checkpoint(run.model, None, epoch, log.loss, path, run=run.id, step=run.step)
+    path, epoch = weights_path(run.lock.folder() / "checkpoints", run.step), run.position["epoch"]
+    save_checkpoint(run.model, None, epoch, log.loss, path, run=run.id, step=run.step)
     beat()
 
 
@@ -154,11 +148,11 @@ def write_description(run: Run) -> None:
         "saved": False,
         **special_ids,
     }
-    with run.lock.writing() as at:
-        folders.write_description(at, description)
-        for name, text in files.items():
-            with replacing(at / name) as file:
-                file.write(text.encode())
+    at = run.lock.folder()
+    folders.write_description(at, description)
+    for name, text in files.items():
+        with replacing(at / name) as file:
+            file.write(text.encode())
 
 
 # ---- going on ----------------------------------------------------------------------------------
@@ -276,12 +270,11 @@ def report_divergence(run: Run, error: Exception, finite: int) -> None:
 def finish(run: Run) -> None:
     """Write the plot and a sample, and print where they lie."""
     rest()  # matplotlib may look for fonts
-    with run.lock.writing() as at:
-        report(plot(at).replace(str(at), str(run.folder)))
+    report(plot(run.lock.folder()))
     report(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     try:
         text = sample_text(run)
-        with run.lock.writing() as at, replacing(at / "sample.txt") as file:
+        with replacing(run.lock.folder() / "sample.txt") as file:
             file.write(text.encode())
         report(f"sample ({run.folder / 'sample.txt'}):\n{text}")
     except Exception as error:  # all steps are saved

@@ -203,8 +203,8 @@ class Session:
 def open_log(run: Run) -> RunLog:
     settings, opened = run.settings, []
     if run.lock is not None:
-        with run.lock.writing() as at:
-            opened = trackers.start(settings, run.folder, at, run.step, settings.to_json())
+        at = run.lock.folder()
+        opened = trackers.start(settings, run.folder, at, run.step, settings.to_json())
     return RunLog(
         run.lock,
         run.device,

@@ -108,64 +108,46 @@ class Settings:
     of its configuration.
     """
 
-    recipe: Recipe | None = flag(
-        "recipe",
-        """
-        pythia: the learning rate of GPT-NeoX's code, 0 at the first step, then a cosine to 0 that
-        stops at a tenth of the peak after 80 %% of the steps; pythia-fixed: as intended, a cosine
-        that reaches a tenth of the peak at the last step. Checkpoints of steps 0, 1, 2, 4 ... 512
-        and every 1,000 are never deleted (154 files; of the 70m each is 1 GB with the optimizer's
-        state). Without --model it trains pythia-70m (default: none)
-    """,
-    )
-
+    recipe: Recipe | None = of_model("""
+        as the published Pythias were trained (docs/training.md); other flags change its values;
+        pythia has the learning rate of GPT-NeoX's code, pythia-fixed the one that was announced
+    """)
     model: Text = of_model("tiny, pythia-14m, -31m, -70m ... -12b, or auto", ("tiny", "pythia-70m"))
     import_: Import | None = of_model("""
-        register a model of one's own; by this Python file, which is run first (models.register):
+        register a model of one's own; by this Python file (models.register), which is run first;
         its presets are names for --model, and a resumed run needs it again
     """)
     init: PathName | None = of_model("""
-        start from the weights of a run, a file or a folder; a checkpoint, the folder of a run, or a
-        folder that transformers saved, with its tokenizer, and a fresh optimizer (default: random
-        weights)
+        start from the weights of a run, a file or a folder (default: random weights); a folder of
+        transformers too; with its tokenizer and a fresh optimizer
     """)
-    layers: Count | None = of_model("""
-        of the model; so with the next four: instead of the preset's (default: of the preset)
-    """)
+    layers: Count | None = of_model("of the model; this and the next four change the preset")
     hidden: Count | None = of_model("size of the residual stream, a multiple of --heads")
     heads: Count | None = of_model("of attention")
     vocab_size: Count | None = of_model("of the model; and of a tokenizer that is trained on text")
-    no_mlp: Switch | None = of_model("""
-        layers of attention alone; no model of transformers has such: it cannot be exported
-    """)
+    no_mlp: Switch | None = of_model("layers of attention alone; such a model cannot be exported")
     config: File | dict | None = of_model("""
         the model by a TOML or JSON file; instead of --model: the fields of a configuration, or the
-        config.json of a run or of a model of transformers; flags change its fields
+        config.json of a run or of a model of transformers
     """)
     sparse: Pattern | None = of_model(f"""
-        block-sparse attention; PATTERN is one of {", ".join(SPARSE_PATTERNS)} (default: off;
-        without PATTERN: mixed, a local window and the first block)
+        block-sparse attention: {", ".join(SPARSE_PATTERNS)}; without PATTERN mixed, a local window
+        and the first block (default: off)
     """)
     window: Count | None = of_model("""
         of --sparse: how many tokens a query sees back; of the pattern strided the stride (default:
         a quarter of the sequence, 64 at least)
     """)
-    dtype: Dtype = of_model(
-        "of weights and activations; bfloat16 keeps float32 master weights in the optimizer",
-        ("float32", "bfloat16"),
-    )
+    dtype: Dtype = of_model("of weights and activations", ("float32", "bfloat16"))
     fp8: Switch | None = of_model("""
-        products in FP8, faster on a Hopper GPU; the products of the head up to a width of 1024, and
-        those of layers from 512 on, while training: e4m3 forward, e5m2 for gradients; weights,
-        checkpoints and evaluations are in --dtype. The parts in FP8 are printed at the start and
-        kept in checkpoints. The width, the vocabulary and the tokens of a micro-batch must be
-        multiples of 16; a GPU must have compute capability 9.0 (Hopper)
+        products in FP8, faster on a Hopper GPU; the width, the vocabulary and the tokens of a
+        micro-batch must be multiples of 16
     """)
 
     data: PathName | None = of_data("""
         text, JSON lines, or files of tokens; .gz and .zst too, a folder or quoted pattern of them;
-        tokens are Megatron's .bin/.idx, Pythia's preshuffled rows, nanoGPT's train.bin, .npy; the
-        kind is found out and named (default: the sources of the Python standard library)
+        tokens are Megatron's .bin/.idx, Pythia's preshuffled rows, nanoGPT's train.bin, .npy
+        (default: the sources of the Python standard library)
     """)
     tokenizer: PathName | None = of_data("""
         a tokenizer.json (default: a byte-level BPE trained once on the text and cached: 4096 tokens
@@ -173,24 +155,18 @@ class Settings:
     """)
     end_of_text: Text | None = of_data("""
         the token of --tokenizer after each document (default: as the files beside the
-        tokenizer.json name it; the run prints it)
+        tokenizer.json name it)
     """)
     batch_size: Count = of_data("sequences a micro-batch", (4, 16, 16))
     seq_len: Count = of_data("tokens a sequence", (512, 2048, 256))
 
-    grad_accum: Count = of_training(
-        "micro-batches a step; shared by all ranks (default: one a rank, or what "
-        "--global-batch-size or the recipe needs)",
-        1,
-    )
+    grad_accum: Count = of_training("micro-batches a step; shared by all ranks", 1)
     context_parallel: Count = of_training(
-        "so many neighbouring ranks share each sequence, for those longer than one holds: each has "
-        "--seq-len / N tokens, which must be a multiple of 2 N",
-        1,
+        "so many neighbouring ranks share each sequence, in parts of a multiple of 2 N tokens", 1
     )
     global_batch_size: Count | None = of_training("""
-        sequences a step: --batch-size times --grad-accum; what of the two is not given follows from
-        it (default: of a recipe 1024, else what the two give)
+        sequences a step: --batch-size times --grad-accum; what of the two is not given follows
+        (default: of a recipe 1024, else what the two give)
     """)
     steps: Count = of_training("optimizer steps", (100, 300, 600))
     tokens: Count | None = of_training("instead of --steps; rounded up to whole steps")
@@ -199,78 +175,52 @@ class Settings:
         (1e-3, 1e-3, 3e-3),
     )
     schedule: Schedule = of_training(
-        "of the learning rate after the warmup: down to a tenth along a cosine or a line, or "
-        "constant; pythia: as in the recipe of this name",
-        "cosine",
+        "of the learning rate after the warmup, to a tenth of it unless constant", "cosine"
     )
     warmup: CountOrZero = of_training("""
         steps in which the rate rises from 0 (default: a tenth of all; of a recipe a hundredth)
     """)
-    weight_decay: NotNegative = of_training(
-        "of matrices and embeddings; biases and norms have none", 0.1
-    )
+    weight_decay: NotNegative = of_training("of matrices and embeddings", 0.1)
     clip: NotNegative = of_training("largest gradient norm; 0: never clipped", 1.0)
     device: DeviceName = of_training(
-        "auto, cpu, cuda or cuda:INDEX (default: auto: the first GPU that can be used, else the "
-        "CPU)",
-        own="auto",
+        "auto, cpu, cuda or cuda:INDEX; auto is the first GPU that can be used", own="auto"
     )
-    gpus: Count | None = of_training("""
-        train on the first N GPUs; a rank on each, with the bits of one; without it on one, or on
-        what a launcher (torchrun, srun, mpirun) starts (default: 1)
-    """)
+    gpus: Count | None = of_training("train on the first N GPUs; a rank on each (default: 1)")
     recompute: Switch | None = of_training("""
         keep of each layer only what it reads, and compute it again in the backward: the same bits
         with less memory, for the time of a second forward; a resumed run needs it again
     """)
     graph: OnOff | None = of_training("""
-        record a micro-batch once and replay it as one CUDA graph: faster where batches are so small
-        that the host cannot keep up; the same bits, with memory of its own beside that of
-        evaluations; a resumed run may change it (default: on a GPU for micro-batches of up to
-        16,384 tokens)
+        replay micro-batches as one CUDA graph: the same bits, faster where the host cannot keep up
+        with small ones (default: on a GPU for up to 16,384 tokens)
     """)
     seed: Seed = of_training("of weights, order of the data and sample", 1234)
     init_seed: Seed | None = of_training("of the weights alone (default: --seed)")
     data_seed: Seed | None = of_training("of the order of the data alone (default: --seed)")
 
     eval_every: CountOrZero = of_output(
-        "steps between evaluations; on the held-out part; 0: only at the end", (25, 50, 50)
+        "steps between evaluations; 0: only at the end", (25, 50, 50)
     )
     save_every: CountOrZero = of_output(
-        "steps between checkpoints; 0: only at the end. Three kinds are kept: the last two, the "
-        "last one followed by N finite steps (one of the two, unless stops saved more), and those "
-        "of a recipe",
-        (25, 100, 50),
+        "steps between checkpoints; 0: only at the end", (25, 100, 50)
     )
     keep: Keep | None = of_output("""
-        weights kept for good, as 1,2,4,...,512 or log; the weights of these steps, in
-        checkpoints/weights_N.safetensors; "..." stands for the numbers that follow, as in
-        1,2,4,...,512,1000,..., and log for 0 and the powers of two (default: none)
+        weights kept for good, as 1,2,4,...,512 or log; "..." stands for the numbers that follow, as
+        in 1,2,4,...,512,1000,..., and log for 0 and the powers of two
     """)
-    keep_optimizer: Switch | None = of_output("""
-        of the steps of --keep keep whole checkpoints, from which a run can resume
-    """)
+    keep_optimizer: Switch | None = of_output("keep whole checkpoints of the steps of --keep")
     out: PathName = of_output("where runs are written", own="runs")
     name: RunName | None = of_output("""
         of the run's folder in there (default: the model's name, with a number where it is taken)
     """)
-    tensorboard: Switch | None = of_output("""
-        write what metrics.jsonl gets for TensorBoard too, to the run's folder tensorboard/ (needs
-        the package tensorboard or tensorboardX)
-    """)
-    wandb: Text | None = of_output("""
-        send it to this project of Weights & Biases (needs the package wandb; WANDB_MODE=offline
-        keeps it on this machine)
-    """)
+    tensorboard: Switch | None = of_output("write metrics.jsonl's numbers for TensorBoard too")
+    wandb: Text | None = of_output("send them to this project of Weights & Biases")
     resume: PathName | None = of_output("""
         go on: auto, the folder of a run, or a checkpoint; auto: the newest good checkpoint of the
-        run --name, without it of all runs in --out; where none was ever saved, auto starts from the
-        beginning, with the settings of the config.json that is there
+        run --name, without it of all runs in --out, and a new run where none was ever saved
     """)
-
-    supervise: Switch | None = flag("faults", "run under a supervisor (default: off)")
-    hang_seconds: Positive = flag(
-        "faults",
+    supervise: Switch | None = of_output("restart the run after faults and hangs")
+    hang_seconds: Positive = of_output(
         "of --supervise: a step, a batch of an evaluation or a save that takes longer is a hang",
         own=HANG_SECONDS,
     )
@@ -333,30 +283,13 @@ def option(name: str) -> str:
 
 # ---- the command line --------------------------------------------------------------------------
 
-GROUPS = {
-    "recipe": """
-The way in which the published Pythias were trained: 143,000 steps of 1,024 sequences of 2,048
-tokens, the paper's learning rate for the model, warmup over 1,430 steps, decay 0.1, clipping at 1.
-Every flag below still changes its value, and the run's config.json lists what was changed. With
-other --steps the schedule is the recipe's, shrunk or stretched: the warmup is a hundredth of the
-steps (--warmup changes it), and the decay's period is all of them.
-""",
-    "faults": """
-A supervisor restarts the run with --resume auto, and with the same losses bit for bit, after exit
-code 75, after a signal that killed it, and after a hang. Three failures without a further step end
-the run; the third try waits for each op, so that the fault names its op. Each is a line of
-faults.jsonl in the run's folder. Of any command: needle supervise -- COMMAND.
-""",
-}
 DESCRIPTION = """
 Trains a Pythia (GPT-NeoX) language model. Without flags: on the sources of the Python standard
 library, with sizes that suit the device.
 """
 EPILOG = """
-Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped by SIGINT,
-SIGTERM, SIGHUP or a closed pipe after saving; 1 an error, or a loss that is not finite; 2 a bad
-flag; 75 (os.EX_TEMPFAIL) the GPU is lost: start again with --resume auto, as --supervise does by
-itself; 130 Ctrl-C before the first step, or for the second time.
+Defaults are written cpu | gpu where they differ. Exit codes: 0 done or stopped, all steps saved; 1
+an error, or a loss that is not finite; 2 a bad flag; 75 a GPU or a rank is lost; 130 Ctrl-C twice.
 """
 
 
@@ -390,7 +323,7 @@ def _parser(rare: bool = True) -> Parser:
     for name, field in FIELDS.items():
         group, text = field.metadata["group"], field.metadata["help"]
         if group not in groups:
-            groups[group] = top.add_argument_group(group, GROUPS.get(group) if rare else None)
+            groups[group] = top.add_argument_group(group)
         if not rare:
             text = argparse.SUPPRESS if name in RARE else re.split("; | [(]", text)[0]
         groups[group].add_argument(option(name), dest=name, help=text, **_keywords(name))
@@ -398,7 +331,7 @@ def _parser(rare: bool = True) -> Parser:
 
 
 def _keywords(name: str) -> dict[str, Any]:
-    """Return the keywords of add_argument, which stand in the type of a field."""
+    """Return the keywords of add_argument, which stand in the type of the field."""
     kinds = (TYPES[name], *get_args(TYPES[name]))
     annotated = next(kind for kind in kinds if hasattr(kind, "__metadata__"))
     return annotated.__metadata__[0].keywords

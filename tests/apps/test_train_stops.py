@@ -242,7 +242,7 @@ def test_help_names_every_flag_in_groups_with_defaults(capsys):
     text = capsys.readouterr().out
     for name in FIELDS:
         assert re.search(rf"\n  {option(name)}[ ,\n]", text), name
-    for group in ("recipe:", "model:", "data:", "training:", "output:", "faults:"):
+    for group in ("model:", "data:", "training:", "output:"):
         assert f"\n{group}" in text
     assert text.count("(default") >= 20 and "sequences a micro-batch (default: tiny 16" in text
 
