@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-from needle import hf, models
+from needle import models
 from needle.backend_ndarray import Device
 from needle.data import load_tokenizer
 from needle.data.readers import open_tokens
 from needle.data.tokenizer import id_limit
 from needle.evaluate import load_model
-from needle.files import FileError, reading
+from needle.files import FileError, read_json, reading
 from needle.models import Config
 from needle.training.settings import FIELDS, SHAPE, Settings, complete, option
 
@@ -45,7 +45,7 @@ def read_config(path: str) -> dict:
             except ValueError as error:
                 raise FileError(f"{path}: no TOML: {error}") from error
     else:
-        fields = hf.read_json(Path(path))
+        fields = read_json(Path(path))
     try:
         if "model_type" in fields:
             cls = models.class_of_transformers(fields["model_type"])
@@ -129,18 +129,19 @@ def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel,
     dtype = given.dtype or FIELDS["dtype"].metadata["default"][not device.is_host]
     model, tokenizer = load_model(given.init, device, dtype)
     model.train()
-    config, name = model.config, given.model or preset_of(model.config)
-    problems = differences(config, name)
+    config, name, problems = model.config, preset_of(model.config), []
     own = tokenizer and os.path.realpath(tokenizer.source)
     fixed = dataclasses.replace(given, model=name, tokenizer=given.tokenizer or own)
+    if given.model not in (None, name):
+        problems.append(f"--model {given.model}: its weights are of a {name}")
     ranks = given.context_parallel or 1  # the length does not depend on how many
     if complete(fixed, not device.is_host, ranks).seq_len > config.max_seq_len:
         if given.seq_len is not None:
             problems.append(f"--seq-len {given.seq_len}: it reads {config.max_seq_len} at most")
         fixed.seq_len = config.max_seq_len
-    for name in "config", *SHAPE:
-        if getattr(given, name):
-            problems.append(f"{option(name)}: its shape is what its weights have")
+    for flag in "config", *SHAPE:
+        if getattr(given, flag):
+            problems.append(f"{option(flag)}: its shape is what its weights have")
     if given.sparse is not None:
         problems.append(f"--sparse {given.sparse}: its attention is what it was trained with")
     if fixed.tokenizer is None and is_text(given.data):
@@ -152,22 +153,10 @@ def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel,
 
 def preset_of(config: Config) -> str:
     """Return the name of the preset of this shape, of any vocabulary; else the registered name."""
-    return next((n for n in type(config).presets() if not differences(config, n)), config.family)
-
-
-def differences(config: Config, name: str) -> list[str]:
-    """Return an error for each field in which the preset `name` differs from the weights."""
-    if name == config.family:
-        return []
-    wanted = models.preset(name)
-    if wanted.family != config.family:
-        return [f"--model {name}: it is a {config.family}"]
-    fields = type(config).presets()[name].keys() - {"vocab_size"}
-    return [
-        f"--model {name}: {field} is {getattr(config, field)}, not {getattr(wanted, field)}"
-        for field in sorted(fields)
-        if getattr(config, field) != getattr(wanted, field)
-    ]
+    for name, fields in type(config).presets().items():
+        if all(getattr(config, k) == v for k, v in fields.items() if k != "vocab_size"):
+            return name
+    return config.family
 
 
 def check_vocabulary(path: str, config: Config, needed: int | None) -> None:

@@ -221,6 +221,33 @@ def test_run_that_never_saved_takes_no_other_settings_or_data(tmp_path, tokens, 
     assert f"{folder}/config.json: not of a run of needle train" in capsys.readouterr().err
 
 
+NO_CONFIGS = ["", "{", "[" * 99_999, "[]", "3", "null", '"a"', '{"settings": []}']
+NO_CONFIGS += ['{"saved": 0, "settings": 2, "data": 3, "optimizer": {}}']
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_config_that_is_none_of_a_run_is_named_or_not_needed(
+    tmp_path, tokens, begun, run, capsys, lines
+):
+    """A run with a checkpoint goes on without it; no other may begin there anew if it has lines."""
+    folder, words = begun(tokens)
+    assert run("saved") == 0
+    if not lines:
+        (folder / "metrics.jsonl").unlink()
+    for text in NO_CONFIGS:
+        with naming(text[:60]):
+            (folder.with_name("saved") / "config.json").write_text(text)
+            assert run("saved", "--resume", "auto") == 0
+            (folder / "config.json").write_text(text)
+            capsys.readouterr()
+            for more in ["--name", "a"], ["--config", folder / "config.json", "--name", "new"]:
+                assert train_pythia.main(arguments(*words, "--data", tokens, *more)) == 1
+                assert f"needle train: {folder}" in capsys.readouterr().err
+            for part in "settings", "config":
+                with pytest.raises(FileError, match="a/config.json"):
+                    getattr(ndl.open_run(folder), part)
+
+
 def test_open_run_of_a_run_that_never_saved(tokens, begun):
     folder, _ = begun(tokens, SHAPE)
     run = ndl.open_run(folder)
