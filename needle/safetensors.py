@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from needle.backend_ndarray import Device, NDArray, array, cpu
-from needle.files import FileError, OpenFile
+from needle.files import FileError
 
 HEADER_LIMIT = 100_000_000  # bytes; that of the package safetensors
 MOST_AXES = 64  # NumPy's; the product of more could take for ever
@@ -62,7 +63,7 @@ class Entry:
     """A tensor in a file: its name there, and where its bytes begin."""
 
     path: Path
-    file: OpenFile | None  # None for bytes that are no file
+    file: mmap.mmap | None  # None for bytes that are no file
     name: str
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
@@ -72,10 +73,7 @@ class Entry:
         """The elements as they lie in the file, bfloat16 as uint16."""
         assert self.file is not None
         bits = FROM_FILE[self.dtype][1]
-        host = np.empty(math.prod(self.shape) * bits.itemsize, np.uint8)
-        if self.file.read_into(memoryview(host), self.offset) < host.size:
-            raise FileError(f"{self.path}: {self.name}: the file has been cut while it was read")
-        return host.view(bits).reshape(self.shape)
+        return np.ndarray(self.shape, bits, self.file, self.offset)
 
     def read(self, device: Device) -> NDArray:
         dtype, host = FROM_FILE[self.dtype][0], self.words()
@@ -88,11 +86,12 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
     """(metadata, tensors in the order of their bytes) of a file at its beginning, which is left
     where the data begin. A dtype that needle does not have is left to the caller."""
     size = os.fstat(file.fileno()).st_size
-    return _read_header(file, Path(file.name), size, HEADER_LIMIT, OpenFile(file.fileno()))
+    kept = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
+    return _read_header(file, Path(file.name), size, HEADER_LIMIT, kept)
 
 
 def _read_header(
-    file: BinaryIO, path: Path, size: int, limit: int, kept: OpenFile | None = None
+    file: BinaryIO, path: Path, size: int, limit: int, kept: mmap.mmap | None = None
 ) -> tuple[dict[str, str], list[Entry]]:
     start = file.read(8)
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
