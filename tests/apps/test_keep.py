@@ -83,7 +83,13 @@ def test_kept_weights_are_those_of_their_steps_and_no_step_changes(tmp_path, tok
 
 
 def test_wrong_flags_of_keep(tmp_path, tokens, capsys):
-    for more, text in (("--keep 1,x", "'x' is no whole"), ("--keep-optimizer", "needs --keep")):
+    assert train_pythia.main(flags(tmp_path, tokens, "x")) == 0
+    capsys.readouterr()
+    for more, text in (
+        ("--name y --keep 1,x", "'x' is no whole"),
+        ("--name y --keep-optimizer", "needs --keep"),
+        ("--resume auto --keep-optimizer", "needs --keep"),
+    ):
         with naming(more), pytest.raises(SystemExit, match="2"):
             train_pythia.main(flags(tmp_path, tokens, "x", more))
         assert text in capsys.readouterr().err

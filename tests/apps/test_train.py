@@ -314,6 +314,10 @@ def test_resuming_with_other_settings_is_refused(tmp_path, tokens, capsys):
     error = capsys.readouterr().err
     assert "--lr is 0.5, but the run has 0.003" in error
     assert "--steps is 9, but the run has 6" in error
+    length = without(flags(tmp_path, tokens, "a", "--resume", "auto"), "--steps")
+    assert train_pythia.main([*length, "--tokens", "192"]) == 0
+    assert train_pythia.main([*length, "--tokens", "193"]) == 1
+    assert "--steps is 7, but the run has 6, where its cosine schedule" in capsys.readouterr().err
     other = tmp_path / "other.npy"
     np.save(other, TOKENS + 1)
     assert train_pythia.main(flags(tmp_path, other, "a", "--resume", "auto")) == 1
@@ -352,6 +356,18 @@ def test_checkpoint_of_another_program_is_not_resumed(tmp_path, tokens, capsys):
         assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto")) == 1
         error = capsys.readouterr().err
         assert said in error and str(path) in error and error.count("\n") == 1
+
+
+def test_run_resumes_from_another_folder(tmp_path, tokens, monkeypatch):
+    """Its data were named from where it began; the flags of one start are given again."""
+    monkeypatch.chdir(tmp_path)
+    run_until(monkeypatch, 3, flags(tmp_path, tokens.name, "a"))
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    seen, train = [], train_pythia.train
+    monkeypatch.setattr(train_pythia, "train", lambda run: seen.append(run.model) or train(run))
+    assert train_pythia.main(["--resume", "../runs/a", "--device", "cpu", "--recompute"]) == 0
+    assert [model.recompute for model in seen] == [True]
 
 
 def test_constant_rate_may_go_on_for_longer(tmp_path, tokens):
