@@ -485,6 +485,8 @@ def test_defaults_follow_device_and_model():
     gpu = complete(Settings(), on_gpu=True)
     assert (gpu.model, gpu.dtype, gpu.seq_len) == ("pythia-70m", "bfloat16", 2048)
     assert complete(Settings(model="pythia-410m"), on_gpu=True).lr == 3e-4
+    short = Settings(config={"model": "pythia", "max_seq_len": 64})
+    assert complete(short, on_gpu=True).seq_len == 64
     given = Settings(batch_size=2, seq_len=16, grad_accum=3, warmup=0, tokens=97)
     assert complete(given, on_gpu=False).steps == 2
 
