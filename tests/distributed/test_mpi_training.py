@@ -55,12 +55,14 @@ def test_ranks_share_sequences(runs, alone):
 @pytest.mark.slow
 def test_ranks_begin_a_run_again_that_never_saved(runs, alone):
     """By its config.json: its flags, and their own number, do not count."""
-    runs.run("a", 4, plan={"rank": 1, "step": 7, "what": "kill"}, code=None)
-    assert (runs.out / "a/config.json").exists() and not list(runs.out.glob("a/checkpoints/*"))
+    said = runs.run("a", 4, plan=[{"rank": 1, "step": 7, "what": "kill"}], code=None)
+    assert re.search("at step [67]: rank 1 is gone", said), said
+    assert runs.lines_of("a", "metrics.jsonl") and not list(runs.out.glob("a/checkpoints/*"))
     words = ["--device", "cpu", "--resume", "auto", "--name", "a", "--out", runs.out]
     done = ended("-n", "2", sys.executable, PROGRAM, *words)
     assert done.returncode == 0, done.stderr
-    assert "starting from the beginning, with the settings of its config.json" in done.stdout
+    words = " ".join(done.stdout.split())
+    assert "starting from the beginning, with the settings of its config.json" in words
     assert runs.written("a") == alone
 
 
