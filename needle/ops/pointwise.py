@@ -116,7 +116,7 @@ class Clip(TensorOp):
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         x = node.inputs[0].cached_data
         inside = _C.multiply(_C.greater_equal(x, self.low), _C.less_equal(x, self.high))
-        return Keep(inside)(out_grad)
+        return Keep(_C.not_equal(inside, 0))(out_grad)
 
 
 def clip(a: Tensor, min: Any = None, max: Any = None) -> Tensor:
