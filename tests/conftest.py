@@ -10,13 +10,18 @@ import importlib.util
 import os
 import random
 import signal
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
-from lost_device import LostDevice
 
-from needle import _C
+# For `building`; an installed needle comes first.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from harness import DEVICES, device_of  # noqa: E402
+from lost_device import LostDevice  # noqa: E402
+
+from needle import _C  # noqa: E402
 
 
 @pytest.fixture(params=DEVICES)

@@ -29,7 +29,6 @@ def build(monkeypatch):
     for name in list(os.environ):
         if name.startswith("NEEDLE_") or name in ("CUDA_HOME", "CUDA_PATH", "CFLAGS", "LDFLAGS"):
             monkeypatch.delenv(name)
-    monkeypatch.syspath_prepend(str(ROOT))
     from building import choices
 
     monkeypatch.setattr(choices, "notes", [])

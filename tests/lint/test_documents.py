@@ -197,9 +197,8 @@ def test_reference_names_what_exists_and_each_family_of_ops():
     assert families <= {name for name, _ in blocks}
 
 
-def test_examples_of_docstrings_render_as_code(monkeypatch):
+def test_examples_of_docstrings_render_as_code():
     markdown = pytest.importorskip("markdown", reason="needle: no package markdown")
-    monkeypatch.syspath_prepend(ROOT)
     from building.examples import Examples
 
     shown = 0
