@@ -209,8 +209,8 @@ def _packed(value: Any, name: str, tensors: dict[str, NDArray]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
-        f"save: {name or 'it'} is a {type(value).__name__}: save numbers, texts, Tensors, arrays of "
-        "needle's dtypes, or what its state_dict() gives"
+        f"save: {name or 'it'} is a {type(value).__name__}: save numbers, texts, Tensors, arrays "
+        "of needle's dtypes, or what its state_dict() gives"
     )
 
 
