@@ -49,8 +49,8 @@ def write(path: Path, text: str) -> None:
 def make(objects: Path, goals: list[Path]) -> None:
     """Make shared objects: _C, and where it is wanted _cuda.so. SystemExit where that fails."""
     # By paths from ROOT, so that the objects of a copied tree are current.
-    objects, *paths = (os.path.relpath(path, ROOT) for path in (objects, *goals))
-    command = ["make", "-f", "building/build.mk", f"O={objects}", f"OUT={os.path.dirname(paths[0])}"]
+    place, out, *paths = (os.path.relpath(p, ROOT) for p in (objects, goals[0].parent, *goals))
+    command = ["make", "-f", "building/build.mk", f"O={place}", f"OUT={out}"]
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     asked = subprocess.run([*command, "-q", *paths], cwd=ROOT, env=clean, capture_output=True)
     if asked.returncode == 0:

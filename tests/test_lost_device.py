@@ -89,7 +89,9 @@ needs_xdist = pytest.mark.skipif(
 @needs_xdist
 def test_a_fault_fails_its_test_alone(tmp_path):
     """Runs on two workers, which must take the same order; a crash is reported as one."""
-    code, out = python_m_pytest(tmp_path, *WORKERS, "2", "--max-worker-restart=9", code=TESTS + CRASH)
+    code, out = python_m_pytest(
+        tmp_path, *WORKERS, "2", "--max-worker-restart=9", code=TESTS + CRASH
+    )
     assert code == 1
     assert counts(out) == {"failed": 4, "passed": 9, "skipped": 1, "error": 1}, out
     assert out.count("replacing crashed worker") == 4 and "CudaFatalError: exp: injected" in out
