@@ -34,11 +34,13 @@ compile = @mkdir -p $(@D) && echo "needle: $<" && \
 $(OUT)/%.so: $(O)/%.so | $(LINKED)
 	@mkdir -p $(@D) && cp $< $@.part && mv $@.part $@
 $(firstword $(LINKED)): $(OBJECTS)
-	@$(CC) -shared -fopenmp $^ $(BLAS_LINK) -lm $(LDFLAGS) -o $@ && echo "needle: linked $(@F)"
+	@$(CC) -shared -fopenmp $^ $(BLAS_LINK) -lm $(LDFLAGS) -o $@.part && mv $@.part $@
+	@echo "needle: linked $(@F)"
 # status.c and array.c are in both shared objects: each has its own, nothing is exported.
 $(O)/_cuda.so: $(CUDA_OBJECTS) $(O)/csrc/status.o $(O)/csrc/array.o cuda/exports.map
 	@$(CXX) -shared $(filter %.o,$^) -Wl,-z,defs -Wl,--version-script=cuda/exports.map \
-	    $(CUDA_LINK) $(LDFLAGS) -o $@ && echo "needle: linked $(@F)"
+	    $(CUDA_LINK) $(LDFLAGS) -o $@.part && mv $@.part $@
+	@echo "needle: linked $(@F)"
 
 $(O)/csrc/python/%.o: csrc/python/%.c $(O)/core.mk
 	$(call compile,$(CC) $(FLAGS) $(PYTHON_FLAGS) $(FACTS))
