@@ -98,9 +98,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what is imported and collected from the collections of garbage that tests ask for."""
+    """Exempt what is imported and collected from the collections of garbage that tests ask for.
+    Processes that tests start have one thread, unless a test says more: bits are the same, and
+    threads that spin would take the processors of other tests."""
     gc.collect()
     gc.freeze()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # this process has read it
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
