@@ -105,8 +105,8 @@ def test_faults_have_a_status_and_the_next_job_is_right(pool, monkeypatch):
 
 
 def test_each_job_has_a_process_of_its_own_that_is_killed(pool):
-    pids = [int(run(pool, "who", Out(1, "int32")).outputs[0][0]) for _ in range(3)]
-    assert len(set(pids)) == 3
+    pids = {int(run(pool, "who", Out(1, "int32")).outputs[0][0]) for _ in range(3)}
+    assert len(pids) == 3
     for pid in pids:
         wait_until_gone(pid)
 
@@ -158,18 +158,14 @@ def test_writes_out_of_bounds_are_named(pool):
 
 
 def test_unwritten_elements_are_named(pool):
-    for dtype in ("float32", "float16", "int64"):
+    """Those of small integers, which may equal the pattern, are not."""
+    for dtype in ("float32", "float16", "int64", "uint8"):
         with naming(dtype):
             result = run(pool, "leaves_out", Out(500, dtype), 498)
-            assert result.status == "wrong_result"
-            assert "2 of 500 elements (the first at [498]) were not written" in result.message
+            told = "2 of 500 elements (the first at [498]) were not written" in result.message
+            status = "ok" if dtype == "uint8" else "wrong_result"
+            assert (result.status, told) == (status, dtype != "uint8")
             assert (result.outputs[0][:498] == 1).all()
-
-
-def test_a_small_integer_may_equal_the_pattern(pool):
-    source = 'def all_bytes(grid, block, y: "unsigned char*"): y[:] = np.arange(y.size) % 256'
-    result = pool.run(source, "all_bytes", 1, 1, [Out(100_000, "uint8")])
-    assert (result.status, result.message) == ("ok", "")
 
 
 # ---- evaluating ----------------------------------------------------------------------------------
@@ -208,6 +204,10 @@ def test_a_wrong_kernel_is_found_in_the_trial_that_shows_it(pool):
 
 # Kernels that cheat: what each does, its cases, and the status and text that are right.
 CHEATS = {
+    "adds to what it finds in its output": (
+        'def k(grid, block, x: "float const*", y: "float*"): y[:] += 2 * x',
+        [CASE], "wrong_result", "case 0, trial 0: args[1] (float*): ",
+    ),
     "leaves the output of the call before": (
         """
 def k(grid, block, x: "float const*", y: "float*", done=[]):
@@ -422,11 +422,10 @@ def test_a_device_runs_one_job_at_a_time(pool):
 
 
 def test_a_spare_needs_no_start(pool):
-    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
-    ready, started = pool.state()[0]["ready"], pool.state()[0]["started"]
-    assert int(run(pool, "who", Out(1, "int32")).outputs[0][0]) in ready
-    assert pool.state()[0]["started"] == started  # the next one starts when the device is idle
-    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+    for _ in range(2):  # it is replaced once the device is idle
+        wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+        ready = pool.state()[0]["ready"]
+        assert int(run(pool, "who", Out(1, "int32")).outputs[0][0]) in ready
 
 
 def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):
