@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from harness import ROOT, in_thread, naming, wait_for
+from harness import ROOT, in_thread, wait_for
 from isolation import FAULTS, GOOD, N, X, good, inject
 
-from needle.kernels import Case, InOut, Out, Pool, Random
+from needle.kernels import Case, Out, Pool, Random
 from needle.kernels.toolkit import find_tool
 
 pytestmark = pytest.mark.cuda
@@ -50,36 +50,6 @@ def test_a_process_that_is_killed_at_work(pool):
     good(pool)
 
 
-BFLOAT16 = """
-#include <cuda_bf16.h>
-template <class T> __global__ void twice(const T* x, T* y, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = x[i] + x[i];
-}
-template __global__ void twice<double>(const double*, double*, int);
-"""
-
-
-def test_dtypes_of_templates(pool):
-    names = {"bfloat16": "__nv_bfloat16", "float64": "double", "int32": "int"}
-    for dtype, name in (names | {"uint8": "unsigned char"}).items():
-        with naming(dtype):
-            case = Case(4, 256, [Random(N, dtype), Out(N, dtype), N])
-            entry = f"twice<{name}>"
-            result = pool.evaluate(BFLOAT16, entry, [case], lambda x, n: x + x, time=False)
-            assert (result.status, result.message, result.deterministic) == ("ok", "", True)
-
-
-def test_structs_and_arrays_in_place(pool):
-    source = """
-    struct P { float a; int b; };
-    __global__ void k(float* x, P p) { x[threadIdx.x] += p.a + p.b; }
-    """
-    bits, x = np.float32(0.5).tobytes() + np.int32(7).tobytes(), np.arange(32, dtype=np.float32)
-    result = pool.run(source, "k", 1, 32, [InOut(x), bits])
-    assert (result.status, result.message) == ("ok", "") and (result.outputs[0] == x + 7.5).all()
-
-
 def test_timing_of_a_kernel_that_is_bound_by_memory(pool):
     """64 MiB in and out: between half of the device's rate and all of it, and the same again."""
     n = 16 << 20
@@ -100,35 +70,6 @@ def test_timing_of_a_kernel_that_is_bound_by_memory(pool):
         assert timing.upper < 1.5 * timing.lower and timing.calls >= 20
         medians.append(timing.median)
     assert max(medians) < 1.1 * min(medians)
-
-
-SPILLS = """
-__global__ void __launch_bounds__(1024) k(const float* x, float* y, int n) {
-    float r[90];
-    #pragma unroll
-    for (int i = 0; i < 90; i++) r[i] = x[(i * 1024 + threadIdx.x) % n];
-    __syncthreads();
-    float s = 0;
-    #pragma unroll
-    for (int i = 0; i < 90; i++) s += r[i] * r[89 - i];
-    y[threadIdx.x] = s;
-}
-"""
-
-
-def test_hints(pool):
-    case = Case(1, 32, [Random(32), Out(32), 3.0, 32])
-    result = pool.evaluate(GOOD, "scale", [case], lambda x, a, n: np.float32(a) * x)
-    assert any("launch-bound" in hint for hint in result.timing[0].hints), result.timing
-
-    def reference(x, n):
-        r = x[np.arange(90)[:, None] * 1024 + np.arange(1024)].astype(np.float64)
-        return (r * r[::-1]).sum(0).astype(np.float32)
-
-    case = Case(1, 1024, [Random(1 << 20), Out(1024), 1 << 20])
-    result = pool.evaluate(SPILLS, "k", [case], reference, tolerance=1e-3)
-    assert (result.status, result.message) == ("ok", "")
-    assert any("spilling" in hint for hint in result.timing[0].hints), result
 
 
 # Kernels that cheat by variables of their module; sizes of two cases, and the message.
@@ -195,24 +136,6 @@ def test_a_kernel_that_remembers_gains_nothing(pool, x):
     assert any("the first of its code" in hint for hint in timing.hints) != isinstance(x, Random)
 
 
-def test_sums_in_any_order_are_reported(pool):
-    source = """
-    __global__ void k(const float* x, float* y) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) y[0] = 0;
-        __nanosleep(100000);
-        atomicAdd(y, x[blockIdx.x * blockDim.x + threadIdx.x]);
-    }
-    """
-    n = 1 << 20
-    found = set()
-    for seed in range(5):
-        case = Case(n // 256, 256, [Random(n, seed=seed), InOut(np.zeros(1, np.float32))])
-        result = pool.evaluate(source, "k", [case], lambda x, y: [x.sum(dtype=np.float64)],
-                               tolerance=10.0, trials=1, time=False)  # fmt: skip
-        found.add(result.deterministic)
-    assert False in found
-
-
 RACE = """
 __global__ void k(const float* x, float* y) {
     __shared__ float s[64];
@@ -260,13 +183,6 @@ def test_a_fault_is_explained(pool):
     result = pool.run(fault.source, "k", 1, 32, fault.args, explain=True)
     assert result.status == "illegal_address"
     assert "Invalid __global__ read" in result.explanation and "kernel.cu" in result.explanation
-
-
-def test_memory_goes_back_after_a_large_job(pool):
-    n = 1 << 26
-    result = pool.run(GOOD, "scale", n // 256, 256, [np.ones(n, np.float32), Out(n), 3.0, n])
-    assert result.status == "ok" and (result.outputs[0] == 3).all()
-    assert pool.cleanup() < 512 << 20
 
 
 def test_the_example_of_the_docs(capsys):
