@@ -292,7 +292,7 @@ def test_device_that_does_not_end_ends_all(start, late, work, said):
 enqueue("the sum", Work(begun=False) if rank == {late} else {work})
 {HANG}
 """
-    for number, rank in enumerate(start(WORK + body, 3)):
+    for number, rank in enumerate(start(WORK + body, 3, deadline=2.0)):
         code, _, line = rank.end()
         assert code == 75 and line.count("\n") == 1, line
         assert re.match(f"needle: rank {number}, after 'the sum' at step 3: {said}", line), line
@@ -313,9 +313,9 @@ def test_all_meet_whoever_comes_first(start):
 
 
 def test_rank_that_does_not_come_is_named(start):
-    ended = [rank.end() for rank in start("join()", 4, ranks=(0, 2), seconds=1.0)]
+    ended = [rank.end() for rank in start("join()", 4, ranks=(0, 2), seconds=5.0)]
     assert [code for code, _, _ in ended] == [75, 75]
-    assert all("ranks 1 and 3 of 4 did not come within 1 s: " in said for _, _, said in ended)
+    assert all("ranks 1 and 3 of 4 did not come within 5 s: " in said for _, _, said in ended)
     [rank] = start("join()", 2, ranks=(1,), seconds=0.5)
     code, _, said = rank.end()
     assert code == 75 and "RankError rank 1 did not reach rank 0 at 127.0.0.1:" in said
@@ -404,7 +404,8 @@ class Trap:
 @pytest.mark.parametrize("when", ["at the greeting", "as a value"])
 def test_nothing_is_unpickled_from_one_that_has_the_key(start, tmp_path, when):
     port, trap = free_port(), pickle.dumps(Trap(tmp_path / "sprung"))
-    [first] = start(MEET, 2, ranks=(0,), port=port, seconds=3.0)
+    seconds = 60.0 if when == "as a value" else 5.0
+    [first] = start(MEET, 2, ranks=(0,), port=port, seconds=seconds)
     made: list[Client] = []
     wait_for(lambda: _client(port, made))
     if when == "as a value":
