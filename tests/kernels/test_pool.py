@@ -38,6 +38,7 @@ def test_run_returns_arrays_that_the_kernel_writes(pool):
         ("scale_c", [X, InOut(np.zeros(6, np.float32)), 2.0, 6], 2 * X),
         ("scale", [array([1.0, 2.0], device=cpu()), Out(2), 3.0, 2], [3, 6]),
         ("scale", [np.zeros((0, 4), np.float32), Out((0, 4)), 3.0, 0], np.zeros((0, 4))),
+        ("copies", [Out(2, "uint8"), b"\xfe\x01"], [254, 1]),
         ("types", [Out(8, "int32"), np.float32(1e-45), np.float16(2), 2**63, float("inf"), True,
                    np.int8(-1), b"xy", np.zeros(1, [("a", "f4"), ("b", "i4")])[0]], np.ones(8)),
     ):  # fmt: skip
@@ -413,12 +414,19 @@ def test_a_process_sees_one_gpu_and_nothing_of_the_current_folder(monkeypatch, t
 # ---- devices and their processes -----------------------------------------------------------------
 
 
-def test_a_device_runs_one_job_at_a_time(pool):
-    source = "def waits(grid, block): time.sleep(0.2)"
-    began = time.monotonic()
-    for one in [in_thread(pool.run, source, "waits", 1, 1, []) for _ in range(3)]:
-        assert one.result(60).status == "ok"
-    assert time.monotonic() - began > 0.6
+def test_a_device_runs_one_job_at_a_time(pool, tmp_path):
+    source = f"""
+def alone(grid, block, busy: "int*"):
+    try: os.mkdir({str(tmp_path / "busy")!r})
+    except FileExistsError: busy[0] = 1
+    else:
+        busy[0] = 0
+        time.sleep(0.3)
+        os.rmdir({str(tmp_path / "busy")!r})
+"""
+    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+    jobs = [in_thread(pool.run, source, "alone", 1, 1, [Out(1, "int32")]) for _ in range(3)]
+    assert [job.result(60).outputs[0][0] for job in jobs] == [0] * 3
 
 
 def test_a_spare_needs_no_start(pool):
