@@ -1,7 +1,6 @@
 """needle/kernels/kernel.py, csrc/python/kernel.c and cuda/module.cpp on a GPU: launches, limits,
-graphs, lifetimes, faults; what is read from machine code against what the driver says."""
+graphs, lifetimes, faults."""
 
-import ctypes
 import dataclasses
 import gc
 import re
@@ -201,62 +200,6 @@ def test_cooperative_grids(own, device):
         assert parts.numpy()[0] == 10_000 * 9_999 // 2
     with pytest.raises(LaunchError, match=f"of {most + 1:,} blocks, and .* holds {most:,} at once"):
         kernel(most + 1, 128, x, x, 0, cooperative=True)
-
-
-# ---- what is read from machine code, and what the driver says ------------------------------------
-
-
-class Driver:
-    """libcuda, in needle's own context, on a cubin that it loads itself."""
-
-    def __init__(self, cubin: bytes):
-        self.cuda = ctypes.CDLL("libcuda.so.1")
-        _C.empty((1,), "float32", ndl.cuda())  # makes the context current in this thread
-        self.loaded = ctypes.c_void_p()
-        self.call("cuLibraryLoadData", ctypes.byref(self.loaded), cubin, None, None, 0, None,
-                  None, 0)  # fmt: skip
-
-    def call(self, name, *arguments):
-        status = self.cuda[name](*arguments)
-        assert status == 0, f"{name}: {status}"
-
-    def function(self, symbol: str) -> ctypes.c_void_p:
-        kernel, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call("cuLibraryGetKernel", ctypes.byref(kernel), self.loaded, symbol.encode())
-        self.call("cuKernelGetFunction", ctypes.byref(function), kernel)
-        return function
-
-    def attribute(self, function, number: int) -> int:
-        value = ctypes.c_int()
-        self.call("cuFuncGetAttribute", ctypes.byref(value), number, function)
-        return value.value
-
-    def parameters(self, function) -> list[tuple[int, int]]:
-        found = []
-        while True:
-            offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-            at = ctypes.c_size_t(len(found))
-            if self.cuda.cuFuncGetParamInfo(function, at, ctypes.byref(offset), ctypes.byref(size)):
-                return found
-            found.append((offset.value, size.value))
-
-
-@pytest.mark.parametrize("source", [SOURCE, OWN], ids=["source", "own"])
-def test_the_driver_reads_the_same(own, source):
-    """MAX_THREADS 0, SHARED_SIZE 1, LOCAL_SIZE 3, NUM_REGS 4 of cuFuncGetAttribute; parameters."""
-    module = kernels.compile(source) if source is SOURCE else own
-    driver = Driver(module.compiled.cubin)
-    for name, entry in module.compiled.entries.items():
-        function, kernel = driver.function(entry.symbol), module[name]
-        told = [driver.attribute(function, number) for number in (4, 1, 3)]
-        assert [entry.registers, entry.shared_bytes, entry.local_bytes] == told, name
-        layout = [(p.offset, p.size) for p in entry.signature.parameters]
-        assert driver.parameters(function) == layout, name
-        threads = driver.attribute(function, 0)
-        kernel.check(1, threads)
-        if threads < 1024:
-            with pytest.raises(LaunchError):
-                kernel.check(1, threads + 1)
 
 
 # ---- graphs and lifetimes ------------------------------------------------------------------------
