@@ -186,14 +186,3 @@ def test_the_device_of_a_rank(monkeypatch, name, local_rank, gpus, chosen):
 def test_ranks_that_nothing_connects():
     with pytest.raises(ValueError, match="torchrun started 2 ranks .* start them with mpirun"):
         Group(Place(0, 2, 0, 2, "torchrun")).connect(device())
-
-
-def test_one_rank_equals_no_ranks():
-    group = Group()
-    assert group.gather("x", 3) == [3] and group.first("y", lambda: 4) == 4
-    with group.rank_0_first("z"):
-        pass
-    with pytest.raises(ZeroDivisionError), group.rank_0_first("z"):
-        1 / 0
-    group.connect(_C.cpu())
-    group.close("never mind")
