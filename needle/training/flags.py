@@ -247,7 +247,7 @@ TABLE = {
 --name NAME  of the run's folder in there (default: the model's name, with a number where it is
     taken)
 --tensorboard  write what metrics.jsonl gets for TensorBoard too, to the run's folder tensorboard/
-    (needs the package tensorboard or tensorboardX)
+    (needs the package tensorboardX)
 --wandb PROJECT  send it to this project of Weights & Biases (needs the package wandb;
     WANDB_MODE=offline keeps it on this machine)
 --resume WHAT  a checkpoint, the folder of a run, or auto: the newest good checkpoint of the run
