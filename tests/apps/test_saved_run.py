@@ -14,6 +14,8 @@ from small_runs import flags, lines_of, numbers_of, tensors_of, without
 import needle as ndl
 from needle import evaluate
 from needle.data import Batches, open_data
+from needle.files import FileError
+from needle.training import folder as folders
 
 OWN_MODEL = """
 from dataclasses import dataclass
@@ -118,6 +120,21 @@ def test_missing_paths_are_file_not_found_errors(tmp_path):
     ):
         with pytest.raises(FileNotFoundError, match=says):
             ndl.models.from_pretrained(path, revision=revision)
+
+
+def test_description_that_is_damaged_is_named_and_ends_no_training(tmp_path):
+    texts = [b"", b"{half", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000]
+    for text in [*texts, b"{}", b'{"settings": []}']:
+        (tmp_path / "config.json").write_bytes(text)
+        run = ndl.open_run(tmp_path)
+        with naming(text[:20]):
+            with pytest.raises(FileError, match="config.json: "):
+                print(run.settings)
+            if text in texts:
+                with pytest.raises(FileError, match="config.json: "):
+                    print(run.config)
+                folders.note_saved(tmp_path)
+                assert folders.has_saved(tmp_path) is None and not folders.is_free(tmp_path)
 
 
 def test_batches_take_open_data_and_fit_takes_them(tokens):
