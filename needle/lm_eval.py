@@ -40,6 +40,7 @@ from tqdm import tqdm
 from needle import evaluate
 from needle.arguments import wrapped
 from needle.data import load_tokenizer
+from needle.files import FileError
 from needle.models import LanguageModel
 from needle.processes import program
 
@@ -280,7 +281,7 @@ class _Options:
         return text, text != before
 
 
-def main() -> None:
+def main() -> int:
     """The harness' command line; its help begins with the model that it has here."""
     from lm_eval.__main__ import cli_evaluate
 
@@ -288,7 +289,12 @@ def main() -> None:
         print("needle lm_eval is lm-eval with --model needle, whose --model_args are\n")
         arguments = inspect.cleandoc(NeedleLM.__doc__).split("\n\n", 1)[1]
         print(wrapped(arguments.replace("\n", " ")), end="\n\n")
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except FileError as error:  # of a checkpoint or a tokenizer
+        print(f"needle lm_eval: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -278,6 +278,10 @@ def test_command_line(folder, tmp_path):
             assert float(score) == pytest.approx(float(expected), abs=1e-3)
             assert str(greedy) == str(was_greedy)
     assert ours[0]["needle_text"]["word_perplexity,none"] > 1
+    words = ["--tasks", "needle_text", "--include_path", folder, "--model_args", "pretrained=none"]
+    done = run(sys.executable, "-m", "needle.lm_eval", "--model", "needle", *words)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said.startswith("needle lm_eval: none: no such file or folder")
 
 
 def test_importing_registers_the_model():

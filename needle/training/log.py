@@ -257,21 +257,24 @@ class RunLog:
             self._bar.update(step - self._bar.n)
         elif step in (self._start + 1, self._steps) or step % -(-self._steps // PLAIN_LINES) == 0:
             used = self._memory() / 2**30
+            mfu = [f"MFU {speed * self._flops_per_token / self._peak:.0%}"] if self._peak else []
+            norm = f"norm {line['grad_norm']:.2f}"
             facts = [
                 f"step {step}/{self._steps}",
                 f"loss {line['loss']:.4f}",
                 f"lr {line['lr']:.1e}",
+                norm,
                 f"{short(speed)} tok/s",
+                *mfu,
                 f"{used:.{int(used < 10)}f} GiB",
                 f"left {left}",
             ]
-            if self._peak:
-                facts.insert(4, f"MFU {speed * self._flops_per_token / self._peak:.0%}")
-            # What does not fit is written closer, then without the norm.
-            most = [*facts[:3], f"norm {line['grad_norm']:.2f}", *facts[3:]]
-            forms = ["  ".join(most), " ".join(most), "  ".join(facts), " ".join(facts)]
-            forms.append(forms[-1].replace(" GiB", "G"))
-            print(next((text for text in forms if len(text) <= COLUMNS), forms[-1]), flush=True)
+            text = "  ".join(facts)
+            if len(text) > COLUMNS:
+                text = " ".join(facts)
+            if len(text) > COLUMNS:
+                text = text.replace(f" {norm}", "").replace(" GiB", "G")
+            print(text, flush=True)
         if evaluated:
             text = f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
             if "val_bits_per_byte" in evaluated:
