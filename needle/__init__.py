@@ -88,7 +88,6 @@ if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle import checkpoint as checkpoint
     from needle import data as data
     from needle import diagnose as diagnose
-    from needle import evaluate as evaluate
     from needle import generation as generation
     from needle import hf as hf
     from needle import hooks as hooks
@@ -106,6 +105,7 @@ if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle.models.pythia import Pythia as Pythia
     from needle.models.pythia import PythiaConfig as PythiaConfig
     from needle.models.pythia import create_pythia_70m as create_pythia_70m
+    from needle.training import evaluate as evaluate
     from needle.training import fit as fit
     from needle.training import open_run as open_run
 
@@ -125,21 +125,12 @@ __all__ += ops.__all__
 __version__: str = build_info()["version"]
 
 # A module that costs time to import, or that few need, comes when it is first asked for.
-_SUBMODULES = (
-    "activations",
-    "checkpoint",
-    "data",
-    "diagnose",
-    "evaluate",
-    "generation",
-    "hf",
-    "hooks",
-    "kernels",
-    "models",
-    "patching",
-    "sampling",
-    "training",
-)
+_SUBMODULES = {
+    name: name
+    for name in ("checkpoint", "data", "diagnose", "generation", "hf", "kernels", "models")
+    + ("activations", "hooks", "patching", "sampling", "training")
+}
+_SUBMODULES |= {"evaluate": "training.evaluate"}
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",
@@ -158,9 +149,9 @@ _LAZY = {
 def __getattr__(name: str) -> _Any:
     if name in _SUBMODULES:
         try:
-            return _importlib.import_module(f"needle.{name}")
+            return _importlib.import_module(f"needle.{_SUBMODULES[name]}")
         except ModuleNotFoundError as error:
-            if error.name != f"needle.{name}":
+            if error.name != f"needle.{_SUBMODULES[name]}":
                 raise
     elif name in _CASTS:  # Python's names: no name of this module, which `import *` would give
         return _CASTS[name]

@@ -13,13 +13,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from needle import models, supervise
+from needle import models
 from needle.arguments import Parser, number, path, rows, told, whole
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.models.registry import imported
-from needle.training import length, recipes
+from needle.training import length, recipes, supervise
 from needle.training.folder import flag as flag_words
 from needle.training.folder import is_free
 from needle.training.settings import (

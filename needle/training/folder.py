@@ -31,17 +31,8 @@ from needle.checkpoint import (
     step_of,
 )
 from needle.data import DataError
-from needle.files import (
-    BusyError,
-    FileError,
-    Lock,
-    described,
-    read_json,
-    remove_leftovers,
-    replacing,
-    similar,
-)
-from needle.heartbeat import note_folder
+from needle.files import FileError, Lock, described, read_json, remove_leftovers, replacing, similar
+from needle.training.heartbeat import note_folder
 from needle.training.log import read_lines
 
 

@@ -31,8 +31,8 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.arguments import COLUMNS
 from needle.files import Lock, MissingFileError, naming, printable, reading, regular, replacing
-from needle.heartbeat import beat
 from needle.processes import silence, terminal_bar
+from needle.training.heartbeat import beat
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
 

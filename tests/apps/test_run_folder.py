@@ -335,7 +335,12 @@ def test_run_that_failed_before_its_first_step_leaves_its_name(
     assert run("a", "--layers 1") == 0 and train_pythia.main(unnamed) == 0
     assert ndl.open_run(folder).config.num_layers == 1
     assert ndl.open_run(folder).steps == [4, 6]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["a", "c", "tiny", "tiny-2"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "a",
+        "c",
+        "tiny",
+        "tiny-2",
+    ]
 
 
 def test_run_that_another_start_begins_meanwhile(tmp_path, run, tokens, monkeypatch, capsys):

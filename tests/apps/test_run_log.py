@@ -209,7 +209,17 @@ def test_resumed_log_continues_at_its_checkpoint(tmp_path, now):
 
 
 STEP = {"step": 2, "tokens": 64, "loss": 8.0}
-DAMAGED = [b"", b"{half", b"\xff\xfe", b"\x00", b"[]", b"3", b"null", b"[" * 100_000, b'{"loss": 1.5}']
+DAMAGED = [
+    b"",
+    b"{half",
+    b"\xff\xfe",
+    b"\x00",
+    b"[]",
+    b"3",
+    b"null",
+    b"[" * 100_000,
+    b'{"loss": 1.5}',
+]
 DAMAGED += [
     json.dumps(STEP | {name: value}).encode()
     for name in (*STEP, "val_loss", "lr")

@@ -12,9 +12,9 @@ from harness import ROOT, naming, python
 from small_runs import flags, lines_of, numbers_of, tensors_of, without
 
 import needle as ndl
-from needle import evaluate
 from needle.data import Batches, open_data
 from needle.files import FileError
+from needle.training import evaluate
 from needle.training import folder as folders
 
 OWN_MODEL = """
@@ -184,9 +184,9 @@ def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys
     assert numbers_of(tmp_path, "x") == numbers
     assert tensors_of(ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[0]) == whole
 
-    code, text = command("needle.evaluate", [run, "--data", str(tokens), *given])
+    code, text = command("needle.training.evaluate", [run, "--data", str(tokens), *given])
     assert code == 0 and "perplexity" in text, text
-    code, text = command("needle.evaluate", [run, "--data", str(tokens)])
+    code, text = command("needle.training.evaluate", [run, "--data", str(tokens)])
     assert code == 1 and "no model 'bigram-family' is registered" in text and "--import" in text
     code, text = command("needle.hf.__main__", ["export", run, str(tmp_path / "out"), *given])
     assert code == 1 and "a Bigram has no weight_mapping" in text and "Traceback" not in text

@@ -18,9 +18,9 @@ from harness import ROOT, naming, run
 from small_runs import SMALL, checkpoint_of, flags, lines_of, without
 
 import needle as ndl
-from needle import evaluate, supervise
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.distributed.group import Group
+from needle.training import evaluate, supervise
 from needle.training import flags as command_line
 from needle.training import log as logs
 from needle.training import run as run_parts

@@ -3,8 +3,8 @@
     needle lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
 
 takes every word of the command line of `lm_eval`, which knows the models of its own table alone and
-offers no way to add one from outside. In Python, `import needle.lm_eval` registers the model:
-lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works after it.
+offers no way to add one from outside. In Python, `import needle.training.lm_eval` registers the
+model: lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works after it.
 
 Scores are those of the harness' own `hf` model on the same weights. Context and continuation are
 encoded together and cut at the context's length. An empty context is the tokenizer's BOS token (or
@@ -37,12 +37,12 @@ except ImportError as error:
     raise ImportError(lacking) from error
 from tqdm import tqdm
 
-from needle import evaluate
 from needle.arguments import wrapped
 from needle.data import load_tokenizer
 from needle.files import FileError
 from needle.models import LanguageModel
 from needle.processes import program
+from needle.training import evaluate
 
 AUTO_TOKENS = 16384  # in a batch of batch_size=auto
 MAX_GEN_TOKS = 256  # where a task does not say

@@ -1,4 +1,4 @@
-"""Commands that fail in every way, under needle/supervise.py, and the heartbeat that it reads.
+"""Commands that fail in every way, under a supervisor, and the heartbeat that it reads.
 (Trainings that do: tests/apps/test_supervised_run.py.)"""
 
 import contextlib
@@ -14,9 +14,9 @@ import time
 import pytest
 from harness import ROOT, naming, wait_for, wait_until_gone
 
-from needle import heartbeat, supervise
 from needle.files import Lock
-from needle.supervise import Supervisor
+from needle.training import heartbeat, supervise
+from needle.training.supervise import Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -280,7 +280,8 @@ def said_by(folder, count):
 
 
 def supervised(code):
-    return [sys.executable, "-m", "needle.supervise", "--", sys.executable, "-S", "-c", BEGIN + code]
+    command = [sys.executable, "-S", "-c", BEGIN + code]
+    return [sys.executable, "-m", "needle.training.supervise", "--", *command]
 
 
 def test_command_ends_with_its_supervisor(tmp_path):

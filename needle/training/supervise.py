@@ -36,7 +36,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from needle import heartbeat
 from needle.arguments import Parser, number
 from needle.files import BusyError, FileError, Lock, described, printable, regular
 from needle.processes import (
@@ -48,6 +47,7 @@ from needle.processes import (
     signal_name,
     start,
 )
+from needle.training import heartbeat
 
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 # A launcher that exits with 128 + n reports that one of these killed a rank.
