@@ -84,16 +84,13 @@ inference_mode = no_grad
 _instead.explain(Tensor, nn.Module, type(cuda), nn, nn.functional, optim, autograd)
 
 if _TYPE_CHECKING:  # names that __getattr__ finds
-    from needle import activations as activations
     from needle import checkpoint as checkpoint
     from needle import data as data
     from needle import diagnose as diagnose
     from needle import generation as generation
     from needle import hf as hf
-    from needle import hooks as hooks
     from needle import kernels as kernels
     from needle import models as models
-    from needle import patching as patching
     from needle import sampling as sampling
     from needle import training as training
     from needle.checkpoint import load as load
@@ -102,6 +99,9 @@ if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle.checkpoint import save_checkpoint as save_checkpoint
     from needle.data import dataset as dataset
     from needle.diagnose import show_config as show_config
+    from needle.interp import activations as activations
+    from needle.interp import hooks as hooks
+    from needle.interp import patching as patching
     from needle.models.pythia import Pythia as Pythia
     from needle.models.pythia import PythiaConfig as PythiaConfig
     from needle.models.pythia import create_pythia_70m as create_pythia_70m
@@ -126,11 +126,20 @@ __version__: str = build_info()["version"]
 
 # A module that costs time to import, or that few need, comes when it is first asked for.
 _SUBMODULES = {
-    name: name
-    for name in ("checkpoint", "data", "diagnose", "generation", "hf", "kernels", "models")
-    + ("activations", "hooks", "patching", "sampling", "training")
+    "activations": "interp.activations",
+    "checkpoint": "checkpoint",
+    "data": "data",
+    "diagnose": "diagnose",
+    "evaluate": "training.evaluate",
+    "generation": "generation",
+    "hf": "hf",
+    "hooks": "interp.hooks",
+    "kernels": "kernels",
+    "models": "models",
+    "patching": "interp.patching",
+    "sampling": "sampling",
+    "training": "training",
 }
-_SUBMODULES |= {"evaluate": "training.evaluate"}
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",
