@@ -7,7 +7,7 @@
 
 A run begins again, by its config.json, only if nothing was ever saved. Missing or unreadable
 checkpoints, and folders that cannot be listed, are errors, since a new run would overwrite the
-rest. A new run may take the folder of one that has finished no step.
+rest. A new run may take the folder of a run of its --name that has finished no step.
 """
 
 from __future__ import annotations
