@@ -18,12 +18,12 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 from needle.arguments import Defaults, Parser, rows
 from needle.backend_ndarray import FLOAT_DTYPES, choose_device
 from needle.data import load_tokenizer
-from needle.evaluate import load_model
 from needle.files import described, printable
 from needle.generation import stream_text
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
 from needle.training import flags
+from needle.training.evaluate import load_model
 
 TABLE = """
 --prompt PROMPT  '-' reads it from standard input

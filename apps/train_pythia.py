@@ -24,7 +24,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
 import numpy as np
 
-from needle import models, nn, optim, supervise
+from needle import models, nn, optim
 from needle.arguments import wrapped
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, full
@@ -34,11 +34,11 @@ from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, Subgroup
 from needle.files import Lock, printable
-from needle.heartbeat import supervised
 from needle.processes import program
-from needle.training import flags, folder, length, ranks, state, trackers, weights
-from needle.training.evaluation import evaluate
+from needle.training import flags, folder, length, ranks, state, supervise, trackers, weights
 from needle.training.exits import Ending
+from needle.training.heartbeat import supervised
+from needle.training.held_out import evaluate
 from needle.training.run import (
     Run,
     finish,

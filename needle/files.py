@@ -229,6 +229,7 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "lock"
         self._folder = self._file = None
+        self._process = os.getpid()
         try:
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             self._file = regular(self._at / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -280,6 +281,9 @@ class Lock:
             raise OSError(error.errno, error.strerror, where) from error
 
     def release(self) -> None:
+        if self._file is not None and self._process == os.getpid():
+            with contextlib.suppress(OSError):  # a file system that knows no locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a child that was forked has it open too
         for descriptor in self._file, self._folder:
             if descriptor is not None:
                 os.close(descriptor)

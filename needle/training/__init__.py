@@ -6,12 +6,16 @@ flags           the command line, a table; settings: its defaults and the settin
 recipes         how the published Pythias were trained
 run             Run, its checkpoints, and how to go on with it
 session         the surroundings of the loop: log, stop signals, the end of all ranks
+heartbeat       the file in which a supervisor sees the life of a training
+supervise       restarts after faults and hangs
 folder          runs/NAME: the free name, the process that owns it, the checkpoint to resume
 log, plot       metrics.jsonl, the progress bar, loss.png; trackers: TensorBoard and W&B
-evaluation      the loss on held-out data
+held_out        the loss on held-out data; evaluate: that of any model on any data
+lm_eval         a model in the LM evaluation harness
 state, weights  what a run resumes from; what --init starts from
 length          how many steps fit into three minutes
 ranks           the processes of a run, their devices, their agreement
+peaks           peak rates of GPUs, for the share that a run reaches
 exits           errors as messages and exit codes
 """
 

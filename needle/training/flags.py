@@ -13,13 +13,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from needle import models, supervise
+from needle import models
 from needle.arguments import Parser, number, path, rows, told, whole
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.models.registry import imported
-from needle.training import length, recipes
+from needle.training import length, recipes, supervise
 from needle.training.folder import flag as flag_words
 from needle.training.folder import is_free
 from needle.training.settings import (
@@ -247,7 +247,7 @@ TABLE = {
 --name NAME  of the run's folder in there (default: the model's name, with a number where it is
     taken)
 --tensorboard  write what metrics.jsonl gets for TensorBoard too, to the run's folder tensorboard/
-    (needs the package tensorboard or tensorboardX)
+    (needs the package tensorboardX)
 --wandb PROJECT  send it to this project of Weights & Biases (needs the package wandb;
     WANDB_MODE=offline keeps it on this machine)
 --resume WHAT  a checkpoint, the folder of a run, or auto: the newest good checkpoint of the run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from needle import models, optim, supervise
+from needle import models, optim
 from needle.arguments import wrapped
 from needle.checkpoint import (
     checkpoint_path,
@@ -23,10 +23,10 @@ from needle.checkpoint import (
 from needle.data import Prefetch, TokenData
 from needle.distributed.data_parallel import DataParallel
 from needle.files import Lock, described, printable, replacing
-from needle.heartbeat import beat, rest, supervised
 from needle.processes import command_line, silence
 from needle.training import folder as folders
-from needle.training import recipes, state
+from needle.training import recipes, state, supervise
+from needle.training.heartbeat import beat, rest, supervised
 from needle.training.log import RunLog
 from needle.training.plot import plot
 from needle.training.settings import data_of
@@ -162,7 +162,10 @@ def resume_command(run: Run) -> str:
     """Return the command that resumes the run, with the flags that a checkpoint does not hold."""
     words, args, place = [], run.args, run.parallel.group.place
     if place.launcher not in ("", "needle"):
-        words += [*command_line("supervise", "-m", "needle.supervise"), "--"] * supervised()
+        words += [
+            *command_line("supervise", "-m", "needle.training.supervise"),
+            "--",
+        ] * supervised()
         words += [place.launcher] + ["-n", str(place.size)] * (place.launcher == "mpirun")
     words += [*command_line("train", sys.argv[0]), *folders.again(run.folder)]
     words += ["--gpus", str(place.size)] if place.launcher == "needle" else []

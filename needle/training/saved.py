@@ -18,7 +18,7 @@ from needle.checkpoint import (
     weights_path,
 )
 from needle.data import Tokenizer, load_tokenizer
-from needle.files import MissingFileError, named
+from needle.files import FileError, MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import read_description
 from needle.training.log import read_lines
@@ -49,7 +49,10 @@ class SavedRun:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        return read_description(self.folder)["settings"]
+        settings = read_description(self.folder).get("settings")
+        if not isinstance(settings, dict):
+            raise FileError(f"{self.folder / 'config.json'}: it has no settings of a run")
+        return settings
 
     @functools.cached_property
     def config(self) -> Config:

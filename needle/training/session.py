@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from needle._C import NDArray
-from needle.heartbeat import beat
-from needle.peaks import peak
 from needle.training import trackers
 from needle.training.graphed import GraphedStep, worth_recording
+from needle.training.heartbeat import beat
 from needle.training.log import NotFinite, RunLog
+from needle.training.peaks import peak
 from needle.training.ranks import Failed, agree, agreed
 from needle.training.run import (
     Run,

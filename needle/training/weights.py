@@ -13,8 +13,8 @@ from needle.backend_ndarray import Device
 from needle.data import load_tokenizer
 from needle.data.readers import open_tokens
 from needle.data.tokenizer import id_limit
-from needle.evaluate import load_model
 from needle.models import Config
+from needle.training.evaluate import load_model
 from needle.training.settings import DEFAULTS, SHAPE, complete
 
 

@@ -24,12 +24,12 @@ from small_runs import (
 )
 
 import needle as ndl
-from needle import evaluate
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import identity
 from needle.data.__main__ import main as view_data
 from needle.files import printable
 from needle.hf.__main__ import main as hf
+from needle.training import evaluate
 from needle.training import flags as run_flags
 from needle.training import plot as plots
 from needle.training import run as run_parts

@@ -10,9 +10,9 @@ import sys
 import pytest
 from harness import ROOT, wait_for, wait_until_gone
 
-from needle import heartbeat
 from needle.distributed import spawn
 from needle.distributed.environment import find
+from needle.training import heartbeat
 
 pytestmark = pytest.mark.slow
 
