@@ -1,8 +1,8 @@
 # Compile csrc/ and cuda/ into objects in O, and link needle's shared objects, the goals, into OUT.
 # setup.py writes what it chose into $(O)/core.mk and $(O)/cuda.mk. An object is made again where its
-# source, one of its headers (-MMD) or these choices have changed. Each output appears by a rename,
-# and those in OUT once all goals are linked: an interrupted build leaves the old ones, and a running
-# process may have them mapped.
+# source, one of its headers (-MMD; -MP: also one that is gone) or these choices have changed. Each
+# output appears by a rename, and those in OUT once all goals are linked: an interrupted build leaves
+# the old ones, and a running process may have them mapped.
 
 .DELETE_ON_ERROR:
 .SUFFIXES:
@@ -29,7 +29,7 @@ OBJECTS := $(SOURCES:%.c=$(O)/%.o) $(LEVELS:%=$(O)/%/cpu.o)
 CUDA_OBJECTS := $(patsubst %,$(O)/%.o,$(wildcard cuda/*.cu cuda/*.cpp))
 LINKED := $(addprefix $(O)/,$(notdir $(MAKECMDGOALS)))  # _C, and where it is wanted _cuda
 compile = @mkdir -p $(@D) && echo "needle: $<" && \
-    $(1) -MMD -MF $(@:.o=.d) -MT $@ -c $< -o $@.part.o && mv $@.part.o $@
+    $(1) -MMD -MP -MF $(@:.o=.d) -MT $@ -c $< -o $@.part.o && mv $@.part.o $@
 
 $(OUT)/%.so: $(O)/%.so | $(LINKED)
 	@mkdir -p $(@D) && cp $< $@.part && mv $@.part $@

@@ -349,6 +349,10 @@ def test_only_changed_files_are_compiled(tree):
     tree.write("csrc/needle.h", "#define ANSWER 43\n")
     assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/python/module.c"]
     assert tree.answer() == 43
+    (tree.root / "csrc/needle.h").rename(tree.root / "csrc/answer.h")
+    for path in ("csrc/cpu/answer.c", "csrc/python/module.c"):
+        tree.write(path, (tree.root / path).read_text().replace("needle.h", "answer.h"))
+    assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/python/module.c"]
     assert tree.compiled(CFLAGS="-DOTHER") == sources
     assert tree.compiled(CFLAGS="-DOTHER") == []
 
