@@ -31,6 +31,7 @@ from needle.checkpoint import (
     step_of,
 )
 from needle.data import DataError
+from needle.data.tokenizer import TEXT_FILES
 from needle.files import FileError, Lock, described, read_json, remove_leftovers, replacing, similar
 from needle.training.heartbeat import note_folder
 from needle.training.log import read_lines
@@ -160,8 +161,11 @@ def begin(out: Path, name: str | None, model: str) -> tuple[Path, Lock]:
     else:
         folder = _make_first(out, model)
     lock = take(folder)
+    # Of a run that came no further.
     for path in list_checkpoints(folder / "checkpoints", "step|weights"):
-        path.unlink()  # of step 0, of a run that came no further
+        path.unlink()
+    for name in TEXT_FILES:
+        (folder / name).unlink(missing_ok=True)
     return folder, lock
 
 

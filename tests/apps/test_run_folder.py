@@ -332,7 +332,9 @@ def test_run_that_failed_before_its_first_step_leaves_its_name(
         patch.setattr(train_pythia, "forward_backward", lambda *args: results.pop(0)(*args))
         assert run("c", "--save-every 5") == 1
     assert run("c") == 1 and "there is a run of this name already" in capsys.readouterr().err
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')  # of its text
     assert run("a", "--layers 1") == 0 and train_pythia.main(unnamed) == 0
+    assert not (folder / "tokenizer_config.json").exists()
     assert ndl.open_run(folder).config.num_layers == 1
     assert ndl.open_run(folder).steps == [4, 6]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
