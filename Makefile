@@ -250,5 +250,5 @@ tutorials: $(STATE)/train lib
 	@"$(PY)" building/tutorials.py
 
 clean:
-	rm -rf build dist *.egg-info needle/*.so needle/.*.partial
+	rm -rf build dist *.egg-info needle/*.so needle/*.so.part
 	find . -path ./$(or $(VENV),.venv) -prune -o -name __pycache__ -exec rm -rf {} +

@@ -18,11 +18,11 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 from needle.arguments import Defaults, Parser, number, path_name, told, whole
 from needle.backend_ndarray import FLOAT_DTYPES, check_device_name, choose_device
 from needle.data import load_tokenizer
-from needle.evaluate import load_model
 from needle.files import described, printable
 from needle.generation import stream_text
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
+from needle.training.evaluate import load_model
 
 share, positive = number(0, 1, above=True), number(0, above=True)
 # Flag: its value, the value's type, default and help.

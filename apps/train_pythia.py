@@ -23,7 +23,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
 import numpy as np
 
-from needle import models, nn, optim, supervise
+from needle import models, nn, optim
 from needle.arguments import wrapped
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, full
@@ -33,11 +33,11 @@ from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, Subgroup
 from needle.files import Lock, printable
-from needle.heartbeat import supervised
 from needle.processes import program
-from needle.training import folder, ranks, start, trackers
+from needle.training import folder, ranks, start, supervise, trackers
 from needle.training import run as runs
-from needle.training.evaluation import evaluate
+from needle.training.heartbeat import supervised
+from needle.training.held_out import evaluate
 from needle.training.run import Run
 from needle.training.session import Ending, Session
 from needle.training.settings import Settings, check_new, complete, data_of, parse, resumed

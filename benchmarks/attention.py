@@ -15,9 +15,8 @@ quartiles of the samples are shown, with clock and power in the last round. With
 it times needle's block-sparse kernels, by random blocks, beside its dense ones, and with --dilated
 ops.dilated_attention of branches segment:dilation, the join included. Baselines: cuDNN and
 FlashAttention-2 as PyTorch has them, the latter also with deterministic algorithms on (needle's
-backward always is), and FlexAttention, compiled anew for each shape, by the mask of needle's sparse
-row. On an H200 cuDNN must come within 5 % of what it is known for, or the run says that it does not
-count.
+backward always is). On an H200 cuDNN must come within 5 % of what it is known for, or the run says
+that it does not count.
 
 Without torch, or with --alone, only needle is timed.
 """
@@ -132,14 +131,9 @@ def torch_calls(operands: list, attend: Callable, deterministic: bool = False) -
     return forward, backward
 
 
-def torch_sides(operands: list, T: int, sparse: BlockMask, kept: float, pairs: float) -> list[Side]:
+def torch_sides(operands: list, pairs: float) -> list[Side]:
     import torch
-    from torch._functorch import config
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    config.donated_buffer = False  # FlexAttention's graph is kept for many backward passes
-    torch._dynamo.reset()  # of an earlier shape's code a second would be a slower one of any shape
 
     def fused(backend: SDPBackend) -> Callable:
         def attend(q, k, v):
@@ -148,38 +142,23 @@ def torch_sides(operands: list, T: int, sparse: BlockMask, kept: float, pairs: f
 
         return attend
 
-    def flex() -> Callable:
-        blocks = torch.from_numpy(sparse.blocks[0].copy()).cuda()
-
-        def seen(b, h, q, k):
-            return blocks[q // sparse.block, k // sparse.block] & (q >= k)
-
-        mask = create_block_mask(seen, None, None, T, T, BLOCK_SIZE=sparse.block)
-        compiled = torch.compile(flex_attention, dynamic=False)
-        return lambda q, k, v: compiled(q, k, v, block_mask=mask)
-
     flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
     asked = [
-        ("torch cuDNN", lambda: torch_calls(operands, fused(cudnn)), pairs),
-        ("torch flash", lambda: torch_calls(operands, fused(flash)), pairs),
-        ("torch flash, deterministic", lambda: torch_calls(operands, fused(flash), True), pairs),
-        ("torch flex, window 256 + first", lambda: torch_calls(operands, flex()), kept),
+        ("torch cuDNN", cudnn, False),
+        ("torch flash", flash, False),
+        ("torch flash, deterministic", flash, True),
     ]
     sides = []
-    for name, make, counted in asked:
+    for name, backend, deterministic in asked:
         try:
-            sides.append(Side(name, make(), bench.torch_timer(), counted))
-        except Exception as error:  # of a compiler, a backend that has no kernel, memory
+            calls = torch_calls(operands, fused(backend), deterministic)
+            sides.append(Side(name, calls, bench.torch_timer(), pairs))
+        except Exception as error:  # of a backend that has no kernel, memory
             print(f"{name}: left out: {str(error).splitlines()[0]}")
     return sides
 
 
 # ---- measuring -----------------------------------------------------------------------------------
-
-
-def window_mask(T: int, block: int) -> BlockMask:
-    """A window of 256 tokens and the first block."""
-    return (BlockMask.local(T, 256, block) | BlockMask.global_(T, 1, block)).causal()
 
 
 def random_mask(T: int, block: int, density: float) -> BlockMask:
@@ -247,29 +226,20 @@ def shape_of_all(args: argparse.Namespace, T: int, B: int) -> tuple[np.ndarray, 
 
 def compare(T: int, B: int, args: argparse.Namespace) -> None:
     packed, dout = shape_of_all(args, T, B)
-    sparse = window_mask(T, 128)
-    pairs, kept = (n * B * args.heads for n in (causal_pairs(T), kept_pairs(sparse)))
-    timer = bench.needle_timer(ndl.cuda())
-    masks = ("needle", None, pairs), ("needle, window 256 + first", sparse, kept)
-    sides = [
-        Side(name, needle_calls(packed, dout, args.dtype, mask), timer, counted)
-        for name, mask, counted in masks
-    ]
+    pairs = causal_pairs(T) * B * args.heads
+    calls = needle_calls(packed, dout, args.dtype, None)
+    sides = [Side("needle", calls, bench.needle_timer(ndl.cuda()), pairs)]
     if not args.alone and bench.has("torch"):
         operands = torch_operands(packed, dout, args.dtype)
-        sides += torch_sides(operands, T, sparse, kept, pairs)
+        sides += torch_sides(operands, pairs)
     run(sides, args.rounds)
     for side in sides:
         show(side, T, B, args.head_dim)
     by_name = {side.name: side for side in sides}
-    for baseline, ours in (
-        ("torch cuDNN", "needle"),
-        ("torch flash, deterministic", "needle"),
-        ("torch flex, window 256 + first", "needle, window 256 + first"),
-    ):
+    for baseline in ("torch cuDNN", "torch flash, deterministic"):
         if baseline in by_name:
-            ratios = speeds(by_name[ours], by_name[baseline])
-            print(f"{ours} to {baseline}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
+            ratios = speeds(by_name["needle"], by_name[baseline])
+            print(f"needle to {baseline}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
     gpu = ndl.cuda().properties()["name"]
     for line in check(by_name.get("torch cuDNN"), T, B, args, gpu):
         print(line)
@@ -295,8 +265,7 @@ def check(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu: str
     return lines
 
 
-def over_densities(T: int, B: int, args: argparse.Namespace) -> list[tuple[float, float, float]]:
-    """(density, speed-up forward, backward) of each density."""
+def over_densities(T: int, B: int, args: argparse.Namespace) -> None:
     packed, dout = shape_of_all(args, T, B)
     timer, each = bench.needle_timer(ndl.cuda()), B * args.heads
     pairs = causal_pairs(T) * each
@@ -308,17 +277,13 @@ def over_densities(T: int, B: int, args: argparse.Namespace) -> list[tuple[float
         name = f"density {density:g}, in fact {mask.blocks.sum() / causal_pairs(n):.3f}"
         sides.append(Side(name, calls, timer, kept_pairs(mask) * each))
     run(sides, args.rounds)
-    dense, found = sides[0], []
     for side in sides:
         show(side, T, B, args.head_dim)
-        share = side.pairs / dense.pairs
-        gains = speeds(side, dense)
+        share, gains = side.pairs / pairs, speeds(side, sides[0])
         print(
             f"    of the dense rate, by kept pairs: forward {gains[0] * share:.3f}, "
             f"backward {gains[1] * share:.3f}"
         )
-        found.append((share, *gains))
-    return found[1:]
 
 
 def dilated_calls(

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -98,10 +96,6 @@ def need_gpu() -> ndl.Device:
     if not ndl.cuda().enabled():
         raise SystemExit(f"{Path(sys.argv[0]).name}: no CUDA device: {ndl.cuda().reason()}")
     return ndl.cuda()
-
-
-def machine(device: ndl.Device) -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}"
 
 
 def describe(device: ndl.Device) -> str:

@@ -12,11 +12,8 @@
   steps alternate between the sides, so that all run on the machine in the same state. Printed are
   the median of the blocks, the least and the most. Efficiency is the tokens a second of all GPUs,
   divided by those of one GPU times the number of GPUs.
-- The parts of the exchange are then timed by device events: needle's sum (send the shards, add them
-  by own kernels, the norm), the exchange of shards alone, and the all-gather of weights; and NCCL's
-  all_reduce, reduce_scatter and all_gather of the same number of bytes. The cost of the invariant
-  tree is needle's sum and all-gather less NCCL's reduce_scatter and all_gather, as a share of the
-  step.
+- The parts of needle's exchange are then timed by device events: the sum (send the shards, add them
+  by own kernels, the norm), the exchange of shards alone, and the all-gather of weights.
 """
 
 from __future__ import annotations
@@ -95,29 +92,6 @@ class ParallelSide(NeedleSide):
         return bench.needle_timer(self.device)(call, TIMES) / TIMES
 
 
-def torch_parts(size: int, count: int) -> dict[str, float]:
-    """NCCL's collectives of a float32 gradient and of bfloat16 weights of so many elements."""
-    import torch
-    from torch import distributed
-
-    size = -(-size // count) * count
-    grad = torch.zeros(size, device="cuda")
-    weights = torch.zeros(size, device="cuda", dtype=torch.bfloat16)
-    shard, own = torch.zeros(size // count, device="cuda"), weights.chunk(count)[0].clone()
-    calls = {
-        "all_reduce": lambda: distributed.all_reduce(grad),
-        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(shard, grad),
-        "all_gather": lambda: distributed.all_gather_into_tensor(weights, own),
-    }
-    found = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        distributed.barrier()
-        found[name] = bench.torch_timer()(call, TIMES) / TIMES
-    return found
-
-
 # ---- the processes of a group --------------------------------------------------------------------
 
 
@@ -141,11 +115,9 @@ def work(args: argparse.Namespace) -> None:
             )
             side.forward = torch.compile(shared, dynamic=False)
 
-    def answer(what: str, micro_batches: int = 1, steps: int = 1, size: int = 0) -> Any:
+    def answer(what: str, micro_batches: int = 1, steps: int = 1) -> Any:
         if what == "parts":
-            return side.parts() if args.worker == "needle" else torch_parts(size, count)
-        if what == "size":
-            return side.flat.size
+            return side.parts()
         if args.worker == "needle":
             side.share(micro_batches)
         return block(side, steps)
@@ -192,26 +164,15 @@ def measure(
     return rates
 
 
-def slowest(found: list[dict[str, float]]) -> dict[str, float]:
-    """Return the largest value of each name among the ranks."""
-    return {name: max(one[name] for one in found) for name in found[0]}
-
-
-def tell_parts(sides: dict[str, Workers], many: str, step_ms: float) -> None:
-    ours = sides[f"needle, {many}"]
-    [size, *_] = ours.ask(what="size")
-    own = slowest(ours.ask(what="parts"))
-    print(f"\nthe exchange of {size:,} parameters, ms:")
+def tell_parts(ours: Workers) -> None:
+    """Print those of the slowest rank."""
+    found = ours.ask(what="parts")
+    own = {name: max(one[name] for one in found) for name in found[0]}
+    print("\nthe exchange, ms:")
     print(
-        f"  needle: the sum {own['sum']:.3f} (of it the exchange of shards {own['shards']:.3f}), "
+        f"  the sum {own['sum']:.3f} (of it the exchange of shards {own['shards']:.3f}), "
         f"the weights {own['weights']:.3f}"
     )
-    if f"DDP, {many}" not in sides:
-        return
-    nccl = slowest(sides[f"DDP, {many}"].ask(what="parts", size=size))
-    print("  NCCL: " + ", ".join(f"{name} {ms:.3f}" for name, ms in nccl.items()))
-    more = own["sum"] + own["weights"] - nccl["reduce_scatter"] - nccl["all_gather"]
-    print(f"  the invariant tree costs {more:+.3f} ms, {more / step_ms:+.2%} of the step")
 
 
 def main() -> None:
@@ -255,9 +216,7 @@ def main() -> None:
             if f"{name}, {many}" in rates:
                 share = rates[f"{name}, {many}"] / (gpus * rates[f"{one}, 1 GPU"])
                 print(f"  {name}: {share:.1%} of {gpus} times one GPU")
-        if micro_batches == 1:
-            step_ms = 1e3 * gpus * args.batch_size * args.seq_len / rates[f"needle, {many}"]
-            tell_parts(sides, many, step_ms)
+    tell_parts(sides[f"needle, {many}"])
     for side in sides.values():
         side.close()
 

@@ -52,12 +52,6 @@ def transformers_side(model: Pythia, args: argparse.Namespace) -> Side:
     return run
 
 
-def agreement(one: np.ndarray, other: np.ndarray, prompt: int) -> float:
-    """The share of new tokens before the first difference, over the rows."""
-    same = np.logical_and.accumulate(one[:, prompt:] == other[:, prompt:], axis=1)
-    return float(same.mean())
-
-
 # Values that no flag gives: model, batch size, new tokens, samples, baseline.
 DEFAULTS = {
     "cuda": ("pythia-70m", [1, 32], 256, 7, "compiled"),
@@ -94,7 +88,7 @@ def main() -> None:
 
         sides[f"transformers {args.baseline}"] = transformers_side(model, args)
         versions += f", torch {torch.__version__}, transformers {transformers.__version__}"
-    print(bench.machine(device))
+    print(bench.describe(device))
     print(versions)
     print(
         f"{args.model}, {args.dtype}, prompt {args.prompt}, {args.new_tokens} new tokens, "
@@ -107,8 +101,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     for batch in args.batch_size:
         prompt = rng.integers(0, model.config.vocab_size, (batch, args.prompt))
-        out = {name: run(prompt) for name, run in sides.items()}
-        for run in sides.values():  # compiles, then warms up
+        for run in [*sides.values()] * 2:  # compiles, then warms up
             run(prompt)
         calls = {
             name: lambda run=run, prompt=prompt: bench.seconds(lambda: run(prompt))
@@ -123,10 +116,6 @@ def main() -> None:
                 f"{max(times) * 1e3:9.2f}{median / args.new_tokens * 1e6:9.1f}"
                 f"{batch * args.new_tokens / median:10,.0f}{median / own:10.2f}"
             )
-        for name, got in out.items():
-            if name != "needle":
-                share = agreement(out["needle"], got, args.prompt)
-                print(f"  new tokens equal up to the first difference, batch {batch}: {share:.1%}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ A mode is how the model runs, and in what its weights are:
 
     eager       as it stands
     compile     torch.compile
-    autotune    the same, which measures candidates of each product first: minutes
     graphs      the same as compile, recorded as CUDA graphs (mode="reduce-overhead")
     ...-bf16    weights, gradients and AdamW's moments in bfloat16, nothing in float32: less work
                 than needle's step, which keeps float32 beside the weights; else the weights are
@@ -26,11 +25,7 @@ from torch_pythia import TorchPythia
 
 from needle.models.pythia import PythiaConfig
 
-COMPILED = {
-    "compile": "default",
-    "autotune": "max-autotune-no-cudagraphs",
-    "graphs": "reduce-overhead",
-}
+COMPILED = {"compile": "default", "graphs": "reduce-overhead"}
 
 
 def modes(dtype: str, graphs: bool) -> list[str]:
@@ -40,7 +35,7 @@ def modes(dtype: str, graphs: bool) -> list[str]:
 
 
 class TorchSide:
-    """Steps of the baseline in one mode; see train_step.Side."""
+    """Steps of the baseline in one mode, as those of train_step.NeedleSide."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import bench
 import numpy as np
@@ -42,6 +42,7 @@ from needle.data.batches import Batches
 from needle.data.prefetch import Prefetch
 from needle.training import GraphedStep, worth_recording
 
+Side = Any  # NeedleSide, or TorchSide of torch_training.py
 LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
 BATCHES = 32  # that come round again
 # The baseline's best figures so far on an H200, T 2048 in bfloat16: million tokens a second.
@@ -55,24 +56,10 @@ BASELINE = {
 }
 
 
-class Side(Protocol):
-    """One side of the comparison: it takes training steps."""
-
-    name: str
-
-    def queue(self) -> Callable[[], float]:
-        """One step is on its way; the result waits for its loss."""
-
-    def synchronize(self) -> None: ...
-
-    def reset_peak(self) -> None: ...
-
-    def peak(self) -> tuple[int, int] | None:
-        """Bytes in arrays at most, and held by the allocator; None if unknown."""
-
-
 class NeedleSide:
-    """The step of apps/train_pythia.py, recorded where that records it, or as `graph` says."""
+    """The step of apps/train_pythia.py, recorded where that records it, or as `graph` says. A side
+    takes steps: queue() begins one and returns a function that waits for its loss, peak() gives the
+    bytes in arrays at most and those that the allocator held."""
 
     name = "needle"
 
@@ -246,7 +233,7 @@ def torch_baseline(
 
 
 def main() -> None:
-    hows = ("eager", "compile", "autotune", "graphs")
+    hows = ("eager", "compile", "graphs")
     ways = [how + low for how in hows for low in ("", "-bf16")]
     sizes = "one after the other (default: 4 16 32 64 on a GPU, 4 on the CPU)"
     parser = bench.parser(

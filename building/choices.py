@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import importlib.util
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -15,9 +15,12 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LEVELS = ("x86-64-v4", "x86-64-v3")  # of a portable build, the best first
+# By its path: needle is not built yet.
+toolkit = SimpleNamespace(**runpy.run_path(str(ROOT / "needle/kernels/toolkit.py")))
 # Those of other minor versions run what is built for a lower one.
 ALL_ARCHS = ("80", "89", "90a", "100", "120")
 NO_DRIVER = "no NVIDIA driver (libcuda.so.1 does not load)"
@@ -37,11 +40,13 @@ def setting(name: str, *allowed: str) -> str:
     return value
 
 
-def job_count() -> int:
-    wanted = os.environ.get("NEEDLE_JOBS", "").strip() or str(len(os.sched_getaffinity(0)))
-    if not (wanted.isdigit() and int(wanted) > 0):
-        fail(f"NEEDLE_JOBS={wanted!r} is not a positive whole number")
-    return int(wanted)
+def flags() -> dict[str, str]:
+    """Return the variables of build.mk that the core and the CUDA backend share."""
+    return {
+        "DEBUG": "1" if setting("NEEDLE_DEBUG", "0", "1") == "1" else "",
+        "WERROR": "-Werror" if setting("NEEDLE_WERROR", "0", "1") == "1" else "",
+        "LDFLAGS": os.environ.get("LDFLAGS", ""),
+    }
 
 
 def output_of(*command: object) -> str:
@@ -62,9 +67,42 @@ def compiler(variable: str, names: str, package: str) -> str:
     fail(f"none of {names} is here: apt install {package}, or set {variable}")
 
 
+def rpath(folder: object) -> str:
+    """Return the flag that makes the loader look in a folder, quoted for a makefile."""
+    return shlex.quote(f"-Wl,-rpath,{folder}").replace("$", "$$")
+
+
+# ---- the core ------------------------------------------------------------------------------------
+
+
+def for_core(stays: bool) -> dict[str, str]:
+    """Return the variables of build.mk for _C. `stays`: needle runs on this machine, and may look
+    for libraries where they lie now."""
+    march, march_name = march_flag()
+    blas, blas_flags, blas_link = find_blas(stays)
+    notes.append(f"CPU matrix products: {blas}")
+    return {
+        "CC": c_compiler(),
+        "COMPILER": output_of(*shlex.split(c_compiler()), "--version").split("\n")[0],
+        "CFLAGS": os.environ.get("CFLAGS", ""),
+        "MARCH": march,
+        "MARCH_NAME": march_name,
+        "PORTABLE": "1" if portable() else "",
+        "PYTHON_FLAGS": python_includes(),
+        "BLAS": blas,
+        "BLAS_FLAGS": blas_flags,
+        "BLAS_LINK": blas_link,
+        **flags(),
+    }
+
+
 def c_compiler() -> str:
     configured = (sysconfig.get_config_var("CC") or "").split(" ")[0]
     return compiler("CC", f"{configured} cc gcc clang", "gcc (Fedora: dnf install gcc)")
+
+
+def portable() -> bool:
+    return os.environ.get("NEEDLE_MARCH", "").strip() == "portable"
 
 
 def march_flag() -> tuple[str, str]:
@@ -82,8 +120,7 @@ def march_flag() -> tuple[str, str]:
 
 
 def find_blas(stays: bool = True) -> tuple[str, str, str]:
-    """Return the source of matrix products: a name, flags to compile with, flags to link with.
-    `stays`: needle runs on this machine, and may look for the BLAS where that lies now."""
+    """Return the source of matrix products: a name, flags to compile with, flags to link with."""
     wanted = setting("NEEDLE_BLAS", "auto", "scipy", "system", "builtin")
     spec = importlib.util.find_spec("scipy_openblas32")
     if wanted in ("auto", "scipy") and spec and spec.origin:
@@ -93,8 +130,8 @@ def find_blas(stays: bool = True) -> tuple[str, str, str]:
         places = [folder, own / "scipy_openblas32"] if stays else []
         link = [f"-L{folder / 'lib'}", "-lscipy_openblas"]
         link += [rpath(f"{place}/lib") for place in ("$ORIGIN/../scipy_openblas32", *places)]
-        flags = f"-DNEEDLE_BLAS_SCIPY=1 -I{folder / 'include'}"
-        return "scipy-openblas32", flags, " ".join(dict.fromkeys(link))
+        defined = f"-DNEEDLE_BLAS_SCIPY=1 -I{folder / 'include'}"
+        return "scipy-openblas32", defined, " ".join(dict.fromkeys(link))
     if wanted == "scipy":
         remedy = f"{sys.executable} -m pip install scipy-openblas32"
         fail(f"NEEDLE_BLAS=scipy, but there is no such package: {remedy}")
@@ -117,11 +154,6 @@ def links(library: str) -> bool:
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def rpath(folder: object) -> str:
-    """Return the flag that makes the loader look in a folder, quoted for a makefile."""
-    return shlex.quote(f"-Wl,-rpath,{folder}").replace("$", "$$")
-
-
 def python_includes() -> str:
     folder = sysconfig.get_path("include")
     if not Path(folder, "Python.h").exists():
@@ -136,21 +168,7 @@ def python_includes() -> str:
 # ---- CUDA ----------------------------------------------------------------------------------------
 
 
-def _load_toolkit():
-    """Load needle/kernels/toolkit.py by its path: needle is not built yet."""
-    path = ROOT / "needle" / "kernels" / "toolkit.py"
-    spec = importlib.util.spec_from_file_location("needle_toolkit", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-toolkit = _load_toolkit()
-
-
-@dataclasses.dataclass
-class Cuda:
+class Cuda(NamedTuple):
     """A toolkit that can build the backend, and for which architectures."""
 
     nvcc: Path
@@ -158,7 +176,28 @@ class Cuda:
     include: list[Path]
     libraries: list[Path]
     cublaslt: Path
-    archs: list[str] = dataclasses.field(default_factory=list)
+    archs: list[str] = []
+
+
+def for_cuda(cuda: Cuda, stays: bool) -> dict[str, str]:
+    """Return the variables of build.mk for _cuda.so. What does not stay on this machine looks for
+    cuBLASLt in NVIDIA's pip packages beside needle alone."""
+    cxx = os.environ.get("CXX")
+    pip = [f"nvidia/{name}/lib" for name in (f"cu{cuda.version.split('.')[0]}", "cublas")]
+    bases = [toolkit.site_folders()[0]] * stays + ["$ORIGIN/.."]
+    places = [cuda.cublaslt.parent] * stays + [f"{base}/{path}" for base in bases for path in pip]
+    link = [f"-L{path}" for path in cuda.libraries] + ["-lcudart_static", str(cuda.cublaslt)]
+    link += ["-lrt -lpthread -ldl", *(rpath(place) for place in dict.fromkeys(places))]
+    return {
+        "CXX": compiler("CXX", "c++ g++ clang++", "g++"),
+        "NVCC": f"{cuda.nvcc} -ccbin {cxx}" if cxx else str(cuda.nvcc),
+        "NVCC_VERSION": output_of(cuda.nvcc, "--version").split("\n")[-1],
+        "NVCC_FLAGS": os.environ.get("NVCC_FLAGS", ""),
+        "GENCODE": gencode(cuda.archs),
+        "CUDA_INCLUDE": " ".join(f"-I{path}" for path in cuda.include),
+        "CUDA_LINK": " ".join(link),
+        **flags(),
+    }
 
 
 def parse_archs(text: str) -> list[str]:
@@ -244,12 +283,12 @@ def choose_cuda() -> Cuda | str:
     present = [] if asked or no_driver else parse_archs(output_of(*query))
     archs = asked or present or list(ALL_ARCHS)
     known = set(re.findall(r"sm_(\d+)", output_of(found.nvcc, "--list-gpu-code")))
-    found.archs = [arch for arch in archs if arch.rstrip("af") in known]
-    dropped = ", ".join(f"sm_{arch}" for arch in archs if arch not in found.archs)
-    if not found.archs:
+    kept = [arch for arch in archs if arch.rstrip("af") in known]
+    dropped = ", ".join(f"sm_{arch}" for arch in archs if arch not in kept)
+    if not kept:
         remedy = "install a newer CUDA toolkit, or set NEEDLE_CUDA=0"
         fail(f"nvcc {found.version} ({found.nvcc}) knows none of {dropped}: {remedy}")
     if dropped:
         notes.append(f"nvcc {found.version} does not know {dropped}: left out")
-    notes.append(f"CUDA architectures: {' '.join(found.archs)}")
-    return found
+    notes.append(f"CUDA architectures: {' '.join(kept)}")
+    return found._replace(archs=kept)

@@ -3,6 +3,8 @@ that needle exports, a file a family, and of nn.functional those that are its ow
 
 from __future__ import annotations
 
+import ast
+
 import griffe
 
 
@@ -11,8 +13,24 @@ def functions(module: griffe.Module) -> list[str]:
     return [name for name, member in module.members.items() if type(member) is griffe.Function]
 
 
+def of_row(name: str, member: griffe.Object | griffe.Alias) -> griffe.Function | None:
+    """Return the function that `name = row(kernel, doc, rule, ...)` makes, None for other names."""
+    value = member.value if type(member) is griffe.Attribute else None
+    if not isinstance(value, griffe.ExprCall) or str(value.function) != "row":
+        return None
+    _, doc, *rules = value.arguments
+    kind = griffe.ParameterKind.positional_or_keyword
+    operands = [griffe.Parameter(operand, kind=kind) for operand in "ab"[: len(rules)]]
+    text = griffe.Docstring(ast.literal_eval(str(doc)))
+    return griffe.Function(name, parameters=griffe.Parameters(*operands), docstring=text)
+
+
 class Calls(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
         for module in pkg["ops"].modules.values():
+            for name, member in [*module.members.items()]:
+                made = of_row(name, member)
+                if made is not None:
+                    module.set_member(name, made)
             module.exports = [n for n in functions(module) if n in pkg["ops"].exports]
         pkg["nn.functional"].exports = functions(pkg["nn.functional"])

@@ -84,17 +84,13 @@ inference_mode = no_grad
 _instead.explain(Tensor, nn.Module, type(cuda), nn, nn.functional, optim, autograd)
 
 if _TYPE_CHECKING:  # names that __getattr__ finds
-    from needle import activations as activations
     from needle import checkpoint as checkpoint
     from needle import data as data
     from needle import diagnose as diagnose
-    from needle import evaluate as evaluate
     from needle import generation as generation
     from needle import hf as hf
-    from needle import hooks as hooks
     from needle import kernels as kernels
     from needle import models as models
-    from needle import patching as patching
     from needle import sampling as sampling
     from needle import training as training
     from needle.checkpoint import load as load
@@ -103,9 +99,13 @@ if _TYPE_CHECKING:  # names that __getattr__ finds
     from needle.checkpoint import save_checkpoint as save_checkpoint
     from needle.data import dataset as dataset
     from needle.diagnose import show_config as show_config
+    from needle.interp import activations as activations
+    from needle.interp import hooks as hooks
+    from needle.interp import patching as patching
     from needle.models.pythia import Pythia as Pythia
     from needle.models.pythia import PythiaConfig as PythiaConfig
     from needle.models.pythia import create_pythia_70m as create_pythia_70m
+    from needle.training import evaluate as evaluate
     from needle.training import fit as fit
     from needle.training import open_run as open_run
 
@@ -125,21 +125,21 @@ __all__ += ops.__all__
 __version__: str = build_info()["version"]
 
 # A module that costs time to import, or that few need, comes when it is first asked for.
-_SUBMODULES = (
-    "activations",
-    "checkpoint",
-    "data",
-    "diagnose",
-    "evaluate",
-    "generation",
-    "hf",
-    "hooks",
-    "kernels",
-    "models",
-    "patching",
-    "sampling",
-    "training",
-)
+_SUBMODULES = {
+    "activations": "interp.activations",
+    "checkpoint": "checkpoint",
+    "data": "data",
+    "diagnose": "diagnose",
+    "evaluate": "training.evaluate",
+    "generation": "generation",
+    "hf": "hf",
+    "hooks": "interp.hooks",
+    "kernels": "kernels",
+    "models": "models",
+    "patching": "interp.patching",
+    "sampling": "sampling",
+    "training": "training",
+}
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",
@@ -158,9 +158,9 @@ _LAZY = {
 def __getattr__(name: str) -> _Any:
     if name in _SUBMODULES:
         try:
-            return _importlib.import_module(f"needle.{name}")
+            return _importlib.import_module(f"needle.{_SUBMODULES[name]}")
         except ModuleNotFoundError as error:
-            if error.name != f"needle.{name}":
+            if error.name != f"needle.{_SUBMODULES[name]}":
                 raise
     elif name in _CASTS:  # Python's names: no name of this module, which `import *` would give
         return _CASTS[name]

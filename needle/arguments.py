@@ -14,11 +14,11 @@ MOST = 2**63 - 1
 COLUMNS = 80  # of a line
 
 
-def wrapped(text: str) -> str:
+def wrapped(text: str, indent: int = 2) -> str:
     """Break lines between words, so that they fit a terminal; a path stays whole, and control
-    characters of text from outside are written as escapes."""
+    characters of text from outside are written as escapes. indent: of what follows a break."""
     whole_words = {"break_long_words": False, "break_on_hyphens": False}
-    fill = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", **whole_words).fill
+    fill = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * indent, **whole_words).fill
     return "\n".join(map(fill, printable(text).split("\n")))
 
 

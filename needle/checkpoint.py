@@ -35,7 +35,7 @@ import numpy as np
 
 from needle import _C, models, nn, optim
 from needle.autograd import Tensor
-from needle.backend_ndarray import Device, NDArray
+from needle.backend_ndarray import DTYPES, Device, NDArray
 from needle.data.tokenizer import Tokenizer
 from needle.files import named, replacing
 from needle.models.checkpoint_file import (
@@ -194,6 +194,8 @@ def _state_of(
 def _packed(value: Any, name: str, tensors: dict[str, NDArray]) -> Any:
     """Return `value` with {"needle.Tensor": its name}, or needle.NDArray, for an array, which is
     added to `tensors`."""
+    if isinstance(value, np.ndarray) and value.dtype.name in DTYPES:
+        value = _C.array(value, value.dtype.name)
     if isinstance(value, (NDArray, Tensor)):
         while not name or name in tensors:
             name += "_"
@@ -207,8 +209,8 @@ def _packed(value: Any, name: str, tensors: dict[str, NDArray]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
-        f"save: {name or 'it'} is a {type(value).__name__}: save numbers, texts, Tensors, arrays, "
-        "or what its state_dict() gives"
+        f"save: {name or 'it'} is a {type(value).__name__}: save numbers, texts, Tensors, arrays "
+        "of needle's dtypes, or what its state_dict() gives"
     )
 
 

@@ -18,15 +18,15 @@ from needle.processes import program
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
     "generate": ("apps/generate.py", (), "continue a prompt"),
-    "evaluate": ("needle.evaluate", (), "loss, perplexity and bits per byte on text"),
-    "lm_eval": ("needle.lm_eval", (), "the LM evaluation harness on a needle model"),
+    "evaluate": ("needle.training.evaluate", (), "loss, perplexity and bits per byte on text"),
+    "lm_eval": ("needle.training.lm_eval", (), "the LM evaluation harness on a needle model"),
     "export": ("needle.hf", ("export",), "write a folder that transformers opens"),
     "import": ("needle.hf", ("import",), "read a GPT-NeoX folder of transformers"),
     "data": ("needle.data", (), "prepare text as tokens, inspect and view them"),
     "plot": ("needle.training.plot", (), "draw the loss of one run or several"),
     "diagnose": ("needle.diagnose", (), "examine this machine, its GPUs, a run"),
     "serve": ("needle.kernels", ("serve",), "compile, check and time CUDA kernels over HTTP"),
-    "supervise": ("needle.supervise", (), "restart a command after faults and hangs"),
+    "supervise": ("needle.training.supervise", (), "restart a command after faults and hangs"),
 }
 
 

@@ -228,7 +228,7 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "lock"
-        self._file = None
+        self._file, self._process = None, os.getpid()
         try:
             self._file = regular(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
@@ -265,8 +265,12 @@ class Lock:
         return self.path.parent
 
     def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
+        if self._file is None:
+            return
+        if self._process == os.getpid():
+            with contextlib.suppress(OSError):  # a file system that knows no locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a child that was forked has it open too
+        os.close(self._file)
         self._file = None
 
     def __del__(self) -> None:

@@ -255,14 +255,15 @@ def stream_text(
 def generate_text(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
     *,
     stop_strings: Sequence[str] = (),
     end: int | None = None,
     **options: Any,
 ) -> list[str]:
-    """The text that follows each prompt, as stream_text() tells it; all prompts in one batch.
+    """The text that follows each prompt, a text or its ids, as stream_text() tells it; all prompts
+    in one batch.
 
     >>> tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat "] * 9), 280)
     >>> config = ndl.PythiaConfig(vocab_size=280, hidden_size=16, num_layers=1, num_heads=2)
@@ -277,7 +278,7 @@ def generate_text(
     tokenizer = load_tokenizer(tokenizer)
     ends = tokenizer.stops if end is None else (end,)
     texts = [_Text(tokenizer, stop_strings, ends) for _ in prompts]
-    ids = [_encoded(tokenizer, prompt, ends) for prompt in prompts]
+    ids = [_encoded(tokenizer, p, ends) if isinstance(p, str) else p for p in prompts]
     for drawn in stream(model, ids, max_new_tokens, stop=ends, **options):
         for text, token in zip(texts, drawn):
             text.push(int(token))

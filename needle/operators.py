@@ -5,7 +5,7 @@ needle.ops, which documents the maths and the arguments. needle.ops imports this
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,10 +20,14 @@ Result = TypeVar("Result")
 ops: Any = None
 
 
-def define_operators(module: Any) -> None:
-    """Let +, @, .sum() and the like of Tensors call the functions of `module`."""
+def define_operators(module: Any, names: Iterable[str]) -> None:
+    """Let +, @, .sum() and the like of Tensors call the functions of `module`, and give Tensors a
+    method of each of the names that has none."""
     global ops
     ops = module
+    for name in names:
+        if not hasattr(Operators, name):
+            setattr(Operators, name, _method(name))
 
 
 class Size(int):
@@ -94,48 +98,32 @@ class Operators(Generic[Result]):
     # -- arithmetic
 
     def __add__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.add_scalar(self, other)
-        return ops.add(self, self._operand(other))
+        return ops.add(self, other)
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.multiply_scalar(self, other)
-        return ops.multiply(self, self._operand(other))
+        return ops.multiply(self, other)
 
     __rmul__ = __mul__
 
     def __sub__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.subtract_scalar(self, other)  # type: ignore[operator]
-        return ops.subtract(self, self._operand(other))
+        return ops.subtract(self, other)
 
     def __rsub__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.add_scalar(ops.negate(self), other)
-        return ops.subtract(self._operand(other), self)
+        return ops.subtract(other, self)
 
     def __truediv__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.divide_scalar(self, other)
-        return ops.divide(self, self._operand(other))
+        return ops.divide(self, other)
 
     def __rtruediv__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.scalar_divide(other, self)
-        return ops.divide(self._operand(other), self)
+        return ops.divide(other, self)
 
     def __pow__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.power_scalar(self, other)
-        return ops.power(self, self._operand(other))
+        return ops.power(self, other)
 
     def __rpow__(self, other: Any) -> Result:
-        if isinstance(other, Number):
-            return ops.scalar_power(other, self)
-        return ops.power(self._operand(other), self)
+        return ops.power(other, self)
 
     def __pos__(self) -> Result:
         return self  # type: ignore[return-value]

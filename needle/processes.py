@@ -62,34 +62,24 @@ def signal_group(child: subprocess.Popen, number: int) -> None:
 def pass_on(
     signals: list[int], children: Iterable[subprocess.Popen], instead: int | None = None
 ) -> int:
-    """Send the collected signals to children, `instead` in the place of each; Ctrl-Z stops them
-    with this process, until fg or bg. Return the last one that ends them, or 0."""
+    """Send the collected signals to children, `instead` in the place of each. Return the last one,
+    or 0."""
     last = 0
     while signals:
-        number = signals.pop(0)
-        if number == signal.SIGTSTP:
-            for child in children:
-                signal_group(child, signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            for child in children:
-                signal_group(child, signal.SIGCONT)
-        else:
-            for child in children:
-                child.send_signal(instead or number)
-            last = number
+        last = signals.pop(0)
+        for child in children:
+            child.send_signal(instead or last)
     return last
 
 
 @contextlib.contextmanager
 def collecting(into: list[int], *numbers: int) -> Iterator[None]:
-    """Append these signals to `into` as they arrive in the block, SIGHUP and SIGTSTP among them,
-    unless they are ignored (nohup)."""
+    """Append these signals to `into` as they arrive in the block, and SIGHUP unless it is ignored
+    (nohup)."""
     wanted = [*numbers]
-    for number in (signal.SIGHUP, signal.SIGTSTP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            wanted.append(number)
-    collect = lambda number, frame: into.append(number)
-    before = {number: signal.signal(number, collect) for number in wanted}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    before = {one: signal.signal(one, lambda number, frame: into.append(number)) for one in wanted}
     try:
         yield
     finally:

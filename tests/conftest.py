@@ -10,13 +10,18 @@ import importlib.util
 import os
 import random
 import signal
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
-from lost_device import LostDevice
 
-from needle import _C
+# For `building`; an installed needle comes first.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from harness import DEVICES, device_of  # noqa: E402
+from lost_device import LostDevice  # noqa: E402
+
+from needle import _C  # noqa: E402
 
 
 @pytest.fixture(params=DEVICES)
@@ -93,9 +98,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what is imported and collected from the collections of garbage that tests ask for."""
+    """Exempt what is imported and collected from the collections of garbage that tests ask for.
+    Processes that tests start have one thread, unless a test says more: bits are the same, and
+    threads that spin would take the processors of other tests."""
     gc.collect()
     gc.freeze()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # this process has read it
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -202,7 +202,7 @@ GRADIENTS = [
     by_name("relu", lambda a: np.maximum(a, 0), FAR),
     by_name("tanh", np.tanh, MATRIX),
     by_name("sigmoid", lambda a: 1 / (1 + np.exp(-a)), MATRIX),
-    by_name("abs", np.abs, FAR),
+    by_name("absolute", np.abs, FAR),
     by_name("sign", np.sign, FAR),
     by_name("floor", np.floor, FAR),
     by_name("ceil", np.ceil, FAR),

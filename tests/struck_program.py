@@ -3,7 +3,7 @@ s, "what": ...}. "once" may name a file that the strike leaves, and after which 
 say how long. DEADLINE is that of the ranks, in seconds, MOST the bytes of an MPI message, and
 FAKE_NCCL a library that pretends to be NCCL between GPUs.
 
-    kill, stop, term, segv    the signal, from itself, when it has computed its first micro-batch
+    kill, stop, term          the signal, from itself, when it has computed its first micro-batch
     fault                     a fatal fault of its GPU; on a CPU the exception alone
     data                      its data cannot be read there
     nan                       its loss is none
@@ -82,7 +82,7 @@ class Strikes:
     def gradient(self, function, *batch):
         loss = function(*batch)
         time.sleep(self.seconds("slow"))
-        what = self.due("kill", "stop", "term", "segv", "fault", "data", "nan")
+        what = self.due("kill", "stop", "term", "fault", "data", "nan")
         if what == "fault":
             fault(loss.device)
         elif what == "data":

@@ -14,7 +14,7 @@ import pytest
 from harness import DEVICES, assert_same_arrays, device_of, naming
 
 import needle as ndl
-from needle import evaluate, models, nn, optim
+from needle import models, nn, optim
 from needle.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -29,6 +29,7 @@ from needle.checkpoint import (
 from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia, PythiaConfig
 from needle.safetensors import Entry, pack, read_header, unpack
+from needle.training import evaluate
 
 CONFIG = PythiaConfig(
     vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12, rotary_pct=0.5

@@ -13,8 +13,11 @@ from needle.processes import EXIT_CLOSED_PIPE, program
 
 pytestmark = pytest.mark.slow
 
-PROGRAMS = [ROOT / "needle" / "evaluate.py", ROOT / "needle" / "lm_eval.py"]
-PROGRAMS += [ROOT / "needle" / "supervise.py", *(ROOT / "needle").glob("*/__main__.py")]
+PROGRAMS = [ROOT / "needle" / "training" / name for name in ("evaluate.py", "lm_eval.py")]
+PROGRAMS += [
+    ROOT / "needle" / "training" / "supervise.py",
+    *(ROOT / "needle").glob("*/__main__.py"),
+]
 PROGRAMS += [*(ROOT / "apps").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
 PROGRAMS += [*(ROOT / "examples").glob("*.py")]
 
@@ -49,10 +52,10 @@ def end_of(words, folder):
         ["-m", "needle.diagnose"],
         ["-m", "needle.data", "inspect", "t.npy"],
         ["-m", "needle.data", "view", "t.npy", *"--step 1 --batch-size 2 --seq-len 8".split()],
-        ["-m", "needle.evaluate", "--help"],
+        ["-m", "needle.training.evaluate", "--help"],
         ["-m", "needle.hf", "--help"],
         ["-m", "needle.kernels", "serve", "--help"],
-        ["-m", "needle.supervise", "--help"],
+        ["-m", "needle.training.supervise", "--help"],
         [ROOT / "apps" / "generate.py", "--help"],
         [ROOT / "apps" / "train_pythia.py", *"--data t.npy --seq-len 8 --device cpu".split()],
         [ROOT / "benchmarks" / "kernels.py", "--help"],

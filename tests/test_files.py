@@ -121,6 +121,31 @@ def test_a_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
     assert Lock(tmp_path).held
 
 
+def test_a_lock_is_given_up_though_a_forked_child_has_its_file_open(tmp_path):
+    """As each process that is being started has, until it runs its program. The child's own end
+    gives up nothing."""
+    lock = Lock(tmp_path)
+    for ends_first in True, False:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            if not ends_first:
+                os.read(reader, 1)
+            lock.release()
+            os._exit(0)
+        os.close(reader)
+        if ends_first:
+            os.waitpid(child, 0)
+            with pytest.raises(FileError, match=f"process {os.getpid()} on"):
+                Lock(tmp_path)
+        else:
+            lock.release()
+            assert Lock(tmp_path).held
+        os.close(writer)
+    os.waitpid(child, 0)
+
+
 def test_a_locked_folder_that_is_replaced_is_not_written(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

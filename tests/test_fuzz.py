@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from needle import _C
 from needle.testing import CASES, LAYOUTS, OPS, dtype_of, prepare, to_ndarray
 
-EXAMPLES = int(os.environ.get("NEEDLE_TEST_EXAMPLES", 120))
+EXAMPLES = int(os.environ.get("NEEDLE_TEST_EXAMPLES", 50))
 LARGEST = 20_000  # elements of an array that later calls use
 
 ALLOWED = (TypeError, ValueError, OverflowError, IndexError, MemoryError, BufferError, RuntimeError)

@@ -549,6 +549,18 @@ def test_folder_of_a_killed_writer_holds_the_earlier_model_or_none(
     assert seen == sorted(seen, key=["old", "none", "new"].index)
 
 
+def test_a_save_over_another_model_leaves_none_of_its_files(tmp_path):
+    """Neither the tokenizer and the ends of texts, nor what a killed writer left."""
+    stale = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    for name in (*stale, "generation_config.json"):
+        (tmp_path / name).write_text('{"eos_token_id": 7, "eos_token": "x"}')
+    (tmp_path / ".model-00001-of-00002.safetensors.77.tmp").write_bytes(b"x")
+    (tmp_path / "README.md").write_text("mine")
+    written = hf.save(model_of(), tmp_path)
+    assert {*tmp_path.iterdir()} == {*written, tmp_path / "README.md"}
+    assert "eos_token_id" not in (tmp_path / "generation_config.json").read_text()
+
+
 # ---- the shell -----------------------------------------------------------------------------------
 
 

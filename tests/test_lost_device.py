@@ -56,18 +56,21 @@ def test_that_is_skipped():
 def test_after(number):
     use()
 """
+WORKERS = "-p", "xdist", "-n"
 CRASH = "\ndef test_crash():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
 
 
 def python_m_pytest(folder, *words, code=TESTS, **environment):
-    """The tests of `code`, with the whole conftest.py of these tests."""
+    """The tests of `code`, with the whole conftest.py of these tests, and no plugin beside it that
+    `words` do not name: each worker would import them."""
     (folder / "test_it.py").write_text(code)
     (folder / "pytest.ini").write_text(
         "[pytest]\naddopts = -rfE\nmarkers =\n    cuda\n    parity\n"
     )
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *words
-    done = run(*command, cwd=folder, PYTHONPATH=os.pathsep.join(paths), **environment)
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = run(*command, cwd=folder, **environment)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -86,7 +89,9 @@ needs_xdist = pytest.mark.skipif(
 @needs_xdist
 def test_a_fault_fails_its_test_alone(tmp_path):
     """Runs on two workers, which must take the same order; a crash is reported as one."""
-    code, out = python_m_pytest(tmp_path, "-n", "2", "--max-worker-restart=9", code=TESTS + CRASH)
+    code, out = python_m_pytest(
+        tmp_path, *WORKERS, "2", "--max-worker-restart=9", code=TESTS + CRASH
+    )
     assert code == 1
     assert counts(out) == {"failed": 4, "passed": 9, "skipped": 1, "error": 1}, out
     assert out.count("replacing crashed worker") == 4 and "CudaFatalError: exp: injected" in out
@@ -112,7 +117,7 @@ def test_in_one_process_all_after_it_fail(tmp_path):
 @needs_xdist
 def test_a_missing_gpu_is_said_under_xdist_too(tmp_path):
     hidden = {"CUDA_VISIBLE_DEVICES": "", "NEEDLE_REQUIRE_CUDA": "1"}
-    code, out = python_m_pytest(tmp_path, "-n", "1", **hidden)
+    code, out = python_m_pytest(tmp_path, *WORKERS, "1", **hidden)
     assert code != 0 and "NEEDLE_REQUIRE_CUDA=1, but " in out
 
 
@@ -143,7 +148,7 @@ def test_that_meets_nothing():
 @pytest.mark.cuda
 def test_a_real_fault_fails_its_test_alone(tmp_path):
     """Includes a test that ended before its kernel did."""
-    code, out = python_m_pytest(tmp_path, "-n", "1", "--max-worker-restart=9", code=FAULTS)
+    code, out = python_m_pytest(tmp_path, *WORKERS, "1", "--max-worker-restart=9", code=FAULTS)
     assert code == 1
     assert counts(out) == {"failed": 1, "passed": 4, "error": 1}, out
     assert "ERROR test_it.py::test_that_meets_nothing" in out

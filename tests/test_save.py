@@ -135,6 +135,9 @@ def test_dicts_of_arrays_come_back(tmp_path, device):
     found = ndl.load(ndl.save(clash, path))
     assert (found["a.b"].item(), found["a"]["b"].item(), found["a"][""].item()) == (1, 2, 3)
     assert ndl.load(ndl.save(Tensor([4, 5]), path)).tolist() == [4, 5]
+    for dtype in ("float32", "int64", "bool"):
+        found = ndl.load(ndl.save({"a": np.array([0, 1, 1], dtype)}, path))["a"]
+        assert (found.tolist(), found.dtype) == ([0, 1, 1], dtype)
     for wrong, said in (
         ({"net": nn.Linear(2, 2)}, "net is a Linear: save .* or what its state_dict"),
         ({"a": [1, {2}]}, "a.1 is a set"), (np.ones(2), "it is a ndarray"),

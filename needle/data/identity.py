@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from needle.data.text import warn
 from needle.data.tokens import DataError, Part
-from needle.files import reading, regular, state_of
+from needle.files import FileError, reading, regular, state_of
 
 BLOCK = 1 << 26  # bytes that one thread hashes at a time
 LARGE = 1 << 32  # bytes that take so long that a line says so
@@ -47,12 +47,15 @@ def whole(path: Path) -> Stretch:
 
 
 def cache_dir() -> Path:
-    """$NEEDLE_CACHE, else $XDG_CACHE_HOME/needle, else ~/.cache/needle."""
+    """$NEEDLE_CACHE, else $XDG_CACHE_HOME/needle, else ~/.cache/needle. FileError for a user
+    without a home."""
     own = os.environ.get("NEEDLE_CACHE")
     if own:
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "needle"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base.startswith("~"):
+        raise FileError("the cache: this user has no home: set HOME or NEEDLE_CACHE to a folder")
+    return Path(base) / "needle"
 
 
 def remembered(

@@ -36,7 +36,8 @@ NAMES = {
     "pad": ("<|padding|>", "<pad>", "[PAD]"),
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-NAMING = (*TOKENIZER_FILES[1:], "generation_config.json", "config.json")
+TEXT_FILES = (*TOKENIZER_FILES, "generation_config.json")  # beside weights, with config.json
+NAMING = (*TEXT_FILES[1:], "config.json")
 
 
 def tokenizers_package() -> Any:

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from needle.arguments import Parser, path, whole
+from needle.arguments import Parser, path, whole, wrapped
 from needle.backend_ndarray import cpu
 from needle.diagnose.parts import run
 from needle.diagnose.report import FAILED, row
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     label = f"rank {place.rank} of {place.size}: " if place and place.size > 1 else ""
 
     def say(line: str) -> None:
-        print(label + line, flush=True)
+        text = label + line  # in a file and for grep it stays one line
+        print(wrapped(text, len(row("", ""))) if sys.stdout.isatty() else text, flush=True)
 
     try:
         failures = examine(args, place, say)

@@ -12,8 +12,8 @@ from needle import _C, testing
 from needle.diagnose import gpus
 from needle.diagnose.facts import describe, in_words
 from needle.diagnose.report import failed, show, tell, trying
-from needle.peaks import peak
 from needle.testing import FLOATS, OPS, Case
+from needle.training.peaks import peak
 
 LAYOUTS = testing.LAYOUTS[1:5]  # `broadcast` would repeat indices that must differ
 SHAPES = [(31, 33), (1,), (5, 130, 67)]  # of ops of one formula

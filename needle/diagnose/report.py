@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from needle.files import printable
+
 TRYING, RESULT, FAILED = "... ", "=== ", " FAILED: "
 current = "its start"  # what this part tries now
 
 
 def row(label: str, text: str) -> str:
-    return f"{label:<14} {' '.join(text.splitlines())}"
+    return f"{label:<14} {printable(' '.join(text.splitlines()))}"
 
 
 def failure(label: str, text: str, remedy: str) -> str:

@@ -93,9 +93,7 @@ class Library:
 
     @property
     def version_text(self) -> str:
-        # Before 2.9 the number had fewer digits.
-        major = 10000 if self.version >= 10000 else 1000
-        return f"{self.version // major}.{self.version % major // 100}.{self.version % 100}"
+        return f"{self.version // 10000}.{self.version % 10000 // 100}.{self.version % 100}"
 
     def call(self, name: str, *arguments: Any, communicator: Any = None) -> None:
         self.check(name, getattr(self._library, name)(*arguments), communicator)

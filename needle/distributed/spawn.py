@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from typing import IO
 
 from needle.files import printable
-from needle.heartbeat import FILE
 from needle.processes import collecting, pass_on, signal_name, start
 
 DEADLINE = 60.0  # of the control channel
 MARGIN = 10.0  # seconds more: for a rank to reach its next collective, and to end after SIGTERM
 TICK = 0.1  # seconds between two looks at the processes
+HEARTBEAT = "NEEDLE_HEARTBEAT"  # of a supervisor, see needle/training/heartbeat.py
 
 
 def run(command: Sequence[str], count: int, deadline: float = DEADLINE) -> int:
@@ -118,7 +118,7 @@ def environments(count: int) -> list[dict[str, str]]:
     shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     made = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     for environ in made[1:]:
-        environ.pop(FILE, None)
+        environ.pop(HEARTBEAT, None)
     return made
 
 

@@ -32,8 +32,24 @@ import numpy as np
 
 from needle import _C, nn
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, given_device
-from needle.data.tokenizer import NAMES, Tokenizer, files_in, id_limit, json_text, load_tokenizer
-from needle.files import FileError, MissingFileError, named, read_json, reading, replacing
+from needle.data.tokenizer import (
+    NAMES,
+    TEXT_FILES,
+    Tokenizer,
+    files_in,
+    id_limit,
+    json_text,
+    load_tokenizer,
+)
+from needle.files import (
+    FileError,
+    MissingFileError,
+    named,
+    read_json,
+    reading,
+    remove_leftovers,
+    replacing,
+)
 from needle.safetensors import FROM_FILE, Entry, chunks, read_header
 
 WEIGHTS = "model.safetensors"
@@ -301,9 +317,10 @@ def save(
                 file.writelines(chunks(tensors, {"format": "pt"}))
             (folder / "config.json").unlink(missing_ok=True)
         for path in folder.iterdir():  # of an earlier save
-            shadows = path.name in (WEIGHTS, INDEX) or shard_name.fullmatch(path.name)
+            shadows = path.name in (WEIGHTS, INDEX, *TEXT_FILES) or shard_name.fullmatch(path.name)
             if shadows and path.name not in written:
                 path.unlink()
+    remove_leftovers(folder)
     return [folder / name for name in sorted(written)]
 
 

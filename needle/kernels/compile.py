@@ -255,8 +255,7 @@ def _compile(
     flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", "--ptxas-options=-v"]
     flags += [f"-I{folder}" for folder in include]
     flags += [] if any("-std" in option for option in options) else ["-std=c++17"]
-    # Since 12.9 NVRTC caches its results on the disk, and opens the driver for that: threads,
-    # memory and device files in a process that is to have no GPU.
+    # Since 12.9 NVRTC caches its results on the disk, and opens the driver for that.
     flags += ["--no-cache"] if nvrtc.version() >= (12, 9) else []
     flags += options
     program = ctypes.c_void_p()

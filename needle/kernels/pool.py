@@ -465,8 +465,7 @@ class Pool:
 
     def state(self) -> list[dict[str, Any]]:
         """Return of each device: number, facts (name, arch, ...), the processes that are ready and
-        used, how many start, faults and processes started so far, and why it was set aside (None:
-        it was not)."""
+        used, faults and processes started so far, and why it was set aside (None: it was not)."""
         with self.changed:
             return [
                 {
@@ -474,7 +473,6 @@ class Pool:
                     "facts": device.facts,
                     "ready": [process.pid for process in device.ready],
                     "used": [process.pid for process in device.used],
-                    "starting": device.starting,
                     "faults": device.faults,
                     "started": device.started,
                     "set_aside": device.lost,

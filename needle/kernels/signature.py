@@ -107,11 +107,6 @@ class Signature:
         return f"{self.name}({', '.join(map(str, self.parameters))})"
 
     @property
-    def known(self) -> bool:
-        """True if all types are known, not only their sizes."""
-        return all(p.kind != "unknown" for p in self.parameters)
-
-    @property
     def plan(self) -> list[tuple]:
         """Return the argument of _C.Parameters."""
         return [(str(p), *dataclasses.astuple(p)[1:]) for p in self.parameters]

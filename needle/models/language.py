@@ -22,9 +22,9 @@ from needle import generation, nn, ops
 from needle.autograd import Tensor, is_grad_enabled
 from needle.backend_ndarray import Device, NDArray, array, device_and_dtype, given_device
 from needle.block_mask import BlockMask
-from needle.hooks import Hooked, hook_names
+from needle.interp.hooks import Hooked, hook_names
+from needle.interp.text import Texts
 from needle.models.registry import Config
-from needle.models.text import Texts
 from needle.ops.fp8 import MULTIPLE, whole_sizes
 
 AnyModel = TypeVar("AnyModel", bound="LanguageModel")

@@ -32,8 +32,8 @@ from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
 from needle.files import FileError
 from needle.generation import Cache
+from needle.interp.factored import FactoredWeights
 from needle.models import gpt_neox
-from needle.models.factored import FactoredWeights
 from needle.models.language import LanguageModel
 from needle.models.pretrained import pretrained
 from needle.models.registry import Config, register

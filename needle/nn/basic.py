@@ -276,6 +276,12 @@ class Sequential(ModuleList):
     """
 
     def __init__(self, *modules: Module) -> None:
+        for i, module in enumerate(modules):
+            if not callable(module):
+                raise TypeError(
+                    f"Sequential: part {i} must be a module, but is {type(module).__name__} (of a "
+                    "dict: Sequential(*parts.values()))"
+                )
         super().__init__(modules)
 
     def __getitem__(self, index: Any) -> Any:

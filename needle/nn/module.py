@@ -173,13 +173,16 @@ class Module:
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Set an attribute that moves with the module and is not trained: a mask, a table. With
-        `persistent` False it is not saved. TypeError for what is neither a Tensor nor None.
+        `persistent` False it is not saved. TypeError for what is neither a Tensor nor None;
+        KeyError for a name with a dot, and for that of another attribute.
 
         >>> layer = nn.Module()
         >>> layer.register_buffer("mask", ndl.tril(ndl.ones(2, 2)), persistent=False)
         >>> [name for name, _ in layer.named_buffers()], layer.state_dict()
         (['mask'], {})
         """
+        if "." in name or (hasattr(self, name) and name not in self._registered):
+            raise KeyError(f"register_buffer: {name} has a dot, or is another attribute's name")
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"register_buffer: {name} must be a Tensor, not {tensor!r:.40}")
         if tensor is not None and tensor.requires_grad:

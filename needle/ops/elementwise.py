@@ -1,13 +1,18 @@
-"""Elementwise ops. Two operands broadcast like NumPy; gradients are summed back to each operand's
-shape and dtype. Their gradients are built from ops, so that they can be differentiated again,
-except for gelu's, which is a kernel of its own."""
+"""Elementwise ops: rows of ops.def with their derivatives, and `where`.
+
+A row here has the name of a row of ops.def, a docstring, and for each operand the rule of its
+gradient. The parameters of a rule say what it reads: g, the gradient of the result; x and y, the
+operands, Tensors or numbers; out, the result. Rules are made of ops, so that they can be
+differentiated again. From a row come the class of the graph's nodes and the function: operands
+broadcast like NumPy, and gradients are summed back to each operand's shape and dtype.
+"""
 
 from __future__ import annotations
 
-import functools
+import inspect
+import itertools
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Number
 from typing import Any
 
@@ -16,155 +21,308 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
-from needle.backend_ndarray import full
+from needle.backend_ndarray import full, zeros
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
 from needle.ops.indexing import nonzero_places
 
-NUMBERS = (int, float, np.generic)
+Rule = Callable[..., Tensor] | None  # None: the gradient is 0
+
+# The classes that the course has by other names.
+NAMES = {"add": "EWiseAdd", "subtract": "EWiseSub", "multiply": "EWiseMul", "divide": "EWiseDiv"}
+NAMES |= {"power": "EWisePow", "relu": "ReLU"}
+WHOLE = ("floor", "ceil", "round")  # integers stay as they are
+ROWS: dict[str, Callable[..., Tensor]] = {}  # the functions, which are methods of Tensor too
+
+
+class Elementwise(TensorOp):
+    """A row with its operands: numbers, and None in the place of each Tensor."""
+
+    kernel: str
+    rules: tuple[Rule, ...]
+    reads: tuple[tuple[str, ...], ...]  # names, by each rule
+    read_by: dict[tuple[bool, ...], tuple[bool, bool]]
+
+    def __init__(self, *numbers: Any) -> None:
+        self.numbers = numbers
+        which = tuple([x is None for x in numbers])
+        self.are_tensors = all(which)
+        self.reads_inputs, self.reads_result = self.read_by[which]
+
+    @classmethod
+    def of_row(cls, kernel: str, doc: str, rules: tuple[Rule, ...]) -> type[Elementwise]:
+        """Make the class of a row."""
+        reads = tuple(tuple(inspect.signature(rule).parameters) if rule else () for rule in rules)
+        read_by = {}  # (operands, result), by which operands are Tensors
+        for which in itertools.product((True, False), repeat=len(rules)):
+            read = {name for names in itertools.compress(reads, which) for name in names}
+            read_by[which] = not read.isdisjoint(itertools.compress("xy", which)), "out" in read
+        parts = {"kernel": kernel, "rules": rules, "reads": reads, "read_by": read_by}
+        name = NAMES.get(kernel, kernel.capitalize())
+        return type(name, (cls,), {**parts, "__doc__": doc})
+
+    def _given(self, tensors: Any) -> Any:
+        if self.are_tensors:
+            return tensors
+        rest: Iterator[Any] = iter(tensors)
+        return [next(rest) if x is None else x for x in self.numbers]
+
+    def compute(self, *arrays: NDArray) -> NDArray:
+        if self.kernel in WHOLE and arrays[0].dtype not in FLOATS:
+            return arrays[0].copy()
+        return getattr(_C, self.kernel)(*self._given(arrays))
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        operands = self._given(node.inputs)
+        values = {**dict(zip("xy", operands)), "g": out_grad, "out": node}
+        return tuple(
+            self._part(rule, [values[name] for name in names], x)
+            for rule, names, x in zip(self.rules, self.reads, operands)
+            if isinstance(x, Tensor)
+        )
+
+    @staticmethod
+    def _part(rule: Rule, values: list[Any], x: Tensor) -> Tensor | None:
+        if not x.requires_grad:
+            return None
+        if rule is None:
+            return const(zeros(x.shape, x.dtype, x.device))
+        return reduced_to(rule(*values), x)
+
+
+def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
+    """Make the function of a row of ops.def. Of two operands one may be a number, or what a Tensor
+    is made from."""
+    kind = Elementwise.of_row(kernel, doc, rules)
+    of_tensors = kind(*[None] * len(rules))
+
+    def of_one(a: Tensor) -> Tensor:
+        return of_tensors(a)
+
+    def of_two(a: Any, b: Any) -> Tensor:
+        if isinstance(b, Tensor):
+            if isinstance(a, Tensor):
+                return of_tensors(a, b)
+            if isinstance(a, Number):
+                return kind(a, None)(b)
+            return of_tensors(b._operand(a), b)
+        if not isinstance(a, Tensor):
+            raise TypeError(
+                f"{kernel}: a or b must be a Tensor, but they are {type(a).__name__} and "
+                f"{type(b).__name__} (ndl.Tensor(array) makes one)"
+            )
+        return kind(None, b)(a) if isinstance(b, Number) else of_tensors(a, a._operand(b))
+
+    function: Callable[..., Tensor] = of_one if len(rules) == 1 else of_two
+    function.__name__ = function.__qualname__ = kernel
+    function.__doc__ = doc
+    ROWS[kernel] = function
+    return function
+
+
+# ---- one operand ---------------------------------------------------------------------------------
+
+negate = row("negate", "-a.", lambda g: -g)
+absolute = row("absolute", "|a|; the gradient at 0 is 0.", lambda g, x: g * sign(x))
+sign = row("sign", "-1, 0 or 1; NaN for NaN. The gradient is 0.", None)
+floor = row("floor", "The largest whole number up to a. The gradient is 0.", None)
+ceil = row("ceil", "The smallest whole number from a on. The gradient is 0.", None)
+_round = row("round", "The nearest whole number, halves to even. The gradient is 0.", None)
+exp = row(
+    "exp",
+    """e ** a.
+
+    >>> print(ndl.exp(ndl.Tensor([0, -np.inf])))
+    [1. 0.]
+    """,
+    lambda g, out: g * out,
+)
+expm1 = row("expm1", "e^a - 1, exact for small a.", lambda g, x: g * exp(x))
+log = row(
+    "log",
+    """The natural logarithm.
+
+    >>> print(ndl.log(ndl.Tensor([1, 0])))
+    [  0. -inf]
+    """,
+    lambda g, x: g / x,
+)
+log1p = row("log1p", "log(1 + a), exact for small a.", lambda g, x: g * (1 / (x + 1)))
+sqrt = row("sqrt", "The square root.", lambda g, out: g / (out * 2))
+rsqrt = row("rsqrt", "1 / sqrt(a).", lambda g, x, out: g * (out / x * -0.5))
+sin = row("sin", "The sine of radians.", lambda g, x: g * cos(x))
+cos = row("cos", "The cosine of radians.", lambda g, x: g * -sin(x))
+tanh = row("tanh", "The hyperbolic tangent.", lambda g, out: g * (-(out * out) + 1))
+erf = row(
+    "erf",
+    "The error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to a.",
+    lambda g, x: g * (exp(-(x * x)) * (2 / math.sqrt(math.pi))),
+)
+sigmoid = row("sigmoid", "1 / (1 + e^-a).", lambda g, out: g * (out * (-out + 1)))
+silu = row(
+    "silu",
+    "a sigmoid(a) (Elfwing et al. 2017), also called swish.",
+    lambda g, x: g * (sigmoid(x) * (x * (-sigmoid(x) + 1) + 1)),
+)
+softplus = row("softplus", "log(1 + e^a), without overflow.", lambda g, x: g * sigmoid(x))
+relu = row(
+    "relu",
+    """max(a, 0); the gradient at 0 is 0.
+
+    >>> print(ndl.relu(ndl.Tensor([-1, 2])))
+    [0. 2.]
+    """,
+    lambda g, x: _unless(x <= 0, g),
+)
 
 # ---- two operands --------------------------------------------------------------------------------
 
-
-def _with_numbers(combine: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    """Let a function of two Tensors also take a number, which `combine` takes."""
-
-    def decorate(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
-        @functools.wraps(function)
-        def called(a: Any, b: Any) -> Tensor:
-            is_number = isinstance(a, NUMBERS) or isinstance(b, NUMBERS)
-            return combine(a, b) if is_number else function(a, b)
-
-        return called
-
-    return decorate
-
-
-class EWiseAdd(TensorOp):
-    reads_inputs = reads_result = False
-
-    def compute(self, a: NDArray, b: NDArray) -> NDArray:
-        return _C.add(a, b)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        a, b = node.inputs
-        return reduced_to(out_grad, a), reduced_to(out_grad, b)
-
-
-@_with_numbers(operator.add)
-def add(a: Tensor, b: Tensor) -> Tensor:
+add = row(
+    "add",
     """a + b.
 
     >>> print(ndl.add(ndl.Tensor([[1, 2], [3, 4]]), ndl.Tensor([10, 20])))
     [[11. 22.]
      [13. 24.]]
-    """
-    return EWiseAdd()(a, b)
-
-
-class EWiseSub(TensorOp):
-    reads_inputs = reads_result = False
-
-    def compute(self, a: NDArray, b: NDArray) -> NDArray:
-        return _C.subtract(a, b)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        a, b = node.inputs
-        return reduced_to(out_grad, a), reduced_to(negate(out_grad), b)
-
-
-@_with_numbers(operator.sub)
-def subtract(a: Tensor, b: Tensor) -> Tensor:
-    """a - b."""
-    return EWiseSub()(a, b)
-
-
-class EWiseMul(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray, b: NDArray) -> NDArray:
-        return _C.multiply(a, b)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        a, b = node.inputs
-        return (
-            reduced_to(multiply(out_grad, b), a) if a.requires_grad else None,
-            reduced_to(multiply(out_grad, a), b) if b.requires_grad else None,
-        )
-
-
-@_with_numbers(operator.mul)
-def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a * b."""
-    return EWiseMul()(a, b)
-
-
-class EWiseDiv(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray, b: NDArray) -> NDArray:
-        return _C.divide(a, b)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        a, b = node.inputs
-        da = divide(out_grad, b)
-        # a / b first: b * b would overflow where the quotient does not
-        db = negate(multiply(da, divide(a, b))) if b.requires_grad else None
-        return (
-            reduced_to(da, a) if a.requires_grad else None,
-            reduced_to(db, b) if b.requires_grad else None,
-        )
-
-
-@_with_numbers(operator.truediv)
-def divide(a: Tensor, b: Tensor) -> Tensor:
+    """,
+    lambda g: g,
+    lambda g: g,
+)
+subtract = row("subtract", "a - b.", lambda g: g, lambda g: -g)
+multiply = row("multiply", "a * b.", lambda g, y: g * y, lambda g, x: g * x)
+divide = row(
+    "divide",
     """a / b.
 
     >>> print(ndl.divide(ndl.Tensor([1, 2]), ndl.Tensor([4, 4])))
     [0.25 0.5 ]
+    """,
+    lambda g, y: g / y,
+    lambda g, x, y: -(g / y * (x / y)),  # y * y would overflow where the quotient does not
+)
+_power = row(
+    "power",
+    "",
+    lambda g, x, y: _unless(y == 0, g * (x ** (y - 1) * y)),
+    # 0, not 0 * -inf, where x is 0 and the result is not infinite
+    lambda g, x, out: _unless((x == 0) & (absolute(out) < math.inf), g * out * _natural_log(x)),
+)
+maximum = row(
+    "maximum",
+    """The larger of a and b elementwise, broadcasting; NaN wins. Equal ones share the gradient.
+
+    >>> print(ndl.maximum(ndl.Tensor([-1, 5]), 0))
+    [0. 5.]
+    """,
+    lambda g, x, y: _unless(x < y, g * (1 - (x == y) * 0.5)),
+    lambda g, x, y: _unless(y < x, g * (1 - (x == y) * 0.5)),
+)
+minimum = row(
+    "minimum",
+    "The smaller of a and b elementwise, broadcasting; NaN wins. Equal ones share the gradient.",
+    lambda g, x, y: _unless(y < x, g * (1 - (x == y) * 0.5)),
+    lambda g, x, y: _unless(x < y, g * (1 - (x == y) * 0.5)),
+)
+remainder = row(
+    "remainder",
+    """a % b, with the sign of b, as Python and NumPy have it; integers % 0 are 0, floats NaN.
+
+    >>> print(ndl.remainder(ndl.Tensor([5, -5]), 3))
+    [2. 1.]
+    """,
+    lambda g: g,
+    lambda g, x, y: -(g * floor_divide(x, y)),
+)
+
+
+def floor_divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a // b, rounded down; integers // 0 are 0. Outside of the graph.
+
+    >>> print(ndl.floor_divide(ndl.Tensor([5, -5]), 3))
+    [ 1. -2.]
     """
-    return EWiseDiv()(a, b)
+    return const(_C.floor_divide(*(x.cached_data if isinstance(x, Tensor) else x for x in (a, b))))
 
 
-class EWisePow(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray, b: NDArray) -> NDArray:
-        return _C.power(a, b)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        a, b = node.inputs
-        base, exponent = a.cached_data, b.cached_data
-        zero_base = _C.equal(base, 0.0)
-        da = db = None
-        if a.requires_grad:
-            # b a^(b - 1); where a and b are both 0 the exponent is raised to 0: 0, not 0 * inf
-            lift = const(_C.multiply(zero_base, _C.equal(exponent, 0.0)))
-            da = multiply(multiply(out_grad, b), power(a, add(add_scalar(b, -1), lift)))
-            da = reduced_to(da, a)
-        if b.requires_grad:
-            # a^b log a; where a is 0 and b is not negative the logarithm is taken of 1: 0, not
-            # 0 * -inf
-            lift = const(_C.multiply(zero_base, _C.greater_equal(exponent, 0.0)))
-            db = reduced_to(multiply(multiply(out_grad, power(a, b)), log(add(a, lift))), b)
-        return da, db
-
-
-@_with_numbers(operator.pow)
-def power(a: Tensor, b: Tensor) -> Tensor:
-    """a ** b. The gradient for b is NaN where a is negative, as the logarithm of a is.
+def power(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a ** b. Integers stay integers where b is a whole number of 0 or more. The gradient for b is
+    NaN where a is negative, as the logarithm of a is.
 
     >>> print(ndl.power(ndl.Tensor([2, 3]), ndl.Tensor([3, 2])))
     [8. 9.]
+    >>> x = ndl.Tensor([1, 2, 3])
+    >>> ndl.power(x, 3).sum().backward()
+    >>> print(x.grad)
+    [ 3. 12. 27.]
     """
-    return EWisePow()(a, b)
+    whole = isinstance(b, (int, np.integer)) and b >= 0
+    if not whole or not isinstance(a, Tensor) or a.dtype in FLOATS:
+        return _power(a, b)
+    if b < 2:
+        return a.clone() if b else a * 0 + 1
+    even = power(a * a, b // 2)
+    return even * a if b % 2 else even
 
+
+def _natural_log(x: Tensor | float) -> Tensor | float:
+    """Return the logarithm of a Tensor or a number."""
+    if isinstance(x, Tensor):
+        return log(x)
+    return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
+
+
+# The course's names of the same functions with a number.
+
+
+def add_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a + scalar."""
+    return add(a, scalar)
+
+
+def subtract_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a - scalar."""
+    return subtract(a, scalar)
+
+
+def multiply_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a * scalar."""
+    return multiply(a, scalar)
+
+
+def divide_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a / scalar."""
+    return divide(a, scalar)
+
+
+def scalar_divide(scalar: float, a: Tensor) -> Tensor:
+    """scalar / a."""
+    return divide(scalar, a)
+
+
+def power_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a ** scalar."""
+    return power(a, scalar)
+
+
+def scalar_power(scalar: float, a: Tensor) -> Tensor:
+    """scalar ** a."""
+    return power(scalar, a)
+
+
+# ---- choices -------------------------------------------------------------------------------------
 
 BITS = {"float32": "int32", "bfloat16": "uint16", "float16": "uint16", "bool": "uint8"}
 
 
 def _kept_bits(a: NDArray, condition: NDArray) -> NDArray:
     return _C.multiply(a.view(BITS.get(a.dtype, a.dtype)), condition)
+
+
+def _unless(condition: Tensor | bool, a: Tensor) -> Tensor:
+    """Return a with 0 where the condition holds, also in the place of inf and NaN."""
+    if isinstance(condition, Tensor):
+        return Keep(_C.equal(condition.cached_data, 0))(a)
+    return const(zeros(a.shape, a.dtype, a.device)) if condition else a
 
 
 class Keep(TensorOp):
@@ -238,258 +396,7 @@ def where(condition: Any, a: Any = None, b: Any = None) -> Any:
     return Where(condition if condition.dtype == "bool" else _C.not_equal(condition, 0))(a, b)
 
 
-# ---- an operand and a number ---------------------------------------------------------------------
-
-
-class _ScalarOp(TensorOp):
-    def __init__(self, scalar: float) -> None:
-        self.scalar = scalar.copy() if isinstance(scalar, np.ndarray) else scalar
-
-
-class AddScalar(_ScalarOp):
-    reads_inputs = reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.add(a, self.scalar)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(out_grad, node.inputs[0])
-
-
-def add_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a + scalar."""
-    return AddScalar(scalar)(a)
-
-
-class SubScalar(AddScalar):
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.subtract(a, self.scalar)
-
-
-def subtract_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a - scalar; not a + -scalar, which is out of bounds for an unsigned dtype."""
-    return SubScalar(scalar)(a)
-
-
-class MulScalar(_ScalarOp):
-    reads_inputs = reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.multiply(a, self.scalar)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(multiply_scalar(out_grad, self.scalar), node.inputs[0])
-
-
-def multiply_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a * scalar."""
-    return MulScalar(scalar)(a)
-
-
-class DivScalar(_ScalarOp):
-    reads_inputs = reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.divide(a, self.scalar)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(divide_scalar(out_grad, self.scalar), node.inputs[0])
-
-
-def divide_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a / scalar."""
-    return DivScalar(scalar)(a)
-
-
-class ScalarDiv(_ScalarOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.divide(self.scalar, a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        return negate(multiply(divide(out_grad, a), scalar_divide(self.scalar, a)))
-
-
-def scalar_divide(scalar: float, a: Tensor) -> Tensor:
-    """scalar / a."""
-    return ScalarDiv(scalar)(a)
-
-
-class PowerScalar(_ScalarOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.power(a, self.scalar)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        if self.scalar == 0:
-            return const(full(a.shape, 0, out_grad.dtype, out_grad.device))
-        if self.scalar == 1:
-            return reduced_to(out_grad, a)
-        factor = a if self.scalar == 2 else power_scalar(a, self.scalar - 1)
-        return multiply(out_grad, multiply_scalar(factor, self.scalar))
-
-
-def power_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a ** scalar. Integers stay integers where the power is a whole number of 0 or more.
-
-    >>> x = ndl.Tensor([1, 2, 3])
-    >>> ndl.power_scalar(x, 3).sum().backward()
-    >>> print(x.grad)
-    [ 3. 12. 27.]
-    """
-    if a.dtype in FLOATS or not isinstance(scalar, (int, np.integer)) or scalar < 0:
-        return PowerScalar(scalar)(a)
-    if scalar < 2:
-        return a.clone() if scalar else add_scalar(multiply_scalar(a, 0), 1)
-    even = power_scalar(multiply(a, a), scalar // 2)
-    return multiply(even, a) if scalar % 2 else even
-
-
-class ScalarPow(_ScalarOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.power(self.scalar, a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        factor = -math.inf if self.scalar == 0 else math.nan
-        if self.scalar > 0:
-            factor = math.log(self.scalar)
-        slope = multiply_scalar(multiply(out_grad, scalar_power(self.scalar, a)), factor)
-        return where(a >= 0, 0.0, slope) if self.scalar == 0 else slope
-
-
-def scalar_power(scalar: float, a: Tensor) -> Tensor:
-    """scalar ** a."""
-    return ScalarPow(scalar)(a)
-
-
-# ---- one operand ---------------------------------------------------------------------------------
-
-
-class Negate(TensorOp):
-    reads_inputs = reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.negate(a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return negate(out_grad)
-
-
-def negate(a: Tensor) -> Tensor:
-    """-a."""
-    return Negate()(a)
-
-
-class Log(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.log(a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return divide(out_grad, node.inputs[0])
-
-
-def log(a: Tensor) -> Tensor:
-    """The natural logarithm.
-
-    >>> print(ndl.log(ndl.Tensor([1, 0])))
-    [  0. -inf]
-    """
-    return Log()(a)
-
-
-class Exp(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.exp(a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return multiply(out_grad, exp(node.inputs[0]))
-
-
-def exp(a: Tensor) -> Tensor:
-    """e ** a.
-
-    >>> print(ndl.exp(ndl.Tensor([0, -np.inf])))
-    [1. 0.]
-    """
-    return Exp()(a)
-
-
-class Sqrt(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.sqrt(a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return divide(out_grad, multiply_scalar(sqrt(node.inputs[0]), 2.0))
-
-
-def sqrt(a: Tensor) -> Tensor:
-    """The square root."""
-    return Sqrt()(a)
-
-
-class Tanh(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.tanh(a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        y = tanh(node.inputs[0])
-        return multiply(out_grad, add_scalar(negate(multiply(y, y)), 1.0))
-
-
-def tanh(a: Tensor) -> Tensor:
-    """The hyperbolic tangent."""
-    return Tanh()(a)
-
-
-class Sigmoid(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.sigmoid(a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        y = sigmoid(node.inputs[0])
-        return multiply(out_grad, multiply(y, add_scalar(negate(y), 1.0)))
-
-
-def sigmoid(a: Tensor) -> Tensor:
-    """1 / (1 + e^-a)."""
-    return Sigmoid()(a)
-
-
-class ReLU(TensorOp):
-    reads_result = False
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.relu(a)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        off = _C.less_equal(node.inputs[0].cached_data, 0.0)  # not at NaN
-        return Keep(_C.equal(off, 0))(out_grad)
-
-
-def relu(a: Tensor) -> Tensor:
-    """max(a, 0); the gradient at 0 is 0.
-
-    >>> print(ndl.relu(ndl.Tensor([-1, 2])))
-    [0. 2.]
-    """
-    return ReLU()(a)
+# ---- a kernel for the gradient -------------------------------------------------------------------
 
 
 def tanh_form(op: str, approximate: str) -> int:

@@ -14,10 +14,21 @@ from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp, is_
 from needle.backend_ndarray import full
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
-from needle.ops.elementwise import add, divide_scalar, exp, log, multiply, negate, subtract, where
+from needle.ops.elementwise import (
+    add,
+    divide_scalar,
+    exp,
+    log,
+    log1p,
+    multiply,
+    negate,
+    softplus,
+    subtract,
+    where,
+)
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
 from needle.ops.matmul import weight_grad
-from needle.ops.pointwise import abs, clip, log1p, softplus
+from needle.ops.pointwise import clip
 from needle.ops.reduce import logsoftmax, mean
 from needle.ops.select import gather
 

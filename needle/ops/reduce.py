@@ -21,10 +21,9 @@ from needle.ops.common import (
     normal_axes,
     normal_axis,
 )
-from needle.ops.elementwise import divide_scalar, multiply, subtract
+from needle.ops.elementwise import divide_scalar, maximum, minimum, multiply, subtract
 from needle.ops.indexing import IndexSelect
 from needle.ops.order import TopK
-from needle.ops.pointwise import maximum, minimum
 
 
 class Mean(TensorOp):

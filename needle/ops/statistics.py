@@ -24,7 +24,7 @@ from needle.ops.elementwise import (
 )
 from needle.ops.indexing import get_item, index_select
 from needle.ops.order import TopK, sort, topk
-from needle.ops.pointwise import abs, isnan
+from needle.ops.pointwise import isnan
 from needle.ops.reduce import Max, amax, extremum, mean
 from needle.ops.shape import concatenate, permute
 

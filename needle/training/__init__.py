@@ -7,10 +7,14 @@ recipes         how the published Pythias were trained; which steps --keep keeps
 start           the model that a run starts with: of a shape, or of weights
 run             Run, its checkpoints, and how to go on with it
 session         the surroundings of the loop and of the program: log, stop signals, exit codes
+heartbeat       the file in which a supervisor sees the life of a training
+supervise       restarts after faults and hangs
 folder          runs/NAME: the free name, the process that owns it, the checkpoint to resume
 log, plot       metrics.jsonl, the progress bar, loss.png; trackers: TensorBoard and W&B
-evaluation      the loss on held-out data
+held_out        the loss on held-out data; evaluate: that of any model on any data
+lm_eval         a model in the LM evaluation harness
 ranks           the processes of a run, their devices, their agreement
+peaks           peak rates of GPUs, for the share that a run reaches
 """
 
 from needle.training.graphed import GraphedStep, worth_recording

@@ -7,7 +7,7 @@
 
 A run begins again, by its config.json, only if nothing was ever saved. Missing or unreadable
 checkpoints, and folders that cannot be listed, are errors, since a new run would overwrite the
-rest. A new run may take the folder of one that has finished no step.
+rest. A new run may take the folder of a run of its --name that has finished no step.
 """
 
 from __future__ import annotations
@@ -31,31 +31,20 @@ from needle.checkpoint import (
     step_of,
 )
 from needle.data import DataError
-from needle.files import (
-    BusyError,
-    FileError,
-    Lock,
-    described,
-    read_json,
-    remove_leftovers,
-    replacing,
-    similar,
-)
-from needle.heartbeat import note_folder
+from needle.data.tokenizer import TEXT_FILES
+from needle.files import FileError, Lock, described, read_json, remove_leftovers, replacing, similar
+from needle.training.heartbeat import note_folder
 from needle.training.log import read_lines
-
-# What a run writes before its first step has finished.
-BEGUN = {"lock", "checkpoints", "config.json", "tokenizer.json", "metrics.jsonl"}
-BEGUN |= {"faults.jsonl", "tensorboard", "wandb", "wandb_id"}
 
 
 def is_free(folder: Path) -> bool:
-    """True if no run has finished a step in the folder, and nothing else lies there."""
+    """True if no run has finished a step in the folder. Without a config.json of a run that never
+    saved, nothing else may lie there."""
+    if has_saved(folder) is False:
+        steps = map(step_of, list_checkpoints(folder / "checkpoints", "step|weights"))
+        return not any(steps) and not read_lines(folder / "metrics.jsonl")
     entries = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if has_saved(folder) is not False:
-        return entries <= {"lock", "checkpoints"} and not any(folder.glob("checkpoints/*"))
-    steps = map(step_of, list_checkpoints(folder / "checkpoints", "step|weights"))
-    return entries <= BEGUN and not any(steps) and not read_lines(folder / "metrics.jsonl")
+    return entries <= {"lock", "checkpoints"} and not any(folder.glob("checkpoints/*"))
 
 
 def check_free(folder: Path) -> None:
@@ -72,7 +61,7 @@ def has_saved(folder: Path) -> bool | None:
     whether it has trained. None if no run has begun there."""
     try:
         return bool(read_description(folder)["saved"])
-    except (FileError, ValueError, KeyError, TypeError):
+    except (FileError, KeyError):
         return bool(read_lines(folder / "metrics.jsonl")) or None
 
 
@@ -81,7 +70,7 @@ def check_owner(folder: Path, checkpoint: Checkpoint) -> None:
     may resume."""
     try:
         own = read_description(folder)["id"]
-    except (FileError, ValueError, KeyError, TypeError):
+    except (FileError, KeyError):
         return
     if checkpoint.state.get("run") != own:
         raise CheckpointError(
@@ -118,7 +107,7 @@ def _followed(steps: int) -> str:
 
 def note_saved(folder: Path) -> None:
     """Write into config.json that the run has a checkpoint."""
-    with contextlib.suppress(FileError, ValueError, TypeError):  # training goes on without it
+    with contextlib.suppress(FileError):  # training goes on without it
         description = read_description(folder)
         if not description.get("saved"):
             write_description(folder, {**description, "saved": True})
@@ -165,27 +154,30 @@ def take(folder: Path) -> Lock:
 
 def begin(out: Path, name: str | None, model: str) -> tuple[Path, Lock]:
     """Return (folder, lock) of a new run. A run without a name gets the model's, with the first
-    number that is not taken. Raise DataError if a folder of this name is not free."""
-    names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
-    for folder in (out / one for one in (names if name is None else [name])):
-        if name is not None:
-            check_free(folder)
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if name is None and (has_saved(folder) is not False or not is_free(folder)):
-                continue
-        except OSError as error:
-            raise FileError(described(error)) from error
-        try:
-            lock = take(folder)
-        except BusyError:
-            if name is not None:
-                raise
-            continue
-        for path in list_checkpoints(folder / "checkpoints", "step|weights"):
-            path.unlink()  # of step 0, of a run that came no further
-        return folder, lock
+    number that no folder has. Raise DataError if a folder of this name is not free."""
+    if name is not None:
+        folder = out / name
+        check_free(folder)
+    else:
+        folder = _make_first(out, model)
+    lock = take(folder)
+    # Of a run that came no further.
+    for path in list_checkpoints(folder / "checkpoints", "step|weights"):
+        path.unlink()
+    for name in TEXT_FILES:
+        (folder / name).unlink(missing_ok=True)
+    return folder, lock
+
+
+def _make_first(out: Path, model: str) -> Path:
+    try:
+        for number in itertools.count(1):
+            folder = out / (model if number == 1 else f"{model}-{number}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+    except OSError as error:
+        raise FileError(described(error)) from error
 
 
 def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint | None] | None:
@@ -207,25 +199,25 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
     for folder in folders:
         if not (folder / "checkpoints").is_dir():
             continue
-        lock = take(folder)
-        found = newest_checkpoint(folder / "checkpoints")
-        if found is not None:
-            check_owner(folder, found)
-            return folder, lock, found
-        lock.release()
-    reason, how = f"no checkpoint in {out / (name or '')}", ""
-    if name and not folders[0].exists():
-        reason = f"no run {name} under {out}/{similar(folders[0])}"
+        with contextlib.ExitStack() as ends:
+            lock = take(folder)
+            ends.callback(lock.release)
+            found = newest_checkpoint(folder / "checkpoints")
+            if found is not None:
+                check_owner(folder, found)
+                ends.pop_all()
+                return folder, lock, found
     begun = next((folder for folder in folders if has_saved(folder) is not None), None)
     if begun is not None and has_saved(begun):
         raise DataError(
             f"{begun / 'checkpoints'}: no checkpoint is left there, and this run has saved some: "
             f"put one back to go on, or begin anew under another --name, or remove {begun}"
         )
-    if begun is not None:
-        reason, how = f"no checkpoint in {begun}", ", with the settings of its config.json"
-    text = f"--resume auto: {reason}: starting from the beginning{how}"
-    print(wrapped(text), flush=True)
+    reason = f"no checkpoint in {begun or out / (name or '')}: starting from the beginning"
+    if name and not folders[0].exists():
+        reason = f"no run {name} under {out}/{similar(folders[0])}: starting from the beginning"
+    more = "" if begun is None else ", with the settings of its config.json"
+    print(wrapped(f"--resume auto: {reason}{more}"), flush=True)
     return begun and (begun, take(begun), None)
 
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from needle import _C
 from needle._C import Device, NDArray
 from needle.arguments import COLUMNS
-from needle.files import Lock, naming, printable, reading, regular, replacing
-from needle.heartbeat import beat
+from needle.files import Lock, MissingFileError, naming, printable, reading, regular, replacing
 from needle.processes import silence, terminal_bar
+from needle.training.heartbeat import beat
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
 
@@ -45,23 +45,30 @@ class NotFinite(ArithmeticError):
         self.step = step
 
 
-def read_lines(path: Path) -> list[dict]:
+def read_lines(path: Path) -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl without damaged ones (a kill, a full disk)."""
-    if not path.exists():
+    try:
+        with reading(path) as file:
+            texts = file.read().splitlines()
+    except MissingFileError:
         return []
-    with reading(path) as file:
-        texts = file.read().splitlines()
     lines = []
     for text in texts:
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-            kinds = {name: type(value) for name, value in line.items()}
-        except (ValueError, AttributeError, RecursionError):
-            continue
-        whole = kinds.get("step") is kinds.get("tokens") is int
-        if whole and "loss" in kinds and {*kinds.values()} <= {int, float}:
-            lines.append(line)
+            if _is_whole(line):
+                lines.append(line)
     return lines
+
+
+def _is_whole(line: object) -> bool:
+    """True for an object of numbers, with those that each step has."""
+    if not isinstance(line, dict) or not {"step", "tokens", "loss"} <= line.keys():
+        return False
+    whole = {name for name, value in line.items() if type(value) is int and abs(value) < 2**63}
+    return {"step", "tokens"} <= whole and all(
+        name in whole or type(value) is float for name, value in line.items()
+    )
 
 
 def drop_lines_after(path: Path, step: int) -> tuple[float, float]:
@@ -69,9 +76,8 @@ def drop_lines_after(path: Path, step: int) -> tuple[float, float]:
 
     Return the first loss (nan if there is none) and the seconds trained."""
     kept = [line for line in read_lines(path) if line["step"] <= step]
-    if path.exists():
-        with replacing(path) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+    with replacing(path) as file:
+        file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
     if not kept:
         return math.nan, 0.0
     return kept[0]["loss"], kept[-1].get("seconds", 0.0)
@@ -250,21 +256,24 @@ class RunLog:
             self._bar.update(step - self._bar.n)
         elif step in (self._start + 1, self._steps) or step % -(-self._steps // PLAIN_LINES) == 0:
             used = self._memory() / 2**30
+            mfu = [f"MFU {speed * self._flops_per_token / self._peak:.0%}"] if self._peak else []
+            norm = f"norm {line['grad_norm']:.2f}"
             facts = [
                 f"step {step}/{self._steps}",
                 f"loss {line['loss']:.4f}",
                 f"lr {line['lr']:.1e}",
+                norm,
                 f"{short(speed)} tok/s",
+                *mfu,
                 f"{used:.{int(used < 10)}f} GiB",
                 f"left {left}",
             ]
-            if self._peak:
-                facts.insert(4, f"MFU {speed * self._flops_per_token / self._peak:.0%}")
-            # What does not fit is written closer, then without the norm.
-            most = [*facts[:3], f"norm {line['grad_norm']:.2f}", *facts[3:]]
-            forms = ["  ".join(most), " ".join(most), "  ".join(facts), " ".join(facts)]
-            forms.append(forms[-1].replace(" GiB", "G"))
-            print(next((text for text in forms if len(text) <= COLUMNS), forms[-1]), flush=True)
+            text = "  ".join(facts)
+            if len(text) > COLUMNS:
+                text = " ".join(facts)
+            if len(text) > COLUMNS:
+                text = text.replace(f" {norm}", "").replace(" GiB", "G")
+            print(text, flush=True)
         if evaluated:
             text = f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
             if "val_bits_per_byte" in evaluated:

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError:
         print("needle plot: needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # without a home, the last of matplotlib's
         print(f"needle plot: {described(error)}", file=sys.stderr)
         return 1
     print(printable(str(out)))

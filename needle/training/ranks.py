@@ -23,8 +23,8 @@ from needle.distributed.environment import Place
 from needle.distributed.group import Group, Ranks, visible_gpus
 from needle.distributed.tree import own_micro_batches
 from needle.files import described
-from needle.heartbeat import FILE, beat, rest
 from needle.ops import ring_chunks
+from needle.training.heartbeat import FILE, beat, rest
 from needle.training.settings import Settings, data_of
 
 

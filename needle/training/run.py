@@ -28,11 +28,11 @@ from needle.checkpoint import (
 from needle.data import Prefetch, TokenData
 from needle.distributed.data_parallel import DataParallel
 from needle.files import Lock, described, printable, replacing
-from needle.heartbeat import beat, rest, supervised
 from needle.nn import FlatParameters
 from needle.processes import command_line, silence
 from needle.training import folder as folders
 from needle.training import recipes
+from needle.training.heartbeat import beat, rest, supervised
 from needle.training.log import RunLog
 from needle.training.plot import plot
 from needle.training.settings import Settings, data_of
@@ -228,7 +228,10 @@ def resume_command(run: Run) -> str:
     """Return the command that resumes the run, with the flags that a checkpoint does not hold."""
     words, settings, place = [], run.settings, run.parallel.group.place
     if place.launcher not in ("", "needle"):
-        words += [*command_line("supervise", "-m", "needle.supervise"), "--"] * supervised()
+        words += [
+            *command_line("supervise", "-m", "needle.training.supervise"),
+            "--",
+        ] * supervised()
         words += [place.launcher] + ["-n", str(place.size)] * (place.launcher == "mpirun")
     words += [*command_line("train", sys.argv[0]), *folders.again(run.folder)]
     words += ["--gpus", str(place.size)] if place.launcher == "needle" else []

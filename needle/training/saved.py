@@ -51,7 +51,7 @@ class SavedRun:
     def settings(self) -> dict[str, Any]:
         settings = read_description(self.folder).get("settings")
         if not isinstance(settings, dict):
-            raise FileError(f"{self.folder / 'config.json'}: has no settings of a run")
+            raise FileError(f"{self.folder / 'config.json'}: it has no settings of a run")
         return settings
 
     @functools.cached_property

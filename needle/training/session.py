@@ -14,11 +14,11 @@ from needle._C import CudaError, CudaFatalError, NDArray
 from needle.distributed.control import RankError, RankFailed
 from needle.distributed.group import Group
 from needle.files import described, printable
-from needle.heartbeat import beat
-from needle.peaks import peak
 from needle.training import trackers
 from needle.training.graphed import GraphedStep, worth_recording
+from needle.training.heartbeat import beat
 from needle.training.log import NotFinite, RunLog
+from needle.training.peaks import peak
 from needle.training.ranks import Failed, agree, agreed
 from needle.training.run import (
     Run,
@@ -203,8 +203,7 @@ class Session:
 def open_log(run: Run) -> RunLog:
     settings, opened = run.settings, []
     if run.lock is not None:
-        at = run.lock.folder()
-        opened = trackers.start(settings, run.folder, at, run.step, settings.to_json())
+        opened = trackers.start(settings, run.lock.folder(), run.step)
     return RunLog(
         run.lock,
         run.device,

@@ -26,10 +26,10 @@ from needle.models.pythia import SPARSE_PATTERNS
 from needle.models.registry import imported
 from needle.ops import ring_chunks
 from needle.ops.fp8 import MULTIPLE
-from needle.supervise import HANG_SECONDS
 from needle.training import recipes
 from needle.training.folder import flag as flag_words
 from needle.training.folder import is_free
+from needle.training.supervise import HANG_SECONDS
 
 # ---- values ------------------------------------------------------------------------------------
 
@@ -378,13 +378,13 @@ def complete(given: Settings, on_gpu: bool, ranks: int = 1) -> Settings:
     ranks: where no flag says how many micro-batches a step has, each rank computes one. Raise
     ValueError for a batch or a warmup that cannot be as named.
     """
-    named = given.named()
-    small = not (on_gpu or given.recipe)
-    model = given.model or ("tiny" if small else "pythia-70m")
+    named, config = given.named(), given.config or {}
+    usual = "pythia-70m" if on_gpu or given.recipe else "tiny"
+    model = given.model or config.get("model", usual)
     values = {name: _default(name, on_gpu, model == "tiny") for name in KEPT}
     values["lr"] = recipes.PEAK_LR.get(model, values["lr"])
-    if given.config is not None and "max_seq_len" in given.config:
-        values["seq_len"] = min(values["seq_len"], given.config["max_seq_len"])
+    values["dtype"] = config.get("dtype", values["dtype"])
+    values["seq_len"] = min(values["seq_len"], config.get("max_seq_len", values["seq_len"]))
     if given.recipe is not None:
         values |= recipes.values(given.recipe, model)
     context = given.context_parallel or 1

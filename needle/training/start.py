@@ -16,9 +16,9 @@ from needle.backend_ndarray import Device
 from needle.data import load_tokenizer
 from needle.data.readers import open_tokens
 from needle.data.tokenizer import id_limit
-from needle.evaluate import load_model
 from needle.files import FileError, read_json, reading
 from needle.models import Config
+from needle.training.evaluate import load_model
 from needle.training.settings import FIELDS, SHAPE, Settings, complete, option
 
 if sys.version_info >= (3, 11):

@@ -23,7 +23,7 @@ from small_runs import (
 import needle as ndl
 from needle import nn
 from needle.data import DataError, train_tokenizer
-from needle.files import FileError
+from needle.files import FileError, Lock
 from needle.hf.__main__ import main as hf
 from needle.training import folder as folders
 from needle.training import session as sessions
@@ -284,8 +284,7 @@ def test_runs_without_a_name_are_numbered(tmp_path):
 
 
 def test_folder_is_free_until_a_step_has_finished(tmp_path):
-    """A start that wrote its config.json, and came no further, leaves its name; nothing else that
-    lies in a folder is written over."""
+    """A start that wrote its config.json, and came no further, leaves its name."""
     folder = tmp_path / "tiny"
     for file, text in (
         ("tokenizer.json", "{}"),
@@ -298,15 +297,15 @@ def test_folder_is_free_until_a_step_has_finished(tmp_path):
         (folder / "checkpoints").mkdir(exist_ok=True)
         (folder / file).write_text(text)
         with naming(file):
-            assert begin(tmp_path, "tiny") == begin(tmp_path, None) == folder
+            assert begin(tmp_path, "tiny") == folder
             assert not list((folder / "checkpoints").iterdir())
     for file, text in (
         ("metrics.jsonl", '{"step": 1, "loss": 2.0, "tokens": 9}\n'),
         ("checkpoints/step_1.safetensors", ""),
         ("checkpoints/weights_1.safetensors", ""),
-        ("notes.txt", "mine"),
         ("config.json", '{"saved": true}'),
         ("config.json", '{"hidden_size": 8}'),
+        ("config.json", "[]"),
     ):
         shutil.rmtree(folder)
         describe(folder, False)
@@ -321,25 +320,27 @@ def test_folder_is_free_until_a_step_has_finished(tmp_path):
 
 
 def test_two_starts_of_one_name_take_two_folders_or_one_is_refused(tmp_path):
-    """Neither works in the other's folder, new or of a run that came to no step."""
-    for name in "tiny", "tiny-3":
-        if name == "tiny-3":
-            describe(tmp_path / name, False)
-        folder, lock = folders.begin(tmp_path, None, "tiny")
-        other, second = folders.begin(tmp_path, None, "tiny")
-        assert (folder, lock.held) == (tmp_path / name, True) and second.held
-        assert other.name == {"tiny": "tiny-2", "tiny-3": "tiny-4"}[name]
-        with pytest.raises(FileError, match="is working in this folder"):
-            folders.begin(tmp_path, name, "tiny")
-        lock.release()
-        second.release()
-        describe(folder, True)
+    folder, lock = folders.begin(tmp_path, None, "tiny")
+    other, second = folders.begin(tmp_path, None, "tiny")
+    assert (folder.name, other.name, lock.held, second.held) == ("tiny", "tiny-2", True, True)
+    with pytest.raises(FileError, match="is working in this folder"):
+        folders.begin(tmp_path, "tiny", "tiny")
+
+
+def test_resume_that_fails_gives_its_lock_back(tmp_path):
+    """Also while its error is still looked at."""
+    path = checkpoint_of(tmp_path, "a", 1)
+    path.parent.mkdir(parents=True)
+    path.write_text("damaged")
+    with pytest.raises(FileError, match="none of its checkpoints is whole") as caught:
+        folders.resume("auto", tmp_path / "runs", "a")
+    assert Lock(tmp_path / "runs" / "a").held and caught.tb is not None
 
 
 def test_run_that_failed_before_its_first_step_leaves_its_name(
     tmp_path, run, tokens, monkeypatch, capsys
 ):
-    """Of a run of no name too; the next one may have another shape."""
+    """The next one may have another shape, and of no name has the next number."""
     compute = train_pythia.forward_backward
     unnamed = without(flags(tmp_path, tokens, "a"), "--name")
 
@@ -358,10 +359,17 @@ def test_run_that_failed_before_its_first_step_leaves_its_name(
         patch.setattr(train_pythia, "forward_backward", lambda *args: results.pop(0)(*args))
         assert run("c", "--save-every 5") == 1
     assert run("c") == 1 and "there is a run of this name already" in capsys.readouterr().err
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')  # of its text
     assert run("a", "--layers 1") == 0 and train_pythia.main(unnamed) == 0
+    assert not (folder / "tokenizer_config.json").exists()
     assert ndl.open_run(folder).config.num_layers == 1
     assert ndl.open_run(folder).steps == [4, 6]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["a", "c", "tiny"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "a",
+        "c",
+        "tiny",
+        "tiny-2",
+    ]
 
 
 def test_run_that_another_start_begins_meanwhile(tmp_path, run, tokens, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import termios
 
 import numpy as np
 import pytest
+from harness import naming
 
 import needle as ndl
 from needle.backend_ndarray import full
@@ -205,6 +206,44 @@ def test_resumed_log_continues_at_its_checkpoint(tmp_path, now):
     wanted = [(1, 10, 8.0, 1.0), (2, 20, 7.0, 3.0), (3, 30, 6.0, 6.0), (4, 40, 5.0, 10.0)]
     got = [tuple(line[key] for key in ("step", "tokens", "loss", "seconds")) for line in lines]
     assert got == [*wanted, (5, 50, 4.0, 15.0)]
+
+
+STEP = {"step": 2, "tokens": 64, "loss": 8.0}
+DAMAGED = [
+    b"",
+    b"{half",
+    b"\xff\xfe",
+    b"\x00",
+    b"[]",
+    b"3",
+    b"null",
+    b"[" * 100_000,
+    b'{"loss": 1.5}',
+]
+DAMAGED += [
+    json.dumps(STEP | {name: value}).encode()
+    for name in (*STEP, "val_loss", "lr")
+    for value in ("x", None, [1], {}, True, 10**400)
+]
+DAMAGED += [b'{"step": 1.5, "tokens": 64, "loss": 8.0}', b'{"step": 2, "tokens": 1e3, "loss": 8.0}']
+
+
+def test_damaged_lines_are_left_out_by_every_reader(tmp_path, now):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "config.json").write_text("{}")
+    first, second = b'{"step": 1, "tokens": 32, "loss": 9.0}', json.dumps(STEP).encode()
+    for damage in DAMAGED:
+        (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first, damage, second, damage]))
+        with naming(damage[:60]):
+            run = ndl.open_run(tmp_path).metrics
+            assert [run["step"].tolist(), run["loss"].tolist()] == [[1, 2], [9.0, 8.0]]
+            log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 2, 5, 32, 1.0, None)
+            log.close()
+            assert (tmp_path / "metrics.jsonl").read_bytes() == first + b"\n" + second + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first, *DAMAGED, second]))
+    assert plots.main([str(tmp_path)]) == 0
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(DAMAGED))
+    assert plots.main([str(tmp_path)]) == 1 and plots.plot(tmp_path).startswith("no loss.png: noth")
 
 
 def test_short_numbers_and_times():

@@ -12,8 +12,10 @@ from harness import ROOT, naming, python
 from small_runs import flags, lines_of, numbers_of, tensors_of, without
 
 import needle as ndl
-from needle import evaluate
 from needle.data import Batches, open_data
+from needle.files import FileError
+from needle.training import evaluate
+from needle.training import folder as folders
 
 OWN_MODEL = """
 from dataclasses import dataclass
@@ -120,6 +122,21 @@ def test_missing_paths_are_file_not_found_errors(tmp_path):
             ndl.models.from_pretrained(path, revision=revision)
 
 
+def test_description_that_is_damaged_is_named_and_ends_no_training(tmp_path):
+    texts = [b"", b"{half", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000]
+    for text in [*texts, b"{}", b'{"settings": []}']:
+        (tmp_path / "config.json").write_bytes(text)
+        run = ndl.open_run(tmp_path)
+        with naming(text[:20]):
+            with pytest.raises(FileError, match="config.json: "):
+                print(run.settings)
+            if text in texts:
+                with pytest.raises(FileError, match="config.json: "):
+                    print(run.config)
+                folders.note_saved(tmp_path)
+                assert folders.has_saved(tmp_path) is None and not folders.is_free(tmp_path)
+
+
 def test_batches_take_open_data_and_fit_takes_them(tokens):
     data = open_data(tokens)
     batches, wanted = Batches(data, 2, 16, seed=3), Batches(data.train, 2, 16, seed=3)
@@ -167,9 +184,9 @@ def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys
     assert numbers_of(tmp_path, "x") == numbers
     assert tensors_of(ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[0]) == whole
 
-    code, text = command("needle.evaluate", [run, "--data", str(tokens), *given])
+    code, text = command("needle.training.evaluate", [run, "--data", str(tokens), *given])
     assert code == 0 and "perplexity" in text, text
-    code, text = command("needle.evaluate", [run, "--data", str(tokens)])
+    code, text = command("needle.training.evaluate", [run, "--data", str(tokens)])
     assert code == 1 and "no model 'bigram-family' is registered" in text and "--import" in text
     code, text = command("needle.hf.__main__", ["export", run, str(tmp_path / "out"), *given])
     assert code == 1 and "a Bigram has no weight_mapping" in text and "Traceback" not in text

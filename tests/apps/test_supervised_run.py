@@ -1,4 +1,4 @@
-"""Trainings under needle/supervise.py: how they go on, and what they write into their heartbeat."""
+"""Trainings under a supervisor: how they go on, and what they write into their heartbeat."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from small_runs import assert_same_run, flags
 from struck_runs import Runs, text_of, write_tokens
 
 import needle as ndl
-from needle import heartbeat
+from needle.training import heartbeat
 
 pytestmark = pytest.mark.slow
 

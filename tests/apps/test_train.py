@@ -24,11 +24,11 @@ from small_runs import (
 )
 
 import needle as ndl
-from needle import evaluate
 from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints
 from needle.data.__main__ import main as view_data
 from needle.files import printable
 from needle.hf.__main__ import main as hf
+from needle.training import evaluate
 from needle.training import plot as plots
 from needle.training import run as run_parts
 from needle.training.settings import Settings, complete, from_json
@@ -485,8 +485,10 @@ def test_defaults_follow_device_and_model():
     gpu = complete(Settings(), on_gpu=True)
     assert (gpu.model, gpu.dtype, gpu.seq_len) == ("pythia-70m", "bfloat16", 2048)
     assert complete(Settings(model="pythia-410m"), on_gpu=True).lr == 3e-4
-    short = Settings(config={"model": "pythia", "max_seq_len": 64})
-    assert complete(short, on_gpu=True).seq_len == 64
+    own = {"model": "pythia", "max_seq_len": 64, "dtype": "bfloat16"}
+    own = complete(Settings(config=own), on_gpu=False)
+    assert (own.model, own.seq_len, own.dtype) == ("pythia", 64, "bfloat16")
+    assert (own.batch_size, own.steps, own.lr) == (4, 100, 1e-3)  # not those of tiny
     given = Settings(batch_size=2, seq_len=16, grad_accum=3, warmup=0, tokens=97)
     assert complete(given, on_gpu=False).steps == 2
 

@@ -20,6 +20,7 @@ from small_runs import SMALL, checkpoint_of, flags, lines_of, without
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.distributed.group import Group
+from needle.training import evaluate
 from needle.training import log as logs
 from needle.training import run as run_parts
 from needle.training.settings import FIELDS, Settings, complete, option, parse
@@ -278,6 +279,22 @@ def test_data_that_cannot_be_used(tmp_path, texts, capsys):
     argv = flags(tmp_path, texts, "a", "--tokenizer", str(texts / "00.txt"))
     assert train_pythia.main(argv) == 1
     assert "not a tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("plots")
+def test_user_without_a_home_is_told_what_to_set(tmp_path, texts, monkeypatch, capsys):
+    """HOME=~ is what Python gives for a user whom /etc/passwd lacks."""
+    argv = flags(tmp_path, texts, "a", steps=2)
+    monkeypatch.setenv("HOME", "~")
+    for name in "XDG_CONFIG_HOME", "XDG_CACHE_HOME":
+        monkeypatch.delenv(name, raising=False)
+    assert train_pythia.main(argv) == 0 and "plot: " in capsys.readouterr().out
+    monkeypatch.delenv("NEEDLE_CACHE")
+    run, more = str(tmp_path / "runs" / "a"), ["--data", str(texts), "--device", "cpu"]
+    for main, words in (train_pythia.main, [*argv, "--name", "b"]), (evaluate.main, [run, *more]):
+        assert main(words) == 1
+        assert "no home: set HOME or NEEDLE_CACHE to a folder" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "b").exists()
 
 
 @pytest.mark.usefixtures("plots")

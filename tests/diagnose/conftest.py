@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from harness import ROOT, core_objects, run, shared_library
 
+import needle
+
 HERE = Path(__file__).parent
 DRIVER = "int cuDriverGetVersion(int *version) { *version = 13000; return 0; }"
 # Appended to needle/diagnose/ranks.py. FAULT="die 1 2": what rank 1 does in its second exchange.
@@ -113,7 +115,7 @@ def blas() -> list[str]:
 def machine(tmp_path_factory) -> Machine:
     folder = tmp_path_factory.mktemp("machine")
     skip = shutil.ignore_patterns("_cuda*", "__pycache__")
-    shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
+    shutil.copytree(Path(needle.__file__).parent, folder / "needle", ignore=skip)
     with open(folder / "needle/diagnose/ranks.py", "a") as file:
         file.write(FAULT)
     for name in "lib", "bin":

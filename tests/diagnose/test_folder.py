@@ -57,6 +57,14 @@ def test_stopped_run_goes_on_from_its_newest_checkpoint(run, look):
     assert said.endswith(f" --resume auto --name a --out {run.parent}\n")
 
 
+def test_names_and_lines_of_a_run_are_printed_with_escapes(run, look, capsys):
+    (run / "metrics.jsonl").write_text('{"step": 6, "\x1b[31m": 1}\n')
+    assert '{"step": 6, "\\x1b[31m": 1}\n' in look()
+    folder.examine(str(run.rename(run.with_name("\x1b[31m"))))
+    said = capsys.readouterr().out.partition("\n")[2]  # without the line that is not shown
+    assert "\x1b" not in said and f"no process works in {run.parent}/\\x1b[31m\n" in said
+
+
 def test_run_that_is_at_work_or_done_is_not_resumed(run, look):
     lock = Lock(run)
     said = look()

@@ -19,7 +19,7 @@ def start():
     of them have said `heard`."""
     begun: list[subprocess.Popen] = []
 
-    def run(body, size=2, ranks=None, deadline=2.0, seconds=20.0, port=None, heard=None):
+    def run(body, size=2, ranks=None, deadline=60.0, seconds=60.0, port=None, heard=None):
         port = free_port() if port is None else port
         lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
         made = []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import naming, wait_for
-from rank_processes import free_port, within
+from rank_processes import MUST_END, free_port
 
 from needle.distributed import control
 from needle.distributed.environment import Place
@@ -86,21 +86,29 @@ except RuntimeError as error:
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("how", ["killed", "stopped", "late"])
-def test_missing_rank_ends_all_that_say_where_they_were(start, how, where, victim):
+def test_missing_rank_ends_all_that_say_where_they_were(start, tmp_path, how, where, victim):
+    """One that is killed is not waited for until the deadline. Rank 0's clock begins first."""
     body = f"""
+import threading
 control = join()
 control.step = 4
 control.gather("begin", None)
 control.step = 5
-say("ready")
-if rank == {victim}: {HANG}
+def enter():
+    while "losses" not in control._at.where: time.sleep(0.01)
+    if rank == 0: open({str(tmp_path / "zero")!r}, "w").close()
+    say("ready")
+threading.Thread(target=enter, daemon=True).start()
+if rank == {victim}:
+    say("ready")
+    {HANG}
+while {victim} and rank and not os.path.exists({str(tmp_path / "zero")!r}): time.sleep(0.01)
 {where}
 """
-    ranks = start(body, 3, deadline=20.0 if how == "killed" else 2.0, heard="ready")
+    ranks = start(body, 3, deadline=600.0 if how == "killed" else 2.0, heard="ready")
     if how != "late":
         ranks[victim].kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-    with within(8):  # for one that is killed not at the deadline
-        ended = {n: one.end() for n, one in enumerate(ranks) if n != victim or how == "late"}
+    ended = {n: one.end() for n, one in enumerate(ranks) if n != victim or how == "late"}
     for number, (code, _, said) in ended.items():
         at = "after 'begin' at step 4: " if number == victim else "in 'losses' at step 5: "
         assert code == 75 and said.count("\n") == 1, said
@@ -108,9 +116,9 @@ if rank == {victim}: {HANG}
         if how == "killed":
             assert f"rank {victim} is gone" in said, said
         elif where is IN_GATHER and victim == 2:
-            assert re.search("rank 0 waited [12] s in 'losses' at step 5: rank 2 did", said), said
+            assert re.search("rank 0 waited 2 s in 'losses' at step 5: rank 2 did", said), said
         else:
-            assert re.search("rank [012] waited [23] s in 'losses' at step 5: a rank", said), said
+            assert re.search("rank [012] waited 2 s in 'losses' at step 5: a rank", said), said
     if how == "stopped":
         ranks[victim].kill(signal.SIGCONT)
         code, _, said = ranks[victim].end()
@@ -123,14 +131,14 @@ def test_ranks_in_different_collectives_end_with_1(start):
         ("control.gather('stop' if rank == 2 else 'losses', 1)", "stop"),
         ("if rank == 2: control.close()\ncontrol.gather('losses', 1)", "the end"),
     ]:
-        with naming(body), within(15):
-            for rank in start(begin + body, 3, deadline=20.0):
+        with naming(body):
+            for rank in start(begin + body, 3, deadline=600.0):
                 code, _, said = rank.end()
                 assert code == 1 and f"rank 2 is in '{name}', and rank 0 in 'losses'\n" in said
 
 
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
-@pytest.mark.parametrize("leaver, code", [(0, 1), (1, 1), (1, 75), (0, 7)])
+@pytest.mark.parametrize("leaver, code", [(0, 1), (1, 75)])
 def test_rank_that_leaves_ends_all_with_its_code(start, where, leaver, code):
     """Rank 0 prints its own reason; that of another rank is said by all."""
     body = f"""
@@ -143,20 +151,20 @@ if rank == {leaver}:
     sys.exit({code})
 {where}
 """
-    with within(10):
-        ended = [rank.end() for rank in start(body, 3, deadline=30.0)]
+    ended = [rank.end() for rank in start(body, 3, deadline=600.0)]
     assert ended.pop(leaver) == (code, ["left"], "")
     for found, _, said in ended:
         assert found == code
         assert (said == "") if leaver == 0 else "rank 1 stopped at step 3: the disk is full" in said
 
 
-@pytest.mark.parametrize("late", [0.0, 0.5])
-def test_error_that_all_ranks_meet_is_reported_by_rank_0_alone(start, late):
-    body = f"""
+def test_error_that_all_ranks_meet_is_reported_by_rank_0_alone(start):
+    body = """
+import needle.distributed.control as module
+module.LINGER = 600.0
 control = join()
 control.gather("begin", None)
-if rank == 0: time.sleep({late})
+if rank == 0: time.sleep(0.5)
 control.leave("the flags are wrong", 2)
 say("reports")
 sys.exit(2)
@@ -179,25 +187,24 @@ say("ready")
 """
     zero, one = start(body, heard="ready")
     one.process.kill()
-    with within(10):
-        assert zero.process.wait(20) == 75
+    assert zero.process.wait(MUST_END) == 75
 
 
 # ---- no failures --------------------------------------------------------------------------------
 
 
 def test_collective_within_the_deadline_is_no_hang(start):
+    """All of them take longer than it."""
     body = """
 control = join()
 for _ in range(3):
-    with control.watched("weights"): time.sleep(0.6)
-    time.sleep(1.2 * rank)
+    with control.watched("weights"): time.sleep(0.8)
+    time.sleep(0.8 * rank)
     control.gather("x", 1)
-with control.watched("weights"): time.sleep(0.3 * rank)
 say("well")
 control.close()
 """
-    for rank in start(body, deadline=2.0):
+    for rank in start(body, deadline=4.0):
         assert rank.end() == (0, ["well"], "")
 
 
@@ -228,6 +235,7 @@ def test_patient_rank_waits_longer_than_the_deadline(start, late):
 control = join()
 if rank == {late}: time.sleep(2.5 * deadline)
 assert control.broadcast("the data", rank, patient=True) == 0
+control.deadline = 60.0
 say("well")
 control.close()
 """
@@ -237,19 +245,17 @@ control.close()
 
 # ---- collectives that go on in a device ----------------------------------------------------------
 
-# Work of a device that begins and ends so many seconds from now, or raises.
 WORK = """
 class Work:
-    def __init__(self, begins, ends):
-        self.begins, self.ends = (time.monotonic() + seconds for seconds in (begins, ends))
-    def begun(self): return time.monotonic() >= self.begins
-    def done(self): return time.monotonic() >= self.ends
+    def __init__(self, begun=True): self.has_begun, self.has_ended = begun, False
+    def begun(self): return self.has_begun
+    def done(self): return self.has_ended
 class Broken(Work):
     def done(self): raise RuntimeError("the cable is out")
 def enqueue(name, work):
     with control.watched(name) as collective:
         collective.goes_on(work)
-NEVER = 10**6
+    return work
 control = join()
 control.step = 3
 control.gather("the gradients", None)
@@ -257,41 +263,37 @@ control.gather("the gradients", None)
 
 
 def test_work_of_a_device_is_not_waited_for(start):
-    """It takes longer than the deadline of two seconds in all, and each part less."""
+    """Two collectives take longer than the deadline in all, and before them it did other work."""
     body = """
-began = time.monotonic()
-for number in range(3):
-    enqueue("the sum", Work(0.0, 0.3 * (number + 1)))
-say(time.monotonic() - began < 0.2)
-time.sleep(1.5)
-assert not control._works
-control.gather("losses", None)
-enqueue("the sum", Work(4.0, 4.5))
-enqueue("the weights", Work(4.5, 5.0))
-time.sleep(6)
+works = [enqueue("the sum", Work(begun=False)), enqueue("the weights", Work(begun=False))]
+time.sleep(1.5 * deadline)
+for work in works:
+    work.has_begun = True
+    time.sleep(0.6 * deadline)
+    work.has_ended = True
 control.close()
+say("well")
 """
-    for rank in start(WORK + body, 3):
-        assert rank.end() == (0, ["True"], "")
+    for rank in start(WORK + body, 3, deadline=3.0):
+        assert rank.end() == (0, ["well"], "")
 
 
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize(
     "work, said",
     [
-        ("Work(0, NEVER)", r"rank [012] waited [23] s in 'the sum' at step 3, on its device: a r"),
-        ("Broken(0, NEVER)", "rank [012], in 'the sum' at step 3, on its device: the cable is out"),
+        ("Work()", r"rank [012] waited 2 s in 'the sum' at step 3, on its device: a rank did"),
+        ("Broken()", "rank [012], in 'the sum' at step 3, on its device: the cable is out"),
     ],
 )
 def test_device_that_does_not_end_ends_all(start, late, work, said):
     """Main threads wait in C for a result; the device of one rank has not begun."""
     body = f"""
-enqueue("the sum", Work(NEVER, NEVER) if rank == {late} else {work})
+enqueue("the sum", Work(begun=False) if rank == {late} else {work})
 {HANG}
 """
-    with within(8):
-        found = [rank.end() for rank in start(WORK + body, 3)]
-    for number, (code, _, line) in enumerate(found):
+    for number, rank in enumerate(start(WORK + body, 3, deadline=2.0)):
+        code, _, line = rank.end()
         assert code == 75 and line.count("\n") == 1, line
         assert re.match(f"needle: rank {number}, after 'the sum' at step 3: {said}", line), line
 
@@ -311,10 +313,9 @@ def test_all_meet_whoever_comes_first(start):
 
 
 def test_rank_that_does_not_come_is_named(start):
-    with within(10):
-        ended = [rank.end() for rank in start("join()", 4, ranks=(0, 2), seconds=1.0)]
+    ended = [rank.end() for rank in start("join()", 4, ranks=(0, 2), seconds=5.0)]
     assert [code for code, _, _ in ended] == [75, 75]
-    assert all("ranks 1 and 3 of 4 did not come within 1 s: " in said for _, _, said in ended)
+    assert all("ranks 1 and 3 of 4 did not come within 5 s: " in said for _, _, said in ended)
     [rank] = start("join()", 2, ranks=(1,), seconds=0.5)
     code, _, said = rank.end()
     assert code == 75 and "RankError rank 1 did not reach rank 0 at 127.0.0.1:" in said
@@ -341,20 +342,11 @@ def test_rank_that_does_not_come_is_named(start):
 )
 def test_ranks_that_do_not_belong_together_are_named(start, body, size, words):
     codes = []
-    for number, rank in enumerate(start(body, size, seconds=3.0)):
+    for number, rank in enumerate(start(body, size)):
         code, _, said = rank.end()
         codes.append(code)
         assert number != 0 or words in said, said
     assert set(codes) == ({75} if "came" in words else {1})
-
-
-def test_rank_of_another_job_is_no_rank_of_this_one(start):
-    port = free_port()
-    ours = start(MEET, 2, ranks=(0,), port=port)
-    [other] = start("join(job='other')", 2, ranks=(1,), port=port, seconds=1.0)
-    for rank in [*start(MEET, 2, ranks=(1,), port=port), *ours]:
-        assert rank.end() == met(2)
-    assert other.end()[0] == 75
 
 
 @pytest.fixture
@@ -380,25 +372,21 @@ def _connected(port, opened):
     return True
 
 
-def test_strangers_neither_end_nor_delay_the_start(start, connect):
-    """They send other bytes than a rank's, half of them, or none."""
+def test_strangers_claim_no_rank_and_end_no_start(start, connect):
+    """They send other bytes than a rank's, half of them, or none; have another key, or come from
+    another start."""
     port = free_port()
-    [first] = start(MEET, 3, ranks=(0,), port=port)
+    [first] = start(MEET, 2, ranks=(0,), port=port)
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300, b"\xff" * 9, b"[" * 999):
         for _ in range(20):
             connect(port, data)
-    with within(8):
-        for rank in [*start(MEET, 3, ranks=(1, 2), port=port), first]:
-            assert rank.end() == met(3)
-
-
-@pytest.mark.parametrize("key", ["", "the key of others"])
-def test_stranger_without_the_key_claims_no_rank(start, key):
-    port = free_port()
-    [first] = start(MEET, 2, ranks=(0,), port=port)
-    [stranger] = start(f"join(key={key!r})", 2, ranks=(1,), port=port, seconds=1.0)
-    code, _, said = stranger.end()
-    assert code == 75 and "another program or key" in said
+    strangers = [
+        start(f"join({words})", 2, ranks=(1,), port=port, seconds=1.0)[0]
+        for words in ("key=''", "key='the key of others'", "job='other'")
+    ]
+    for n, stranger in enumerate(strangers):
+        code, _, said = stranger.end()
+        assert code == 75 and ("another program or key" in said or n == 2), said
     for rank in [*start(MEET, 2, ranks=(1,), port=port), first]:
         assert rank.end() == met(2)
 
@@ -416,7 +404,8 @@ class Trap:
 @pytest.mark.parametrize("when", ["at the greeting", "as a value"])
 def test_nothing_is_unpickled_from_one_that_has_the_key(start, tmp_path, when):
     port, trap = free_port(), pickle.dumps(Trap(tmp_path / "sprung"))
-    [first] = start(MEET, 2, ranks=(0,), port=port, seconds=3.0)
+    seconds = 60.0 if when == "as a value" else 5.0
+    [first] = start(MEET, 2, ranks=(0,), port=port, seconds=seconds)
     made: list[Client] = []
     wait_for(lambda: _client(port, made))
     if when == "as a value":
@@ -481,20 +470,13 @@ def test_several_machines_without_a_key_are_warned_by_rank_0(start):
     assert first == (0, ["[0, 1]"], control.NO_KEY + "\n") and second == met(2)
 
 
-def test_key_of_a_user_is_made_once(monkeypatch, tmp_path):
+def test_key_of_a_user_is_one_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     local = Place(0, 2, 0, 2, "mpirun")
     key = control.key_of(local)
-    assert len(key) >= 40 and key == control.key_of(local)
-    assert (tmp_path / "needle" / "ranks.key").stat().st_mode & 0o777 == 0o600
+    assert key == control.key_of(local) == (tmp_path / "needle" / "ranks.key").read_text().strip()
     given = dataclasses.replace(local, key="given by the user")
     assert control.key_of(given) == "given by the user" and "given" not in repr(given)
     (tmp_path / "needle" / "ranks.key").chmod(0o644)
     with pytest.raises(FileError, match="NEEDLE_RANKS_KEY takes its place.*chmod 600"):
         control.key_of(local)
-
-
-def test_ranks_are_named_in_words():
-    assert control.name_ranks([2]) == "rank 2"
-    assert control.name_ranks([0, 3]) == "ranks 0 and 3"
-    assert control.name_ranks([1, 2, 5]) == "ranks 1, 2 and 5"

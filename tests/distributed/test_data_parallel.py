@@ -9,7 +9,7 @@ from together import together
 from needle import _C, nn, optim
 from needle.backend_ndarray import as_bytes
 from needle.distributed.control import RankFailed
-from needle.distributed.data_parallel import DataParallel, shards
+from needle.distributed.data_parallel import DataParallel
 from needle.distributed.environment import Place
 from needle.distributed.group import Group
 from needle.optim import NORM_CHUNK
@@ -94,18 +94,6 @@ def test_the_sum_and_its_norm():
         square += (wanted.astype(np.float64) ** 2).sum()
     assert norms[0][0] == pytest.approx(square**0.5, rel=1e-6)
     assert norms[0][1] == pytest.approx(0.5 / (square**0.5 + 1e-6), rel=1e-6)
-
-
-@pytest.mark.parametrize("size", [1, 64, NORM_CHUNK, NORM_CHUNK + 64, 5 * NORM_CHUNK + 1])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_shards(size, ranks):
-    found = shards(size, ranks)
-    assert len(found) == ranks and found[0].start == 0 and found[-1].stop == size
-    for part, following in zip(found, found[1:]):
-        assert part.stop == following.start
-        assert part.stop % NORM_CHUNK == 0 or part.stop == size
-    sizes = [part.stop - part.start for part in found]
-    assert max(sizes) - min(sizes) <= 2 * NORM_CHUNK
 
 
 def test_a_part_of_the_state_is_not_saved_as_all_of_it():
@@ -198,14 +186,3 @@ def test_the_device_of_a_rank(monkeypatch, name, local_rank, gpus, chosen):
 def test_ranks_that_nothing_connects():
     with pytest.raises(ValueError, match="torchrun started 2 ranks .* start them with mpirun"):
         Group(Place(0, 2, 0, 2, "torchrun")).connect(device())
-
-
-def test_one_rank_equals_no_ranks():
-    group = Group()
-    assert group.gather("x", 3) == [3] and group.first("y", lambda: 4) == 4
-    with group.rank_0_first("z"):
-        pass
-    with pytest.raises(ZeroDivisionError), group.rank_0_first("z"):
-        1 / 0
-    group.connect(_C.cpu())
-    group.close("never mind")

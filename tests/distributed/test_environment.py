@@ -122,11 +122,9 @@ def test_the_first_host_of_a_list(nodes, host):
     assert first_host(nodes) == host
 
 
-@pytest.mark.parametrize("nodes", ["", "[", "node[", "node[1-2", "node[a]", ",a", "a]", "a b"])
+@pytest.mark.parametrize("nodes", ["", "node[", "node[1-2", "node[a]", ",a", "a]", "a b"])
 def test_no_list(nodes):
-    with pytest.raises(ValueError, match="list of nodes"):
-        first_host(nodes)
-    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST"):
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST.*list of nodes"):
         find(SRUN | {"SLURM_STEP_NODELIST": nodes})
 
 
@@ -134,12 +132,9 @@ def test_no_list(nodes):
     "environ, change, words",
     [
         (TORCHRUN, {"WORLD_SIZE": "2"}, ["RANK=3", "WORLD_SIZE=2", "at most 1"]),
-        (TORCHRUN, {"WORLD_SIZE": "0"}, ["RANK=3", "WORLD_SIZE=0"]),
-        (TORCHRUN, {"RANK": "-1"}, ["RANK='-1'", "whole number"]),
-        (TORCHRUN, {"RANK": "two"}, ["RANK='two'", "whole number", "unset"]),
+        (TORCHRUN, {"RANK": "-1"}, ["RANK='-1'", "whole number", "unset"]),
         (TORCHRUN, {"RANK": "²"}, ["whole number"]),
         (TORCHRUN, {"RANK": None}, ["WORLD_SIZE=4", "RANK is not set"]),
-        (TORCHRUN, {"WORLD_SIZE": None}, ["RANK=3", "WORLD_SIZE is not set"]),
         (TORCHRUN, {"LOCAL_RANK": None}, ["RANK=3", "LOCAL_RANK is not set"]),
         (TORCHRUN, {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
         (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE=5", "WORLD_SIZE=4", "at most 4"]),
@@ -148,15 +143,12 @@ def test_no_list(nodes):
         (TORCHRUN, {"MASTER_PORT": "0"}, ["MASTER_PORT='0'", "1 to 65535"]),
         (TORCHRUN, {"MASTER_PORT": "65536"}, ["MASTER_PORT='65536'"]),
         (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_RANK=2", "at most 1"]),
-        (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": None}, ["OMPI_COMM_WORLD_SIZE is not set"]),
-        (HYDRA, {"PMI_SIZE": "x"}, ["PMI_SIZE='x'"]),
         (HYDRA, {"MPI_LOCALRANKID": None}, ["MPI_LOCALRANKID is not set"]),
         (HYDRA, {"MPI_LOCALRANKID": None, "MPI_LOCALNRANKS": None}, ["PMI_RANK=2", "rest"]),
         (SRUN, {"SLURM_PROCID": "12"}, ["SLURM_PROCID=12", "SLURM_STEP_NUM_TASKS=12"]),
         (SRUN, {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_TASKS_PER_NODE=4"]),
         (SRUN, {"SLURM_NODEID": "3"}, ["SLURM_NODEID=3", "has 3 nodes"]),
         (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "4(x"}, ["SLURM_STEP_TASKS_PER_NODE='4(x'"]),
-        (SRUN, {"SLURM_JOB_ID": "n"}, ["SLURM_JOB_ID='n'"]),
         (SRUN, {"SLURM_LOCALID": None}, ["SLURM_LOCALID is not set"]),
         (SRUN, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "srun started 12"]),
         ({}, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK"]),

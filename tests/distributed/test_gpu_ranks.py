@@ -23,7 +23,8 @@ pytestmark = [
 BEGIN = f"""
 import sys
 import numpy as np
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests/distributed")!r}]
+import needle as ndl
 from needle import _C
 from needle.distributed import environment
 from needle.distributed.control import Control
@@ -188,36 +189,30 @@ def test_ring_attention(tmp_path, dtype, head_dim):
     """Against float64 on the host, beside the errors of one GPU, whose gradients of keys are
     rounded once: here each is the sum of up to four that are."""
     body = f"""
-from needle.ops import attention, ring_attention, ring_chunks
-B, T, H, D, dtype = 2, 1024, 2, {head_dim}, {dtype!r}
+from needle.ops import attention, ring_attention
+from needle.testing.attention import softmax_attention, softmax_attention_bwd, visible
+from ring import distances, tokens_of
+T, dtype, scale = 1024, {dtype!r}, {head_dim} ** -0.5
 random = np.random.RandomState(0)
-arrays = [_C.array(random.standard_normal((B, T, H, D)), dtype, _C.cpu()).numpy().astype(np.float64)
-          for _ in range(4)]
+arrays = [random.standard_normal((2, T, 2, {head_dim})) for _ in range(4)]
+arrays = [_C.array(x, dtype, _C.cpu()).numpy().astype(np.float64) for x in arrays]
+own = tokens_of(group.rank, group.size, T)
 def attended(compute, arrays):
-    tensors = [ndl.Tensor(x, device, dtype) for x in arrays]
+    tensors = [ndl.Tensor(x, device=device, dtype=dtype) for x in arrays]
     result = compute(*tensors[:3])
     result.backward(tensors[3])
-    found = [result, *(x.grad for x in tensors[:3])]
-    return [x.numpy().astype(np.float64) for x in found]
-own = np.concatenate([np.arange(c.start, c.stop) for c in ring_chunks(T, group.rank, 2)])
-shared = attended(lambda *x: ring_attention(*x, group), [x[:, own] for x in arrays])
-again = attended(lambda *x: ring_attention(*x, group), [x[:, own] for x in arrays])
+    return [x.numpy().astype(np.float64) for x in (result, *(x.grad for x in tensors[:3]))]
+ring = lambda *qkv: ring_attention(*qkv, group)
+shared, again = (attended(ring, [x[:, own] for x in arrays]) for _ in range(2))
 assert all((x == y).all() for x, y in zip(shared, again))
-alone = attended(attention, arrays)
+alone = [x[:, own] for x in attended(attention, arrays)]
 q, k, v, dout = arrays
-scores = np.einsum("bthd,bshd->bhts", q, k) * D**-0.5
-scores[..., np.triu_indices(T, 1)[0], np.triu_indices(T, 1)[1]] = -np.inf
-p = np.exp(scores - scores.max(-1, keepdims=True))
-p /= p.sum(-1, keepdims=True)
-dp = np.einsum("bthd,bshd->bhts", dout, v)
-ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * D**-0.5
-wanted = [np.einsum("bhts,bshd->bthd", p, v), np.einsum("bhts,bshd->bthd", ds, k),
-          np.einsum("bhts,bthd->bshd", ds, q), np.einsum("bhts,bthd->bshd", p, dout)]
-for name, mine, one, right in zip(("o", "dq", "dk", "dv"), shared, alone, wanted):
-    right = right[:, own]
-    far = lambda x: np.linalg.norm(x - right) / np.linalg.norm(right)
-    most = 1.1 if name in ("o", "dq") or dtype == "float32" else 1.5
-    print(name, far(mine), far(one[:, own]))
-    assert far(mine) <= most * far(one[:, own]) + 1e-7, (name, far(mine), far(one[:, own]))
+see = visible(T, T, True)
+made = softmax_attention(np.asarray, q, k, v, scale, see)
+gradients = softmax_attention_bwd(np.asarray, dout, q, k, v, made["o"], made["lse"], scale, see)
+wanted = [x[:, own] for x in (made["o"], *gradients.values())]
+for n, (mine, one) in enumerate(zip(distances(shared, wanted), distances(alone, wanted))):
+    most = 1.1 if n < 2 or dtype == "float32" else 1.5
+    assert mine <= most * one + 1e-7, (n, mine, one)
 """
-    print(ranks(tmp_path, body))
+    ranks(tmp_path, body)

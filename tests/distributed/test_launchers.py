@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, run
-from rank_processes import BEGIN, END
+from rank_processes import BEGIN, END, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def started(tmp_path: Path, *words: str) -> str:
 
 
 @pytest.mark.parity  # torch is there, and torchrun with it
-@pytest.mark.parametrize("how", [["--standalone"], ["--master-port", "29511"]])
+@pytest.mark.parametrize("how", [["--standalone"], ["--master-port", str(free_port())]])
 def test_torchrun(tmp_path, how):
     run = [sys.executable, "-m", "torch.distributed.run", *how, "--nproc-per-node", "2"]
     assert started(tmp_path, *run) == "torchrun 2 [[0, 0, 2], [1, 1, 2]]\n"

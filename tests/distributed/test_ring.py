@@ -1,6 +1,7 @@
 """Attention over a sequence that ranks share, plain, of blocks and dilated: float64's numbers, one
 device's errors, all ranks."""
 
+import re
 import sys
 
 import numpy as np
@@ -21,7 +22,6 @@ from needle.ops import (
     ring_chunks,
     ring_dilated_attention,
 )
-from needle.ops.ring_dilated import calls_of, counts_from_its_run
 from needle.testing.attention import (
     attention_gradients,
     pair_products,
@@ -157,48 +157,6 @@ def test_ring_dilated_scale_is_that_of_one_device():
     assert max(distances(found, wanted)) < 1e-6
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_calls_cover_the_tokens_of_branches(causal):
-    """Any run of tokens, any branch: counted by the views, each call's own triangle."""
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        time, heads = (int(n) for n in random.integers(1, (30, 9)))
-        width, dilation = int(random.integers(1, time + 1)), int(random.integers(1, 10))
-        begin, end = sorted(int(n) for n in random.integers(0, time + 1, 2))
-        rows = np.arange(time * heads, dtype=np.float32).reshape(1, time, heads, 1)
-        own, all_keys = _C.array(rows[:, begin:end]), _C.array(rows)
-        seen = np.zeros((time * heads, time * heads), int)
-        run = slice(begin, end)
-        for queries, keys in calls_of(own.shape, run, time, (width, dilation), causal):
-            q, k = (x.numpy()[..., 0].astype(int) for x in (queries(own), keys(all_keys)))
-            assert q.shape[1] > 0 and q.shape[::2] == k.shape[::2]
-            triangle = np.tri(q.shape[1], k.shape[1], k.shape[1] - q.shape[1], dtype=int)
-            for n, h in np.ndindex(*q.shape[::2]):
-                seen[np.ix_(q[n, :, h], k[n, :, h])] += triangle if causal else 1
-        i, head = np.divmod(np.arange(time * heads), heads)
-        held = i % width % dilation == head % dilation
-        wanted = (
-            held[:, None] & held & (head[:, None] == head) & (i[:, None] // width == i // width)
-        )
-        wanted &= ((i >= begin) & (i < end))[:, None]
-        if causal:
-            wanted &= i <= i[:, None]
-        np.testing.assert_array_equal(seen, wanted, f"{run} of {time}, {(width, dilation)}")
-
-
-def test_tokens_are_counted_from_a_run_only_where_that_is_the_same():
-    random, met = np.random.default_rng(1), set()
-    for _ in range(1000):
-        width, dilation, begin, size = (int(n) for n in random.integers(1, (40, 6, 40, 20)))
-        t = np.arange(begin, begin + size)
-        counts = counts_from_its_run((width, dilation), slice(begin, begin + size))
-        met.add(counts)
-        if counts:
-            from_run = (t - begin) % width % dilation
-            np.testing.assert_array_equal(from_run, t % width % dilation)
-    assert met == {True, False}
-
-
 # ---- both ---------------------------------------------------------------------------------------
 
 
@@ -293,5 +251,6 @@ def test_benchmark_uses_the_ranks_that_it_is_given(tmp_path):
     done = run("96")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3 x ") and done.stdout.count("T 96, head dim 16") == 1
-    assert done.stdout.count("needle, 3 GPUs") == done.stdout.count("needle, 1 GPU ") == 1
+    for side in ("needle, 1 GPU", "needle, 3 GPUs"):  # and perhaps that it was too fast
+        assert len(re.findall(rf"^  {side} +[\d.]+ ms", done.stdout, re.MULTILINE)) == 1
     assert "3 ranks share multiples of 6 tokens" in run("64").stderr

@@ -10,9 +10,9 @@ import sys
 import pytest
 from harness import ROOT, wait_for, wait_until_gone
 
-from needle import heartbeat
 from needle.distributed import spawn
 from needle.distributed.environment import find
+from needle.training import heartbeat
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +99,10 @@ sys.stderr.write(f"one of {rank}\\n\\ntwo \\xff without an end" + "x" * 300_000 
 @pytest.mark.parametrize("later, code", [(4, 3), (75, 75)])
 def test_first_that_failed_gives_the_exit_code_unless_one_has_75(launch, later, code):
     body = f"""
-if rank == 2:
-    open("2.over", "w")
-    sys.exit(3)
-wait_for("2.over")
-time.sleep(0.3)
+if rank == 2: sys.exit(3)
+wait_for("2.pid")
+seen = "/proc/" + open("2.pid").read()
+while os.path.exists(seen): time.sleep(0.01)  # until the parent has seen its end
 sys.exit({later} if rank else 0)
 """
     process = launch(body)
@@ -116,13 +115,13 @@ def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
     code = """
 if rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("0.ready", "w")
 if rank == 1:
-    wait_for("0.pid", "2.pid")
-    time.sleep(0.2)
+    wait_for("0.ready", "2.pid")
     sys.exit(9)
 time.sleep(600)
 """
-    process = launch(code, deadline=0.2, margin=0.3)
+    process = launch(code, deadline=0.2, margin=1.0)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 9
     assert err.splitlines() == [

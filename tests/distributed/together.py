@@ -23,6 +23,7 @@ class Member:
 
     def __init__(self, rank, shared):
         self.rank, self.shared = rank, shared
+        self.unwatched = 0  # exchanges
 
     def gather(self, name, value, patient=False):
         self.shared.values[self.rank] = name, value
@@ -37,13 +38,18 @@ class Member:
 
     @contextlib.contextmanager
     def watched(self, name):
-        yield
+        yield self
+
+    def goes_on(self, work):
+        self.unwatched -= 1
 
     def exchange(self, sends, receives):
         sent = [None if array is None else array.copy() for array in sends]
         for sender, theirs in enumerate(self.gather("an exchange", sent)):
             if receives[sender] is not None and receives[sender].size:
                 _C.assign(receives[sender], theirs[self.rank])
+        self.unwatched += 1
+        return self
 
 
 def together(size, work):
@@ -57,7 +63,9 @@ def together(size, work):
             group = Group(Place(number, size, number, size, "mpirun", None, None), member)
             group._transport = member
         try:
-            return work(group)
+            done = work(group)
+            assert member.unwatched == 0
+            return done
         except BaseException:
             shared.barrier.abort()
             raise

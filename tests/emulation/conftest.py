@@ -4,14 +4,12 @@ headers, and no GPU."""
 import ctypes
 import functools
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from harness import ROOT
 
-sys.path.insert(0, str(ROOT))
-from building import choices  # noqa: E402
+from building import choices
 
 HERE = Path(__file__).resolve().parent
 

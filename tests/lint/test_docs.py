@@ -39,7 +39,7 @@ SHOWN = {
     "models.registry": "preset preset_names",
     "generation": "generate_text",
     "sampling": "sample",
-    "evaluate": "windows perplexity",
+    "training.evaluate": "windows perplexity",
 }
 
 

@@ -16,6 +16,7 @@ import sys
 import numpy as np
 import pytest
 from harness import PACKAGE, ROOT, run, small_pythia
+from sources import C_FILES, PY_FILES
 
 import needle
 from needle.command import COMMANDS
@@ -118,7 +119,6 @@ def test_commands_have_the_flags_they_are_shown_with():
     of each word of `needle` names it and fits 80 columns."""
     programs: dict[str, str] = {}
     texts = {page.name: page.read_text().replace("\\\n", " ") for page in PAGES}
-    del texts["measurements.md"]  # of the commits that it names
     texts["needle --help"] = "".join(f"`needle {word} `" for word in COMMANDS)
     for page, text in texts.items():
         for command in re.findall(COMMAND, text):
@@ -197,9 +197,8 @@ def test_reference_names_what_exists_and_each_family_of_ops():
     assert families <= {name for name, _ in blocks}
 
 
-def test_examples_of_docstrings_render_as_code(monkeypatch):
+def test_examples_of_docstrings_render_as_code():
     markdown = pytest.importorskip("markdown", reason="needle: no package markdown")
-    monkeypatch.syspath_prepend(ROOT)
     from building.examples import Examples
 
     shown = 0
@@ -229,6 +228,13 @@ def test_fields_of_a_config_are_in_the_table_of_models():
     listed = [(row[0].strip("`"), ast.literal_eval(row[1])) for row in table]
     fields = dataclasses.fields(needle.PythiaConfig)
     assert listed == [(field.name, field.default) for field in fields]
+
+
+def test_variables_of_the_page_are_those_that_are_read():
+    text = "".join(path.read_text() for path in (*PY_FILES, *C_FILES, ROOT / "Makefile"))
+    page = set(re.findall("NEEDLE_[A-Z0-9_]+", (ROOT / "docs/environment.md").read_text()))
+    assert set(re.findall('"(NEEDLE_[A-Z0-9_]+)"', text)) - page == set()
+    assert page - set(re.findall("NEEDLE_[A-Z0-9_]+", text)) == set()
 
 
 def test_rows_of_speed_say_what_is_compared_with_what():

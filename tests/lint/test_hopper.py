@@ -2,13 +2,11 @@
 none of them wait for another. Needs nvcc, and no GPU."""
 
 import struct
-import sys
 
 import pytest
 from harness import ROOT, run
 
-sys.path.insert(0, str(ROOT))
-from building import choices  # noqa: E402
+from building import choices
 
 pytestmark = pytest.mark.slow
 

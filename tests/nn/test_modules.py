@@ -102,6 +102,18 @@ def test_containers_are_lists_and_dicts_of_modules(device):
         close(copied.h[0].weight.numpy(), names.h[0].weight.numpy())
 
 
+def test_names_and_parts_that_no_module_has_are_refused():
+    layer = nn.Linear(2, 2)
+    for name in ("weight", "forward", "a.b"):
+        with pytest.raises(KeyError, match=f"register_buffer: {name} has a dot, or is another"):
+            layer.register_buffer(name, ndl.ones(2))
+    layer.register_buffer("scale", ndl.ones(2))
+    layer.register_buffer("scale", ndl.zeros(2))
+    for part in ({"a": layer}, layer.weight):
+        with pytest.raises(TypeError, match="Sequential: part 1 must be a module, but is"):
+            nn.Sequential(layer, part)
+
+
 def test_buffers_move_and_are_saved(device):
     class Masked(nn.Module):
         def __init__(self):

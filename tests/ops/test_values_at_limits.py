@@ -113,7 +113,7 @@ TWO = {
     "power": (
         np.power,
         lambda x, y: (
-            np.where((x == 0) & (y == 0), 0, y * x ** (y - 1)),
+            np.where(y == 0, 0, y * x ** (y - 1)),  # as PyTorch, also where x is NaN
             np.where((x == 0) & (y >= 0), 0, x**y * np.log(x)),
         ),
     ),

@@ -55,9 +55,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from needle.activations import ActivationCache, absence
 from needle.autograd import Tensor
 from needle.backend_ndarray import NDArray, array
+from needle.interp.activations import ActivationCache, absence
 from needle.nn import Module
 
 Hook = Callable[..., Tensor | NDArray | np.ndarray | None]
@@ -166,7 +166,7 @@ class Hooked(Module):
     @contextlib.contextmanager
     def hooks(self, functions: Mapping[str, Hook]) -> Iterator[None]:
         """Call functions in each forward inside `with model.hooks({name: function}):`; see the head
-        of needle/hooks.py. Blocks nest: the outer function comes first. ValueError for a name that
+        of this file. Blocks nest: the outer function comes first. ValueError for a name that
         the model does not have, TypeError for a value that is no function.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)

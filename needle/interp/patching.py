@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from needle import init, ops
-from needle.activations import ActivationCache, get_act_name
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array
-from needle.hooks import Hook
+from needle.interp.activations import ActivationCache, get_act_name
+from needle.interp.hooks import Hook
 from needle.nn import Module
 
 Metric = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Commands that fail in every way, under needle/supervise.py, and the heartbeat that it reads.
+"""Commands that fail in every way, under a supervisor, and the heartbeat that it reads.
 (Trainings that do: tests/apps/test_supervised_run.py.)"""
 
 import contextlib
@@ -12,11 +12,11 @@ import threading
 import time
 
 import pytest
-from harness import ROOT, naming, state_of, wait_for, wait_until_gone
+from harness import ROOT, naming, wait_for, wait_until_gone
 
-from needle import heartbeat, supervise
 from needle.files import Lock
-from needle.supervise import Supervisor
+from needle.training import heartbeat, supervise
+from needle.training.supervise import Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -272,21 +272,6 @@ def test_signal_before_a_restart_ends_the_run(run, monkeypatch):
     assert (done, said, len(faults)) == (143, ["0"], 1)
 
 
-@contextlib.contextmanager
-def supervised_process(folder, code, hang="30", **environ):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "needle.supervise", "--hang-seconds", hang]
-        + ["--", sys.executable, "-S", "-c", BEGIN + code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def said_by(folder, count):
     """The first `count` words that the command says."""
     words = lambda: " ".join(lines_of(folder / "said")).split()
@@ -294,12 +279,21 @@ def said_by(folder, count):
     return words()
 
 
+def supervised(code):
+    command = [sys.executable, "-S", "-c", BEGIN + code]
+    return [sys.executable, "-m", "needle.training.supervise", "--", *command]
+
+
 def test_command_ends_with_its_supervisor(tmp_path):
-    with supervised_process(tmp_path, "say(os.getpid()); time.sleep(60)") as process:
-        pid = int(said_by(tmp_path, 1)[0])
-        process.kill()
-        process.wait()
-        wait_until_gone(pid)
+    process = subprocess.Popen(
+        supervised("say(os.getpid()); time.sleep(60)"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    pid = int(said_by(tmp_path, 1)[0])
+    process.kill()
+    process.wait()
+    wait_until_gone(pid)
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
@@ -308,8 +302,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
     if pid == 0:
         os.chdir(tmp_path)
         os.environ["PYTHONPATH"] = str(ROOT)
-        command = [sys.executable, "-S", "-c", BEGIN + PATIENT]
-        os.execv(sys.executable, [sys.executable, "-m", "needle.supervise", "--", *command])
+        os.execv(sys.executable, supervised(PATIENT))
     try:
         assert said_by(tmp_path, 1) == ["ready"]
         os.write(terminal, b"\x03")
@@ -317,20 +310,6 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
         assert said_by(tmp_path, 2) == ["ready", "SIGINT"]
     finally:
         os.close(terminal)
-
-
-def test_ctrl_z_stops_both_and_their_pause_is_no_hang(tmp_path):
-    code = "beat(0); say(os.getpid()); time.sleep(6); say('end'); time.sleep(60)"
-    with supervised_process(tmp_path, code, hang="5") as process:
-        both = (process.pid, int(said_by(tmp_path, 1)[0]))
-        process.send_signal(signal.SIGTSTP)
-        wait_for(lambda: all(state_of(one) == "T" for one in both))
-        time.sleep(6)
-        process.send_signal(signal.SIGCONT)
-        wait_for(lambda: all(state_of(one) in "SR" for one in both))
-        assert said_by(tmp_path, 2)[1:] == ["end"]
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 # ---- the heartbeat ------------------------------------------------------------------------------

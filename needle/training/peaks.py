@@ -19,7 +19,7 @@ def peak(device_name: str, what: str) -> float | None:
     """FLOP/s in a dtype, or bytes/s of "memory", that the device could do at best; None where that
     is not known.
 
-    >>> from needle.peaks import peak
+    >>> from needle.training.peaks import peak
     >>> peak("NVIDIA H200", "bfloat16")
     989000000000000.0
     """

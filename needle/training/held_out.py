@@ -7,8 +7,8 @@ import math
 from needle.autograd import no_grad
 from needle.data import Batches, DataError, TokenData, token_bytes
 from needle.distributed.data_parallel import DataParallel
-from needle.heartbeat import beat
 from needle.models.language import LanguageModel
+from needle.training.heartbeat import beat
 from needle.training.ranks import own_columns
 from needle.training.settings import Settings
 

@@ -108,7 +108,7 @@ def models(folder, request):
     """(needle, hf on the CPU) on the same weights."""
     from lm_eval.api.registry import get_model
 
-    import needle.lm_eval  # noqa: F401  registers it
+    import needle.training.lm_eval  # noqa: F401  registers it
 
     ours = get_model("needle")(
         pretrained=str(folder / "step_1.safetensors"), device=request.param, batch_size=4
@@ -198,7 +198,7 @@ def test_unscorable_requests_are_refused(models):
 
 
 def test_no_tokenizer(folder, tmp_path):
-    from needle.lm_eval import NeedleLM
+    from needle.training.lm_eval import NeedleLM
 
     target = tmp_path / "deep" / "alone.safetensors"
     target.parent.mkdir()
@@ -213,7 +213,7 @@ def test_special_tokens_are_those_of_the_files_or_of_the_flag(folder, tmp_path):
     """Prefix and end of text are those of `hf` on the same folder."""
     from lm_eval.api.registry import get_model
 
-    from needle.lm_eval import NeedleLM
+    from needle.training.lm_eval import NeedleLM
 
     shutil.copytree(folder / "exported", tmp_path / "a")
     text = (folder / "tokenizer.json").read_text()
@@ -267,7 +267,7 @@ def command(folder, tmp_path, start: str, model: str, model_args: str) -> tuple[
 def test_command_line(folder, tmp_path):
     hf, own = f"{folder}/exported,dtype=float32", f"{folder}/step_1.safetensors"
     theirs = command(folder, tmp_path, "lm_eval", "hf", f"pretrained={hf}")
-    ours = command(folder, tmp_path, "needle.lm_eval", "needle", f"pretrained={own}")
+    ours = command(folder, tmp_path, "needle.training.lm_eval", "needle", f"pretrained={own}")
     for task, metrics in theirs[0].items():
         for name, value in metrics.items():
             if isinstance(value, float):
@@ -278,19 +278,23 @@ def test_command_line(folder, tmp_path):
             assert float(score) == pytest.approx(float(expected), abs=1e-3)
             assert str(greedy) == str(was_greedy)
     assert ours[0]["needle_text"]["word_perplexity,none"] > 1
+    words = ["--tasks", "needle_text", "--include_path", folder, "--model_args", "pretrained=none"]
+    done = run(sys.executable, "-m", "needle.training.lm_eval", "--model", "needle", *words)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said.startswith("needle lm_eval: none: no such file or folder")
 
 
 def test_importing_registers_the_model():
-    """`import needle.lm_eval` is enough for the harness' own functions."""
+    """`import needle.training.lm_eval` is enough for the harness' own functions."""
     code = """
-import needle.lm_eval
+import needle.training.lm_eval
 from lm_eval.api.registry import MODEL_REGISTRY, get_model
-assert "needle" in MODEL_REGISTRY and get_model("needle") is needle.lm_eval.NeedleLM
+assert "needle" in MODEL_REGISTRY and get_model("needle") is needle.training.lm_eval.NeedleLM
 assert get_model("dummy").__name__ == "DummyLM"
 """
     pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
     done = run(sys.executable, "-c", code, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stderr
-    done = run(sys.executable, "-m", "needle.lm_eval", "--help", PYTHONWARNINGS="ignore")
+    done = run(sys.executable, "-m", "needle.training.lm_eval", "--help", PYTHONWARNINGS="ignore")
     assert "--model needle" in done.stdout and "pretrained: " in done.stdout, done.stderr
     assert "hellaswag" in done.stdout  # the harness' own help follows

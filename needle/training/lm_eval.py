@@ -3,8 +3,8 @@
     needle lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
 
 takes every word of the command line of `lm_eval`, which knows the models of its own table alone and
-offers no way to add one from outside. In Python, `import needle.lm_eval` registers the model:
-lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works after it.
+offers no way to add one from outside. In Python, `import needle.training.lm_eval` registers the
+model: lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works after it.
 
 Scores are those of the harness' own `hf` model on the same weights. Context and continuation are
 encoded together and cut at the context's length. An empty context is the tokenizer's BOS token (or
@@ -37,11 +37,13 @@ except ImportError as error:
     raise ImportError(lacking) from error
 from tqdm import tqdm
 
-from needle import evaluate
 from needle.arguments import wrapped
 from needle.data import load_tokenizer
+from needle.files import FileError
+from needle.generation import generate_text
 from needle.models import LanguageModel
 from needle.processes import program
+from needle.training import evaluate
 
 AUTO_TOKENS = 16384  # in a batch of batch_size=auto
 MAX_GEN_TOKS = 256  # where a task does not say
@@ -190,97 +192,65 @@ class NeedleLM(TemplateLM):
         groups = defaultdict(list)  # prompts that are continued in the same way
         for index, request in enumerate(requests):
             text, options = request.args
-            options = _Options(options)
-            capacity = self.max_length - options.count
+            options = _options(options)
+            capacity = self.max_length - options["max_new_tokens"]
             if capacity < 1:
                 raise ValueError(
-                    f"needle: {options.count} tokens to generate leave no room for a "
+                    f"needle: {options['max_new_tokens']} tokens to generate leave no room for a "
                     f"prompt: max_length is {self.max_length}"
                 )
             # An empty prompt becomes the same as an empty context.
             ids = self.tok_encode(text)[-capacity:] or [self.prefix_token_id]
-            groups[options.key()].append((index, ids, options))
+            groups[json.dumps(options, sort_keys=True)].append((index, ids))
         written = [""] * len(requests)
         with tqdm(
             total=len(requests), desc="Running generate_until requests", disable=disable_tqdm
         ) as bar:
-            for group in groups.values():
+            for options, group in groups.items():
                 group.sort(key=lambda item: -len(item[1]))  # alike in length, longest first
                 for start in range(0, len(group), self.batch_size):
                     batch = group[start : start + self.batch_size]
-                    texts = self._continue([ids for _, ids, _ in batch], batch[0][2])
-                    for (index, _, _), text in zip(batch, texts):
+                    prompts = [ids for _, ids in batch]
+                    # Random numbers are NumPy's global stream, which the harness seeds.
+                    texts = generate_text(
+                        self.model, self.tokenizer, prompts, **json.loads(options)
+                    )
+                    for (index, _), text in zip(batch, texts):
                         written[index] = text
                         self.cache_hook.add_partial("generate_until", requests[index].args, text)
                     bar.update(len(batch))
         return written
-
-    def _continue(self, prompts: list[list[int]], options: _Options) -> list[str]:
-        """Continue each prompt up to a stop string, the end of the text, or the limit. Random
-        numbers are NumPy's global stream, which the harness seeds."""
-        rows: list[list[int]] = [[] for _ in prompts]
-        open_rows = set(range(len(prompts)))
-        for drawn in self.model.stream(
-            prompts,
-            options.count,
-            options.temperature,
-            options.top_k,
-            options.top_p,
-            stop=self.tokenizer.stops,
-            repetition_penalty=options.repetition_penalty,
-        ):
-            for row in sorted(open_rows):
-                token = int(drawn[row])
-                if token in self.tokenizer.stops:
-                    open_rows.remove(row)
-                    continue
-                rows[row].append(token)
-                if options.until and options.cut(self.tok_decode(rows[row]))[1]:
-                    open_rows.remove(row)
-            if not open_rows:
-                break
-        return [options.cut(self.tok_decode(row))[0] for row in rows]
 
 
 if "needle" not in MODEL_REGISTRY:
     register_model("needle")(NeedleLM)
 
 
-class _Options:
-    """Options of a request of generate_until, read from the task's `generation_kwargs`."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        given = dict(given)
-        until = given.pop("until", None) or []
-        self.until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        limits = [given.pop(name, None) for name in TOKEN_LIMITS]
-        self.count = int(next((n for n in limits if n is not None), MAX_GEN_TOKS))
-        temperature = float(given.pop("temperature", None) or 0.0)
-        do_sample = given.pop("do_sample", None)
-        self.temperature = temperature if do_sample or do_sample is None else 0.0
-        self.top_k = int(given.pop("top_k", None) or 0) or None
-        self.top_p = given.pop("top_p", None)
-        self.repetition_penalty = float(given.pop("repetition_penalty", None) or 1.0)
-        if given:
-            raise ValueError(
-                f"needle: generate_until cannot do {', '.join(sorted(given))}; it "
-                f"knows until, {', '.join(TOKEN_LIMITS)}, do_sample, temperature, "
-                "top_k, top_p and repetition_penalty"
-            )
-
-    def key(self) -> str:
-        """Equal for equal options."""
-        return json.dumps(vars(self), sort_keys=True)
-
-    def cut(self, text: str) -> tuple[str, bool]:
-        """`text` up to the first stop string, and True if there was one."""
-        before = text
-        for stop in self.until:
-            text = text.split(stop)[0]
-        return text, text != before
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a task's `generation_kwargs` as arguments of generate_text."""
+    given = dict(given)
+    until = given.pop("until", None) or []
+    limits = [given.pop(name, None) for name in TOKEN_LIMITS]
+    temperature = float(given.pop("temperature", None) or 0.0)
+    do_sample = given.pop("do_sample", None)
+    options = {
+        "max_new_tokens": int(next((n for n in limits if n is not None), MAX_GEN_TOKS)),
+        "stop_strings": [until] if isinstance(until, str) else [stop for stop in until if stop],
+        "temperature": temperature if do_sample or do_sample is None else 0.0,
+        "top_k": int(given.pop("top_k", None) or 0) or None,
+        "top_p": given.pop("top_p", None),
+        "repetition_penalty": float(given.pop("repetition_penalty", None) or 1.0),
+    }
+    if given:
+        raise ValueError(
+            f"needle: generate_until cannot do {', '.join(sorted(given))}; it "
+            f"knows until, {', '.join(TOKEN_LIMITS)}, do_sample, temperature, "
+            "top_k, top_p and repetition_penalty"
+        )
+    return options
 
 
-def main() -> None:
+def main() -> int:
     """The harness' command line; its help begins with the model that it has here."""
     from lm_eval.__main__ import cli_evaluate
 
@@ -288,7 +258,12 @@ def main() -> None:
         print("needle lm_eval is lm-eval with --model needle, whose --model_args are\n")
         arguments = inspect.cleandoc(NeedleLM.__doc__).split("\n\n", 1)[1]
         print(wrapped(arguments.replace("\n", " ")), end="\n\n")
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except FileError as error:  # of a checkpoint or a tokenizer
+        print(f"needle lm_eval: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

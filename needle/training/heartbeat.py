@@ -1,4 +1,4 @@
-"""The heartbeat of a training: a file in which its supervisor (needle/supervise.py) sees its life.
+"""The heartbeat of a training: a file in which its supervisor (supervise.py) sees its life.
 
 NEEDLE_HEARTBEAT names the file; without that variable nothing is written. It holds the number of
 steps done, and each change of it says that work continues. A hang is seen from the first change on,

@@ -12,10 +12,10 @@ import pytest
 from harness import naming, python, small_pythia
 
 import needle as ndl
-from needle import evaluate
 from needle.checkpoint import CheckpointError
 from needle.data import DataError
 from needle.models.pythia import Pythia
+from needle.training import evaluate
 
 VOCABULARY = 300
 
@@ -287,9 +287,9 @@ def test_load_model_names_unreadable_files(tmp_path):
 
 def test_the_harness_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "needle.lm_eval", raising=False)
+    monkeypatch.delitem(sys.modules, "needle.training.lm_eval", raising=False)
     with pytest.raises(ImportError, match="pip install lm_eval"):
-        importlib.import_module("needle.lm_eval")
+        importlib.import_module("needle.training.lm_eval")
 
 
 def test_import_needle_does_not_look_for_the_harness():

@@ -51,7 +51,7 @@ def get_act_name(name: str, layer: int | None = None, part: str | None = None) -
     """Return the full name of an activation. part: "attn", "mlp", "ln1" or "ln2", where the name
     alone does not tell.
 
-    >>> from needle.activations import get_act_name
+    >>> from needle.interp.activations import get_act_name
     >>> get_act_name("pattern", 0), get_act_name("resid_post5"), get_act_name("scale", 2, "ln1")
     ('blocks.0.attn.hook_pattern', 'blocks.5.hook_resid_post', 'blocks.2.ln1.hook_scale')
     """

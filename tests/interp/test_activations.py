@@ -12,7 +12,7 @@ from test_hooks import near as close
 
 import needle as ndl
 from needle import Tensor, patching
-from needle.activations import get_act_name
+from needle.interp.activations import get_act_name
 
 CLEAN = np.random.default_rng(8).integers(0, 29, IDS.shape)
 NAMES = sorted(name for name in dir(patching) if name.startswith("get_act_patch"))

@@ -35,7 +35,7 @@ from needle.data.tokens import check_ids, place_of, to_ids
 from needle.files import described, naming
 from needle.models import LanguageModel
 from needle.models.registry import IMPORT, imported
-from needle.processes import program
+from needle.processes import program, terminal_bar
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
 LOGITS = 1 << 26
@@ -320,36 +320,23 @@ def evaluate(args: argparse.Namespace) -> Scores:
             text = text.between(0, left)
         left -= len(text)
         if len(text) > 1:
-            sizes = args.seq_len, args.stride, args.batch_size
-            kept, report = bool(args.per_token), _reporter(len(text))
+            sizes, kept = (args.seq_len, args.stride, args.batch_size), bool(args.per_token)
+            bar = terminal_bar(total=len(text), unit=" tokens", leave=False)
+            report = None if bar is None else bar.update
             parts.append(perplexity(model, text, *sizes, tokenizer, row_length, kept, report))
+            if bar is not None:
+                bar.close()
     if not parts:
         raise data.DataError(
             f"{args.data}: fewer than two tokens in the part that was asked for "
             f"(--split {args.split}); nothing to score"
         )
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
     return Scores(
         sum(p.tokens for p in parts),
         sum(p.nats for p in parts),
         None if tokenizer is None else sum(p.text_bytes for p in parts),
         np.concatenate([p.per_token for p in parts]) if args.per_token else None,
     )
-
-
-def _reporter(total: int) -> Callable[[int], None] | None:
-    """A line on the terminal that says how far it is."""
-    if not sys.stderr.isatty():
-        return None
-    done = 0
-
-    def report(n: int) -> None:
-        nonlocal done
-        done += n
-        print(f"\r{done:,} of {total:,} tokens ", end="", file=sys.stderr, flush=True)
-
-    return report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

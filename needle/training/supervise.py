@@ -3,25 +3,22 @@
     needle supervise [--hang-seconds S] -- COMMAND ...
     needle train --supervise ...                      the same for the trainer
 
-COMMAND is started again when it
-    exits with os.EX_TEMPFAIL (75: the GPU or a rank is lost; after a fatal
-    CUDA fault only a new process gets the device),
-    is killed by a signal, or is an mpirun and one of its ranks is,
-    has written its heartbeat, the number of steps done, into the file that
-    NEEDLE_HEARTBEAT names, and then nothing for S seconds: it prints its stacks
-    and is killed with its process group.
-Any other exit code is passed on. COMMAND goes on by itself, as a trainer with
---resume auto --name NAME. It is started again after 1 s, then 2 s. Three
-failures without a further step end the run, with the exit code of the last; the
-third try has NEEDLE_SYNC=1, so that a fault names its op.
+COMMAND is started again, after 1 s and then 2 s, when it exits with 75
+(os.EX_TEMPFAIL: the GPU or a rank is lost), when a signal kills it or a rank of
+its mpirun, and when it hangs: it has written its heartbeat, the number of steps
+done, into the file that NEEDLE_HEARTBEAT names, and then nothing for S seconds.
+It prints its stacks then, and is killed with its process group. Any other exit
+code is passed on. COMMAND resumes by itself, as --resume auto --name NAME does.
+
+Three failures without a further step end the run, with the exit code of the
+last; the third try has NEEDLE_SYNC=1, so that a fault names its op. Each failure
+is a line of faults.jsonl in the folder of the run: time, step (steps done; null
+before the heartbeat), exit (the code), message, action. While another process
+works in that folder nothing is written or started.
 
 SIGINT, SIGTERM and SIGHUP are passed on: COMMAND saves and ends, and is not
 started again. It has its own process group, reads nothing, writes where this
 process does, and ends with it.
-
-Each failure is a line of faults.jsonl in the folder of the run: time, step
-(steps done; null before the heartbeat), exit (the code), message, action.
-Nothing is written or started again while another process works in that folder.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from needle import heartbeat
 from needle.arguments import Parser, number
 from needle.files import BusyError, FileError, Lock, described, printable, regular
 from needle.processes import (
@@ -51,6 +47,7 @@ from needle.processes import (
     signal_name,
     start,
 )
+from needle.training import heartbeat
 
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 # A launcher that exits with 128 + n reports that one of these killed a rank.
@@ -75,8 +72,8 @@ class Supervisor:
         again: Callable[[Path], list[str]] = lambda folder: [],
     ) -> None:
         self.command, self.hang_seconds, self.again = list(command), hang_seconds, again
-        self._signals: list[int] = []  # received and not passed on yet
-        self._stopped = 0  # the last one passed on
+        self._signals: list[int] = []  # received
+        self._stopped = 0  # the last one that was passed on
         self._step: int | None = None  # steps done of this attempt
         self._faults: list[dict] = []  # lines of faults.jsonl, not written yet
 
@@ -136,26 +133,22 @@ class Supervisor:
 
     def _follow(self, child: subprocess.Popen) -> str | None:
         """Wait for the end of a process. Kill one that hangs, and return that it did."""
-        changed, idle, before = None, 0.0, time.monotonic()
+        changed, since = None, time.monotonic()
         # mpirun kills its ranks half a second after any signal but SIGUSR1.
         instead = signal.SIGUSR1 if Path(self.command[0]).name in MPIRUN else None
         while not ends_within(child, TICK):
-            now = time.monotonic()
-            idle += min(now - before, 5 * TICK)  # this process may have been stopped
-            before = now
             last, changed = changed, self._look()
             if changed is None or changed != last:
-                idle = 0.0
+                since = time.monotonic()
             self._stopped = pass_on(self._signals, [child], instead) or self._stopped
+            idle = time.monotonic() - since
             if idle > self.hang_seconds:
                 for one in (signal.SIGABRT, signal.SIGCONT):  # it may be stopped
                     child.send_signal(one)
                 ends_within(child, STACK_SECONDS)
                 signal_group(child, signal.SIGKILL)
-                why = f"nothing finished for {idle:.0f} s"
-                if not ends_within(child, REAP_SECONDS):
-                    why += f", and a driver holds process {child.pid}, which cannot be killed"
-                return why
+                ends_within(child, REAP_SECONDS)  # a driver may hold it for ever
+                return f"nothing finished for {idle:.0f} s"
         self._look()
         return None
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from needle import nn, ops
-from needle.activations import absence
 from needle.autograd import Tensor
+from needle.interp.activations import absence
 
 
 def _stacked(part: str, name: str, shape: str) -> Any:
