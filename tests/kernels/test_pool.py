@@ -492,7 +492,7 @@ def test_a_process_that_outlives_sigkill_holds_its_device(monkeypatch):
         with pytest.raises(RuntimeError, match="outlives SIGKILL"):
             pool.reset(0)
         os.kill(pid, signal.SIGKILL)
-        wait_until_gone(pid)
+        wait_for(lambda: not pool.devices[0].dying)
         pool.reset(0)
         pool.timeout = SECONDS
         assert_next_is_right(pool)
