@@ -157,8 +157,8 @@ def new_run(
     check(args, settings, config, device)
     described = data_of(settings)
     with group.rank_0_first("the data"):
-        data = run_data(described, path, fingerprint, args.trust_data)
-        fingerprint = data.fingerprint  # hashed once a machine, if not in earlier starts
+        data = run_data(described, path, fingerprint)
+        fingerprint = data.fingerprint
     group.same("the data", fingerprint)
     if model is None:
         config = model_config(settings, data.vocab_size)
@@ -232,7 +232,7 @@ def resumed_run(
     settings, config = flags.resumed(args, checkpoint, path), checkpoint.configuration()
     check(args, settings, config, device)
     with group.rank_0_first("the data"):
-        data = run_data(data_of(settings), path, saved["fingerprint"], args.trust_data)
+        data = run_data(data_of(settings), path, saved["fingerprint"])
     group.same("the data", data.fingerprint)
     batches = Prefetch(ranks.own_batches(group, settings, data, config.vocab_size), device)
     try:

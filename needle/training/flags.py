@@ -192,15 +192,12 @@ TABLE = {
 """,
     "data": """
 --data PATH  text or JSON lines (.gz and .zst too), a folder or quoted pattern of them, or tokens:
-    Megatron's .bin/.idx, Pythia's preshuffled rows, llm.c's shards, nanoGPT's train.bin, .npy; the
-    kind is found out and named (default: the sources of the Python standard library)
+    Megatron's .bin/.idx, Pythia's preshuffled rows, nanoGPT's train.bin, .npy; the kind is found
+    out and named (default: the sources of the Python standard library)
 --tokenizer PATH  a tokenizer.json (default: a byte-level BPE trained once on the text and cached:
     4096 tokens for tiny, 50257 for the others)
 --end-of-text TOKEN  of --tokenizer, after each document (default: as the files beside the
     tokenizer.json name it; the run prints it)
---trust-data  hash no data, where they are too large for it: a resumed run and other ranks compare
-    their type and numbers alone; the run says so, and a resumed one needs it again (default: all
-    data are hashed, once)
 --batch-size N  sequences a micro-batch (default: {batch_size})
 --seq-len N  tokens a sequence (default: {seq_len})
 """,

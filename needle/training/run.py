@@ -78,7 +78,6 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
             step=run.step,
             data=run.position,
             fingerprint=run.data.fingerprint,
-            trusted=run.data.trusted,
             schedule=schedule,
             settings=run.settings,
             products=state.products_of(run.model),
@@ -171,7 +170,6 @@ def resume_command(run: Run) -> str:
     words += [] if args.graph is None else ["--graph" if args.graph else "--no-graph"]
     words += ["--recompute"] * args.recompute
     words += folders.flag("--import", run.settings["import"]) if "import" in run.settings else []
-    words += ["--trust-data"] * run.data.trusted
     if supervised() and place.launcher in ("", "needle"):
         words += ["--supervise"]
         if args.hang_seconds != supervise.HANG_SECONDS:

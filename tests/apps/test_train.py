@@ -26,7 +26,6 @@ from small_runs import (
 import needle as ndl
 from needle import evaluate
 from needle.checkpoint import Checkpoint, list_checkpoints
-from needle.data import identity
 from needle.data.__main__ import main as view_data
 from needle.files import printable
 from needle.hf.__main__ import main as hf
@@ -388,39 +387,6 @@ def test_other_words_of_equal_ids_are_refused(tmp_path, capsys):
     assert "not the tokens that the run read before" in capsys.readouterr().err
     text.write_text(before)
     assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-
-
-def test_trusted_data_are_said_and_stored(tmp_path, tokens, monkeypatch, capsys):
-    def never(stretches):
-        raise AssertionError("the data were hashed")
-
-    argv = flags(tmp_path, tokens, "a", "--trust-data")
-    with monkeypatch.context() as patch:
-        patch.setattr(identity, "hash_bytes", never)
-        run_until(patch, 3, argv)
-        change_in_place(tokens)
-        assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-    assert capsys.readouterr().out.count("430 uint16 tokens, trusted: not hashed\n") == 2
-    described = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())["data"]
-    assert described["source"].endswith("trusted: not hashed")
-    assert described["fingerprint"].endswith("-trusted")
-    assert Checkpoint(checkpoint_of(tmp_path, "a", 6)).state["trusted"] is True
-
-
-def test_hash_is_kept_through_a_start_that_trusts(tmp_path, tokens, monkeypatch, capsys):
-    argv = flags(tmp_path, tokens, "a")
-    run_until(monkeypatch, 3, argv)
-    before = Checkpoint(checkpoint_of(tmp_path, "a", 2)).state
-    run_until(monkeypatch, 5, [*argv, "--resume", "auto", "--trust-data"])
-    after = Checkpoint(checkpoint_of(tmp_path, "a", 4)).state
-    assert after["fingerprint"] == before["fingerprint"]
-    assert (before["trusted"], after["trusted"]) == (False, True)
-    change_in_place(tokens)
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
-    assert "not the tokens that the run read before" in capsys.readouterr().err
-    np.save(tokens, TOKENS[:-1])
-    assert train_pythia.main([*argv, "--resume", "auto", "--trust-data"]) == 1
-    assert "not the tokens that the run read before" in capsys.readouterr().err
 
 
 # ---- what decides bits ------------------------------------------------------------------------

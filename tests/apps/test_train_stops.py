@@ -35,8 +35,7 @@ def run_of(folder, words="", **fields):
     """A run of one process and this command line, in so far as its command needs it."""
     args = command_line.parser().parse_args(shlex.split(words))
     args.hang_seconds = args.hang_seconds or supervise.HANG_SECONDS
-    data, parallel = SimpleNamespace(trusted=False), SimpleNamespace(group=Group())
-    known = {"args": args, "data": data, "parallel": parallel, "folder": Path(folder)}
+    known = {"args": args, "parallel": SimpleNamespace(group=Group()), "folder": Path(folder)}
     known["settings"] = {}
     return SimpleNamespace(**known | fields)
 
@@ -58,8 +57,6 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
         begins = f"{shlex.quote(sys.executable)} apps/train_pythia.py --resume auto --name {name}"
         assert run_parts.resume_command(run) == f"{begins} {more}".rstrip()
     monkeypatch.setattr(run_parts, "supervised", lambda: False)
-    trusted = run_of("runs/a", data=SimpleNamespace(trusted=True))
-    assert run_parts.resume_command(trusted).endswith(" --trust-data")
     script = tmp_path / "needle"
     script.write_text("#!/bin/sh")
     script.chmod(0o755)
