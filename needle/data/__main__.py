@@ -87,13 +87,7 @@ def show_file(file: str, tokenizer: str | None) -> None:
             f"    ids: {ids.min():,} to {ids.max():,}"
             + ("" if all_seen else f" (in {ids.size:,} of them)")
         )
-    parts = [part for part in [*data.train.parts, *data.held_out.parts] if len(part.ids)]
-    for part in parts[:8]:
-        text = f"{part.path}: {len(part.ids):,} {part.ids.dtype} from offset {part.offset:,}"
-        print(printable(text))
     first = to_ids(data.train[:32])
-    if len(parts) > 8:
-        print(f"... and {len(parts) - 8:,} more")
     print(wrapped(f"begins: {' '.join(map(str, first))}"))
     if tokenizer is not None:
         print(repr(load_tokenizer(tokenizer).decode(first.tolist(), skip_special_tokens=False)))

@@ -135,15 +135,6 @@ except DataError as error:
         assert int(said) == 600 << 20
 
 
-def test_window_of_a_zst_that_is_too_large_is_named(tmp_path):
-    zstd = pytest.importorskip("backports.zstd")
-    large = {zstd.CompressionParameter.window_log: 30}
-    packer = zstd.ZstdCompressor(options=large)
-    (tmp_path / "a.txt.zst").write_bytes(packer.compress(b"one two") + packer.flush())
-    with pytest.raises(DataError, match="a.txt.zst: cannot be unpacked.*too much memory"):
-        list(text.documents([tmp_path / "a.txt.zst"]))
-
-
 # ---- the cache ---------------------------------------------------------------------------------
 
 
@@ -293,26 +284,3 @@ def test_a_document_that_an_index_cannot_say(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "a.txt").write_text("one two three four five\n" * 50)
     with pytest.raises(DataError, match="document 0, .* has more than 40 tokens"):
         prepare.prepare([str(tmp_path / "a.txt")], str(tokenizer), str(tmp_path / "x"))
-
-
-def test_output(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("one two three four five\n" * 40)
-    line = repr(open_data(tmp_path / "a.txt", tokenizer=tokenizer))
-    assert str(tmp_path / "a.txt") in line and line.count("\n") == 0 and len(line) < 400
-    size = tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size()
-    assert line.startswith("TokenData(") and line.endswith(f"held out, a tokenizer of {size:,})")
-
-
-def test_text_is_tokenised_once_and_held_out_by_documents(texts, capsys):
-    first = open_data(texts, vocab_size=300)
-    assert "once" in capsys.readouterr().out
-    second = open_data(texts, vocab_size=300)
-    assert capsys.readouterr().out == ""
-    assert first.fingerprint == second.fingerprint
-    assert isinstance(second.train, tokens.FlatTokens) and second.train.dtype == np.uint16
-    assert first.vocab_size <= 300
-    held_out = (texts / "19.txt").read_text()
-    assert first.tokenizer.decode(first.held_out.tolist()) == held_out
-    assert first.tokenizer.decode(first.train.tolist()) == "".join(
-        (texts / f"{n:02}.txt").read_text() for n in range(24) if n != 19
-    )
