@@ -10,7 +10,7 @@ from harness import naming, python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from needle.data import DataError, __main__, open_data, open_documents, prepare, text, tokens
+from needle.data import DataError, __main__, open_data, open_documents, prepare, text
 from needle.data.tokenizer import id_limit, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
