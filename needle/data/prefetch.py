@@ -81,10 +81,10 @@ class Prefetch:
 
     def next(self) -> tuple:
         """(inputs, targets), integers (batch_size, batches.width); goes on for ever."""
+        began = time.perf_counter()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "needle.data.Prefetch")
             self._ahead = deque(map(self._submit, self._slots))
-        began = time.perf_counter()
         slot, batch, position = self._ahead[0].result()  # its error again at each next()
         self.waited += time.perf_counter() - began
         if slot is not None:

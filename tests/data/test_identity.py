@@ -107,17 +107,6 @@ def test_hash_of_a_file_that_shrinks_meanwhile_is_an_error(tmp_path):
         _ = data.fingerprint
 
 
-def test_hash_of_data_above_the_limit_sees_what_its_blocks_hold(tmp_path, monkeypatch):
-    path, file = write_kind(tmp_path, "flat")
-    for name, value in ("ALL", 70_000), ("SAMPLES", 3), ("SAMPLE", 100):
-        monkeypatch.setattr(identity, name, value)
-    before = open_data(path).fingerprint
-    for place, is_seen in (0, True), (40_000, True), (79_999, True), (20_000, False):
-        overwrite(file, place, b"\x3b")
-        assert (open_data(path).fingerprint != before) is is_seen, place
-        before = open_data(path).fingerprint
-
-
 def test_runs_of_earlier_versions_go_on(tmp_path, monkeypatch):
     """Their fingerprints have a hash of all bytes, whatever their size, or `trusted` instead."""
     path, file = write_kind(tmp_path, "flat")
