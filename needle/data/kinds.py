@@ -25,7 +25,7 @@ NPY, FLAT, LINES, JSON, TEXT = ".npy", "flat uint16", "JSON lines", "JSON", "tex
 # gzip, or a frame of Zstandard, or one that it skips.
 PACKED = re.compile(rb"(\x1f\x8b)|\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
 SHARDS = (20240520, 20240801)  # of llm.c
-TABLES = {b"\xff\xff\xff\xff": "Arrow", b"ARROW1": "Arrow", b"PAR1": "Parquet"}
+TABLES = {b"\xff\xff\xff\xff": "Arrow", b"ARROW1\0\0": "Arrow", b"PAR1\x15": "Parquet"}
 NAMED_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$", re.IGNORECASE)
 NAMED_JSON = re.compile(r"\.json(\.gz|\.zst)?$", re.IGNORECASE)
 HEAD = 1 << 20  # bytes in which the first values of JSON are looked for
@@ -123,38 +123,35 @@ def kind_of(path: Path, field: str = "text") -> str:
     head = head_of(path, 8)
     if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy":
         return NPY
-    is_bin = path.suffix.lower() == ".bin"
-    if is_bin and int.from_bytes(head[:4], "little") in SHARDS:
-        raise DataError(
-            f"{path}: a shard of llm.c, which needle does not read: its tokens as .npy are "
-            "np.save(OUT, np.fromfile(FILE, 'uint16')[512:])"
-        )
+    if path.suffix.lower() == ".bin":
+        if int.from_bytes(head[:4], "little") in SHARDS:
+            raise DataError(
+                f"{path}: a shard of llm.c, which needle does not read: its tokens as .npy are "
+                "np.save(OUT, np.fromfile(FILE, 'uint16')[512:])"
+            )
+        return FLAT  # tokens may begin as anything does
     for magic, table in TABLES.items():
-        if head.startswith(magic) and not is_bin:
+        if head.startswith(magic):
             raise DataError(
                 f"{path}: a table ({table}), which needle does not read: write its texts as JSON "
                 'lines by the package `datasets`, load_from_disk(FOLDER).to_json("texts.jsonl") or '
                 f'load_dataset("{table.lower()}", data_files=...), or take it out of the folder'
             )
-    found = _json_kind(path, field)
-    return FLAT if is_bin and found == TEXT else found
-
-
-def _json_kind(path: Path, field: str) -> str:
     if NAMED_LINES.search(path.name):
         return LINES
     with open_bytes(path) as file:
         start = file.read(64)
         if not start.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"[", b"null")):
             return TEXT
-        head = (start + file.read(HEAD)).removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+        start += file.read(HEAD)
+    head = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
     lines = [line for line in head.split("\n") if line.strip()][:2]
     objects = [json_object(line) for line in lines]
     if any(field in found for found in objects):
         return LINES
     if len(lines) == 2 and all(objects) and NAMED_JSON.search(path.name):
         return LINES  # whose field has another name
-    if len(lines) == 1 and len(head) > HEAD and f'"{field}":' in head.replace(" ", ""):
+    if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in head.replace(" ", ""):
         return LINES  # of which the first goes on
     return JSON if field in json_object(head.lstrip("[ \t\r\n"), True) else TEXT
 

@@ -67,7 +67,7 @@ def open_documents(prefix: Path) -> Documents:
         )
     if count == 0:
         raise DataError(f"{idx}: no sequence in it (offset 18)")
-    sizes = map_part(idx, "<i4", HEADER.size, count).ids
+    sizes = map_part(idx, "<i4", HEADER.size, count).ids.copy()
     bad = int(np.argmax(sizes <= 0))
     if sizes[bad] <= 0:
         raise DataError(

@@ -55,7 +55,7 @@ class TokenData:
         known = f"{self.train.dtype.str} {len(self.train)} {len(self.held_out)}"
         found = hashlib.sha256(known.encode())
         if isinstance(self.train, Documents):
-            found.update(np.ascontiguousarray(self.train.sizes))
+            found.update(self.train.sizes)
         return found.hexdigest()[:16]
 
     @functools.cached_property

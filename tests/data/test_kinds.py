@@ -60,7 +60,6 @@ def test_text_patterns_and_packed_text(tmp_path, tokenizer):
         ("a.json", LINES),
         ("a.txt", LINES),
         ("lines", LINES),
-        ("a.bin", LINES),
         ("a.jsonl.gz", gzip.compress(LINES)),
         ("a.json.gz", gzip.compress(LINES)),
         ("packed", gzip.compress(LINES)),
@@ -87,7 +86,7 @@ def test_json_lines_are_documents_whatever_their_name(tmp_path, tokenizer, name,
 @pytest.mark.parametrize("name", ["a.json", "a.txt", "a.json.gz"])
 def test_json_lines_longer_than_the_head_are_documents(tmp_path, tokenizer, monkeypatch, name):
     monkeypatch.setattr(kinds, "HEAD", 1000)
-    long = json_lines(["one two " * 900, "three"])
+    long = "".join(f'{{"text": "{t}"}}\n' for t in ("漢字 " * 500, "three")).encode()
     (tmp_path / name).write_bytes(gzip.compress(long) if name.endswith("gz") else long)
     assert "JSON lines, 2 documents" in open_data(tmp_path / name, tokenizer).source
 
@@ -101,6 +100,7 @@ def test_json_lines_longer_than_the_head_are_documents(tmp_path, tokenizer, monk
         ("list.json", b"[1, 2, 3]\n"),
         ("log.txt", b'{"level": 1}\n{"level": 2}\n'),
         ("deep.json", b"[" * 5000),
+        ("PAR1", b"PAR1 is a gene\n"),
     ],
 )
 def test_text_with_braces_is_text(tmp_path, tokenizer, name, content):
@@ -155,6 +155,13 @@ def test_tables_and_shards_are_refused_by_name_not_read_as_what_lies_beside_them
         for command in ["inspect", str(path)], ["prepare", str(path), *words]:
             assert __main__.main(command) == 1
             assert f"train/{name}: a " in capsys.readouterr().err
+
+
+def test_flat_tokens_may_begin_as_other_kinds_do(tmp_path):
+    for start in (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xff\xff\xff", b"PAR1\x15\0"):
+        (tmp_path / "x.bin").write_bytes(start + IDS.astype("<u2").tobytes())
+        data = open_data(tmp_path / "x.bin")
+        assert np.concatenate([data.train, data.held_out]).tobytes().startswith(start)
 
 
 def test_npy_whatever_its_name_and_a_folder_of_them(tmp_path):
