@@ -49,8 +49,8 @@ def run_data(
         is_same = data.has(fingerprint)
     if not is_same:
         raise DataError(
-            f"{data.source}: not the tokens that the run read before: the data or the "
-            "tokenizer has changed"
+            f"{data.source}: not the tokens that the run read before: the data or the tokenizer "
+            "has changed (or a needle that knew JSON lines by name, and no linked folders, read it)"
         )
     return data
 
