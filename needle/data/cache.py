@@ -21,7 +21,7 @@ import numpy as np
 from needle.arguments import wrapped
 from needle.data.identity import content_hash
 from needle.data.kinds import kind_of
-from needle.data.text import LeftOut, documents, encode, no_text, shown, train_tokenizer
+from needle.data.text import LeftOut, documents, encode, shown, train_tokenizer
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer, tokenizers_package
 from needle.data.tokens import DataError, FlatTokens, map_part
 from needle.files import FileError
@@ -65,7 +65,7 @@ def cached_text(
             with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder.parent) as made:
                 work = Path(made) / "text"
                 work.mkdir()
-                _tokenise(files, source, tokenizer, vocab_size, work)
+                _tokenise(files, tokenizer, vocab_size, work)
                 if _states(files) != states:
                     raise DataError(f"{source}: changed while it was read: start again")
                 _appear(work, folder)
@@ -102,7 +102,7 @@ def _appear(work: Path, folder: Path) -> None:
 
 
 def _tokenise(
-    files: Sequence[Path], source: str, tokenizer: Tokenizer | None, vocab_size: int, folder: Path
+    files: Sequence[Path], tokenizer: Tokenizer | None, vocab_size: int, folder: Path
 ) -> None:
     """Write what a folder of the cache holds."""
     if tokenizer is None:
@@ -110,16 +110,12 @@ def _tokenise(
         tokenizer = load_tokenizer(train_tokenizer((text for text, _ in read), vocab_size))
         tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
-    count, left_out = 0, LeftOut()
+    count = 0
     with open(folder / "train.bin", "xb+") as train, open(folder / "held_out.bin", "xb") as end:
-        for ids, last in encode(
-            tokenizer, shown(documents(files, left_out=left_out), "tokenising"), dtype
-        ):
+        read = shown(documents(files, left_out=LeftOut()), "tokenising")
+        for ids, last in encode(tokenizer, read, dtype):
             (end if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
             count += last
-        left_out.report()
-        if count == 0:
-            raise no_text(source, files)
         if count < HELD_OUT:  # nothing is held out yet
             total = train.tell() // dtype.itemsize
             kept = (total - total // HELD_OUT) * dtype.itemsize
@@ -128,6 +124,6 @@ def _tokenise(
             train.truncate(kept)
         train.seek(0, os.SEEK_END)
         counts = [file.tell() // dtype.itemsize for file in (train, end)]
-    facts = {"documents": count, "tokens": sum(counts), "dtype": dtype.str, "source": source}
+    facts = {"documents": count, "tokens": sum(counts), "dtype": dtype.str}
     facts |= {"train": counts[0], "held_out": counts[1]}
     (folder / "facts.json").write_text(json.dumps(facts))

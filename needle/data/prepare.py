@@ -50,9 +50,9 @@ def prepare(
         if made.exists():
             raise DataError(f"{made}: exists already; remove it, or choose another --out")
     dtype = megatron.best_dtype(id_limit(model))
-    left_out, sizes, size = LeftOut(skip_bad_lines), array("i"), 0
+    sizes, size = array("i"), 0
     with replacing(Path(f"{prefix}.idx")) as index, replacing(Path(f"{prefix}.bin")) as file:
-        read = shown(documents(files, field, left_out), "tokenising")
+        read = shown(documents(files, field, LeftOut(skip_bad_lines)), "tokenising")
         for ids, last in encode(model, read, dtype):
             file.write(ids)
             size += len(ids)
@@ -64,10 +64,7 @@ def prepare(
             if last and size:  # of a text that has no ids there is nothing to say
                 sizes.append(size)
             size = 0 if last else size
-        left_out.report()
         if not sizes:
-            raise DataError(
-                "no text in the inputs: each file is empty, not UTF-8, or holds zero bytes"
-            )
+            raise DataError(f"{model.source}: no token of this tokenizer is in the inputs")
         megatron.write_index(index, dtype, sizes)
     return {"documents": len(sizes), "tokens": sum(sizes)}

@@ -158,23 +158,34 @@ def documents(
     files: Sequence[Path], field: str = "text", left_out: LeftOut | None = None
 ) -> Iterator[Chunk]:
     """Yield the chunks of all documents: each line of a file of JSON lines, each other file. Empty
-    documents, files that are no text and, if `left_out` takes them, bad lines are left out."""
-    left_out = left_out or LeftOut()
+    documents, files that are no text and, if `left_out` takes them, bad lines are left out, which
+    a given `left_out` reports at the end. DataError where there is no document."""
+    counted, last = left_out or LeftOut(), False
     for path in files:
         if kind_of(path, field) == LINES:
-            for text in json_lines(path, field, left_out):
+            for text in json_lines(path, field, counted):
                 yield from chunks([text])
+                last = True
         elif not is_text(path):
-            left_out.add("file(s) that are not UTF-8 or hold zero bytes", str(path))
+            counted.add("file(s) that are not UTF-8 or hold zero bytes", str(path))
         else:
-            last = False
+            empty = True
             try:
                 for text, last in chunks(_decoded(path)):
                     yield text, last
+                    empty = False
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}: changed while it was read: {error}") from error
-            if not last:
-                left_out.add("empty document(s)", str(path))
+            if empty:
+                counted.add("empty document(s)", str(path))
+    if left_out is not None:
+        left_out.report()
+    if not last:
+        others = f" and {len(files) - 1:,} other files" if len(files) > 1 else ""
+        raise DataError(
+            f"{files[0]}{others}: not text: empty, not UTF-8, or with zero bytes; token files end "
+            "in .npy or .bin"
+        )
 
 
 def shown(chunks: Iterable[Chunk], doing: str) -> Iterator[Chunk]:
@@ -202,18 +213,6 @@ def text_kind(files: Sequence[Path]) -> str:
     if all(kind_of(file) == LINES for file in files):
         return "JSON lines"
     return "packed text" if all(map(is_packed, files)) else "text"
-
-
-def no_text(source: str, files: Sequence[Path]) -> DataError:
-    if len(files) == 1:
-        return DataError(
-            f"{source}: not text: it is empty, not UTF-8, or holds zero bytes; token "
-            "files end in .npy or .bin"
-        )
-    return DataError(
-        f"{source}: no text in it: each of its {len(files)} files is empty, not "
-        "UTF-8, or holds zero bytes"
-    )
 
 
 # ---- tokenizers -------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_errors_of_prepare(tmp_path, inputs, capsys):
     assert "no file matches" in capsys.readouterr().err
     (tmp_path / "blank.txt").write_text("")
     assert run(tmp_path, [str(tmp_path / "blank.txt")], "y") == 1
-    assert "no text in the inputs" in capsys.readouterr().err
+    assert "blank.txt: not text: empty, not UTF-8" in capsys.readouterr().err
     assert not list(tmp_path.glob("[xy].*"))
 
 

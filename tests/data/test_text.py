@@ -45,11 +45,9 @@ def test_characters_are_not_cut_by_the_blocks_of_a_file(tmp_path, capsys):
     (tmp_path / "bad.txt").write_bytes(whole.encode()[:-2])  # ends within a character
     (tmp_path / "late.txt").write_bytes(whole.encode() + b"\0")
     files = [tmp_path / name for name in ("a.txt", "bad.txt", "b.txt.gz", "late.txt")]
-    left_out = text.LeftOut()
-    found = list(text.documents(files, left_out=left_out))
+    found = list(text.documents(files, left_out=text.LeftOut()))
     assert "".join(part for part, _ in found) == 2 * whole[1:]
     assert sum(last for _, last in found) == 2 and max(len(part) for part, _ in found) <= 1 << 20
-    left_out.report()
     first = f"2 file(s) that are not UTF-8 or hold zero bytes; the first: {tmp_path / 'bad.txt'}\n"
     assert capsys.readouterr().err == f"needle: left out: {first}"
 
@@ -199,7 +197,7 @@ def test_a_damaged_cache_is_named(tmp_path, tokenizer):
 def test_files_without_text_are_refused(tmp_path, tokenizer, capsys):
     for content in (b"\xff\xfe", b"a\0b", b"\xef\xbb\xbf"):
         (tmp_path / "a.dat").write_bytes(content)
-        said = "a.dat: not text: it is empty, not UTF-8, or holds zero"
+        said = "a.dat: not text: empty, not UTF-8, or with zero bytes; token files"
         with naming(content), pytest.raises(DataError, match=said):
             open_data(tmp_path / "a.dat", tokenizer)
         assert __main__.main(["inspect", str(tmp_path / "a.dat")]) == 1
