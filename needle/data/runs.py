@@ -76,6 +76,8 @@ def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
     try:
         described = config["data"]
         settings = {**config["settings"], **described}
+        if not all(type(settings[name]) is int for name in ("steps", "micro_batches")):
+            raise TypeError("steps and micro_batches must be whole numbers")
         data = run_data(described, Path(folder), described["fingerprint"])
         return data, run_batches(data, described, described["id_limit"]), settings
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -211,6 +211,13 @@ def test_view_of_a_run_on_text_shows_its_samples(tmp_path, inputs, trained, caps
     (tmp_path / "texts" / "00.txt").write_text("something else\n" * 40)
     assert __main__.main([*view, "1"]) == 1
     assert "not the tokens that the run read before" in capsys.readouterr().err
+    path = trained.folder / "config.json"
+    whole = json.loads(path.read_text())
+    damaged = {**whole["settings"], "steps": "six"}
+    for config in [], {}, {"data": 3}, {**whole, "data": {}}, {**whole, "settings": damaged}:
+        path.write_text(json.dumps(config))
+        assert __main__.main([*view, "1"]) == 1
+        assert f"needle data: {path}: " in capsys.readouterr().err
 
 
 def write_data(tmp_path, inputs, kind):
