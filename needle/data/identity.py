@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def content_hash(stretches: Sequence[Stretch], every: bool = False) -> str:
         return kind + hashlib.sha256(b"".join(pool.map(digest, starts))).hexdigest()
 
 
-def _update(digest: hashlib._Hash, path: Path, start: int, count: int) -> None:
+def _update(digest: Any, path: Path, start: int, count: int) -> None:
     """Hash `count` bytes of a file, from byte `start` on."""
     with reading(path) as file:
         file.seek(start)
