@@ -282,3 +282,8 @@ def test_a_document_that_an_index_cannot_say(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "a.txt").write_text("one two three four five\n" * 50)
     with pytest.raises(DataError, match="document 0, .* has more than 40 tokens"):
         prepare.prepare([str(tmp_path / "a.txt")], str(tokenizer), str(tmp_path / "x"))
+
+
+def test_the_standard_library_has_no_empty_files():
+    """Which are left out of other texts with a line that says so."""
+    assert min(path.stat().st_size for path in text.standard_library()) > 0
