@@ -218,6 +218,13 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, tokenizer, capsys
                 made.unlink()
 
 
+def test_json_lines_by_name_are_so_from_their_first_line(tmp_path, tokenizer):
+    for name in "a.jsonl", "a.JSONL", "a.ndjson.gz":
+        (tmp_path / name).write_bytes(b"{\n{\n")
+        with naming(name), pytest.raises(DataError, match="the line at offset 0: no JSON"):
+            open_data(tmp_path / name, tokenizer)
+
+
 def test_empty_documents_are_left_out_and_counted(tmp_path, tokenizer, capsys):
     (tmp_path / "d").mkdir()
     empty = '{"text": ""}\n{"text": null}\nnull\n\n'
