@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from needle.data.tokens import DataError, Part
+from needle.data.tokens import DataError
 from needle.files import reading
 
 ALL = 1 << 33  # bytes up to which all are hashed
@@ -25,10 +25,6 @@ BLOCK = 1 << 26
 SAMPLES, SAMPLE = 4096, 1 << 20
 SAMPLED = "sampled-"  # before a hash of blocks
 Stretch = tuple[Path, int, int]  # a file, the first byte of it, how many
-
-
-def stretches_of(parts: Sequence[Part]) -> list[Stretch]:
-    return [(part.path, part.offset, part.ids.nbytes) for part in parts]
 
 
 def content_hash(stretches: Sequence[Stretch], every: bool = False) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import numpy as np
 
 from needle.data import megatron
 from needle.data.cache import HELD_OUT, cached_text
-from needle.data.identity import SAMPLED, content_hash, stretches_of
+from needle.data.identity import SAMPLED, Stretch, content_hash
 from needle.data.kinds import FLAT, NPY, files_at, kind_of, walk
 from needle.data.text import check_json, standard_library, text_kind
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
@@ -65,8 +65,9 @@ class TokenData:
         return f"{self._shape}-{content_hash(self._stretches)}"
 
     @property
-    def _stretches(self) -> list:
-        return stretches_of(self.train.parts + self.held_out.parts)
+    def _stretches(self) -> list[Stretch]:
+        parts = self.train.parts + self.held_out.parts
+        return [(part.path, part.offset, part.ids.nbytes) for part in parts]
 
     def has(self, fingerprint: str) -> bool:
         """True if these are the tokens of a fingerprint. Those of earlier versions have a hash of
@@ -113,14 +114,13 @@ def open_data(
 
 
 def matching(path: Path) -> list[Path]:
-    """The files at `path`: DataError where there are none, or one that was named is empty."""
+    """The files at `path`: DataError where there are none, or a single one that is empty."""
     files = files_at(path)
     if not files:
         kind = DataError if os.path.lexists(path) else MissingFileError
         raise kind(f"{path}: {absent(path, 'file or folder')}; {TAKES}")
-    for file in files:
-        if not path.is_dir() and file.stat().st_size == 0:
-            raise DataError(f"{file}: an empty file")
+    if len(files) == 1 and files[0].stat().st_size == 0:
+        raise DataError(f"{files[0]}: an empty file")
     return files
 
 
@@ -139,12 +139,10 @@ def open_tokens(data: str | os.PathLike) -> TokenData | None:
     if len({*kinds}) > 1:
         listed = ", ".join(f"{file.name}: {kind}" for file, kind in zip(files[:4], kinds))
         raise DataError(f"{path}: files of several kinds ({listed}); give those of one kind")
-    if kinds[0] == NPY:
-        return _open_flat(path, NPY, npy_part, files)
     val = files[0].with_name("val.bin")
     if [file.name for file in files] == ["train.bin"] and val.is_file():
-        return _open_flat(path.parent, "nanoGPT's train.bin and val.bin", uint16_part, files, [val])
-    return _open_flat(path, FLAT, uint16_part, files)
+        return _open_flat(path.parent, "nanoGPT's train.bin and val.bin", files, [val])
+    return _open_flat(path, kinds[0], files)
 
 
 def _open_folder(folder: Path) -> TokenData | None:
@@ -164,7 +162,7 @@ def _open_folder(folder: Path) -> TokenData | None:
         return open_tokens(folder / "train.bin")
     kinds = {kind_of(path) for path in files}
     if kinds == {NPY}:
-        return _open_flat(folder, NPY, npy_part, files)
+        return _open_flat(folder, NPY, files)
     if kinds == {FLAT}:
         raise DataError(
             f"{folder}: flat uint16 tokens are given as files, by their name or a pattern of "
@@ -174,16 +172,12 @@ def _open_folder(folder: Path) -> TokenData | None:
 
 
 def _open_flat(
-    path: Path,
-    kind: str,
-    part: Callable[[Path], Part],
-    train: Sequence[Path],
-    held_out: Sequence[Path] = (),
+    path: Path, kind: str, train: Sequence[Path], held_out: Sequence[Path] = ()
 ) -> TokenData:
-    """The tokens of files, each read by `part`. Without files to hold out, the last 5 % are."""
-    tokens = FlatTokens([part(file) for file in train])
+    """The tokens of files. Without files to hold out, the last 5 % are."""
+    tokens = FlatTokens([_part(file) for file in train])
     if held_out:
-        end = FlatTokens([part(file) for file in held_out])
+        end = FlatTokens([_part(file) for file in held_out])
         files = f"{len(train):,} + {len(held_out):,} files"
         counts = f"{len(tokens):,} + {len(end):,} {tokens.dtype} tokens"
         return TokenData(tokens, end, f"{path}: {kind}, {files}, {counts}")
@@ -196,12 +190,10 @@ def _open_flat(
     )
 
 
-def uint16_part(path: Path) -> Part:
-    return map_part(path, "<u2")
-
-
-def npy_part(path: Path) -> Part:
-    """A .npy of one axis of integers."""
+def _part(path: Path) -> Part:
+    """The ids of a .npy of one axis of integers, or uint16."""
+    if kind_of(path) == FLAT:
+        return map_part(path, "<u2")
     try:
         mapped = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header makes NumPy raise almost anything

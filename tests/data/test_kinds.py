@@ -233,9 +233,11 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, tokenizer, capsys):
     (tmp_path / "d" / "c.txt").write_text("\ufeff")
     (tmp_path / "d" / "d.txt").write_text("two")
     (tmp_path / "d" / "e.png").write_bytes(b"\x89PNG\0")
+    every = tmp_path / "d" / "*"
     words = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "x")]
     for read in (
         lambda: texts_of(open_data(tmp_path / "d", tokenizer)) == ["one", "two"],
+        lambda: __main__.main(["inspect", str(every)]) == 0,
         lambda: __main__.main(["inspect", str(tmp_path / "d")]) == 0,
         lambda: __main__.main(["prepare", str(tmp_path / "d"), *words]) == 0,
     ):
