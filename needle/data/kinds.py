@@ -25,7 +25,12 @@ NPY, FLAT, LINES, JSON, TEXT = ".npy", "flat uint16", "JSON lines", "JSON", "tex
 # gzip, or a frame of Zstandard, or one that it skips.
 PACKED = re.compile(rb"(\x1f\x8b)|\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
 SHARDS = (20240520, 20240801)  # of llm.c
-TABLES = {b"\xff\xff\xff\xff": "Arrow", b"ARROW1\0\0": "Arrow", b"PAR1\x15": "Parquet"}
+# The first bytes of tables, and what of the package `datasets` reads them.
+TABLES = {
+    b"\xff\xff\xff\xff": "load_from_disk(FOLDER)",
+    b"ARROW1\0\0": 'load_dataset("arrow", data_files=FILES)["train"]',
+    b"PAR1\x15": 'load_dataset("parquet", data_files=FILES)["train"]',
+}
 NAMED_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$", re.IGNORECASE)
 NAMED_JSON = re.compile(r"\.json(\.gz|\.zst)?$", re.IGNORECASE)
 HEAD = 1 << 20  # bytes in which the first values of JSON are looked for
@@ -130,12 +135,11 @@ def kind_of(path: Path, field: str = "text") -> str:
                 "np.save(OUT, np.fromfile(FILE, 'uint16')[512:])"
             )
         return FLAT  # tokens may begin as anything does
-    for magic, table in TABLES.items():
+    for magic, call in TABLES.items():
         if head.startswith(magic):
             raise DataError(
-                f"{path}: a table ({table}), which needle does not read: write its texts as JSON "
-                'lines by the package `datasets`, load_from_disk(FOLDER).to_json("texts.jsonl") or '
-                f'load_dataset("{table.lower()}", data_files=...), or take it out of the folder'
+                f"{path}: a table of Arrow or Parquet, which needle does not read: take it out, or "
+                f'write JSON lines by the package datasets: {call}.to_json("texts.jsonl")'
             )
     if NAMED_LINES.search(path.name):
         return LINES

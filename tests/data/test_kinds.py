@@ -133,10 +133,10 @@ def test_other_json_with_documents_is_refused_where_it_is_named_and_text_in_a_fo
 @pytest.mark.parametrize(
     "name, content, said",
     [
-        ("data-00000-of-00001.arrow", b"\xff\xff\xff\xff\x30\0\0\0", "Arrow.*load_from_disk"),
-        ("file.feather", b"ARROW1\0\0", "Arrow"),
-        ("train.parquet", b"PAR1\x15\x04", "Parquet.*load_dataset..parquet"),
-        ("shard", b"PAR1\x15\x04", "Parquet"),
+        ("data-00000-of-00001.arrow", b"\xff\xff\xff\xff\x30\0\0\0", "load_from_disk"),
+        ("file.feather", b"ARROW1\0\0", "load_dataset..arrow"),
+        ("train.parquet", b"PAR1\x15\x04", "load_dataset..parquet"),
+        ("shard", b"PAR1\x15\x04", "load_dataset..parquet"),
         ("shard.bin", np.array([20240520, 1, 99], "<i4").tobytes(), "llm.c.*fromfile.*512"),
         ("llama.bin", np.array([20240801, 7, 99], "<i4").tobytes(), "llm.c"),
     ],
@@ -149,12 +149,26 @@ def test_tables_and_shards_are_refused_by_name_not_read_as_what_lies_beside_them
     (tmp_path / "d" / "train" / "dataset_info.json").write_text('{\n  "citation": ""\n}')
     (tmp_path / "d" / "train" / name).write_bytes(content)
     for path in tmp_path / "d" / "train" / name, tmp_path / "d" / "train", tmp_path / "d":
-        with naming(path), pytest.raises(DataError, match=f"train/{name}: a .*({said})"):
+        with naming(path), pytest.raises(DataError, match=f"train/{name}: a .*{said}"):
             open_data(path, tokenizer)
         words = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "x")]
         for command in ["inspect", str(path)], ["prepare", str(path), *words]:
             assert __main__.main(command) == 1
             assert f"train/{name}: a " in capsys.readouterr().err
+
+
+def test_tables_of_datasets_become_json_lines_by_the_call_of_their_error(tmp_path, tokenizer):
+    datasets = pytest.importorskip("datasets", reason="datasets not installed")
+    made, out = datasets.Dataset.from_dict({"text": TEXTS[:3]}), str(tmp_path / "texts.jsonl")
+    made.save_to_disk(tmp_path / "saved")
+    made.to_parquet(tmp_path / "x.parquet")
+    for path in tmp_path / "saved", tmp_path / "x.parquet":
+        with pytest.raises(DataError, match="a table") as caught:
+            open_data(path, tokenizer)
+        call = str(caught.value).partition("the package datasets: ")[2]
+        place = {"FOLDER": str(path), "FILES": str(path)}
+        eval(call.replace("texts.jsonl", out), vars(datasets) | place)
+        assert texts_of(open_data(out, tokenizer)) == TEXTS[:3]
 
 
 def test_flat_tokens_may_begin_as_other_kinds_do(tmp_path):
