@@ -157,8 +157,9 @@ def test_tables_and_shards_are_refused_by_name_not_read_as_what_lies_beside_them
             assert f"train/{name}: a " in capsys.readouterr().err
 
 
-def test_tables_of_datasets_become_json_lines_by_the_call_of_their_error(tmp_path, tokenizer):
+def test_tables_become_json_lines_by_the_call_of_their_error(tmp_path, tokenizer, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="datasets not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     made, out = datasets.Dataset.from_dict({"text": TEXTS[:3]}), str(tmp_path / "texts.jsonl")
     made.save_to_disk(tmp_path / "saved")
     made.to_parquet(tmp_path / "x.parquet")
