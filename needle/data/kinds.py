@@ -148,16 +148,16 @@ def kind_of(path: Path, field: str = "text") -> str:
         if not start.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"[", b"null")):
             return TEXT
         start += file.read(HEAD)
-    head = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
-    lines = [line for line in head.split("\n") if line.strip()][:2]
+    text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+    lines = [line for line in text.split("\n") if line.strip()][:2]
     objects = [json_object(line) for line in lines]
     if any(field in found for found in objects):
         return LINES
     if len(lines) == 2 and all(objects) and NAMED_JSON.search(path.name):
         return LINES  # whose field has another name
-    if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in head.replace(" ", ""):
+    if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in text.replace(" ", ""):
         return LINES  # of which the first goes on
-    return JSON if field in json_object(head.lstrip("[ \t\r\n"), True) else TEXT
+    return JSON if field in json_object(text.lstrip("[ \t\r\n"), True) else TEXT
 
 
 def json_object(text: str, more: bool = False) -> dict:

@@ -34,6 +34,15 @@ def test_megatron_of_every_type(tmp_path):
         open_data(tmp_path)
 
 
+def test_megatron_is_split_as_gpt_neox_does(tmp_path):
+    """Its last part, of 1 in 1,000, is neither trained on nor held out."""
+    documents = [[number % 60, 60] for number in range(1500)]
+    write_megatron(tmp_path / "x", documents)
+    data = open_data(tmp_path / "x")
+    np.testing.assert_array_equal(data.train[:], np.concatenate(documents[:1453]))
+    np.testing.assert_array_equal(data.held_out[:], np.concatenate(documents[1453:1498]))
+
+
 def test_preshuffled_rows_come_in_the_order_of_the_file(tmp_path):
     rows = RANDOM.randint(0, 60, (7, 2049))
     write_megatron(tmp_path / "document", rows)
