@@ -40,22 +40,17 @@ class Part(NamedTuple):
 
 def map_part(path: Path, dtype: Any, offset: int = 0, count: int | None = None) -> Part:
     """Map `count` ids of `dtype` from byte `offset` of a file, by default all to its end. DataError
-    where the file cannot be opened, is too short, or ends within an id."""
+    where the file cannot be opened, or ends within an id."""
     dtype = np.dtype(dtype)
     with reading(path) as file:
-        size = os.fstat(file.fileno()).st_size
         if count is None:
-            count, rest = divmod(size - offset, dtype.itemsize)
+            size = os.fstat(file.fileno()).st_size - offset
+            count, rest = divmod(size, dtype.itemsize)
             if rest:
                 raise DataError(
-                    f"{path}: {size - offset:,} bytes are no whole number of {dtype} tokens: the "
-                    "file is truncated, or of another format"
+                    f"{path}: {size:,} bytes are no whole number of {dtype} tokens: the file is "
+                    "truncated, or of another format"
                 )
-        end = offset + count * dtype.itemsize
-        if size < end:
-            raise DataError(
-                f"{path}: is truncated: the file ends at offset {size:,}, its tokens at {end:,}"
-            )
         if count == 0:  # which cannot be mapped
             return Part(path, offset, np.empty(0, dtype))
         return Part(path, offset, np.asarray(np.memmap(file, dtype, "r", offset, (count,))))
