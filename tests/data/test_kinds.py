@@ -1,4 +1,4 @@
-"""What files hold by their first bytes, whatever their names; what is left out; links."""
+"""Kinds of files by their first bytes, documents that are left out, links."""
 
 import gzip
 import json
@@ -193,7 +193,7 @@ def test_npy_whatever_its_name_and_a_folder_of_them(tmp_path):
         open_data(tmp_path / "d" / "*")
 
 
-# ---- what is left out --------------------------------------------------------------------------
+# ---- documents left out --------------------------------------------------------------------------
 
 BAD = [
     ("{", "no JSON"),

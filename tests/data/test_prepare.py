@@ -61,7 +61,9 @@ def test_documents_come_back_in_their_order(tmp_path, inputs, capsys, monkeypatc
         assert ids.pop() == end and tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_what_is_there_stays_and_what_fails_leaves_nothing(tmp_path, inputs, monkeypatch, capsys):
+def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
+    tmp_path, inputs, monkeypatch, capsys
+):
     assert run(tmp_path, inputs[:1], "new/folders/x") == 0
     before = content(tmp_path, "new/folders/x")
     assert run(tmp_path, inputs[1:], "new/folders/x") == 1
