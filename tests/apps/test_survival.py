@@ -15,7 +15,6 @@ from harness import naming
 from small_runs import assert_same_run, checkpoint_of, flags, lines_of, without
 from struck_runs import ENVIRON, PROGRAM
 
-import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import DataError, Prefetch
 from needle.training import log as logs
