@@ -1,22 +1,24 @@
 """Data: from files of text or tokens to batches.
 
+tokens.py    ids in files that read as one flat array
+kinds.py     which files a path names, and what each holds by its first bytes
 tokenizer.py tokenizers with their special tokens
 text.py      documents in files, and their ids
-tokens.py    ids in files that read as one flat array
-megatron.py  .bin/.idx, and GPT-NeoX's order of samples
 identity.py  the hash of data, which runs, ranks and the cache compare
+cache.py     the tokens of a text, made once
+megatron.py  .bin/.idx, and GPT-NeoX's order of samples
 readers.py   open_data: finds out what a path holds
 batches.py   Batches: which sample comes when; position and seek
 prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
 runs.py      the data of a training run, as its config.json describes them
-prepare.py   text to .bin/.idx in parallel, resumable
+prepare.py   text to .bin/.idx
 __main__.py  needle data prepare | inspect | view
 dataset.py   DataLoader and NDArrayDataset: any arrays in memory, by batches
 """
 
 from needle.data.batches import Batches
+from needle.data.cache import cache_dir
 from needle.data.dataset import DataLoader, Dataset, NDArrayDataset
-from needle.data.identity import cache_dir
 from needle.data.megatron import open_documents, sample_order
 from needle.data.prefetch import Prefetch
 from needle.data.readers import TokenData, open_data

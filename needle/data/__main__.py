@@ -4,10 +4,8 @@ of a training step, as ids and text)."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +13,9 @@ import numpy as np
 from needle.arguments import Parser, whole, wrapped
 from needle.data.batches import Batches
 from needle.data.prepare import prepare
-from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
+from needle.data.readers import TokenData, matching, open_data, open_tokens
 from needle.data.runs import open_run_data
-from needle.data.text import documents, warn
+from needle.data.text import LeftOut, documents, text_kind, warn
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 from needle.files import described, named, naming, printable, reading
@@ -31,9 +29,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     count = {"type": whole(1), "metavar": "N"}
 
-    text = "text to Megatron's .bin/.idx, in parallel; a run that was killed goes on where it was"
-    add = commands.add_parser("prepare", help=text).add_argument
-    text = "text, JSON lines (.jsonl), either packed (.gz, .zst), folders, patterns"
+    add = commands.add_parser("prepare", help="text to Megatron's .bin/.idx").add_argument
+    text = "text, JSON lines, either packed by gzip or Zstandard, folders, patterns"
     add("inputs", nargs="+", metavar="INPUT", help=text)
     add("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json")
     text = "the token that ends a document (default: as the tokenizer's files name it)"
@@ -41,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add("--out", required=True, metavar="NAME", help="writes NAME.bin and NAME.idx")
     text = "of JSON lines, with the text (default: text)"
     add("--field", default="text", metavar="NAME", help=text)
-    add("--processes", **count, help="(default: one a core)")
+    text = "leave out, and count, lines of JSON without such a text, instead of ending there"
+    add("--skip-bad-lines", action="store_true", help=text)
 
     text = "what a file holds: kind, tokens, documents, range of the ids, the first of them"
     add = commands.add_parser("inspect", help=text).add_argument
@@ -63,21 +61,6 @@ def parser() -> argparse.ArgumentParser:
     text = "write the ids there as .npy, (sequences, seq_len + 1), instead"
     add("--save", metavar="FILE", help=text)
     return top
-
-
-# ---- prepare -----------------------------------------------------------------------------------
-
-
-def shown(units: Iterable, done: int, of: int) -> Iterable:
-    """Yield `units` as they come, with a bar of tqdm on a terminal, else a line each."""
-    if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
-        bar = importlib.import_module("tqdm").tqdm
-        yield from bar(units, "tokenising", of, initial=done, unit="part", dynamic_ncols=True)
-        return
-    print(f"{done} of {of} parts", flush=True)
-    for number, unit in enumerate(units, done + 1):
-        print(f"{number} of {of} parts", flush=True)
-        yield unit
 
 
 # ---- inspect -----------------------------------------------------------------------------------
@@ -104,13 +87,7 @@ def show_file(file: str, tokenizer: str | None) -> None:
             f"    ids: {ids.min():,} to {ids.max():,}"
             + ("" if all_seen else f" (in {ids.size:,} of them)")
         )
-    parts = [part for part in [*data.train.parts, *data.held_out.parts] if part.count]
-    for part in parts[:8]:
-        text = f"{part.path}: {part.count:,} {part.dtype} from offset {part.offset:,}"
-        print(printable(text))
     first = to_ids(data.train[:32])
-    if len(parts) > 8:
-        print(f"... and {len(parts) - 8:,} more")
     print(wrapped(f"begins: {' '.join(map(str, first))}"))
     if tokenizer is not None:
         print(repr(load_tokenizer(tokenizer).decode(first.tolist(), skip_special_tokens=False)))
@@ -122,16 +99,13 @@ def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
         return to_ids(tokens[:]), True
     length = SCANNED // 64
     starts = np.linspace(0, len(tokens) - length, 64).astype(np.int64).tolist()
-    return to_ids(tokens.rows([[(start, start + length)] for start in starts])), False
+    return to_ids(tokens.read(*[(start, start + length) for start in starts])), False
 
 
 def show_text(path: Path) -> None:
-    files = matching(path)
-    count = size = 0
-    for text, last in documents(files, warn):
+    files, count, size = matching(path), 0, 0
+    for text, last in documents(files, left_out=LeftOut()):
         count, size = count + last, size + len(text.encode())
-    if count == 0:
-        raise no_text(str(path), files)
     text = (
         f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
         f"{len(files):,} file(s)"
@@ -201,8 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "prepare":
             tokenizer = load_tokenizer(args.tokenizer, args.end_of_text)
-            given = tokenizer, args.out, args.processes
-            made = prepare(args.inputs, *given, progress=shown, field=args.field)
+            made = prepare(args.inputs, tokenizer, args.out, args.field, args.skip_bad_lines)
             text = f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens"
             print(printable(text))
             print(printable(str(tokenizer)))
@@ -217,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"needle data: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("needle data: interrupted; the same command goes on", file=sys.stderr)
+        print("needle data: interrupted", file=sys.stderr)
         return 130
 
 

@@ -19,6 +19,7 @@ from needle.data.tokens import (
     DataError,
     Documents,
     FlatTokens,
+    Part,
     check_ids,
     is_broken,
     place_of,
@@ -33,7 +34,7 @@ class Windows:
     """Window i is tokens [i T, i T + T + 1): inputs are its first T tokens, targets its last T, so
     that each token is predicted once an epoch."""
 
-    def __init__(self, tokens: Any, seq_len: int, seed: int) -> None:
+    def __init__(self, tokens: FlatTokens, seq_len: int, seed: int) -> None:
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
         self.stride = seq_len
         self.count = max(len(tokens) - 1, 0) // seq_len
@@ -48,10 +49,7 @@ class Windows:
 
     def rows(self, chosen: np.ndarray) -> np.ndarray:
         """(len(chosen), T + 1): the ids of these samples."""
-        rows = [self.stretches(sample) for sample in chosen.tolist()]
-        if isinstance(self.tokens, FlatTokens):
-            return self.tokens.rows(rows)
-        return np.stack([self.tokens[start:stop] for ((start, stop),) in rows])
+        return np.stack([self.tokens.read(*self.stretches(i)) for i in chosen.tolist()])
 
     def position(self, sample: int, column: int) -> int:
         """The place of an id in the flat array."""
@@ -105,15 +103,15 @@ class Packed(Windows):
         return list(zip(starts.tolist(), stops.tolist()))
 
 
-def _flat_array(tokens: Any) -> np.ndarray:
-    """Return ids (N,) as integers. DataError for floats that are no whole numbers."""
+def _in_memory(tokens: Any) -> FlatTokens:
+    """Ids (N,) as integers. DataError for floats that are no whole numbers."""
     if isinstance(tokens, (str, os.PathLike)):
         raise TypeError(f"Batches: takes ids, no path: Batches(open_data({str(tokens)!r}), ...)")
     ids = np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens)
     if ids.ndim != 1 or ids.dtype.kind not in "iuf":
         found = f"{ids.dtype} of shape {ids.shape}"
         raise TypeError(f"Batches: tokens must be ids of one axis (N,), but are {found}")
-    return to_ids(ids) if ids.dtype.kind == "f" else ids
+    return FlatTokens([Part(None, 0, to_ids(ids) if ids.dtype.kind == "f" else ids)])
 
 
 class Batches:
@@ -153,7 +151,7 @@ class Batches:
         if isinstance(tokens, TokenData):
             tokens = tokens.train
         elif not isinstance(tokens, FlatTokens):
-            tokens = _flat_array(tokens)
+            tokens = _in_memory(tokens)
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         self.vocab_size = vocab_size
         if isinstance(tokens, Documents) and tokens.row_length:
@@ -171,10 +169,8 @@ class Batches:
         """Go to a batch of `samples`; DataError where they have none such."""
         count = samples.count // self.batch_size
         if count == 0:
-            in_memory = f"{len(self.tokens):,} tokens"
-            what = repr(self.tokens) if isinstance(self.tokens, FlatTokens) else in_memory
             raise DataError(
-                f"{what}: fewer than one batch of {self.batch_size} x {self.seq_len} "
+                f"{self.tokens!r}: fewer than one batch of {self.batch_size} x {self.seq_len} "
                 "(+ 1); give more text, a smaller batch or shorter sequences"
             )
         if not 0 <= epoch < 1 << 31 or not 0 <= batch <= count:

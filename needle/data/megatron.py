@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from needle.data.tokens import DataError, Documents, Part, absent, whole_file
+from needle.data.tokens import DataError, Documents, absent, map_part
 from needle.files import reading
 
 MAGIC = b"MMIDIDX\0\0"
@@ -67,7 +67,7 @@ def open_documents(prefix: Path) -> Documents:
         )
     if count == 0:
         raise DataError(f"{idx}: no sequence in it (offset 18)")
-    sizes = Part(idx, HEADER.size, "<i4", count).read(0, count)
+    sizes = map_part(idx, "<i4", HEADER.size, count).ids.copy()
     bad = int(np.argmax(sizes <= 0))
     if sizes[bad] <= 0:
         raise DataError(
@@ -78,7 +78,7 @@ def open_documents(prefix: Path) -> Documents:
     dtype = np.dtype(TYPES[code])
     if dtype.kind == "f" and data_size == total * (12 - dtype.itemsize):
         dtype = np.dtype(f"<f{12 - dtype.itemsize}")
-    starts = Part(idx, HEADER.size + 4 * count, "<i8", count).read(0, count)
+    starts = map_part(idx, "<i8", HEADER.size + 4 * count, count).ids
     expected = np.cumsum(sizes, dtype=np.int64)
     expected -= sizes  # in place: an index of the Pile has 200 million entries
     expected *= dtype.itemsize
@@ -95,7 +95,7 @@ def open_documents(prefix: Path) -> Documents:
             f"{data}: ends at offset {data_size:,}, and its index at {total * dtype.itemsize:,}: "
             "it is truncated, or another file's"
         )
-    parts = [whole_file(file, dtype) for file in files]
+    parts = [map_part(file, dtype) for file in files]
     preshuffled = bool((sizes == ROW_LENGTH).all()) and count > 1
     return Documents(parts, sizes, ROW_LENGTH if preshuffled else None)
 

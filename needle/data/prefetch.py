@@ -1,7 +1,7 @@
 """Batches made ahead on another thread, so that the device never waits for data.
 
-    thread:  free slot -> wait for its last copy -> read rows into its pinned memory -> ready
-    next():  ready slot -> enqueue its copy to the device, without waiting -> free slot
+    thread:  wait for the last copy of a slot -> read rows into its pinned memory
+    next():  the slot read first -> enqueue its copy to the device -> have the thread read it again
 
 On the CPU a slot is None and next() returns NumPy arrays. `position` counts the batches that next()
 has returned, which a checkpoint keeps; the thread may have read more. `waited` is the time that
@@ -10,10 +10,9 @@ next() has waited for the thread: where it grows, reading is slower than the ste
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -55,26 +54,11 @@ class Prefetch:
             )
         self.batches, self.position = batches, batches.position
         self.waited = 0.0  # seconds, in all
-        self._next: tuple | None = None  # read by the thread, not yet returned by next()
         self._slots = [
             _Slot((batches.batch_size, batches.width), device) if on_gpu else None
             for _ in range(depth + 1 if on_gpu else depth)
         ]
-        self._thread = None
-
-    def _start(self) -> None:
-        self._free, self._ready = queue.SimpleQueue(), queue.SimpleQueue()
-        for slot in self._slots:
-            self._free.put(slot)
-        # The thread knows the queues, not this object, so that dropping the object ends it.
-        self._end = weakref.finalize(self, self._free.put, _END)
-        self._thread = threading.Thread(
-            target=_work,
-            name="needle.data.Prefetch",
-            daemon=True,
-            args=(self.batches, self._free, self._ready),
-        )
-        self._thread.start()
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def epoch(self) -> int:
@@ -97,20 +81,22 @@ class Prefetch:
 
     def next(self) -> tuple:
         """(inputs, targets), integers (batch_size, batches.width); goes on for ever."""
+        began = time.perf_counter()
         if self._thread is None:
-            self._start()
-        if self._next is None:
-            began = time.perf_counter()
-            self._next = self._ready.get()
-            self.waited += time.perf_counter() - began
-        slot, batch, position = self._next
-        if isinstance(batch, BaseException):
-            raise batch  # and so each next() from now on
+            self._thread = ThreadPoolExecutor(1, "needle.data.Prefetch")
+            self._ahead = deque(map(self._submit, self._slots))
+        slot, batch, position = self._ahead[0].result()  # its error again at each next()
+        self.waited += time.perf_counter() - began
         if slot is not None:
             batch = slot.send()
-        self.position, self._next = position, None
-        self._free.put(slot)
+        self.position = position
+        self._ahead.popleft()
+        self._ahead.append(self._submit(slot))
         return batch
+
+    def _submit(self, slot: _Slot | None) -> Future:
+        # The thread knows the batches, not this object, so that dropping the object ends it.
+        return self._thread.submit(_read, self.batches, slot)
 
     def seek(self, position: dict[str, int]) -> None:
         """Seek as Batches do, and drop the batches that were read ahead."""
@@ -121,22 +107,13 @@ class Prefetch:
     def close(self) -> None:
         """End the thread; a further next() goes on at `position`."""
         if self._thread is not None:
-            self._end()
-            self._thread.join()
-            self._thread = self._next = None
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
             self.batches.seek(self.position)
 
 
-_END = object()
-
-
-def _work(batches: Batches, free: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
-    while (slot := free.get()) is not _END:
-        try:
-            batch = batches.parts(batches.next_rows())
-            if slot is not None:
-                slot.fill(batch)
-        except BaseException as error:
-            ready.put((slot, error, None))
-            return
-        ready.put((slot, batch, batches.position))
+def _read(batches: Batches, slot: _Slot | None) -> tuple:
+    batch = batches.parts(batches.next_rows())
+    if slot is not None:
+        slot.fill(batch)
+    return slot, batch, batches.position

@@ -17,23 +17,22 @@ A run describes its data by a dictionary of JSON values, which its config.json h
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from needle.data.batches import Batches
-from needle.data.readers import TRUSTED, TokenData, open_data
+from needle.data.readers import TokenData, open_data
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError
-from needle.files import FileError, reading
+from needle.files import FileError, read_json
 
 
 def run_data(
-    described: dict, folder: Path | None = None, fingerprint: str | None = None, trust: bool = False
+    described: dict, folder: Path | None = None, fingerprint: str | None = None
 ) -> TokenData:
     """Open the tokens of a run. fingerprint: that of the tokens the run read before; other tokens
     are a DataError. The text is read with the tokenizer in the run's folder if the one described is
-    gone or the text gives another one. trust: compare only type and numbers of the tokens."""
+    gone or the text gives another one."""
     tokenizer, end_of_text = described["tokenizer"], described.get("end_of_text")
     if folder is not None and tokenizer is not None and not Path(tokenizer).exists():
         tokenizer = folder / "tokenizer.json"
@@ -41,16 +40,17 @@ def run_data(
         if tokenizer is None:
             raise DataError("--end-of-text: is for a tokenizer that is given: --tokenizer")
         tokenizer = load_tokenizer(tokenizer, end_of_text)
-    data = open_data(described["path"], tokenizer, described["vocab_size"], trust)
+    data = open_data(described["path"], tokenizer, described["vocab_size"])
     if fingerprint is None:
         return data
-    own = None if folder is None else folder / "tokenizer.json"
-    if own is not None and own.is_file() and not (_same(data, fingerprint) and _is(data, own)):
-        data = open_data(described["path"], own, trust=trust)
-    if not _same(data, fingerprint):
+    is_same, own = data.has(fingerprint), None if folder is None else folder / "tokenizer.json"
+    if own is not None and own.is_file() and not (is_same and _is(data, own)):
+        data = open_data(described["path"], own)
+        is_same = data.has(fingerprint)
+    if not is_same:
         raise DataError(
-            f"{data.source}: not the tokens that the run read before: the data or the "
-            "tokenizer has changed"
+            f"{data.source}: not the tokens that the run read before: the data or the tokenizer "
+            "has changed (or a needle that knew JSON lines by name, and no linked folders, read it)"
         )
     return data
 
@@ -63,18 +63,6 @@ def _is(data: TokenData, tokenizer: Path) -> bool:
     return given is not None and (given.to_str(), given.stops) == (own.to_str(), own.stops)
 
 
-def _same(data: TokenData, fingerprint: str) -> bool:
-    """True if data may have this fingerprint. Trusted data take it over, with its hash."""
-    (shape, own), (before, content) = (
-        text.partition("-")[::2] for text in (data.fingerprint, fingerprint)
-    )
-    if shape != before or (own != content and TRUSTED not in (own, content)):
-        return False
-    if data.trusted:
-        data.fingerprint = fingerprint
-    return True
-
-
 def run_batches(data: TokenData, described: dict, vocab_size: int | None = None) -> Batches:
     """The micro-batches of a run, from its beginning; ids must lie below `vocab_size`."""
     sizes = (described[name] for name in ("batch_size", "seq_len", "seed", "samples"))
@@ -84,31 +72,15 @@ def run_batches(data: TokenData, described: dict, vocab_size: int | None = None)
 def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
     """(data, batches, settings) of the run in `folder`; the settings hold the keys above too."""
     path = Path(folder) / "config.json"
+    config = read_json(path)
     try:
-        with reading(path) as file:
-            config = json.loads(file.read())
         described = config["data"]
-        settings, fingerprint = {**config["settings"], **described}, described["fingerprint"]
-        _check(settings)
-        data = run_data(described, Path(folder), fingerprint, fingerprint.endswith(TRUSTED))
+        settings = {**config["settings"], **described}
+        if not all(type(settings[name]) is int for name in ("steps", "micro_batches")):
+            raise TypeError("steps and micro_batches must be whole numbers")
+        data = run_data(described, Path(folder), described["fingerprint"])
         return data, run_batches(data, described, described["id_limit"]), settings
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, (DataError, FileError)):
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, FileError):
             raise
         raise DataError(f"{path}: not the config.json of a run: {error!r}") from error
-
-
-def _check(settings: dict) -> None:
-    """ValueError for numbers that no run has, and for a path or a fingerprint that is no text."""
-    least = {"steps": 1, "batch_size": 1, "micro_batches": 1, "seq_len": 1, "samples": 1, "seed": 0}
-    if settings["id_limit"] is not None:
-        least["id_limit"] = 1
-    for name, low in least.items():
-        value = settings[name]
-        if type(value) is not int or not low <= value < 2**63:
-            raise ValueError(f"{name} is {value!r:.40}")
-    for name, kinds in {"path": (str, type(None)), "fingerprint": str}.items():
-        if not isinstance(settings[name], kinds):
-            raise ValueError(f"{name} is {settings[name]!r:.40}")
-    if settings["micro_batches"] * settings["batch_size"] > settings["samples"]:
-        raise ValueError("a step has more samples than the run")

@@ -2,7 +2,7 @@
 
     files --> chunks (text, True if its document ends here) --> ids, a group of chunks at a time
 
-A document is a file, or a line of a file of JSON lines (its field `text`, or another); .gz and .zst
+A document is a file, or a line of a file of JSON lines (its field `text`, or another); packed files
 are unpacked. Each ends with the tokenizer's end of text. A file is never held whole: memory is
 bounded by GROUP and LONGEST_LINE, whatever a packed file unpacks to.
 """
@@ -10,27 +10,26 @@ bounded by GROUP and LONGEST_LINE, whatever a packed file unpacks to.
 from __future__ import annotations
 
 import codecs
-import contextlib
-import glob
-import gzip
 import json
-import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from needle.data.kinds import JSON, LINES, is_packed, kind_of, open_bytes, walk
 from needle.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizers_package
 from needle.data.tokens import DataError
-from needle.files import named, printable, reading
+from needle.files import printable
+from needle.processes import terminal_bar
 
 CHUNK = 1 << 20  # characters of a document that are tokenised as one
 # Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
 GROUP = 1 << 22
 LONGEST_LINE = 1 << 28  # bytes of a line of JSON
+SKIP = "`needle data prepare --skip-bad-lines` leaves such lines out"
 Chunk = tuple[str, bool]
 
 
@@ -42,7 +41,8 @@ def standard_library() -> list[Path]:
     every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    files = [path for path in walk(root, skipped) if path.suffix == ".py"]
+    every = walk(root, frozenset(skipped))
+    files = [path for path in every if path.suffix == ".py" and path.stat().st_size]
     if not files:
         raise DataError(
             f"{root}: no sources of the Python standard library here; give text of your own"
@@ -50,69 +50,25 @@ def standard_library() -> list[Path]:
     return files
 
 
-def files_at(path: Path) -> list[Path]:
-    """The file, the files below the folder, or those that the pattern matches; none: empty."""
-    if path.is_dir():
-        found = list(walk(path))
-    else:
-        names = [path] if path.is_file() else sorted(glob.glob(str(path)))
-        found = [Path(name) for name in names if Path(name).is_file()]
-    for file in found:
-        named(file)
-    return found
+def warn(text: str) -> None:
+    print(printable(f"needle: {text}"), file=sys.stderr, flush=True)
 
 
-def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
-    """Regular files below root, sorted by path, hidden ones left out."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(n for n in folders if n not in skipped and not n.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
+class LeftOut:
+    """What `documents` leaves out: how many of each kind, and the first of them."""
 
+    def __init__(self, bad_lines: bool = False) -> None:
+        self.bad_lines = bad_lines  # instead of raising their errors
+        self.counts: dict[str, int] = {}
+        self.first: dict[str, str] = {}
 
-def zstd_module() -> Any:
-    """compression.zstd of Python 3.14, or its backport."""
-    try:
-        from compression import zstd
-    except ImportError:
-        from backports import zstd
-    return zstd
+    def add(self, kind: str, what: str) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.first.setdefault(kind, what)
 
-
-@contextlib.contextmanager
-def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The content of a file, unpacked where its name ends in .gz or .zst. DataError for a file that
-    cannot be read, and for one that is damaged or truncated."""
-    with reading(path) as file:
-        try:
-            if path.suffix == ".gz":
-                file = gzip.open(file)
-            elif path.suffix == ".zst":
-                file = zstd_module().open(file)
-            yield file
-        except ImportError as error:
-            raise DataError(
-                f"{path}: needs Python 3.14 or the package `backports.zstd`: {sys.executable} -m "
-                "pip install backports.zstd (or unpack the file)"
-            ) from error
-        except Exception as error:  # each library that unpacks has its own
-            if isinstance(error, ValueError) or not is_packed(path):
-                raise
-            raise DataError(
-                f"{path}: cannot be unpacked, it is damaged or truncated: {error} (at or after "
-                f"offset {file.tell():,} of what it holds)"
-            ) from error
-
-
-def is_packed(path: Path) -> bool:
-    return path.suffix in (".gz", ".zst")
-
-
-def is_json_lines(path: Path) -> bool:
-    inner = path.with_suffix("") if is_packed(path) else path
-    return inner.suffix in (".jsonl", ".ndjson")
+    def report(self) -> None:
+        for kind, count in self.counts.items():
+            warn(f"left out: {count:,} {kind}; the first: {self.first[kind]}")
 
 
 def _decoded(path: Path) -> Iterator[str]:
@@ -133,18 +89,25 @@ def is_text(path: Path) -> bool:
 
 
 def json_text(line: bytes, where: str, field: str) -> str:
-    """The text in a line of JSON; where: file and offset, for errors."""
+    """The text in a line of JSON, empty where it is null; where: file and offset, for errors."""
+    if len(line) > LONGEST_LINE:
+        raise DataError(
+            f"{where}: has more than {LONGEST_LINE:,} bytes: cut its document, or give it as a "
+            "file of text"
+        )
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: no JSON: {error}") from error
-    text = value.get(field) if isinstance(value, dict) else None
+    if value is None:
+        return ""
+    text = value.get(field, 0) if isinstance(value, dict) else 0
+    if text is None:
+        return ""
     if not isinstance(text, str):
         others = [k for k, v in value.items() if type(v) is str] if type(value) is dict else []
         hint = f"; strings are in {', '.join(others[:5])}: `prepare --field`" if others else ""
         raise DataError(f"{where}: no object with a string as its field `{field}`{hint}")
-    if not text:
-        raise DataError(f"{where}: an empty document")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -152,31 +115,28 @@ def json_text(line: bytes, where: str, field: str) -> str:
     return text
 
 
-def warn(text: str) -> None:
-    print(printable(f"needle: {text}"), file=sys.stderr, flush=True)
-
-
-def json_lines(
-    path: Path, field: str = "text", start: int = 0, stop: int | None = None
-) -> Iterator[str]:
-    """Yield the documents in `field` of the lines that begin at offsets [start, stop) of a file of
-    JSON lines, without blank lines. Offsets count unpacked bytes."""
+def json_lines(path: Path, field: str, left_out: LeftOut) -> Iterator[str]:
+    """Yield the documents in `field` of a file of JSON lines, without blank lines. Offsets in
+    errors count unpacked bytes."""
     with open_bytes(path) as file:
-        if start > 0:
-            file.seek(start - 1)
-            while not (line := file.readline(1 << 20)).endswith(b"\n") and line:
-                start += len(line)  # of the line that began before
-            start += len(line) - 1
-        while (stop is None or start < stop) and (line := file.readline(LONGEST_LINE + 1)):
-            where = f"{path}: the line at offset {start:,}"
-            if len(line) > LONGEST_LINE:
-                raise DataError(
-                    f"{where}: has more than {LONGEST_LINE:,} bytes: cut its document, or give "
-                    "it as a file of text"
-                )
-            if line.strip():
-                yield json_text(line, where, field)
-            start += len(line)
+        end = 0
+        while line := file.readline(LONGEST_LINE + 1):
+            where, end = f"{path}: the line at offset {end:,}", end + len(line)
+            if not line.strip():
+                continue
+            try:
+                text = json_text(line, where, field)
+            except DataError as error:
+                if not left_out.bad_lines:
+                    raise DataError(f"{error}; {SKIP}") from error
+                left_out.add("bad line(s)", str(error))
+                while not line.endswith(b"\n") and (line := file.readline(1 << 20)):
+                    end += len(line)  # of one that is too long
+                continue
+            if text:
+                yield text
+            else:
+                left_out.add("empty document(s)", where)
 
 
 def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
@@ -195,25 +155,64 @@ def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
 
 
 def documents(
-    files: Sequence[Path], report: Callable[[str], None] | None = None, field: str = "text"
+    files: Sequence[Path], field: str = "text", left_out: LeftOut | None = None
 ) -> Iterator[Chunk]:
-    """Yield the chunks of all documents: each line of a file of JSON lines, each other file. Files
-    that are empty or no text are left out; `report` gets one line about the latter."""
-    left_out = []
+    """Yield the chunks of all documents: each line of a file of JSON lines, each other file. Empty
+    documents, files that are no text and, if `left_out` takes them, bad lines are left out, which
+    a given `left_out` reports at the end. DataError where there is no document."""
+    counted, last = left_out or LeftOut(), False
     for path in files:
-        if is_json_lines(path):
-            for text in json_lines(path, field):
+        if kind_of(path, field) == LINES:
+            for text in json_lines(path, field, counted):
                 yield from chunks([text])
-        elif is_text(path):
+                last = True
+        elif not is_text(path):
+            counted.add("file(s) that are not UTF-8 or hold zero bytes", str(path))
+        else:
+            empty = True
             try:
-                yield from chunks(_decoded(path))
+                for text, last in chunks(_decoded(path)):
+                    yield text, last
+                    empty = False
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}: changed while it was read: {error}") from error
-        else:
-            left_out.append(str(path))
-    if left_out and report is not None:
-        more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
-        report(f"left out, not UTF-8 or with zero bytes: {', '.join(left_out[:3])}{more}")
+            if empty:
+                counted.add("empty document(s)", str(path))
+    if left_out is not None:
+        left_out.report()
+    if not last:
+        others = f" and {len(files) - 1:,} other files" if len(files) > 1 else ""
+        raise DataError(
+            f"{files[0]}{others}: not text: empty, not UTF-8, or with zero bytes; token files end "
+            "in .npy or .bin"
+        )
+
+
+def shown(chunks: Iterable[Chunk], doing: str) -> Iterator[Chunk]:
+    """Yield chunks, and show on a terminal how many characters were read."""
+    bar = terminal_bar(desc=doing, unit="B", unit_scale=True, leave=False)
+    for chunk in chunks:
+        yield chunk
+        if bar is not None:
+            bar.update(len(chunk[0]))
+    if bar is not None:
+        bar.close()
+
+
+def check_json(files: Sequence[Path], field: str = "text") -> None:
+    """DataError for a file that was named itself and holds documents of JSON, not one a line. In a
+    folder such a file is a text."""
+    if len(files) == 1 and kind_of(files[0], field) == JSON:
+        raise DataError(
+            f"{files[0]}: JSON, but not one object a line, as needle reads it: jq -c '.[]' of an "
+            "array, or jq -c . of objects, writes them so"
+        )
+
+
+def text_kind(files: Sequence[Path]) -> str:
+    if all(kind_of(file) == LINES for file in files):
+        return "JSON lines"
+    return "packed text" if all(map(is_packed, files)) else "text"
 
 
 # ---- tokenizers -------------------------------------------------------------------------------

@@ -77,11 +77,6 @@ class Tokenizer:
             raise DataError(f"{self.source}: not a tokenizer.json: {error}") from error
         opened.no_truncation()
         opened.no_padding()
-        count, limit = opened.get_vocab_size(with_added_tokens=True), id_limit(opened)
-        if limit > 2 * count + (1 << 20):  # tables as long as that would be made, and a vocabulary
-            raise DataError(
-                f"{self.source}: {count:,} tokens have ids up to {limit - 1:,}; number them anew"
-            )
         return opened
 
     def __getattr__(self, name: str) -> Any:

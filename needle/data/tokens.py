@@ -1,24 +1,22 @@
-"""Token ids in files: parts of files that read as one flat array.
+"""Token ids in files: parts of mapped files that read as one flat array.
 
-    FlatTokens = part 0 | part 1 | ...      a part: (file, byte offset, dtype, count)
+    FlatTokens = part 0 | part 1 | ...      a part: (file, byte offset, ids)
     Documents  = FlatTokens + the size of each document
 
-Nothing is held in memory: each read copies the ids that it returns. Samples are short and lie
-anywhere, so the system's readahead, up to megabytes each, is off; the samples of a batch are
-announced together, which fetches their own pages alone and all at once.
+Nothing is held in memory: the files are mapped, and each read copies the ids that it returns. A
+process that reads a mapped file after it has shrunk ends by SIGBUS.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from needle.files import FileError, OpenFile, not_regular, reading, state_of
+from needle.files import FileError, not_regular, reading
 
 DataError = FileError  # data that cannot be used; the message names it and says what to do
 
@@ -28,51 +26,34 @@ def absent(path: str | os.PathLike, what: str = "file") -> str:
     return not_regular(path) or f"no such {what}"
 
 
-class Part:
-    """`count` ids of `dtype` from byte `offset` of a file. Raises DataError where the file cannot
-    be opened or is too short."""
+class Part(NamedTuple):
+    """Ids from byte `offset` of a file on; of ids in memory the path is None."""
 
-    def __init__(self, path: Path, offset: int, dtype: np.dtype, count: int) -> None:
-        self.path, self.offset, self.dtype, self.count = path, offset, np.dtype(dtype), count
-        self.end = offset + count * self.dtype.itemsize
-        with reading(path) as file:
-            status = os.fstat(file.fileno())
-            self.state, self._file = state_of(status), OpenFile(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        if status.st_size < self.end:
-            raise self._cut("is truncated", status.st_size)
+    path: Path | None
+    offset: int
+    ids: np.ndarray
 
-    def _cut(self, problem: str, size: int) -> DataError:
-        return DataError(
-            f"{self.path}: {problem}: the file ends at offset {size:,}, its tokens at {self.end:,}"
-        )
-
-    def announce(self, start: int, stop: int) -> None:
-        """Ask the system to fetch ids [start, stop), which are read soon; returns at once."""
-        item = self.dtype.itemsize
-        self._file.announce(self.offset + start * item, (stop - start) * item)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """A copy of ids [start, stop)."""
-        ids = np.empty(max(stop - start, 0), self.dtype)
-        offset = self.offset + start * self.dtype.itemsize
-        if self._file.read_into(memoryview(ids.view(np.uint8)), offset) < ids.nbytes:
-            raise self._cut("has shrunk since it was opened", self._file.size())
-        return ids
-
-    def __reduce__(self):
-        return Part, (self.path, self.offset, self.dtype, self.count)
+    def between(self, start: int, stop: int) -> Part:
+        """Ids [start, stop) of these."""
+        return Part(self.path, self.offset + start * self.ids.itemsize, self.ids[start:stop])
 
 
-def whole_file(path: Path, dtype: np.dtype) -> Part:
-    """A file that holds ids of `dtype` and nothing else."""
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise DataError(
-            f"{path}: {size:,} bytes are no whole number of {dtype} tokens: the file is "
-            "truncated, or of another format"
-        )
-    return Part(path, 0, dtype, size // dtype.itemsize)
+def map_part(path: Path, dtype: Any, offset: int = 0, count: int | None = None) -> Part:
+    """Map `count` ids of `dtype` from byte `offset` of a file, by default all to its end. DataError
+    where the file cannot be opened, or ends within an id."""
+    dtype = np.dtype(dtype)
+    with reading(path) as file:
+        if count is None:
+            size = os.fstat(file.fileno()).st_size - offset
+            count, rest = divmod(size, dtype.itemsize)
+            if rest:
+                raise DataError(
+                    f"{path}: {size:,} bytes are no whole number of {dtype} tokens: the file is "
+                    "truncated, or of another format"
+                )
+        if count == 0:  # which cannot be mapped
+            return Part(path, offset, np.empty(0, dtype))
+        return Part(path, offset, np.asarray(np.memmap(file, dtype, "r", offset, (count,))))
 
 
 class FlatTokens:
@@ -80,12 +61,12 @@ class FlatTokens:
     len, dtype, shape, slices (copied), integer arrays, np.asarray (all of it, copied)."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        if len({part.dtype for part in parts}) != 1:
-            listed = ", ".join(f"{part.path}: {part.dtype}" for part in parts)
+        if len({part.ids.dtype for part in parts}) != 1:
+            listed = ", ".join(f"{part.path}: {part.ids.dtype}" for part in parts)
             raise DataError(f"files of several types do not make one array ({listed})")
         self.parts = list(parts)
-        self.dtype = self.parts[0].dtype
-        self._ends = np.cumsum([part.count for part in self.parts])
+        self.dtype = self.parts[0].ids.dtype
+        self._ends = np.cumsum([len(part.ids) for part in self.parts])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -95,68 +76,51 @@ class FlatTokens:
         return (len(self),)
 
     def __repr__(self) -> str:
-        files = ", ".join(str(part.path) for part in self.parts[:3])
+        files = ", ".join(str(part.path or "memory") for part in self.parts[:3])
         more = f" and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
         return f"{type(self).__name__}({len(self):,} {self.dtype} tokens of {files}{more})"
 
-    def _within(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """(part, start, stop) within each part that holds some of ids [start, stop)."""
-        index = int(np.searchsorted(self._ends, start, side="right"))
+    def _within(self, start: int, stop: int) -> list[Part]:
+        """The ids [start, stop), 0 <= start <= stop <= len, as parts of the parts."""
+        found, index = [], int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
-            part = self.parts[index]
-            before = int(self._ends[index]) - part.count
-            end = min(stop, before + part.count)
-            if end > start:
-                yield part, start - before, end - before
-            start, index = end, index + 1
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """A copy of ids [start, stop), 0 <= start <= stop <= len."""
-        found = [part.read(low, high) for part, low, high in self._within(start, stop)]
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.empty(0, self.dtype)
-
-    def rows(self, rows: Sequence[Sequence[tuple[int, int]]]) -> np.ndarray:
-        """(len(rows), T): of each row the ids of its stretches [start, stop), T in all, one after
-        the other."""
-        for start, stop in itertools.chain.from_iterable(rows):
-            for part, low, high in self._within(start, stop):
-                part.announce(low, high)
-        return np.stack([np.concatenate([self.read(*one) for one in row]) for row in rows])
+            part, end = self.parts[index], int(self._ends[index])
+            low = start - end + len(part.ids)
+            found.append(part.between(low, low + min(stop, end) - start))
+            start, index = min(stop, end), index + 1
+        return found
 
     def between(self, start: int, stop: int) -> FlatTokens:
         """The ids [start, stop) as FlatTokens; nothing is read."""
-        parts = [
-            Part(part.path, part.offset + low * part.dtype.itemsize, part.dtype, high - low)
-            for part, low, high in self._within(start, stop)
-        ]
-        first = self.parts[0]
-        return FlatTokens(parts or [Part(first.path, first.offset, first.dtype, 0)])
+        return FlatTokens(self._within(start, stop) or [self.parts[0].between(0, 0)])
 
-    def where(self, position: int) -> tuple[Path, int]:
-        """(file, byte offset) of an id."""
-        ((part, place, _),) = self._within(position, position + 1)
-        return part.path, part.offset + place * part.dtype.itemsize
+    def read(self, *stretches: tuple[int, int]) -> np.ndarray:
+        """A copy of the ids of stretches [start, stop), one after the other."""
+        found = [part.ids for one in stretches for part in self._within(*one)]
+        return np.concatenate(found) if found else np.empty(0, self.dtype)
+
+    def where(self, position: int) -> Part:
+        """The id at a position, as a part of its file."""
+        return self._within(position, position + 1)[0]
 
     def __getitem__(self, index):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step > 0:
-                return self.read(start, max(start, stop))[::step]
+                return self.read((start, max(start, stop)))[::step]
             return np.asarray(self)[index]
         chosen = np.asarray(index)
         if chosen.dtype.kind not in "iu":
             raise IndexError(f"tokens are indexed by integers and slices, not by {chosen.dtype}")
         places = [range(len(self))[place] for place in chosen.ravel().tolist()]
-        ids = [self.read(place, place + 1)[0] for place in places]
+        ids = [self.where(place).ids[0] for place in places]
         return np.array(ids, self.dtype).reshape(chosen.shape)[()]
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return self.read(0, len(self)).astype(dtype or self.dtype, copy=False)
+        return self.read((0, len(self))).astype(dtype or self.dtype, copy=False)
 
     def tolist(self) -> list[int]:
-        return self.read(0, len(self)).tolist()
+        return np.asarray(self).tolist()
 
 
 class Documents(FlatTokens):
@@ -175,10 +139,10 @@ class Documents(FlatTokens):
 
 def place_of(tokens: Any, position: int) -> str:
     """The file and offset of an id, for errors; its position where `tokens` are in memory."""
-    if not isinstance(tokens, FlatTokens):
+    part = tokens.where(position) if isinstance(tokens, FlatTokens) else None
+    if part is None or part.path is None:
         return f"token {position:,}"
-    path, offset = tokens.where(position)
-    return f"{path}: offset {offset:,}"
+    return f"{part.path}: offset {part.offset:,}"
 
 
 def is_broken(values: np.ndarray) -> np.ndarray:

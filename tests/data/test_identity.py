@@ -1,50 +1,23 @@
-"""The identity of data: every byte counts, hashes are kept, and files are read again only where
-their states changed."""
+"""The identity of data: which changes it sees, and which runs of earlier versions go on."""
 
-import contextlib
-import errno
-import fcntl
-import functools
 import hashlib
-import itertools
-import json
 import os
-import resource
 import shutil
 import time
-import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from harness import naming, overwrite
-from token_files import IDS, of_two, write_megatron, write_shard
+from token_files import IDS, write_megatron
 
-from needle.data import DataError, identity, open_data, prepare
+from needle.data import DataError, cache, identity, open_data
 from needle.data.runs import run_data
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Files of a tenth of a second ago count as settled."""
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(identity, "SETTLED", 100_000_000)
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """The paths of which bytes were hashed, a list of theirs for each time."""
-    calls, real = [], identity.hash_bytes
-
-    def counted(stretches):
-        calls.append([stretch.path.name for stretch in stretches])
-        return real(stretches)
-
-    monkeypatch.setattr(identity, "hash_bytes", counted)
-    return calls
-
-
-def settle():
-    time.sleep(0.15)
 
 
 def write_kind(folder, kind):
@@ -60,28 +33,24 @@ def write_kind(folder, kind):
         ids.tofile(folder / "train.bin")
         ids.tofile(folder / "val.bin")
         return folder, folder / "val.bin"
-    if kind == "shards":
-        for number in range(3):
-            write_shard(folder / f"s_{number}.bin", ids)
-        return folder / "s_*.bin", folder / "s_1.bin"
     documents = ids[:34_833].reshape(17, 2049) if kind == "rows" else np.split(ids, [5, 39_000])
     write_megatron(folder / "m", documents)
     return folder / "m", folder / "m.bin"
 
 
-def test_fingerprint_one_byte_in_place_differs(tmp_path, read):
+KINDS = ("npy", "flat", "nanoGPT", "rows", "documents")
+
+
+def test_fingerprint_one_byte_in_place_differs(tmp_path):
     """One byte anywhere, with size, inode and time of modification as they were."""
-    for kind in ("npy", "flat", "nanoGPT", "shards", "rows", "documents"):
+    for kind in KINDS:
         (tmp_path / kind).mkdir()
         path, file = write_kind(tmp_path / kind, kind)
-        settle()
-        read.clear()
         with naming(kind):
-            before = open_data(path).fingerprint
-            assert open_data(path).fingerprint == before and len(read) == 1
-            byte = file.read_bytes()[60_001]
+            before, byte = open_data(path).fingerprint, file.read_bytes()[60_001]
+            assert open_data(path).fingerprint == before
             overwrite(file, 60_001, bytes([byte ^ 1]))
-            assert open_data(path).fingerprint != before and len(read) == 2
+            assert open_data(path).fingerprint != before
             overwrite(file, 60_001, bytes([byte]))
             assert open_data(path).fingerprint == before
 
@@ -93,143 +62,71 @@ def test_fingerprint_borders_of_documents_differ(tmp_path):
     assert open_data(tmp_path / "a").fingerprint != open_data(tmp_path / "b").fingerprint
 
 
-def test_fingerprint_same_bytes_in_another_inode_are_the_same(tmp_path, read):
-    path, _ = write_kind(tmp_path, "npy")
-    settle()
-    before = open_data(path).fingerprint
-    shutil.copyfile(path, tmp_path / "y.npy")
-    os.replace(tmp_path / "y.npy", path)
-    settle()
-    for _ in range(2):
-        assert open_data(path).fingerprint == before
-    assert len(read) == 2
-    (tmp_path / "b").mkdir()
-    moved = path.rename(tmp_path / "b" / "z.npy")
-    assert open_data(moved).fingerprint == before and len(read) == 3
-
-
-def test_fingerprint_of_a_link_is_that_of_the_file_it_leads_to(tmp_path):
+def test_fingerprint_same_bytes_elsewhere_are_the_same(tmp_path):
     for number in (0, 1):
         np.save(tmp_path / f"{number}.npy", IDS + number)
-    settle()
-    found = []
-    for number in (0, 1):
-        (tmp_path / "link.npy").unlink(missing_ok=True)
-        (tmp_path / "link.npy").symlink_to(tmp_path / f"{number}.npy")
-        found.append(open_data(tmp_path / "link.npy").fingerprint)
-    assert found[0] != found[1] == open_data(tmp_path / "1.npy").fingerprint
+    (tmp_path / "link.npy").symlink_to(tmp_path / "1.npy")
+    found = [open_data(tmp_path / f"{name}.npy").fingerprint for name in ("0", "1", "link")]
+    assert found[0] != found[1] == found[2]
 
 
 def test_hash_is_that_of_blocks_whatever_files_hold_them(tmp_path, monkeypatch):
-    for block in (1, 7, 4096, 80_000, 1 << 26):
-        monkeypatch.setattr(identity, "BLOCK", block)
-        content = os.urandom(500 if block < 8 else 20_000) * 4
-        digests = b"".join(
-            hashlib.sha256(content[low : low + block]).digest()
-            for low in range(0, len(content), block)
-        )
-        cuts, stretches = [0, 3, 3, len(content) // 2, len(content)], []
+    """Of all bytes, or above a size of blocks spread evenly; `every` asks for all again."""
+    for block, size in ((1, 2000), (7, 2000), (4096, 80_000), (80_000, 80_000), (1 << 26, 80_000)):
+        content = os.urandom(size)
+        cuts, stretches = [0, 3, 3, size // 2, size], []
         for number, (low, high) in enumerate(zip(cuts, cuts[1:])):
             path = tmp_path / str(number)
             path.write_bytes(b"head" + content[low:high] + b"tail")
-            stretches.append(identity.whole(path)._replace(offset=4, end=4 + high - low))
+            stretches.append((path, 4, high - low))
+
+        def expected(starts, length, content=content):
+            blocks = (content[start : start + length] for start in starts)
+            digests = b"".join(hashlib.sha256(one).digest() for one in blocks)
+            return hashlib.sha256(digests).hexdigest()
+
+        monkeypatch.setattr(identity, "BLOCK", block)
+        monkeypatch.setattr(identity, "SAMPLES", 5)
+        monkeypatch.setattr(identity, "SAMPLE", 30)
         with naming(block):
-            assert identity.hash_bytes(stretches) == hashlib.sha256(digests).hexdigest()
+            whole = expected(range(0, size, block), block)
+            monkeypatch.setattr(identity, "ALL", size)
+            assert identity.content_hash(stretches) == whole
+            monkeypatch.setattr(identity, "ALL", size - 1)
+            starts = [(size - 30) * number // 4 for number in range(5)]
+            sampled = identity.content_hash(stretches)
+            assert sampled == "sampled-" + expected(starts, 30)
+            assert identity.content_hash(stretches, every=True) == whole
 
 
-def test_hash_of_a_file_that_was_just_written_is_made_again(tmp_path, monkeypatch, read):
-    """Its clock may not have moved on: a second write could leave the same state."""
-    monkeypatch.setattr(identity, "SETTLED", 3600 * 10**9)
-    paths = [tmp_path / "old", tmp_path / "new"]
-    for path in paths:
-        path.write_bytes(b"bytes")
-        time.sleep(0.02)
-    settled = paths[1].stat().st_ctime_ns + identity.SETTLED
-    for now, times in ((settled, 2), (settled + 1, 3)):
-        clock = types.SimpleNamespace(time_ns=functools.partial(int, now))
-        monkeypatch.setattr(identity, "time", clock)
-        for _ in range(2):
-            identity.content_hash([*map(identity.whole, paths)])
-        assert len(read) == times
-
-
-def test_hash_a_file_that_changes_meanwhile_is_an_error(tmp_path, monkeypatch):
+def test_hash_of_a_file_that_shrinks_meanwhile_is_an_error(tmp_path):
     path, _ = write_kind(tmp_path, "flat")
-    settle()
-    real, kept = identity._hash_block, path.read_bytes()
-    for change in (
-        lambda: overwrite(path, 9, b"other"),
-        lambda: path.open("ab").close() or os.truncate(path, 70_000),
-        lambda: path.unlink(),
-    ):
-        path.write_bytes(kept)
-        data = open_data(path)
-        with monkeypatch.context() as patch:
-            patch.setattr(identity, "_hash_block", lambda block, c=change: (real(block), c())[0])
-            with pytest.raises(DataError, match="x.bin: changed while it was read: start again"):
-                _ = data.fingerprint
-    path.write_bytes(kept)
     data = open_data(path)
-    shutil.copyfile(path, tmp_path / "y")
-    os.replace(tmp_path / "y", path)  # its map shows the file that is gone
-    with pytest.raises(DataError, match="x.bin: changed while it was read"):
+    os.truncate(path, 70_000)
+    with pytest.raises(DataError, match="x.bin: has shrunk while it was read"):
         _ = data.fingerprint
 
 
-def test_record_that_is_damaged_is_made_again(tmp_path, read):
-    path, _ = write_kind(tmp_path, "npy")
-    settle()
-    before = open_data(path).fingerprint
-    (record,) = (tmp_path / "cache" / "hashes").iterdir()
-    for content in (b"", b"{", b"[]", b'{"states": 3}', b"\xff", b"\0" * 90):
-        record.write_bytes(content)
-        read.clear()
-        with naming(content):
-            assert open_data(path).fingerprint == before and len(read) == 1
-            assert json.loads(record.read_bytes())["hash"] in before
+def test_runs_of_earlier_versions_go_on(tmp_path, monkeypatch):
+    """Their fingerprints have a hash of all bytes, whatever their size, or `trusted` instead."""
+    path, file = write_kind(tmp_path, "flat")
+    described = {"path": str(path), "tokenizer": None, "vocab_size": 0}
+    whole = run_data(described).fingerprint
+    shape = hashlib.sha256(b"<u2 38000 2000").hexdigest()[:16]
+    blocks = hashlib.sha256(hashlib.sha256(file.read_bytes()).digest()).hexdigest()
+    assert whole == f"{shape}-{blocks}"
+    monkeypatch.setattr(identity, "ALL", 70_000)
+    monkeypatch.setattr(identity, "SAMPLE", 100)
+    sampled = run_data(described).fingerprint
+    assert sampled.startswith(f"{shape}-sampled-")
+    for before in whole, sampled, f"{shape}-trusted":
+        assert run_data(described, fingerprint=before).fingerprint == sampled
+    for before in whole[:-1] + "x", sampled[:-1] + "x", f"{shape[:-1]}x-trusted":
+        with pytest.raises(DataError, match="not the tokens that the run read before"):
+            run_data(described, fingerprint=before)
 
 
-def test_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, read, capsys):
-    path, _ = write_kind(tmp_path, "npy")
-    settle()
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "file" / "cache"))
-    assert open_data(path).fingerprint == open_data(path).fingerprint
-    assert len(read) == 2
-    assert "Not a directory: its content is made again at each start" in capsys.readouterr().err
-
-
-def test_full_disk_keeps_no_hash(tmp_path, read):
-    path, _ = write_kind(tmp_path, "npy")
-    settle()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        assert open_data(path).fingerprint == open_data(path).fingerprint and len(read) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_processes_that_want_one_hash_read_the_data_once(tmp_path, monkeypatch, read):
-    """Ranks of a machine do so: the second waits for the first, and takes its result."""
-    path, _ = write_kind(tmp_path, "npy")
-    settle()
-    found = of_two(lambda: open_data(path).fingerprint, monkeypatch, identity, "_hash_block")
-    assert found[0] == found[1] and len(read) == 1
-
-
-def test_without_locks_the_hash_is_made(tmp_path, monkeypatch):
-    path, _ = write_kind(tmp_path, "npy")
-
-    def none(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    before = open_data(path).fingerprint
-    monkeypatch.setattr(fcntl, "flock", none)
-    assert open_data(path).fingerprint == before
-
-
-# ---- text --------------------------------------------------------------------------------------
+# ---- the cache of text -------------------------------------------------------------------------
 
 
 def words(data):
@@ -246,16 +143,15 @@ def write_texts(tmp_path, kind):
 
 
 def test_text_that_changed_in_place_is_tokenised_again(tmp_path, tokenizer, capsys):
-    for kind, trust in itertools.product(("file", "folder", "lines"), (False, True)):
-        (tmp_path / f"{kind}{trust}").mkdir()
-        path, file = write_texts(tmp_path / f"{kind}{trust}", kind)
-        settle()
-        with naming(kind, trust):
-            assert "owt" not in words(open_data(path, tokenizer, trust=trust))
+    for kind in ("file", "folder", "lines"):
+        (tmp_path / kind).mkdir()
+        path, file = write_texts(tmp_path / kind, kind)
+        with naming(kind):
+            assert "owt" not in words(open_data(path, tokenizer))
             overwrite(file, file.read_bytes().index(b"two", 1000), b"owt")
-            assert "one owt three" in words(open_data(path, tokenizer, trust=trust))
+            assert "one owt three" in words(open_data(path, tokenizer))
             capsys.readouterr()
-            assert "one owt three" in words(open_data(path, tokenizer, trust=trust))
+            assert "one owt three" in words(open_data(path, tokenizer))
             assert "tokenising" not in capsys.readouterr().out
 
 
@@ -287,90 +183,42 @@ def test_text_whose_files_are_cut_elsewhere_is_other_text(tmp_path, tokenizer):
     assert ends[1] < ends[0]
 
 
+def changing(monkeypatch, change):
+    """Have `change` happen while a text is tokenised."""
+    real = cache._tokenise
+    monkeypatch.setattr(cache, "_tokenise", lambda *given: (real(*given), change()))
+
+
 def test_text_that_changes_while_it_is_tokenised_is_an_error(tmp_path, tokenizer, monkeypatch):
-    from needle.data import readers
-
     path, file = write_texts(tmp_path, "folder")
-    real = readers._tokenise
-
-    def changing(*args):
-        facts = real(*args)
-        overwrite(file, 9, b"owt")
-        return facts
-
-    monkeypatch.setattr(readers, "_tokenise", changing)
-    with pytest.raises(DataError, match="1.txt: changed while it was read"):
+    changing(monkeypatch, lambda: file.write_text("other"))
+    with pytest.raises(DataError, match="t: changed while it was read"):
         open_data(path, tokenizer)
-    assert not list((tmp_path / "cache").glob("*text-*"))
+    assert not list((tmp_path / "cache").iterdir())
 
 
-def test_prepare_goes_on_only_with_the_same_bytes(tmp_path, tokenizer, monkeypatch):
-    path, file = write_texts(tmp_path, "lines")
-    monkeypatch.setattr(prepare, "UNIT", 1000)
-    real, done = prepare._encode_unit, []
-
-    def counted(*args):
-        done.append(args[2])
-        return real(*args)
-
-    def dying(*args):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        return counted(*args)
-
-    call = [str(path)], str(tokenizer), str(tmp_path / "x"), 1
-    settle()
-    for change, again in ((None, False), ("touched", False), ("changed", True)):
-        done.clear()
-        shutil.rmtree(tmp_path / "x.parts", ignore_errors=True)
-        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(prepare, "_encode_unit", dying)
-            prepare.prepare(*call)
-        assert done == [0, 1]
-        if change == "touched":
-            os.utime(file)
-        elif change == "changed":
-            overwrite(path / "0.jsonl", 15, b"owt")
-        with monkeypatch.context() as patch:
-            patch.setattr(prepare, "_encode_unit", counted)
-            prepare.prepare(*call)
-        assert done[2] == (0 if again else 2)
-        for made in "x.bin", "x.idx":
-            (tmp_path / made).unlink()
+def test_cache_of_two_that_tokenise_one_text_is_whole(tmp_path, tokenizer, monkeypatch):
+    path, _ = write_texts(tmp_path, "file")
+    changing(monkeypatch, lambda: time.sleep(0.3))  # the other is at it too
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda _: words(open_data(path, tokenizer)), range(2))]
+    assert found[0] == found[1] == "one two three four five six\n" * 99
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_prepare_inputs_that_change_meanwhile_are_an_error(tmp_path, tokenizer, monkeypatch):
-    path, file = write_texts(tmp_path, "lines")
-    real = prepare._encode_unit
-
-    def changing(*args):
-        found = real(*args)
-        overwrite(file, 15, b"owt")
-        return found
-
-    monkeypatch.setattr(prepare, "_encode_unit", changing)
-    with pytest.raises(DataError, match="1.jsonl: changed while it was read"):
-        prepare.prepare([str(path)], str(tokenizer), str(tmp_path / "x"), 1)
-    assert not list(tmp_path.glob("x*"))
-
-
-# ---- trusted data ------------------------------------------------------------------------------
-
-
-def test_trusted_data_are_not_hashed(tmp_path, read):
-    path, _ = write_kind(tmp_path, "flat")
-    trusted = open_data(path, trust=True)
-    assert trusted.fingerprint.endswith("-trusted") and read == []
-    assert trusted.source.endswith("40,000 uint16 tokens, trusted: not hashed")
-    described = {"path": str(path), "tokenizer": None, "vocab_size": 0}
-    hashed = run_data(described).fingerprint
-    changed = hashed[:-1] + ("1" if hashed[-1] == "0" else "0")
-    with pytest.raises(DataError, match="not the tokens that the run read before"):
-        run_data(described, fingerprint=changed)
-    assert run_data(described, fingerprint=trusted.fingerprint).fingerprint == hashed
-    # A hash that was made before is kept for later starts.
-    assert run_data(described, fingerprint=changed, trust=True).fingerprint == changed
-    os.truncate(path, 79_998)
-    for before in hashed, trusted.fingerprint:
-        with pytest.raises(DataError, match="not the tokens that the run read before"):
-            run_data(described, fingerprint=before, trust=True)
+def test_cache_that_cannot_be_is_named(tmp_path, tokenizer, monkeypatch):
+    path, _ = write_texts(tmp_path, "file")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "file").touch()
+    for settings, said in (
+        ({"NEEDLE_CACHE": str(tmp_path / "file" / "x")}, "cannot be written .Not a directory."),
+        ({"NEEDLE_CACHE": "", "HOME": str(tmp_path / "file")}, "cannot be written .Not a dir"),
+        ({"NEEDLE_CACHE": "", "HOME": None}, "this user has no home; set NEEDLE_CACHE"),
+    ):
+        for name, value in settings.items():
+            monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+        monkeypatch.setattr("pwd.getpwuid", dict().__getitem__)  # a user that nothing knows
+        with naming(settings), pytest.raises(DataError, match=said):
+            open_data(path, tokenizer)
+    np.save(tmp_path / "x.npy", IDS)
+    assert open_data(tmp_path / "x.npy").fingerprint  # tokens need no cache

@@ -4,11 +4,12 @@ early."""
 import gc
 import io
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
+from harness import DEVICES, device_of, wait_for
 
 import needle as ndl
 from needle import _C
@@ -51,71 +52,27 @@ def test_prefetch_draws_the_same_batches_and_knows_its_position(device):
     ahead.close()
 
 
-class Gated(Batches):
-    """Batches that are read when the test lets them. The clock advances by a second a batch."""
-
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.gate, self.drawn, self.clock = threading.Semaphore(0), threading.Semaphore(0), 0.0
-
-    def next_rows(self):
-        assert self.gate.acquire(timeout=60)
-        self.clock += 1.0
-        return super().next_rows()
-
-    @property
-    def position(self):
-        self.drawn.release()  # the thread asks for it when a batch is on its way to next()
-        return super().position
-
-
-class Clock:
-    """Stands in for the module time: `looked` is set when the clock is read."""
-
-    def __init__(self, batches):
-        self.batches, self.looked = batches, threading.Event()
-
-    def perf_counter(self):
-        self.looked.set()
-        return self.batches.clock
-
-
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_next_does_not_wait_for_batches_read_in_time(monkeypatch, depth):
-    """While the loop is busy `depth` batches are read, and no more; with the reader standing still
-    these are had at once, and `waited` is the time of reading of what was not ready."""
-    batches, plain = Gated(IDS, 3, 16, seed=4), Batches(IDS, 3, 16, seed=4)
-    clock = Clock(batches)
+def test_depth_batches_are_read_ahead_and_not_waited_for(monkeypatch, depth):
+    """While the loop is busy `depth` batches are read, and no more; these are had at once. The
+    clock counts the batches that were read."""
+    batches, plain, drawn = Batches(IDS, 3, 16, seed=4), Batches(IDS, 3, 16, seed=4), []
+    real = batches.next_rows
+    batches.next_rows = lambda: (drawn.append(1), real())[1]
+    clock = SimpleNamespace(perf_counter=lambda: float(len(drawn)))
     monkeypatch.setattr(prefetch, "time", clock)
     ahead = Prefetch(batches, depth=depth)
-
-    def same(got):
-        for a, b in zip(got, plain.next()):
+    assert ahead.waited == 0 and not drawn
+    for number in range(1, 9):
+        for a, b in zip(ahead.next(), plain.next()):
             np.testing.assert_array_equal(a, b)
-
-    def read(count):
-        for _ in range(count):
-            batches.gate.release()
-            assert batches.drawn.acquire(timeout=60)
-
-    assert batches.drawn.acquire(timeout=60) and ahead.waited == 0  # its own look at the position
-    opener = threading.Thread(target=lambda: (clock.looked.wait(60), batches.gate.release()))
-    opener.start()
-    same(ahead.next())  # nothing was read ahead: it waits for one batch
-    opener.join()
-    assert ahead.waited == 1 and batches.drawn.acquire(timeout=60)
-    for _ in range(2):
-        read(depth)  # the loop is busy
-        batches.gate.release()  # and further reading is allowed, but there is no room
-        assert not batches.drawn.acquire(timeout=0.05)
-        for number in range(depth):
-            # The first that is taken makes room for the one batch that is allowed.
-            same(ahead.next())
-            assert number or batches.drawn.acquire(timeout=60)
-            assert ahead.waited == 1
-        same(ahead.next())
-        assert ahead.waited == 1 and ahead.position == plain.position
-    batches.gate.release(99)
+        assert ahead.position == plain.position
+        wait_for(lambda due=number + depth: len(drawn) == due)  # the loop is busy
+        time.sleep(0.02)
+        assert len(drawn) == number + depth
+        if number == 1:
+            waited = ahead.waited
+        assert ahead.waited == waited and 1 <= waited <= depth
     ahead.close()
 
 
@@ -157,7 +114,7 @@ def test_pinned_buffer_is_written_only_after_its_copy(monkeypatch, depth):
 
 
 def threads():
-    return [t for t in threading.enumerate() if t.name == "needle.data.Prefetch"]
+    return [t for t in threading.enumerate() if t.name.startswith("needle.data.Prefetch")]
 
 
 def test_a_dropped_prefetch_ends_its_thread():

@@ -2,31 +2,22 @@
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT, naming, wait_for
+from harness import naming
 from token_files import TEXTS
 
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import (
     Batches,
-    DataError,
     Prefetch,
     __main__,
     megatron,
     open_data,
     open_documents,
     open_run_data,
-    prepare,
 )
 from needle.data.text import train_tokenizer
 from needle.data.tokenizer import load_tokenizer
@@ -38,7 +29,6 @@ def inputs(tmp_path, monkeypatch):
     """Text of every kind: 30 JSON lines, 30 packed ones, 30 files; in that order."""
     pytest.importorskip("tokenizers")
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prepare, "UNIT", 700)
     train_tokenizer(iter(TEXTS), 300).save(str(tmp_path / "tokenizer.json"))
     lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
     (tmp_path / "a.jsonl").write_text("\n" + "".join(lines[:30]))
@@ -49,26 +39,9 @@ def inputs(tmp_path, monkeypatch):
     return [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "texts")]
 
 
-def flags(tmp_path, inputs, out, *more):
-    where = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / out)]
-    return ["prepare", *inputs, *where, *more]
-
-
 def run(tmp_path, inputs, out, *more):
-    return __main__.main(flags(tmp_path, inputs, out, "--processes", "1", *more))
-
-
-def started(*words, **pipes):
-    """A command in a process group of its own."""
-    command = [sys.executable, "-u", *map(str, words)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes)
-
-
-def wait_for_files(process, folder, pattern, count):
-    """Wait until the running process has written so many of these files."""
-    wait_for(lambda: process.poll() is not None or len([*folder.glob(pattern)]) >= count)
-    assert process.poll() is None
+    where = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / out)]
+    return __main__.main(["prepare", *inputs, *where, *more])
 
 
 def content(tmp_path, out):
@@ -78,8 +51,7 @@ def content(tmp_path, out):
 def test_documents_come_back_in_their_order(tmp_path, inputs, capsys, monkeypatch):
     monkeypatch.setattr("needle.data.text.CHUNK", 40)  # so that most documents are several
     assert run(tmp_path, inputs, "one") == 0
-    out = capsys.readouterr().out
-    assert "90 documents" in out and "0 of " in out
+    assert "90 documents" in capsys.readouterr().out
     found = open_documents(tmp_path / "one")
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     ends = np.cumsum(found.sizes)
@@ -87,174 +59,39 @@ def test_documents_come_back_in_their_order(tmp_path, inputs, capsys, monkeypatc
     for text, stop, size in zip(TEXTS, ends, found.sizes):
         ids = found[stop - size : stop].tolist()
         assert ids.pop() == end and tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert not list(tmp_path.rglob("*.parts"))
 
 
-def test_several_processes_write_the_files_of_one(tmp_path, inputs):
-    assert run(tmp_path, inputs, "one") == 0
-    assert __main__.main(flags(tmp_path, inputs, "new/folders/two", "--processes", "2")) == 0
-    assert content(tmp_path, "one") == content(tmp_path, "new/folders/two")
-
-
-def test_the_cut_neither_loses_nor_doubles_a_line(tmp_path, inputs):
-    path = Path(inputs[0])
-    for size in (1, 7, 100, 10**6):
-        units = prepare.cut([path], size)
-        assert [text for unit in units for text, _ in unit.chunks()] == TEXTS[:30]
-
-
-PROGRAM = """
-import sys, time
-from needle.data import __main__, prepare
-if __name__ == "__main__":
-    prepare.UNIT = 700
-    encode = prepare._encode_unit
-    def slow(*arguments):
-        time.sleep(0.02)
-        return encode(*arguments)
-    prepare._encode_unit = slow
-    sys.exit(__main__.main(sys.argv[1:]))
-"""
-
-
-def test_killed_and_started_again(tmp_path, inputs, monkeypatch):
-    assert run(tmp_path, inputs, "whole") == 0
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    words = flags(tmp_path, inputs, "parts", "--processes", "1")
-    process = started(program, *words, stdout=subprocess.DEVNULL)
-    wait_for_files(process, tmp_path / "parts.parts", "*.sizes", 3)
-    process.kill()
-    process.wait(60)
-    assert not (tmp_path / "parts.idx").exists()
-    done = {path.stem for path in (tmp_path / "parts.parts").glob("*.sizes")}
-    encode, made = prepare._encode_unit, []
-
-    def counted(tokenizer, unit, number, *rest):
-        made.append(str(number))
-        return encode(tokenizer, unit, number, *rest)
-
-    monkeypatch.setattr(prepare, "_encode_unit", counted)
-    assert run(tmp_path, inputs, "parts") == 0
-    assert made and not done & set(made)
-    assert content(tmp_path, "parts") == content(tmp_path, "whole")
-
-
-def test_other_inputs_do_not_take_old_parts(tmp_path, inputs, monkeypatch):
-    def broken(*_):
-        raise DataError("stopped here")
-
-    path = tmp_path / "a.txt"
-    path.write_text("one two three\n" * 20)
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_merge", broken)
-        assert run(tmp_path, inputs, "x") == run(tmp_path, [str(path)], "y") == 1
-        assert run(tmp_path, [str(path)], "z") == 1
-    assert run(tmp_path, [str(path)], "z", "--end-of-text", "e") == 0
-    end = load_tokenizer(tmp_path / "tokenizer.json").token_to_id("e")
-    assert open_documents(tmp_path / "z").tolist()[-1] == end
-    assert run(tmp_path, inputs[:1], "x") == 0
-    assert len(open_documents(tmp_path / "x").sizes) == 30
-    path.write_text("two one three\n" * 20)  # of the same size
-    assert run(tmp_path, [str(path)], "y") == 0
-    ids = open_documents(tmp_path / "y").tolist()
-    assert load_tokenizer(tmp_path / "tokenizer.json").decode(ids) == path.read_text()
-
-
-def test_two_at_once(tmp_path, inputs, capsys):
-    lock = prepare._begin(tmp_path / "x.parts", "")
-    assert run(tmp_path, inputs, "x") == 1
-    assert f"process {os.getpid()} on" in capsys.readouterr().err
-    lock.release()
-    assert run(tmp_path, inputs, "x") == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 0.4, 1.5])
-def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, delay):
-    """A terminal signals the workers as well, also while they start."""
-    Path(inputs[2], "long.txt").write_text("one two three four\n" * 200_000)
-    words = flags(tmp_path, [*inputs[:2], *inputs], "x", "--processes", "2")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = started("-m", "needle.data", *words, **pipes)
-    assert "0 of" in process.stdout.readline()  # from now on workers start
-    time.sleep(delay)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    if "documents" in out:  # it was done before; a Python that ends leaves the signal to the system
-        assert process.returncode in (0, -signal.SIGINT)
-        assert len(open_documents(tmp_path / "x").sizes) == 151
-    else:
-        assert process.returncode == 130
-        assert err == "needle data: interrupted; the same command goes on\n"
-
-
-def test_ctrl_c_waits_until_the_pool_is_made(tmp_path, inputs, monkeypatch):
-    """Between a semaphore and its finalizer it would leave the semaphore behind."""
-    made = []
-
-    def interrupted(*words):
-        signal.raise_signal(signal.SIGINT)
-        made.append(ProcessPoolExecutor(*words))
-        return made[0]
-
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", interrupted)
-    assert run(tmp_path, inputs, "x", "--processes", "2") == 130
-    assert made
-
-
-@pytest.mark.slow
-def test_workers_end_with_a_killed_parent(tmp_path, inputs):
-    Path(inputs[2], "long.txt").write_text("one two three four\n" * 400_000)
-    words = flags(tmp_path, inputs, "x", "--processes", "2")
-    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = started("-m", "needle.data", *words, **nowhere)
-    wait_for_files(process, tmp_path / "x.parts", ".*.bin*", 1)  # a worker writes
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 60
-    with pytest.raises(ProcessLookupError):  # of the whole group
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
-
-
-def test_existing_files_are_not_overwritten(tmp_path, inputs, monkeypatch, capsys):
-    assert run(tmp_path, inputs[:1], "x") == 0
-    before = content(tmp_path, "x")
-    for files in (inputs[:1], inputs[1:]):
-        assert run(tmp_path, files, "x") == 1
-        assert "x.idx: exists already; remove it, or choose" in capsys.readouterr().err
-    assert content(tmp_path, "x") == before
+def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
+    tmp_path, inputs, monkeypatch, capsys
+):
+    assert run(tmp_path, inputs[:1], "new/folders/x") == 0
+    before = content(tmp_path, "new/folders/x")
+    assert run(tmp_path, inputs[1:], "new/folders/x") == 1
+    assert "x.idx: exists already; remove it, or choose" in capsys.readouterr().err
+    assert content(tmp_path, "new/folders/x") == before
     (tmp_path / "train.bin").write_bytes(b"nanoGPT's")
     assert run(tmp_path, inputs, "train") == 1
     assert "train.bin: exists already" in capsys.readouterr().err
     assert (tmp_path / "train.bin").read_bytes() == b"nanoGPT's"
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:  # between OUT.bin and OUT.idx
-        patch.setattr(megatron, "write_index", full)
-        assert run(tmp_path, inputs[:1], "y") == 1
-    assert "y.idx: cannot be written: No space left on device" in capsys.readouterr().err
-    assert (tmp_path / "y.bin").exists() and not (tmp_path / "y.idx").exists()
-    assert run(tmp_path, inputs[1:], "y") == 1  # other inputs: not its own
-    assert run(tmp_path, inputs[:1], "y") == 0
-    assert content(tmp_path, "y") == before
+    there = sorted(tmp_path.rglob("*"))
+    for error, code, said in (
+        (OSError(28, "No space left on device"), 1, "cannot be written: No space left on device"),
+        (KeyboardInterrupt(), 130, "needle data: interrupted\n"),
+    ):
+        with monkeypatch.context() as patch:  # when all is in OUT.bin
+            patch.setattr(megatron, "write_index", lambda *_, e=error: (_ for _ in ()).throw(e))
+            assert run(tmp_path, inputs, "y") == code
+        assert said in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == there
 
 
 def test_errors_of_prepare(tmp_path, inputs, capsys):
-    with open(inputs[0], "a") as file:
-        file.write('{"text": ""}\n')
-    assert __main__.main(flags(tmp_path, inputs, "x", "--processes", "2")) == 1
-    assert "a.jsonl: the line at offset" in capsys.readouterr().err
     assert run(tmp_path, [str(tmp_path / "missing*")], "x") == 1
     assert "no file matches" in capsys.readouterr().err
     (tmp_path / "blank.txt").write_text("")
     assert run(tmp_path, [str(tmp_path / "blank.txt")], "y") == 1
-    assert "no text in the inputs" in capsys.readouterr().err
-    assert not (tmp_path / "y.idx").exists()
+    assert "blank.txt: not text: empty, not UTF-8" in capsys.readouterr().err
+    assert not list(tmp_path.glob("[xy].*"))
 
 
 def test_the_field_of_json_lines_may_be_named(tmp_path, inputs, capsys):
@@ -376,6 +213,13 @@ def test_view_of_a_run_on_text_shows_its_samples(tmp_path, inputs, trained, caps
     (tmp_path / "texts" / "00.txt").write_text("something else\n" * 40)
     assert __main__.main([*view, "1"]) == 1
     assert "not the tokens that the run read before" in capsys.readouterr().err
+    path = trained.folder / "config.json"
+    whole = json.loads(path.read_text())
+    damaged = {**whole["settings"], "steps": "six"}
+    for config in [], {}, {"data": 3}, {**whole, "data": {}}, {**whole, "settings": damaged}:
+        path.write_text(json.dumps(config))
+        assert __main__.main([*view, "1"]) == 1
+        assert f"needle data: {path}: " in capsys.readouterr().err
 
 
 def write_data(tmp_path, inputs, kind):

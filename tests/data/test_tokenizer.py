@@ -166,7 +166,7 @@ def test_tokenizer_neither_cuts_nor_pads_however_it_is_taken(tmp_path, ways, mon
             assert texts == [load_tokenizer(way).decode(ids) for ids in plain]
             out = tmp_path / f"out{number}"
             if way is not made and not isinstance(way, ndl.data.Tokenizer):
-                words = ["--tokenizer", str(way), "--out", str(out), "--processes", "2"]
+                words = ["--tokenizer", str(way), "--out", str(out)]
                 assert __main__.main(["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
                 assert open_documents(out).tolist() == documents
     assert made.truncation["max_length"] == 5 and made.padding["length"] == 9  # as it was given
@@ -208,7 +208,7 @@ def test_documents_end_with_the_token_that_is_named(
     data = open_data(tmp_path / "a.jsonl", load_tokenizer(path, flag))
     assert [*data.train.tolist(), *data.held_out.tolist()] == wanted
     assert data.tokenizer.eos_token_id == end
-    words = ["--tokenizer", str(path), "--out", str(tmp_path / "x"), "--processes", "1"]
+    words = ["--tokenizer", str(path), "--out", str(tmp_path / "x")]
     words += [] if flag is None else ["--end-of-text", flag]
     assert __main__.main(["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
     assert open_documents(tmp_path / "x").tolist() == wanted

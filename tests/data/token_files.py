@@ -1,11 +1,7 @@
-"""Files of tokens and texts, written as their formats are described, not by needle's writers; and
-two readers at once."""
+"""Files of tokens and texts, written as their formats are described, not by needle's writers."""
 
 import json
 import struct
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -29,12 +25,6 @@ def write_megatron(prefix, documents, dtype="<u2"):
         file.write(struct.pack(f"<{len(sizes) + 1}q", *range(len(sizes) + 1)))
 
 
-def write_shard(path, ids, magic=20240520, version=1, count=None):
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(ids) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(ids, "<u2").tobytes())
-
-
 def documents_of(sizes):
     ends = np.cumsum(sizes)
     return [RANDOM.randint(0, 60, size) for size in sizes], ends
@@ -42,21 +32,3 @@ def documents_of(sizes):
 
 def json_lines(texts):
     return "".join(json.dumps({"meta": 1, "text": text}) + "\n" for text in texts).encode()
-
-
-def of_two(call, monkeypatch, module, name):
-    """What two threads get of a call, the second of which begins while the first is within the
-    function `name` of a module."""
-    real, inside = getattr(module, name), threading.Event()
-
-    def slow(*args):
-        inside.set()
-        time.sleep(0.3)
-        return real(*args)
-
-    monkeypatch.setattr(module, name, slow)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(call)
-        assert inside.wait(10)
-        second = pool.submit(call)
-        return first.result(), second.result()

@@ -1,0 +1,169 @@
+"""Which files a path names, and what each holds by its first bytes.
+
+Names decide only what bytes cannot: flat tokens (.bin), and JSON lines whose first lines are
+damaged (.jsonl, .ndjson).
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import glob
+import gzip
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from needle.data.tokens import DataError
+from needle.files import named, reading
+
+NPY, FLAT, LINES, JSON, TEXT = ".npy", "flat uint16", "JSON lines", "JSON", "text"
+# gzip, or a frame of Zstandard, or one that it skips.
+PACKED = re.compile(rb"(\x1f\x8b)|\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
+SHARDS = (20240520, 20240801)  # of llm.c
+# The first bytes of tables, and what of the package `datasets` reads them.
+TABLES = {
+    b"\xff\xff\xff\xff": "load_from_disk(FOLDER)",
+    b"ARROW1\0\0": 'load_dataset("arrow", data_files=FILES)["train"]',
+    b"PAR1\x15": 'load_dataset("parquet", data_files=FILES)["train"]',
+}
+NAMED_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$", re.IGNORECASE)
+NAMED_JSON = re.compile(r"\.json(\.gz|\.zst)?$", re.IGNORECASE)
+HEAD = 1 << 20  # bytes in which the first values of JSON are looked for
+
+
+# ---- which files -------------------------------------------------------------------------------
+
+
+def files_at(path: Path) -> list[Path]:
+    """The file, the files below the folder, or those that the pattern matches; none: empty."""
+    if path.is_dir():
+        found = list(walk(path))
+    else:
+        names = [path] if path.is_file() else sorted(glob.glob(str(path)))
+        found = [Path(name) for name in names if Path(name).is_file()]
+    for file in found:
+        named(file)
+    return found
+
+
+def walk(
+    root: Path, skipped: frozenset[str] = frozenset(), above: tuple[tuple[int, int], ...] = ()
+) -> Iterator[Path]:
+    """Regular files below root, sorted by name, those of a folder before those of the folders in
+    it; hidden ones left out. Links are followed. DataError for a link that leads back to a folder
+    it lies in, and for a folder that cannot be read."""
+    try:
+        status = os.stat(root)
+        here = status.st_dev, status.st_ino
+        if here in above:
+            raise DataError(
+                f"{root}: a circle of links: it leads back to a folder that it lies in; remove it"
+            )
+        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+        files = sorted(entry.name for entry in entries if entry.is_file())
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        raise DataError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
+    for name in files:
+        yield Path(root, name)
+    for name in folders:
+        if name not in skipped:
+            yield from walk(Path(root, name), skipped, (*above, here))
+
+
+# ---- their content -----------------------------------------------------------------------------
+
+
+def zstd_module() -> Any:
+    """compression.zstd of Python 3.14, or its backport."""
+    try:
+        from compression import zstd
+    except ImportError:
+        from backports import zstd
+    return zstd
+
+
+def head_of(path: Path, count: int) -> bytes:
+    with reading(path) as file:
+        return file.read(count)
+
+
+def is_packed(path: Path) -> bool:
+    return PACKED.match(head_of(path, 4)) is not None
+
+
+@contextlib.contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """The content of a file, unpacked where it begins as gzip or Zstandard do. DataError for a file
+    that cannot be read, and for one that is damaged or truncated."""
+    packed = PACKED.match(head_of(path, 4))
+    with reading(path) as file:
+        try:
+            if packed:
+                file = gzip.open(file) if packed[1] else zstd_module().open(file)
+            yield file
+        except ImportError as error:
+            raise DataError(
+                f"{path}: needs Python 3.14 or the package `backports.zstd`: {sys.executable} -m "
+                "pip install backports.zstd (or unpack the file)"
+            ) from error
+        except Exception as error:  # each library that unpacks has its own
+            if isinstance(error, ValueError) or packed is None:
+                raise
+            raise DataError(
+                f"{path}: cannot be unpacked, it is damaged or truncated: {error} (at or after "
+                f"offset {file.tell():,} of what it holds)"
+            ) from error
+
+
+def kind_of(path: Path, field: str = "text") -> str:
+    """NPY, FLAT, LINES (objects of JSON, one a line), JSON (other JSON with documents in it), or
+    TEXT, of which some is none. field: of JSON, which holds the text. DataError for shards of llm.c
+    and for tables."""
+    head = head_of(path, 8)
+    if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy":
+        return NPY
+    if path.suffix.lower() == ".bin":
+        if int.from_bytes(head[:4], "little") in SHARDS:
+            raise DataError(
+                f"{path}: a shard of llm.c, which needle does not read: its tokens as .npy are "
+                "np.save(OUT, np.fromfile(FILE, 'uint16')[512:])"
+            )
+        return FLAT  # tokens may begin as anything does
+    for magic, call in TABLES.items():
+        if head.startswith(magic):
+            raise DataError(
+                f"{path}: a table of Arrow or Parquet, which needle does not read: take it out, or "
+                f'write JSON lines by the package datasets: {call}.to_json("texts.jsonl")'
+            )
+    if NAMED_LINES.search(path.name):
+        return LINES
+    with open_bytes(path) as file:
+        start = file.read(64)
+        if not start.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"[", b"null")):
+            return TEXT
+        start += file.read(HEAD)
+    text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+    lines = [line for line in text.split("\n") if line.strip()][:2]
+    objects = [json_object(line) for line in lines]
+    if any(field in found for found in objects):
+        return LINES
+    if len(lines) == 2 and all(objects) and NAMED_JSON.search(path.name):
+        return LINES  # whose field has another name
+    if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in text.replace(" ", ""):
+        return LINES  # of which the first goes on
+    return JSON if field in json_object(text.lstrip("[ \t\r\n"), True) else TEXT
+
+
+def json_object(text: str, more: bool = False) -> dict:
+    """The object of JSON that a text is, or with `more` begins with; empty where there is none."""
+    try:
+        value = json.JSONDecoder().raw_decode(text)[0] if more else json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
