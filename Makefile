@@ -87,7 +87,7 @@ version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); 
 endef
 
 # $(call want,modules) and $(call like,modules) install missing modules by pip. If that fails, `want`
-# ends the build and `like` prints a line.
+# ends the build; `like` installs those that can be had, and prints a line of the others.
 define lacking
 lacking=$$("$(PY)" -c 'import sys; from importlib.util import find_spec; \
 print(*(package or module.replace("_", "-") for module, _, package in (n.partition(":") for n in sys.argv[1:]) \
@@ -103,6 +103,7 @@ endef
 
 define like
 $(lacking); missed=; \
+[ -z "$$lacking" ] || "$(PY)" -m pip install -q --retries 1 $$lacking >>$(STATE)/pip.log 2>&1 || \
 for name in $$lacking; do \
     "$(PY)" -m pip install -q --retries 1 $$name >>$(STATE)/pip.log 2>&1 || missed="$$missed $$name"; \
 done; \

@@ -11,10 +11,10 @@ It prints its stacks then, and is killed with its process group. Any other exit
 code is passed on. COMMAND resumes by itself, as --resume auto --name NAME does.
 
 Three failures without a further step end the run, with the exit code of the
-last; the third try has NEEDLE_SYNC=1, so that a fault names its op. Each failure
-is a line of faults.jsonl in the folder of the run: time, step (steps done; null
-before the heartbeat), exit (the code), message, action. While another process
-works in that folder nothing is written or started.
+last; the third try has NEEDLE_SYNC=1, so that a fault names its op. Each
+failure is a line of faults.jsonl in the folder of the run: time, step (steps
+done; null before the heartbeat), exit (the code), message, action. While
+another process works in that folder nothing is written or started.
 
 SIGINT, SIGTERM and SIGHUP are passed on: COMMAND saves and ends, and is not
 started again. It has its own process group, reads nothing, writes where this

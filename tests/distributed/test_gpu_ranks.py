@@ -116,7 +116,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone_of(tmp_path_factory, tokens):
     """alone_of(kind): what one GPU writes, by the name of the kind."""
     made = {}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 SLOW = [{"what": "slow", "seconds": 0.1}]  # a run that lasts until it is stopped
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(tmp_path_factory, tokens):
     """Files that one process without mpirun writes."""
     runs = Runs(tmp_path_factory.mktemp("alone"), tokens)

@@ -19,7 +19,7 @@ from needle.distributed.nccl import Library, NCCLTransport, find_library
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def library(tmp_path_factory):
     made = tmp_path_factory.mktemp("fake") / "libnccl.so.2"
     source = Path(__file__).with_name("fake_nccl.c")
@@ -108,7 +108,7 @@ def test_an_error_after_the_call_is_found_by_polling(transport, monkeypatch):
 # ---- trainings -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(tmp_path_factory, tokens, library):
     runs = GPURuns(tmp_path_factory.mktemp("alone"), tokens, FAKE_NCCL=str(library))
     said = runs.run("alone", 1)

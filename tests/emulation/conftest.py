@@ -2,7 +2,9 @@
 headers, and no GPU."""
 
 import ctypes
+import fcntl
 import functools
+import os
 import subprocess
 from pathlib import Path
 
@@ -16,11 +18,12 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """file, function -> the function of that file, built once."""
+    """file, function -> the function of that file, built once by all workers of pytest-xdist."""
     toolkit = choices.find_toolkit()
     if isinstance(toolkit, str):
         pytest.skip(f"no CUDA headers: {toolkit}")
-    folder = tmp_path_factory.mktemp("emulated")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
     @functools.cache
     def library(name: str) -> ctypes.CDLL:
@@ -31,8 +34,11 @@ def compiled(tmp_path_factory):
         command += ["-fPIC", "-shared", "-Wl,-Bsymbolic", f"-I{HERE}", "-Icuda", "-Icsrc"]
         command += [f"-I{path}" for path in toolkit.include]
         command += ["-o", str(out), str(HERE / f"{name}.cpp")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
         return ctypes.CDLL(str(out))
 
     def function(name: str, of: str):

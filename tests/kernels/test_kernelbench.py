@@ -34,7 +34,7 @@ def check(result, candidate) -> None:
     assert result.speedup == pytest.approx(result.ref_runtime / result.runtime)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool():
     with Pool(devices=[], timeout=SECONDS) as made:
         yield made
@@ -131,7 +131,7 @@ def test_the_example_of_the_docs(fewer_threads, capsys):
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gpu():
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")

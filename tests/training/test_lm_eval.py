@@ -61,7 +61,7 @@ metric_list:
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """step_1.safetensors, exported/ (for transformers), and the tasks."""
     pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
@@ -103,7 +103,7 @@ test_split: test
         (top / f"{name}.yaml").write_text(f"task: {name}\n{head}{body}")
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="session", params=DEVICES)
 def models(folder, request):
     """(needle, hf on the CPU) on the same weights."""
     from lm_eval.api.registry import get_model
