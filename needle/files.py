@@ -84,12 +84,6 @@ def not_regular(path: str | os.PathLike | int) -> str | None:
     return None if kind is None else f"it is {kind}, not a regular file"
 
 
-def state_of(status: os.stat_result) -> list[int]:
-    """Numbers of which one changes when the file is written to or another takes its place: the time
-    of change cannot be set back."""
-    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
 def regular(path: str | os.PathLike, flags: int) -> int:
     """Open a regular file (an `opener`). OSError, which names the kind of file, for any other."""
     try:
@@ -129,34 +123,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FileError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
-
-
-class OpenFile:
-    """A file that stays open as long as this object: its bytes can be read, whatever takes its
-    name. Threads may share it. Takes a descriptor, of which it keeps a copy."""
-
-    _file: int | None = None
-
-    def __init__(self, descriptor: int) -> None:
-        self._file = os.dup(descriptor)
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        """Fill `out` with the bytes from `offset` on; returns how many there are."""
-        done = 0
-        while done < len(out) and (got := os.preadv(self._file, [out[done:]], offset + done)):
-            done += got
-        return done
-
-    def size(self) -> int:
-        return os.fstat(self._file).st_size
-
-    def announce(self, offset: int, count: int) -> None:
-        """Ask the system to fetch bytes that are read soon."""
-        os.posix_fadvise(self._file, offset, count, os.POSIX_FADV_WILLNEED)
-
-    def __del__(self) -> None:
-        if self._file is not None:  # no more files could be opened
-            os.close(self._file)
 
 
 def described(error: Exception) -> str:

@@ -293,7 +293,7 @@ def test_user_without_a_home_is_told_what_to_set(tmp_path, texts, monkeypatch, c
     run, more = str(tmp_path / "runs" / "a"), ["--data", str(texts), "--device", "cpu"]
     for main, words in (train_pythia.main, [*argv, "--name", "b"]), (evaluate.main, [run, *more]):
         assert main(words) == 1
-        assert "no home: set HOME or NEEDLE_CACHE to a folder" in capsys.readouterr().err
+        assert "no home; set NEEDLE_CACHE to a folder" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "b").exists()
 
 
