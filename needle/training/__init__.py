@@ -4,6 +4,7 @@ notebook        fit, the loop of a notebook; saved: open_run, a run's folder in 
 graphed         GraphedStep: a micro-batch replayed as one CUDA graph
 settings        the flags of a run, their help and defaults, and what config.json keeps of them
 recipes         how the published Pythias were trained; which steps --keep keeps
+config          the configuration of a model in a file
 start           the model that a run starts with: of a shape, or of weights
 run             Run, its checkpoints, and how to go on with it
 session         the surroundings of the loop and of the program: log, stop signals, exit codes

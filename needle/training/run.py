@@ -32,11 +32,11 @@ from needle.nn import FlatParameters
 from needle.processes import command_line, silence
 from needle.training import folder as folders
 from needle.training import recipes
+from needle.training.config import described_config
 from needle.training.heartbeat import beat, rest, supervised
 from needle.training.log import RunLog
 from needle.training.plot import plot
 from needle.training.settings import Settings, data_of
-from needle.training.start import described_config
 
 SAMPLE_TOKENS = 120
 

@@ -20,9 +20,9 @@ from needle.checkpoint import (
 from needle.data import Tokenizer, load_tokenizer
 from needle.files import FileError, MissingFileError, named
 from needle.models import Config, LanguageModel
+from needle.training.config import described_config
 from needle.training.folder import read_description
 from needle.training.log import read_lines
-from needle.training.start import described_config
 
 
 class SavedRun:

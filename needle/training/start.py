@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
-from pathlib import Path
 
 from needle import models
 from needle.backend_ndarray import Device
 from needle.data import load_tokenizer
 from needle.data.readers import open_tokens
 from needle.data.tokenizer import id_limit
-from needle.files import FileError, read_json, reading
 from needle.models import Config
+from needle.training.config import read_config
 from needle.training.evaluate import load_model
 from needle.training.settings import FIELDS, SHAPE, Settings, complete, option
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class InitError(ValueError):
@@ -32,40 +25,6 @@ class InitError(ValueError):
 
 
 # ---- a new model -------------------------------------------------------------------------------
-
-
-def read_config(path: str) -> dict:
-    """Return {"model": registered name, field: value, ...} of --config: a TOML or JSON file of the
-    fields of a configuration (`model`, by default "pythia", chooses it), the config.json of a run,
-    or that of a model of transformers. FileError where it cannot be used."""
-    if path.endswith(".toml"):
-        with reading(Path(path)) as file:
-            try:
-                fields = tomllib.load(file)
-            except ValueError as error:
-                raise FileError(f"{path}: no TOML: {error}") from error
-    else:
-        fields = read_json(Path(path))
-    try:
-        if "model_type" in fields:
-            cls = models.class_of_transformers(fields["model_type"])
-            fields = cls.weight_mapping.config_from_hf(fields)
-        elif isinstance(fields.get("model"), dict):  # of a run
-            name = fields.get("settings", {}).get("model", "pythia")
-            family = models.preset(name).family if name in models.preset_names() else name
-            cls, fields = models.model_class(family), fields["model"]
-        else:
-            cls = models.model_class(fields.pop("model", "pythia"))
-        cls.config_class.from_dict(fields)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise FileError(f"{path}: {error}") from error
-    return {"model": cls.config_class.family, **fields}
-
-
-def described_config(path: Path) -> Config:
-    """Return the configuration of the model that the config.json of a run describes."""
-    fields = read_config(str(path))
-    return models.model_class(fields.pop("model")).config_class.from_dict(fields)
 
 
 def located(given: Settings) -> Settings:
