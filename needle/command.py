@@ -7,6 +7,7 @@ needle data inspect tokens.bin                      is python -m needle.data ins
 from __future__ import annotations
 
 import difflib
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -20,12 +21,12 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "generate": ("apps/generate.py", (), "continue a prompt"),
     "evaluate": ("needle.training.evaluate", (), "loss, perplexity and bits per byte on text"),
     "lm_eval": ("needle.training.lm_eval", (), "the LM evaluation harness on a needle model"),
-    "export": ("needle.hf", ("export",), "write a folder that transformers opens"),
-    "import": ("needle.hf", ("import",), "read a GPT-NeoX folder of transformers"),
-    "data": ("needle.data", (), "prepare text as tokens, inspect and view them"),
+    "export": ("needle.hf.__main__", ("export",), "write a folder that transformers opens"),
+    "import": ("needle.hf.__main__", ("import",), "read a GPT-NeoX folder of transformers"),
+    "data": ("needle.data.__main__", (), "prepare text as tokens, inspect and view them"),
     "plot": ("needle.training.plot", (), "draw the loss of one run or several"),
-    "diagnose": ("needle.diagnose", (), "examine this machine, its GPUs, a run"),
-    "serve": ("needle.kernels", ("serve",), "compile, check and time CUDA kernels over HTTP"),
+    "diagnose": ("needle.diagnose.__main__", (), "examine this machine, its GPUs, a run"),
+    "serve": ("needle.kernels.__main__", ("serve",), "compile, check and time CUDA kernels over HTTP"),
     "supervise": ("needle.training.supervise", (), "restart a command after faults and hangs"),
 }
 
@@ -68,6 +69,7 @@ def run(argv: list[str] | None) -> int:
     if name.startswith("apps/"):
         sys.argv[0] = str(find(name))
         runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    return 0
+        return 0
+    module = importlib.import_module(name)
+    sys.argv[0] = module.__file__
+    return module.main()

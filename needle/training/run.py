@@ -229,7 +229,7 @@ def resume_command(run: Run) -> str:
     words, settings, place = [], run.settings, run.parallel.group.place
     if place.launcher not in ("", "needle"):
         words += [
-            *command_line("supervise", "-m", "needle.training.supervise"),
+            *command_line("supervise", "-m", "needle", "supervise"),
             "--",
         ] * supervised()
         words += [place.launcher] + ["-n", str(place.size)] * (place.launcher == "mpirun")

@@ -43,7 +43,8 @@ def test_run_of_three_deaths_ends_as_one_of_none(runs, device):
     faults = runs.lines_of("struck", "faults.jsonl")
     assert [fault["exit"] for fault in faults][:2] == [75, 137] and len(faults) == 3
     assert faults[2]["message"].startswith("nothing finished for ")
-    assert [fault["step"] for fault in faults][1:] == [10, 12]
+    # On a GPU a step is told when the next one is queued.
+    assert [fault["step"] for fault in faults][1:] == [10, 12 if device == "cpu" else 11]
     assert "illegal" in said and "step_10.safetensors after step 10" in said
 
 

@@ -103,7 +103,7 @@ def test_a_signal_to_mpirun(runs, alone):
 
 @pytest.mark.slow
 def test_the_supervisor_of_mpirun_lets_its_ranks_save(runs, alone):
-    above = [sys.executable, "-m", "needle.training.supervise", "--"]
+    above = [sys.executable, "-m", "needle", "supervise", "--"]
     process = runs.start("a", 2, plan=SLOW, above=above)
     runs.until_step(process, "a", 3)
     process.send_signal(signal.SIGTERM)

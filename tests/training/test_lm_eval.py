@@ -279,7 +279,7 @@ def test_command_line(folder, tmp_path):
             assert str(greedy) == str(was_greedy)
     assert ours[0]["needle_text"]["word_perplexity,none"] > 1
     words = ["--tasks", "needle_text", "--include_path", folder, "--model_args", "pretrained=none"]
-    done = run(sys.executable, "-m", "needle.training.lm_eval", "--model", "needle", *words)
+    done = run(sys.executable, "-m", "needle", "lm_eval", "--model", "needle", *words)
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and said.startswith("needle lm_eval: none: no such file or folder")
 
@@ -295,6 +295,6 @@ assert get_model("dummy").__name__ == "DummyLM"
     pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
     done = run(sys.executable, "-c", code, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stderr
-    done = run(sys.executable, "-m", "needle.training.lm_eval", "--help", PYTHONWARNINGS="ignore")
+    done = run(sys.executable, "-m", "needle", "lm_eval", "--help", PYTHONWARNINGS="ignore")
     assert "--model needle" in done.stdout and "pretrained: " in done.stdout, done.stderr
     assert "hellaswag" in done.stdout  # the harness' own help follows

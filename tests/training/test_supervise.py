@@ -281,7 +281,7 @@ def said_by(folder, count):
 
 def supervised(code):
     command = [sys.executable, "-S", "-c", BEGIN + code]
-    return [sys.executable, "-m", "needle.training.supervise", "--", *command]
+    return [sys.executable, "-m", "needle", "supervise", "--", *command]
 
 
 def test_command_ends_with_its_supervisor(tmp_path):
