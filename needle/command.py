@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "data": ("needle.data.__main__", (), "prepare text as tokens, inspect and view them"),
     "plot": ("needle.training.plot", (), "draw the loss of one run or several"),
     "diagnose": ("needle.diagnose.__main__", (), "examine this machine, its GPUs, a run"),
-    "serve": ("needle.kernels.__main__", ("serve",), "compile, check and time CUDA kernels over HTTP"),
+    "serve": ("needle.kernels.__main__", ("serve",), "compile, check, time kernels over HTTP"),
     "supervise": ("needle.training.supervise", (), "restart a command after faults and hangs"),
 }
 
