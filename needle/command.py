@@ -7,7 +7,7 @@ needle data inspect tokens.bin                      is python -m needle.data ins
 from __future__ import annotations
 
 import difflib
-import importlib
+import pkgutil
 import runpy
 import sys
 from pathlib import Path
@@ -19,15 +19,15 @@ from needle.processes import program
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
     "generate": ("apps/generate.py", (), "continue a prompt"),
-    "evaluate": ("needle.training.evaluate", (), "loss, perplexity and bits per byte on text"),
-    "lm_eval": ("needle.training.lm_eval", (), "the LM evaluation harness on a needle model"),
-    "export": ("needle.hf.__main__", ("export",), "write a folder that transformers opens"),
-    "import": ("needle.hf.__main__", ("import",), "read a GPT-NeoX folder of transformers"),
-    "data": ("needle.data.__main__", (), "prepare text as tokens, inspect and view them"),
-    "plot": ("needle.training.plot", (), "draw the loss of one run or several"),
-    "diagnose": ("needle.diagnose.__main__", (), "examine this machine, its GPUs, a run"),
-    "serve": ("needle.kernels.__main__", ("serve",), "compile, check, time kernels over HTTP"),
-    "supervise": ("needle.training.supervise", (), "restart a command after faults and hangs"),
+    "evaluate": ("needle.training.evaluate:main", (), "loss, perplexity and bits per byte on text"),
+    "lm_eval": ("needle.training.lm_eval:main", (), "the LM evaluation harness on a needle model"),
+    "export": ("needle.hf.__main__:main", ("export",), "write a folder that transformers opens"),
+    "import": ("needle.hf.__main__:main", ("import",), "read a GPT-NeoX folder of transformers"),
+    "data": ("needle.data.__main__:main", (), "prepare text as tokens, inspect and view them"),
+    "plot": ("needle.training.plot:main", (), "draw the loss of one run or several"),
+    "diagnose": ("needle.diagnose.__main__:main", (), "examine this machine, its GPUs, a run"),
+    "serve": ("needle.kernels.__main__:main", ("serve",), "compile, check, time kernels over HTTP"),
+    "supervise": ("needle.training.supervise:main", (), "restart a command after faults and hangs"),
 }
 
 
@@ -70,6 +70,4 @@ def run(argv: list[str] | None) -> int:
         sys.argv[0] = str(find(name))
         runpy.run_path(sys.argv[0], run_name="__main__")
         return 0
-    module = importlib.import_module(name)
-    sys.argv[0] = module.__file__
-    return module.main()
+    return pkgutil.resolve_name(name)()

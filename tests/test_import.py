@@ -55,7 +55,7 @@ def test_ctrl_c_is_no_traceback():
     """Ctrl-C comes in a program, and while the program of a word imports its packages."""
     for code in (
         "from needle.processes import program; raise SystemExit(program(stopped))",
-        "from needle import command; command.runpy.run_module = stopped\n"
+        "from needle import command; command.pkgutil.resolve_name = stopped\n"
         "raise SystemExit(command.main(['evaluate']))",
     ):
         done = python(f"def stopped(*_, **__): raise KeyboardInterrupt\n{code}")
