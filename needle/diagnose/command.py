@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def say(line: str) -> None:
         text = label + line  # in a file and for grep it stays one line
-        print(wrapped(text, len(row("", ""))) if sys.stdout.isatty() else text, flush=True)
+        is_shown = sys.stdout.isatty() and not label  # mpirun gives its ranks a terminal
+        print(wrapped(text, len(row("", ""))) if is_shown else text, flush=True)
 
     try:
         failures = examine(args, place, say)

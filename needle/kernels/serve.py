@@ -134,6 +134,9 @@ def named(arrays: Mapping[str, Any], name: str) -> Any:
 async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, Any]]:
     """Return the job of a request, and the arrays that came with it. ValueError with the place of
     what is wrong."""
+    size, most = request.content_length or 0, request.client_max_size
+    if size > most:  # before aiohttp opens a file for it, which it leaves open then
+        raise web.HTTPRequestEntityTooLarge(most, size)
     if request.content_type == "application/json":
         return read_job(await request.read()), {}
     if request.content_type != "multipart/form-data":
