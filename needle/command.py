@@ -70,4 +70,9 @@ def run(argv: list[str] | None) -> int:
         sys.argv[0] = str(find(name))
         runpy.run_path(sys.argv[0], run_name="__main__")
         return 0
-    return pkgutil.resolve_name(name)()
+    try:
+        main_of_program = pkgutil.resolve_name(name)
+    except ImportError as error:  # a package that it needs, which the message says how to get
+        print(f"needle {word}: {error}", file=sys.stderr)
+        return 1
+    return main_of_program()

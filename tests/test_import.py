@@ -62,6 +62,13 @@ def test_ctrl_c_is_no_traceback():
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_a_program_without_its_packages_says_what_to_install():
+    code = "import sys; sys.modules['lm_eval'] = None; from needle import command\n"
+    done = python(f"{code}raise SystemExit(command.main(['lm_eval', '--help']))")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "needle lm_eval: " in done.stderr and "-m pip install lm_eval" in done.stderr
+
+
 def test_importing_is_fast(tmp_path):
     """Under 100 ms more than NumPy: the best of five of each, in processes of their own, in turns,
     as what else runs makes processors slower. Processor time; importing waits for nothing. The

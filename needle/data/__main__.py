@@ -15,7 +15,7 @@ from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, open_data, open_tokens
 from needle.data.runs import open_run_data
-from needle.data.text import LeftOut, documents, text_kind, warn
+from needle.data.text import LeftOut, check_json, documents, text_kind, warn
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 from needle.files import described, named, naming, printable, reading
@@ -104,6 +104,7 @@ def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
 
 def show_text(path: Path) -> None:
     files, count, size = matching(path), 0, 0
+    check_json(files)
     for text, last in documents(files, left_out=LeftOut()):
         count, size = count + last, size + len(text.encode())
     text = (

@@ -67,6 +67,8 @@ def walk(
         entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
         files = sorted(entry.name for entry in entries if entry.is_file())
         folders = sorted(entry.name for entry in entries if entry.is_dir())
+        for entry in entries:
+            os.stat(entry.path)  # a link may lead nowhere
     except OSError as error:
         raise DataError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
     for name in files:

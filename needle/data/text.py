@@ -182,10 +182,12 @@ def documents(
         left_out.report()
     if not last:
         others = f" and {len(files) - 1:,} other files" if len(files) > 1 else ""
-        raise DataError(
-            f"{files[0]}{others}: not text: empty, not UTF-8, or with zero bytes; token files end "
-            "in .npy or .bin"
-        )
+        why = "not text: empty, not UTF-8, or with zero bytes; token files end in .npy or .bin"
+        if any(kind_of(path, field) == LINES for path in files):
+            why = (
+                f"no document is left: each line is empty or without a text in {field!r} (--field)"
+            )
+        raise DataError(f"{files[0]}{others}: {why}")
 
 
 def shown(chunks: Iterable[Chunk], doing: str) -> Iterator[Chunk]:

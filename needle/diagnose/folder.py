@@ -10,8 +10,11 @@ from pathlib import Path
 
 from needle.checkpoint import CheckpointError, newest_checkpoint
 from needle.diagnose.report import failed, show, trying
+from needle.files import FileError
 from needle.processes import command_line
 from needle.training.folder import again, has_saved
+from needle.training.run import Begun, check_state
+from needle.training.settings import from_json
 
 PUT_BACK = "put a whole one back from a copy, or begin anew under another --name"
 
@@ -39,9 +42,17 @@ def examine(path: str) -> None:
         step, steps = newest.state.get("step"), newest.state.get("settings", {}).get("steps")
         text = f"{newest.path.name}, step {step}, loss {newest.state['loss']:.4f}"
         show("run", f"ok: the newest whole checkpoint: {text}")
-    elif has_saved(folder):
-        failed("run", "none of the checkpoints that it saved is left", PUT_BACK)
-        return
+    else:
+        try:  # config.json, by which it begins again
+            begun = Begun(folder)
+            if has_saved(folder):
+                failed("run", "none of the checkpoints that it saved is left", PUT_BACK)
+                return
+            check_state(begun)
+            from_json(begun.state["settings"], begun.path)
+        except FileError as error:
+            failed("run", str(error), PUT_BACK)
+            return
     command = shlex.join([*command_line("train", "apps/train_pythia.py"), *again(folder)])
     if holder:
         show("run", "ok: it is at work; SIGTERM lets its step end, saves and stops it")

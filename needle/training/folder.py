@@ -209,6 +209,8 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
                 return folder, lock, found
     begun = next((folder for folder in folders if has_saved(folder) is not None), None)
     if begun is not None and has_saved(begun):
+        if (begun / "config.json").exists():
+            read_description(begun)  # FileError of a damaged one, which does not say
         raise DataError(
             f"{begun / 'checkpoints'}: no checkpoint is left there, and this run has saved some: "
             f"put one back to go on, or begin anew under another --name, or remove {begun}"

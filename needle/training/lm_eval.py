@@ -28,13 +28,9 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 except ImportError as error:
-    lacking = (
-        f"needle lm_eval needs the LM evaluation harness ({error}): "
-        f"{sys.executable} -m pip install lm_eval"
-    )
-    if __name__ == "__main__":
-        raise SystemExit(lacking) from error
-    raise ImportError(lacking) from error
+    raise ImportError(
+        f"the LM evaluation harness is not here ({error}): {sys.executable} -m pip install lm_eval"
+    ) from error
 from tqdm import tqdm
 
 from needle.arguments import wrapped

@@ -337,6 +337,19 @@ def test_resume_that_fails_gives_its_lock_back(tmp_path):
     assert Lock(tmp_path / "runs" / "a").held and caught.tb is not None
 
 
+def test_damaged_description_of_a_run_that_never_saved_is_named(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "tokens": 9}\n')
+    for text, said in (("[1]", "config.json: must hold a JSON object"), ("{", "config.json: ")):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(FileError, match=said):
+            folders.resume("auto", tmp_path / "runs", "a")
+    (folder / "config.json").unlink()
+    with pytest.raises(DataError, match="no checkpoint is left there"):
+        folders.resume("auto", tmp_path / "runs", "a")
+
+
 def test_run_that_failed_before_its_first_step_leaves_its_name(
     tmp_path, run, tokens, monkeypatch, capsys
 ):

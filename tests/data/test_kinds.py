@@ -283,6 +283,7 @@ def test_linked_files_and_folders_are_read_and_circles_are_named(tmp_path, token
         ("far/sub/self", "."),
         ("far/to_d", tmp_path / "d"),  # of two links together
         ("far/loop", "loop"),
+        ("far/gone", "nowhere"),
     ):
         os.symlink(target, tmp_path / place)
         with (

@@ -136,8 +136,10 @@ def test_inspect(tmp_path, inputs, capsys):
     assert "Megatron, 90 documents" in out and "'document 0: " in out and "held out" in out
     assert __main__.main(["inspect", inputs[0]]) == 0
     assert "a.jsonl: JSON lines: 30 documents" in " ".join(capsys.readouterr().out.split())
-    assert __main__.main(["inspect", str(tmp_path / "nothing")]) == 1
-    assert "no such file" in capsys.readouterr().err
+    (tmp_path / "array.json").write_text('[{"text": "a"}, {"text": "b"}]')
+    for name, said in ("nothing", "no such file"), ("array.json", "not one object a line"):
+        assert __main__.main(["inspect", str(tmp_path / name)]) == 1
+        assert said in capsys.readouterr().err
 
 
 # ---- view --------------------------------------------------------------------------------------

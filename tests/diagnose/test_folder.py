@@ -11,6 +11,7 @@ from needle import nn, optim
 from needle.checkpoint import checkpoint_path
 from needle.diagnose import folder
 from needle.files import Lock
+from needle.training.settings import complete, parse
 
 
 def save(run, step: int) -> None:
@@ -100,7 +101,17 @@ def test_run_without_a_checkpoint_begins_anew_unless_it_had_one(run, look):
     said = look()
     assert "FAILED: none of the checkpoints that it saved is left" in said
     assert "another --name" in said and "--resume auto" not in said
-    (run / "config.json").write_text(json.dumps({"saved": False}))
+    config = {"id": "a", "optimizer": {}, "data": {"fingerprint": "f"}, "saved": False}
+    config["settings"] = complete(parse([]), False, 1).to_json()
+    for wrong, why in (
+        ([1], "config.json: must hold a JSON object"),
+        (config | {"settings": [1]}, "it has no settings"),
+        (config | {"settings": {}}, "its settings cannot be used"),
+    ):
+        (run / "config.json").write_text(json.dumps(wrong))
+        said = look()
+        assert why in said and "FAILED" in said and "to go on" not in said
+    (run / "config.json").write_text(json.dumps(config))
     said = look()
     assert "FAILED" not in said and "to go on from step 0: " in said and "--resume auto" in said
 
