@@ -184,9 +184,7 @@ def documents(
         others = f" and {len(files) - 1:,} other files" if len(files) > 1 else ""
         why = "not text: empty, not UTF-8, or with zero bytes; token files end in .npy or .bin"
         if any(kind_of(path, field) == LINES for path in files):
-            why = (
-                f"no document is left: each line is empty or without a text in {field!r} (--field)"
-            )
+            why = f"no document is left: no line has a text in its field {field!r} (--field)"
         raise DataError(f"{files[0]}{others}: {why}")
 
 

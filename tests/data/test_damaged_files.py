@@ -220,9 +220,7 @@ def check_lines(path, expected):
         return "".join(chunk + "|" * last for chunk, last in text.documents([path]))
 
     if not expected:
-        with pytest.raises(
-            DataError, match="offset|a table|not text|no document"
-        ) as caught:
+        with pytest.raises(DataError, match="offset|a table|not text|no document") as caught:
             read()
         assert str(path) in str(caught.value)
     else:
