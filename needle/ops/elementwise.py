@@ -162,7 +162,7 @@ sigmoid = row("sigmoid", "1 / (1 + e^-a).", lambda g, out: g * (out * (-out + 1)
 silu = row(
     "silu",
     "a sigmoid(a) (Elfwing et al. 2017), also called swish.",
-    lambda g, x: g * (sigmoid(x) * (x * (-sigmoid(x) + 1) + 1)),
+    lambda g, x: g * _silu_slope(x),
 )
 softplus = row("softplus", "log(1 + e^a), without overflow.", lambda g, x: g * sigmoid(x))
 relu = row(
@@ -198,12 +198,12 @@ divide = row(
     [0.25 0.5 ]
     """,
     lambda g, y: g / y,
-    lambda g, x, y: -(g / y * (x / y)),  # y * y would overflow where the quotient does not
+    lambda g, y, out: -(g / y * out),  # y * y would overflow where the quotient does not
 )
 _power = row(
     "power",
     "",
-    lambda g, x, y: _unless(y == 0, g * (x ** (y - 1) * y)),
+    lambda g, x, y: _unless(y == 0, g * (_power_below(x, y) * y)),
     # 0, not 0 * -inf, where x is 0 and the result is not infinite
     lambda g, x, out: _unless((x == 0) & (absolute(out) < math.inf), g * out * _natural_log(x)),
 )
@@ -214,14 +214,14 @@ maximum = row(
     >>> print(ndl.maximum(ndl.Tensor([-1, 5]), 0))
     [0. 5.]
     """,
-    lambda g, x, y: _unless(x < y, g * (1 - (x == y) * 0.5)),
-    lambda g, x, y: _unless(y < x, g * (1 - (x == y) * 0.5)),
+    lambda g, x, y: _unless(x < y, g / ((x == y) + 1.0)),
+    lambda g, x, y: _unless(y < x, g / ((x == y) + 1.0)),
 )
 minimum = row(
     "minimum",
     "The smaller of a and b elementwise, broadcasting; NaN wins. Equal ones share the gradient.",
-    lambda g, x, y: _unless(y < x, g * (1 - (x == y) * 0.5)),
-    lambda g, x, y: _unless(x < y, g * (1 - (x == y) * 0.5)),
+    lambda g, x, y: _unless(y < x, g / ((x == y) + 1.0)),
+    lambda g, x, y: _unless(x < y, g / ((x == y) + 1.0)),
 )
 remainder = row(
     "remainder",
@@ -262,6 +262,18 @@ def power(a: Tensor | float, b: Tensor | float) -> Tensor:
         return a.clone() if b else a * 0 + 1
     even = power(a * a, b // 2)
     return even * a if b % 2 else even
+
+
+def _power_below(x: Tensor | float, y: Tensor | float) -> Tensor | float:
+    """Return x ** (y - 1), of a square x itself: the kernel of powers takes 20 times a product."""
+    if isinstance(y, Number) and y in (1, 2):
+        return x if y == 2 else 1
+    return x ** (y - 1)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = sigmoid(x)
+    return s * (x * (-s + 1) + 1)
 
 
 def _natural_log(x: Tensor | float) -> Tensor | float:
