@@ -14,18 +14,7 @@ from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp, is_
 from needle.backend_ndarray import full
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
-from needle.ops.elementwise import (
-    add,
-    divide_scalar,
-    exp,
-    log,
-    log1p,
-    multiply,
-    negate,
-    softplus,
-    subtract,
-    where,
-)
+from needle.ops.elementwise import add, exp, log, log1p, multiply, negate, softplus, subtract, where
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
 from needle.ops.matmul import weight_grad
 from needle.ops.pointwise import clip
@@ -112,7 +101,7 @@ def kl_div(input: Tensor, target: Any, reduction: str = "mean", log_target: bool
         t_log_t = multiply(target, log(add(target, Tensor.from_ndarray(empty))))
         loss = subtract(t_log_t, multiply(target, input))
     if reduction == "batchmean":
-        return divide_scalar(summation(loss), input.shape[0] if input.ndim else 1)
+        return summation(loss) / (input.shape[0] if input.ndim else 1)
     return _reduced("kl_div", loss, reduction)
 
 
@@ -129,7 +118,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     mask = _C.array(np.random.rand(*x.shape) <= 1 - p, "bool", x.device)
-    return divide_scalar(multiply(x, Tensor.from_ndarray(mask)), 1 - p)
+    return multiply(x, Tensor.from_ndarray(mask)) / (1 - p)
 
 
 class CrossEntropy(FusedOp):

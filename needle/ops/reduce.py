@@ -21,7 +21,7 @@ from needle.ops.common import (
     normal_axes,
     normal_axis,
 )
-from needle.ops.elementwise import divide_scalar, maximum, minimum, multiply, subtract
+from needle.ops.elementwise import maximum, minimum, multiply, subtract
 from needle.ops.indexing import IndexSelect
 from needle.ops.order import TopK
 
@@ -42,7 +42,7 @@ class Mean(TensorOp):
         shape = node.inputs[0].shape
         axes = normal_axes("mean", self.axes, len(shape))
         count = math.prod(shape[axis] for axis in axes)
-        return spread(divide_scalar(out_grad, count) if count else out_grad, shape, axes)
+        return spread(out_grad / count if count else out_grad, shape, axes)
 
 
 def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:

@@ -12,16 +12,7 @@ from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import axes_or_dim, const, kept_shape, normal_axes, normal_axis
-from needle.ops.elementwise import (
-    add,
-    divide,
-    divide_scalar,
-    multiply,
-    power_scalar,
-    sqrt,
-    subtract,
-    where,
-)
+from needle.ops.elementwise import add, divide, multiply, sqrt, subtract, where
 from needle.ops.indexing import get_item, index_select
 from needle.ops.order import TopK, sort, topk
 from needle.ops.pointwise import isnan
@@ -154,7 +145,7 @@ def var(
     wide = astype(a, "float32")
     off = subtract(wide, mean(wide, axes, True))
     total = summation(multiply(off, off), axes, keepdims)
-    out = divide_scalar(total, float(count - correction if count > correction else 0))
+    out = total / float(count - correction if count > correction else 0)
     return astype(out, a.dtype) if a.dtype in FLOATS else out
 
 
@@ -233,8 +224,8 @@ def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> 
             out = _root(summation(multiply(wide, wide), axes, keepdims))
         else:
             zero = _C.equal(wide.cached_data, 0)
-            powers = power_scalar(add(abs(wide), const(zero)), ord)
+            powers = add(abs(wide), const(zero)) ** ord
             powers = where(zero, 0.0 if ord > 0 else math.inf, powers)
-            out = power_scalar(summation(powers, axes, keepdims), 1 / ord)
+            out = summation(powers, axes, keepdims) ** (1 / ord)
         out = multiply(out, reshape(scale, out.shape))
     return astype(out, a.dtype) if a.dtype in FLOATS else out
