@@ -19,6 +19,7 @@ from typing import Any
 
 _prctl = ctypes.CDLL(None).prctl  # looked up here: a forked child must not wait for a lock
 _PR_SET_PDEATHSIG = 1
+HEARTBEAT = "NEEDLE_HEARTBEAT"  # names the file of a supervisor, needle/training/heartbeat.py
 
 
 def die_with(parent: int) -> None:

@@ -27,12 +27,11 @@ from collections.abc import Sequence
 from typing import IO
 
 from needle.files import printable
-from needle.processes import collecting, pass_on, signal_name, start
+from needle.processes import HEARTBEAT, collecting, pass_on, signal_name, start
 
 DEADLINE = 60.0  # of the control channel
 MARGIN = 10.0  # seconds more: for a rank to reach its next collective, and to end after SIGTERM
 TICK = 0.1  # seconds between two looks at the processes
-HEARTBEAT = "NEEDLE_HEARTBEAT"  # of a supervisor, see needle/training/heartbeat.py
 
 
 def run(command: Sequence[str], count: int, deadline: float = DEADLINE) -> int:

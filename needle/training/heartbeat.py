@@ -12,12 +12,12 @@ import contextlib
 import os
 from pathlib import Path
 
-FILE = "NEEDLE_HEARTBEAT"
+from needle.processes import HEARTBEAT
 
 
 def supervised() -> bool:
     """Return whether this process has a supervisor."""
-    return bool(os.environ.get(FILE))
+    return bool(os.environ.get(HEARTBEAT))
 
 
 def beat(step: int | None = None) -> None:
@@ -27,18 +27,18 @@ def beat(step: int | None = None) -> None:
     if supervised():
         with contextlib.suppress(OSError):  # no number yet; a full disk ends no training
             if step is None:
-                os.utime(os.environ[FILE])
+                os.utime(os.environ[HEARTBEAT])
             else:
-                Path(os.environ[FILE]).write_text(str(step))
+                Path(os.environ[HEARTBEAT]).write_text(str(step))
 
 
 def rest() -> None:
     """Let the work until the next number take any time."""
     if supervised():
-        Path(os.environ[FILE]).unlink(missing_ok=True)
+        Path(os.environ[HEARTBEAT]).unlink(missing_ok=True)
 
 
 def note_folder(folder: Path) -> None:
     """Tell the supervisor, if there is one, the folder of the run."""
     if supervised():
-        Path(os.environ[FILE]).with_suffix(".run").write_bytes(os.fsencode(folder))
+        Path(os.environ[HEARTBEAT]).with_suffix(".run").write_bytes(os.fsencode(folder))

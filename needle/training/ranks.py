@@ -24,7 +24,8 @@ from needle.distributed.group import Group, Ranks, visible_gpus
 from needle.distributed.tree import own_micro_batches
 from needle.files import described
 from needle.ops import ring_chunks
-from needle.training.heartbeat import FILE, beat, rest
+from needle.processes import HEARTBEAT
+from needle.training.heartbeat import beat, rest
 from needle.training.settings import Settings, data_of
 
 
@@ -67,7 +68,7 @@ def join(settings: Settings, argv: list[str], place: Place | None, program: Path
             f"needle supervise -- {place.launcher} ..."
         )
     if place.rank > 0:
-        os.environ.pop(FILE, None)
+        os.environ.pop(HEARTBEAT, None)
         sys.stdout = open(os.devnull, "w")
     facts = {"flags": shlex.join(argv), "source": source_digest(program), **versions()}
     return Group(place, Control.join(place, facts))

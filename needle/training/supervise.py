@@ -39,6 +39,7 @@ from pathlib import Path
 from needle.arguments import Parser, number
 from needle.files import BusyError, FileError, Lock, described, printable, regular
 from needle.processes import (
+    HEARTBEAT,
     collecting,
     ends_within,
     pass_on,
@@ -47,7 +48,6 @@ from needle.processes import (
     signal_name,
     start,
 )
-from needle.training import heartbeat
 
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 # A launcher that exits with 128 + n reports that one of these killed a rank.
@@ -113,7 +113,7 @@ class Supervisor:
         restart may help, or None)."""
         self._heartbeat.unlink(missing_ok=True)
         self._step = None
-        environ = os.environ | {heartbeat.FILE: str(self._heartbeat)}
+        environ = os.environ | {HEARTBEAT: str(self._heartbeat)}
         environ.setdefault("PYTHONFAULTHANDLER", "1")  # SIGABRT prints the stacks
         if is_last:
             environ["NEEDLE_SYNC"] = "1"

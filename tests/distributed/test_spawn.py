@@ -12,7 +12,7 @@ from harness import ROOT, wait_for, wait_until_gone
 
 from needle.distributed import spawn
 from needle.distributed.environment import find
-from needle.training import heartbeat
+from needle.processes import HEARTBEAT
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def pids_of(folder):
 def test_each_rank_knows_its_place(monkeypatch):
     monkeypatch.setenv("RANK", "7")  # of a launcher around it
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-    monkeypatch.setenv(heartbeat.FILE, "/tmp/steps")
+    monkeypatch.setenv(HEARTBEAT, "/tmp/steps")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     made, other = spawn.environments(3), find(spawn.environments(3)[0])
     places = [find(environ) for environ in made]
@@ -78,7 +78,7 @@ def test_each_rank_knows_its_place(monkeypatch):
     assert launcher == "needle" and len(key) == 64 and other.job != job and other.key != key
     threads = int(made[0]["OMP_NUM_THREADS"])
     assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 3)
-    assert [environ.get(heartbeat.FILE) for environ in made] == ["/tmp/steps", None, None]
+    assert [environ.get(HEARTBEAT) for environ in made] == ["/tmp/steps", None, None]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert {environ["OMP_NUM_THREADS"] for environ in spawn.environments(2)} == {"5"}
 

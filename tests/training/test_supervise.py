@@ -15,6 +15,7 @@ import pytest
 from harness import ROOT, naming, wait_for, wait_until_gone
 
 from needle.files import Lock
+from needle.processes import HEARTBEAT
 from needle.training import heartbeat, supervise
 from needle.training.supervise import Supervisor
 
@@ -316,11 +317,11 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
 
 
 def test_heartbeat_holds_the_steps_and_the_time_of_work(monkeypatch, tmp_path):
-    monkeypatch.delenv(heartbeat.FILE, raising=False)
+    monkeypatch.delenv(HEARTBEAT, raising=False)
     heartbeat.beat(1)
     heartbeat.rest()
     path = tmp_path / "steps"
-    monkeypatch.setenv(heartbeat.FILE, str(path))
+    monkeypatch.setenv(HEARTBEAT, str(path))
     heartbeat.beat()
     assert not path.exists()  # no step yet: not watched
     heartbeat.beat(12)
