@@ -178,8 +178,8 @@ LEFTOVER = re.compile(r"\..+\.tmp", re.DOTALL)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in `folder`: temporary files of `replacing`. The caller holds
-    the folder's Lock, since a writer at work would lose its file."""
+    """Remove what killed writers left in `folder`: temporary files of `replacing`. The caller alone
+    writes there, as by the folder's Lock: another writer at work would lose its file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if LEFTOVER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
