@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from gradients import GRADIENTS, inputs_of
-from harness import central_differences, close
+from harness import central_differences, close, naming
 
 import needle as ndl
 from needle import _C, Tensor, autograd, nn, ops, optim
@@ -29,22 +29,23 @@ def test_gradients(case, device):
         close(tensor.grad.numpy(), numeric, 2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_gradients_in_16_bits(case, dtype, device):
+def test_gradients_in_16_bits(case, device):
     """Those of float32 at the same numbers, within the roundings of some steps."""
-    arrays = [Tensor(a, dtype=dtype).numpy().astype(np.float32) for a in inputs_of(case)]
 
-    def gradients(dtype):
+    def gradients(arrays, dtype):
         tensors = [Tensor(a, device=device, dtype=dtype) for a in arrays]
         result = case.op(ops, *tensors)
         weights = np.random.default_rng(0).standard_normal(result.shape)
         result.backward(Tensor(weights, device=device, dtype=result.dtype))
         return [tensor.grad for tensor in tensors]
 
-    for got, wanted in zip(gradients(dtype), gradients("float32")):
-        assert got.shape == wanted.shape
-        close(got.numpy(), wanted.numpy(), 16 * {"float16": 2**-11, "bfloat16": 2**-8}[dtype])
+    for dtype, rounding in ("float16", 2**-11), ("bfloat16", 2**-8):
+        arrays = [Tensor(a, dtype=dtype).numpy().astype(np.float32) for a in inputs_of(case)]
+        for got, wanted in zip(gradients(arrays, dtype), gradients(arrays, "float32")):
+            with naming(dtype):
+                assert got.shape == wanted.shape
+                close(got.numpy(), wanted.numpy(), 16 * rounding)
 
 
 @pytest.mark.parametrize("case", [case for case in GRADIENTS if case.twice], ids=str)
