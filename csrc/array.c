@@ -188,6 +188,21 @@ nd_array nd_merged(const nd_array *a, int lead) {
     return merged;
 }
 
+bool nd_joined(const nd_array *a, const nd_array *b, nd_array *out) {
+    bool fits = a->storage == b->storage && a->dtype == b->dtype && a->ndim == b->ndim &&
+                a->ndim > 0 && nd_is_contiguous(a) && nd_is_contiguous(b) &&
+                (char *)a->data + nd_size(a) * (int64_t)nd_dtype_size(a->dtype) == b->data;
+    for (int i = 1; i < a->ndim && fits; i++) {
+        fits = a->shape[i] == b->shape[i];
+    }
+    if (fits) {
+        *out = *a;
+        out->shape[0] += b->shape[0];
+        nd_contiguous_strides(out->ndim, out->shape, out->strides);
+    }
+    return fits;
+}
+
 nd_status nd_broadcast_to(const nd_array *a, int ndim, const int64_t *shape, nd_array *out) {
     if (ndim < a->ndim || ndim > ND_MAX_DIMS) {
         return nd_error(ND_EVALUE, "%d axes cannot be broadcast to %d", a->ndim, ndim);

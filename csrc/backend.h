@@ -26,8 +26,10 @@ extern "C" {
 /* ---- argument structs ---------------------------------------------------------------------------
  * Each op expands to `name_args`. Every field is one 8-byte slot, in the order of the operands, so
  * that csrc/python/ can fill any struct through nd_slot[] without knowing it. */
+typedef struct nd_kept nd_kept; /* arrays that a composite keeps for its backward (composite.h) */
 typedef union {
     nd_array *array;
+    nd_kept *kept;
     double real;
     int64_t integer;
 } nd_slot;
@@ -60,6 +62,7 @@ typedef union {
     typedef struct {       \
         operands           \
     } name##_args;
+#define COMPOSITE(name, operands) OP(name, operands)
 #define IN(field, axes, dtype) const nd_array *field;
 #define IN_ANY(field, axes, dtype) const nd_array *field;
 #define IN_ROWS(field, axes, dtype) const nd_array *field;
@@ -70,6 +73,9 @@ typedef union {
 #define IO_ROWS(field, axes, dtype) nd_array *field;
 #define IO_OPT(field, axes, dtype) nd_array *field;
 #define OUT(field, axes, dtype) nd_array *field;
+#define NEW(field) nd_array *field;
+#define KEEP(field) nd_kept *field;
+#define KEPT(field) const nd_kept *field;
 #define F64(field) double field;
 #define I64(field) int64_t field;
 #include "ops.def"

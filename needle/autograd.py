@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import given_device, ones, zeros
 from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
-from needle.graph import alone, arrays_of, checked_order, find_topo_sort, memory_of
+from needle.graph import Accumulators, alone, arrays_of, checked_order, find_topo_sort, memory_of
 from needle.operators import Operators
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes that gradients are rounded to
+_data_of = operator.attrgetter("cached_data")
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -91,9 +93,6 @@ class Op:
         if isinstance(grads, (tuple, list)):
             return tuple(grads)
         return (grads,)
-
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError where a setting that the gradient reads changed since the forward."""
 
     def accumulate(self, out_grad: Any, node: Value, accumulators: Accumulators) -> tuple:
         """Like `gradient_as_tuple`, but add entry i into `accumulators[i]` and return None for it
@@ -159,7 +158,7 @@ class FusedOp(TensorOp):
 
     def accumulate(self, out_grad: Any, node: Any, accumulators: Accumulators) -> tuple:
         grads = self.backward(self._douts(out_grad, node), node, accumulators)
-        return tuple(None if g is None else _severed(g, self) for g in grads)
+        return tuple([None if grad is None else _severed(grad, self) for grad in grads])
 
     def _douts(self, out_grad: Any, node: Any) -> Any:
         return _rounded(out_grad, node.cached_data)
@@ -211,42 +210,6 @@ def _severed(grad: NDArray, op: Op) -> Tensor:
     return out
 
 
-class Accumulators(Sequence["NDArray | None"]):
-    """Gradient accumulators of an op: `accumulators[i]` is the float32 array into which it adds the
-    gradient of input i, None where it returns that gradient.
-
-    The first access after `reset_grad()` fills an array with zeros. `with_beta(i)` saves that for a
-    kernel that can write.
-    """
-
-    def __init__(self, owners: Sequence[Value | None]) -> None:
-        self._owners = owners
-        self._unwritten: list[Value] = []
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def __getitem__(self, i: Any) -> Any:
-        owner = self._owners[i]
-        return None if owner is None else owner.grad_buffer
-
-    def with_beta(self, i: int) -> tuple[NDArray | None, int]:
-        """Return (array, beta) for array = beta * array + gradient, as BLAS has it. With beta 0 the
-        numbers in the array have no meaning: the caller writes all of them."""
-        owner = self._owners[i]
-        if owner is None:
-            return None, 0
-        buffer, beta = owner.grad_buffer_and_beta()
-        if beta == 0:
-            self._unwritten.append(owner)
-        return buffer, beta
-
-    def reset_unwritten(self) -> None:
-        """Count the arrays given out with beta 0 as zeros again: the op has failed."""
-        for owner in self._unwritten:
-            owner.reset_grad()
-
-
 def _add_into(accumulator: NDArray, grad: NDArray) -> None:
     """accumulator += grad, in float32."""
     _C.assign(accumulator, _C.add(accumulator, grad))
@@ -278,9 +241,11 @@ class Value:
     assigned: int = 0  # so many writes before the last x[...] = y of the graph
     requires_grad: bool = False
     grad: Any = None
-    grad_buffer: NDArray | None = None
     trained: bool = False  # an nn.Parameter
     has_grad_buffer: bool = False  # gradients are added up there: see nn.flatten_parameters
+    buffer: NDArray | None = None  # there; grad_buffer is this array with the zeros filled in
+    is_zero: bool = False  # the buffer counts as zeros, which are not written yet
+    grad_buffer: NDArray | None = None
 
     def realize_cached_data(self) -> Any:
         """The result. Everything is computed at once, so this is `cached_data`."""
@@ -289,10 +254,6 @@ class Value:
     def is_leaf(self) -> bool:
         """True when no op made it."""
         return self.op is None
-
-    def grad_buffer_and_beta(self) -> tuple[NDArray | None, int]:
-        """See Accumulators.with_beta."""
-        return self.grad_buffer, 1
 
     def reset_grad(self) -> None:
         """Count the gradient as zeros."""
@@ -312,7 +273,7 @@ class Value:
         inputs = tuple(inputs)
         value = cls.__new__(cls)
         try:
-            operands = [x.cached_data for x in inputs]
+            operands = [*map(_data_of, inputs)]
             value.cached_data = op.compute(*operands)
         except AttributeError:
             for i, x in enumerate(inputs):
@@ -566,7 +527,7 @@ def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = 
     gradients may share memory.
     """
     order = checked_order([output])  # before the first gradient is added anywhere
-    training = inner or all(node.trained for node in order if node.op is None)
+    training = inner or not [node for node in order if node.op is None and not node.trained]
     with alone(order), no_grad() if training else contextlib.nullcontext():
         plain = [node for node in order if not training and not node.trained]
         inside = set(map(id, order))
@@ -656,15 +617,19 @@ def _walk(
             elif found is None:
                 node.grad = _sum(node.grad, grad)
             continue
-        if isinstance(node, Tensor) and grad.dtype != node.dtype and node.dtype in FLOATS:
-            # a float32 weight gradient of a weight that was computed
-            grad = grad.astype(node.dtype)
+        if isinstance(node, Tensor):
+            dtype = node.cached_data.dtype
+            if grad.cached_data.dtype != dtype and dtype in FLOATS:
+                grad = grad.astype(dtype)  # a float32 weight gradient of a weight that was computed
         if keep:
             total = _sum(node.grad, grad)
             node.grad = _whole(total, node) if isinstance(total, list) else total
-        inputs = node.inputs
-        owners = [x if x.requires_grad and x.has_grad_buffer else None for x in inputs]
-        if found is None and any(owner is not None for owner in owners):
+        inputs, owned = node.inputs, False
+        owners: list[Value | None] = []
+        for x in inputs:
+            owners.append(x if x.requires_grad and x.has_grad_buffer else None)
+            owned = owned or x.has_grad_buffer
+        if found is None and owned:
             accumulators = Accumulators(owners)
             try:
                 parts = op.accumulate(grad, node, accumulators)

@@ -1,5 +1,5 @@
-"""The graph that a backward walks: its order, and whether its arrays were written to since the
-forward, and the threads at its leaves. Nodes are Values (autograd.py): op, inputs, cached_data,
+"""The graph that a backward walks: its order, whether its arrays were written to since the forward,
+the buffers that gradients are added into, and the threads at its leaves. Nodes are Values (autograd.py): op, inputs, cached_data,
 operands, kept, writes."""
 
 from __future__ import annotations
@@ -43,47 +43,47 @@ def find_topo_sort(node_list: Sequence[Any]) -> list[Any]:
 
 def arrays_of(op: Any) -> list[NDArray]:
     """Return the arrays in the attributes of an op: a condition, tables, results of its forward."""
-    found: list[Any] = []
+    arrays: list[NDArray] = []
     for value in vars(op).values():
-        found += value if isinstance(value, (tuple, list)) else (value,)
-    found = [x.cached_data if hasattr(x, "cached_data") else x for x in found]
-    return [x for x in found if isinstance(x, NDArray)]
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            x = getattr(x, "cached_data", x)
+            if isinstance(x, NDArray):
+                arrays.append(x)
+    return arrays
 
 
 def _written(data: Any) -> int:
-    return max(_written(x) for x in data) if isinstance(data, tuple) else data.written
+    return max(map(_written, data)) if isinstance(data, tuple) else data.written
 
 
 def check_unchanged(node: Any) -> None:
     """Raise RuntimeError where an array that the gradient of `node` reads was written in place or
     replaced since the forward."""
     op, since = node.op, node.writes
-
-    def refuse(what: str, data: Any) -> None:
-        kind = f"{data.dtype}, shape {data.shape}" if isinstance(data, NDArray) else "a tuple"
-        raise RuntimeError(
-            f"backward: {type(op).__name__}: {what} after the forward that its gradient belongs to "
-            f"({kind}): compute the forward again, or write into a copy. A view, and each "
-            "parameter of a flattened model, shares the memory of the others"
-        )
-
-    def check(name: str, data: Any) -> None:
-        if _written(data) > since:
-            refuse(f"{name} was written to, or handed out for writing,", data)
-
-    op.check_unchanged()
+    read = list(node.operands) if op.reads_inputs else []
+    if op.reads_result:
+        read.append(node.cached_data)
+    read += node.kept
     for i, x in enumerate(node.inputs):
         if x.assigned > since:
-            refuse(f"operand {i} was assigned to (x[...] = y)", x.cached_data)
-    if op.reads_inputs:
-        for i, (x, data) in enumerate(zip(node.inputs, node.operands)):
-            if x.cached_data is not data:
-                refuse(f"the data of operand {i} was replaced", x.cached_data)
-            check(f"operand {i}", data)
-    if op.reads_result:
-        check("the result", node.cached_data)
-    for data in node.kept:
-        check("an array that the op keeps", data)
+            raise _changed(op, f"operand {i} was assigned to (x[...] = y)", x.cached_data)
+        if op.reads_inputs and x.cached_data is not node.operands[i]:
+            raise _changed(op, f"the data of operand {i} was replaced", x.cached_data)
+    for i, data in enumerate(read):
+        if (_written(data) if isinstance(data, tuple) else data.written) > since:
+            names = [f"operand {k}" for k in range(len(node.inputs))] * op.reads_inputs
+            names += ["the result"] * op.reads_result
+            name = names[i] if i < len(names) else "an array that the op keeps"
+            raise _changed(op, f"{name} was written to, or handed out for writing,", data)
+
+
+def _changed(op: Any, what: str, data: Any) -> RuntimeError:
+    kind = f"{data.dtype}, shape {data.shape}" if isinstance(data, NDArray) else "a tuple"
+    return RuntimeError(
+        f"backward: {type(op).__name__}: {what} after the forward that its gradient belongs to "
+        f"({kind}): compute the forward again, or write into a copy. A view, and each "
+        "parameter of a flattened model, shares the memory of the others"
+    )
 
 
 def checked_order(outputs: Sequence[Any]) -> list[Any]:
@@ -107,6 +107,58 @@ def memory_of(*values: Any) -> Iterator[int]:
             yield from memory_of(*value)
 
 
+# ---- where gradients are added ------------------------------------------------------------------
+
+
+class Accumulators(Sequence["NDArray | None"]):
+    """Gradient accumulators of an op: `accumulators[i]` is the float32 array into which it adds the
+    gradient of input i, None where it returns that gradient.
+
+    The first access after `reset_grad()` fills an array with zeros. `with_beta(i)` saves that for a
+    kernel that can write.
+    """
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = owners
+        self._unwritten: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __getitem__(self, i: Any) -> Any:
+        owner = self._owners[i]
+        return None if owner is None else owner.grad_buffer
+
+    def with_beta(self, i: int) -> tuple[NDArray | None, int]:
+        """Return (array, beta) for array = beta * array + gradient, as BLAS has it. With beta 0 the
+        numbers in the array have no meaning: the caller writes all of them."""
+        owner = self._owners[i]
+        if owner is None:
+            return None, 0
+        if not owner.is_zero:
+            return owner.buffer, 1
+        self._unwritten.append(owner)
+        owner.is_zero = False
+        return owner.buffer, 0
+
+    def with_betas(self) -> tuple[list[NDArray | None], list[int]]:
+        """Return all arrays and betas, as with_beta gives one."""
+        arrays: list[NDArray | None] = []
+        betas = []
+        for owner in self._owners:
+            arrays.append(None if owner is None else owner.buffer)
+            betas.append(0 if owner is None or owner.is_zero else 1)
+            if owner is not None and owner.is_zero:
+                owner.is_zero = False
+                self._unwritten.append(owner)
+        return arrays, betas
+
+    def reset_unwritten(self) -> None:
+        """Count the arrays given out with beta 0 as zeros again: the op has failed."""
+        for owner in self._unwritten:
+            owner.reset_grad()
+
+
 # ---- threads -------------------------------------------------------------------------------------
 
 _walked: dict[int, int] = {}  # the leaves that backward() is at, by id: their thread
@@ -118,8 +170,15 @@ def alone(order: list[Any]) -> Iterator[None]:
     """Wait until no other thread's backward is at a leaf of `order`. Threads that share none do not
     wait for each other: they may be ranks."""
     leaves, me = {id(node) for node in order if node.op is None}, threading.get_ident()
+
+    def is_free() -> bool:
+        for leaf in leaves & _walked.keys():
+            if _walked[leaf] != me:
+                return False
+        return True
+
     with _walk_ended:
-        _walk_ended.wait_for(lambda: all(_walked.get(leaf, me) == me for leaf in leaves))
+        _walk_ended.wait_for(is_free)
         mine = leaves - _walked.keys()
         _walked.update(dict.fromkeys(mine, me))
     try:

@@ -98,37 +98,24 @@ def attend_packed(qkv, half=2, see=None):
     return attend(turned[..., 0, :], turned[..., 1, :], turned[..., 2, :], see=see)
 
 
-PARALLEL = (  # B T J, J x 3 H D, 3 H D; H D x C, C; B T K, K x M, M, M x C, C; B T C
-    *(normal(2, 5, 9), normal(9, 36, std=0.4), normal(36), normal(12, 6), normal(6)),
-    *(normal(2, 5, 7), normal(7, 8), normal(8), normal(8, 6), normal(6), normal(2, 5, 6)),
-)
-
-
-def attention_mlp(ops, x, w_qkv, b_qkv, *rest, **options):
-    return ops.attention_mlp(x, w_qkv, b_qkv, 3, *tables(5, 2), *rest, **options)
-
-
-def attend_beside_mlp(form, x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r, see=None):
-    qkv = (x1 @ w_qkv + b_qkv).reshape(*x1.shape[:2], 3, 3, -1)
-    seen = attend_packed(qkv, see=see)
-    return r + seen.reshape(*seen.shape[:2], -1) @ w_o + b_o + mlp(form, x2, w1, b1, w2, b2)
-
-
-NORM_PARALLEL = (  # B T C; C each; C x 3 H D, 3 H D; H D x C, C; C x M, M, M x C, C
+LAYER = (  # B T C; C each; C x 3 H D, 3 H D; H D x C, C; C x M, M, M x C, C
     *(normal(2, 5, 6), normal(6, mean=1), normal(6), normal(6, mean=1), normal(6)),
     *(normal(6, 36, std=0.4), normal(36), normal(12, 6), normal(6)),
     *(normal(6, 8), normal(8), normal(8, 6), normal(6)),
 )
 
 
-def norm_attention_mlp(ops, *operands):
-    of_norms, first, rest = operands[:5], operands[5:7], operands[7:]
-    return ops.norm_attention_mlp(*of_norms, 1e-5, *first, 3, *tables(5, 2), *rest)
+def layer(ops, *operands, **options):
+    return ops.layer(*operands, 3, *tables(5, 2), **options)
 
 
-def attend_beside_mlp_of_norms(x, norm_w1, norm_b1, norm_w2, norm_b2, *weights):
-    x1, x2 = norm(x, norm_w1, norm_b1), norm(x, norm_w2, norm_b2)
-    return attend_beside_mlp(gelu, x1, *weights[:4], x2, *weights[4:], x)
+def layer_of(
+    form, x, norm_w1, norm_b1, norm_w2, norm_b2, w_qkv, b_qkv, w_o, b_o, *of_mlp, see=None
+):
+    n1, n2 = norm(x, norm_w1, norm_b1), norm(x, norm_w2, norm_b2)
+    qkv = (n1 @ w_qkv + b_qkv).reshape(*x.shape[:2], 3, 3, -1)
+    seen = attend_packed(qkv, see=see)
+    return x + seen.reshape(*seen.shape[:2], -1) @ w_o + b_o + mlp(form, n2, *of_mlp)
 
 
 def norm(x, w, b):
@@ -170,6 +157,9 @@ IDS = np.array([[3, 0, 3], [1, 4, 3]])
 TARGETS = np.array([2, 0, -100, 4])
 BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)
 SEEN = BLOCKS.to_dense() & visible(5, 5, True)
+BY_HEAD = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.eye(3), np.tri(3)], bool)
+BLOCKS_BY_HEAD = BlockMask(BY_HEAD, 2, 5)
+SEEN_BY_HEAD = BLOCKS_BY_HEAD.to_dense() & visible(5, 5, True)
 MATRIX, FAR = normal(3, 4), away_from_zero(3, 4)
 BROADCAST = (positive(4), positive(2, 3, 1)), (positive(2, 3, 1), positive(4))
 MLP = (normal(2, 3, 4), normal(4, 5), normal(5), normal(5, 3), normal(3))
@@ -447,19 +437,18 @@ GRADIENTS = [
             by_name("gelu_mlp-tanh", partial(mlp, gelu_tanh), *MLP, approximate="tanh"),
             *[
                 Gradient(
-                    f"attention_mlp-{name}",
-                    partial(attention_mlp, approximate=approximate, mask=mask),
-                    partial(attend_beside_mlp, form, see=see),
-                    PARALLEL,
+                    f"layer-{name}",
+                    partial(layer, approximate=approximate, **options),
+                    partial(layer_of, form, see=see),
+                    LAYER,
                 )
-                for name, approximate, form, mask, see in [
-                    ("dense", "none", gelu, None, None),
-                    ("tanh-blocks", "tanh", gelu_tanh, BLOCKS, SEEN),
+                for name, approximate, form, see, options in [
+                    ("dense", "none", gelu, None, {}),
+                    ("recomputed", "tanh", gelu_tanh, None, {"recompute": True}),
+                    ("tanh-blocks", "tanh", gelu_tanh, SEEN, {"mask": BLOCKS}),
+                    ("blocks-of-heads", "none", gelu, SEEN_BY_HEAD, {"mask": BLOCKS_BY_HEAD}),
                 ]
             ],
-            Gradient(
-                "norm_attention_mlp", norm_attention_mlp, attend_beside_mlp_of_norms, NORM_PARALLEL
-            ),
             Gradient(
                 "linear-residual",
                 lambda ops, x, w, b, r: ops.linear(x, w, b, residual=r),

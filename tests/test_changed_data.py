@@ -216,9 +216,9 @@ def side_operands():
     yield "rotary", lambda x: ops.rotary(x, *tables, 2), packed, [cos, sin]
     yield "qkv_attention", lambda x: ops.qkv_attention(x, cos, sin), packed, [cos, sin]
     yield (
-        "attention_mlp",
-        lambda x: ops.attention_mlp(
-            x, wide, Tensor(np.ones(48)), 2, cos, sin, square, row, x, square, row, square, row, x
+        "layer",
+        lambda x: ops.layer(
+            x, row, row, row, row, wide, Tensor(np.ones(48)), *[square, row] * 3, 2, cos, sin
         ),
         (1, 4, 16),
         [cos, sin],

@@ -51,13 +51,8 @@ typedef struct {
     int count; /* of fields; each has a slot and an operand */
     nd_slot *slots;
     operand *operands;
+    PyObject *kept; /* the capsule of KEEP */
 } call;
-
-static bool is_changed(field_kind kind) {
-    return kind == KIND_IO || kind == KIND_IO_ANY || kind == KIND_IO_ROWS || kind == KIND_IO_OPT;
-}
-
-static bool may_be_none(field_kind kind) { return kind == KIND_OPT || kind == KIND_IO_OPT; }
 
 /* "(B, T, H, D)" */
 static const char *axes_text(const char *axes, char *text) {
@@ -153,57 +148,60 @@ static int check_axes(call *c, const field *f, nd_array *a) {
     return 0;
 }
 
-/* Does the view have the layout? Strides of axes of size 1 say nothing, so they are set to what a
- * kernel expects to see. */
-static bool has_layout(field_kind kind, nd_array *a) {
-    if (kind == KIND_IN_ANY || kind == KIND_IO_ANY) {
-        return true;
-    }
-    if (nd_is_contiguous(a)) {
-        nd_contiguous_strides(a->ndim, a->shape, a->strides);
-        return true;
-    }
-    int last = a->ndim - 1;
-    if (kind == KIND_IN_ROWS || kind == KIND_IO_ROWS) {
-        if (a->shape[last] == 1) {
-            a->strides[last] = 1;
-        }
-        return a->strides[last] == 1;
-    }
-    if (kind != KIND_IN_MATRIX) {
-        return false;
-    }
-    int64_t *rows_stride = &a->strides[last - 1], *columns_stride = &a->strides[last];
-    int64_t m = a->shape[last - 1], n = a->shape[last];
-    if (n == 1) {
-        *columns_stride = 1;
-    }
-    if (m == 1) {
-        *rows_stride = *columns_stride == 1 ? n : 1;
-    }
-    return (*columns_stride == 1 && *rows_stride >= n) ||
-           (*rows_stride == 1 && *columns_stride >= m);
-}
-
-/* Kernels of contiguous operands may read whole vectors: a view that begins between two is copied,
- * so that its results have the same bits as those of the copy. */
-static bool is_aligned(const call *c, field_kind kind, const nd_array *a) {
-    bool whole = kind == KIND_IN || kind == KIND_IO || may_be_none(kind);
-    return !whole || (uintptr_t)a->data % c->device->backend->alignment == 0;
-}
-
 static int take_array(call *c, const field *f, PyObject *object, operand *o) {
     const char *op = c->info->name;
     if (!nd_is_ndarray(object)) {
         FAIL(PyExc_TypeError, "%s: %s: must be an NDArray%s, not %.80s", op, f->name,
-             may_be_none(f->kind) ? " or None" : "", Py_TYPE(object)->tp_name);
+             nd_may_be_none(f->kind) ? " or None" : "", Py_TYPE(object)->tp_name);
     }
     o->array = *nd_array_of(object);
     if (check_device(c, f, &o->array) < 0 || check_dtype(c, f, &o->array) < 0 ||
         check_axes(c, f, &o->array) < 0) {
         return -1;
     }
-    return is_changed(f->kind) ? nd_check_writable(op, f->name, &o->array) : 0;
+    return nd_is_changed(f->kind) ? nd_check_writable(op, f->name, &o->array) : 0;
+}
+
+/* ---- what a composite keeps ------------------------------------------------------------------- */
+#define KEPT_NAME "needle.kept"
+
+static void free_kept(PyObject *capsule) {
+    nd_kept *kept = PyCapsule_GetPointer(capsule, KEPT_NAME);
+    nd_free_kept(kept);
+    PyMem_Free(kept);
+}
+
+static int make_kept(call *c, nd_slot *slot) {
+    slot->kept = PyMem_Calloc(1, sizeof *slot->kept);
+    c->kept =
+        slot->kept != NULL ? PyCapsule_New(slot->kept, KEPT_NAME, free_kept) : PyErr_NoMemory();
+    if (c->kept == NULL) {
+        PyMem_Free(slot->kept);
+        return -1;
+    }
+    return 0;
+}
+
+static int take_kept(const call *c, const field *f, PyObject *object, nd_slot *slot) {
+    if (object == Py_None) {
+        return 0;
+    }
+    if (!PyCapsule_IsValid(object, KEPT_NAME)) {
+        FAIL(PyExc_TypeError, "%s: %s: must be what the forward kept, or None, not %.80s",
+             c->info->name, f->name, Py_TYPE(object)->tp_name);
+    }
+    slot->kept = PyCapsule_GetPointer(object, KEPT_NAME);
+    if (slot->kept->device != c->device || slot->kept->generation != c->device->generation) {
+        FAIL(PyExc_RuntimeError, "%s: %s: was kept on another device, or before cuda_reset()",
+             c->info->name, f->name);
+    }
+    return 0;
+}
+
+/* ---- operands, one after the other ------------------------------------------------------------ */
+/* Does the caller pass it? */
+static bool is_given(field_kind kind) {
+    return kind != KIND_OUT && kind != KIND_NEW && kind != KIND_KEEP;
 }
 
 static int take_number(call *c, const field *f, PyObject *object, nd_slot *slot) {
@@ -217,26 +215,30 @@ static int take_number(call *c, const field *f, PyObject *object, nd_slot *slot)
     return found <= 0 ? found : nd_check_number(c->info->name, &number, c->slots[0].array->dtype);
 }
 
+static int take_operand(call *c, int i, PyObject *object) {
+    const field *f = &c->info->fields[i];
+    nd_slot *slot = &c->slots[i];
+    if (nd_is_number(f->kind)) {
+        return take_number(c, f, object, slot);
+    }
+    if (f->kind == KIND_KEPT) {
+        return take_kept(c, f, object, slot);
+    }
+    if (object == Py_None && nd_may_be_none(f->kind)) {
+        return 0;
+    }
+    slot->array = &c->operands[i].array;
+    return take_array(c, f, object, &c->operands[i]);
+}
+
 static int take_operands(call *c, PyObject *const *given) {
     for (int i = 0; i < c->count; i++) {
         c->operands[i].owned = c->operands[i].copy_back = false;
         c->slots[i].array = NULL;
     }
     for (int i = 0; i < c->count; i++) {
-        const field *f = &c->info->fields[i];
-        if (f->kind == KIND_OUT) {
-            continue;
-        }
-        PyObject *object = *given++;
-        if (nd_is_number(f->kind)) {
-            if (take_number(c, f, object, &c->slots[i]) < 0) {
-                return -1;
-            }
-        } else if (object != Py_None || !may_be_none(f->kind)) {
-            if (take_array(c, f, object, &c->operands[i]) < 0) {
-                return -1;
-            }
-            c->slots[i].array = &c->operands[i].array;
+        if (is_given(c->info->fields[i].kind) && take_operand(c, i, *given++) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -244,7 +246,7 @@ static int take_operands(call *c, PyObject *const *given) {
 
 static bool overlaps_changed(const call *c, const nd_array *a) {
     for (int i = 0; i < c->count; i++) {
-        if (is_changed(c->info->fields[i].kind) && c->slots[i].array != NULL &&
+        if (nd_is_changed(c->info->fields[i].kind) && c->slots[i].array != NULL &&
             nd_may_overlap(a, c->slots[i].array)) {
             return true;
         }
@@ -254,7 +256,7 @@ static bool overlaps_changed(const call *c, const nd_array *a) {
 
 /* Give the operand its layout; keep it apart from what a kernel writes before it reads it. */
 static int lay_out(call *c, const field *f, operand *o) {
-    bool changed = is_changed(f->kind);
+    bool changed = nd_is_changed(f->kind);
     nd_array *a = &o->array, copy;
     if (f->axes[0] == '*' && f->kind == KIND_IN_ANY) {
         if (nd_broadcast_to(a, c->star_ndim, c->star, &copy) != ND_OK) {
@@ -263,8 +265,8 @@ static int lay_out(call *c, const field *f, operand *o) {
         *a = copy;
         o->owned = true;
     }
-    if ((changed || !overlaps_changed(c, a)) && has_layout(f->kind, a) &&
-        is_aligned(c, f->kind, a)) {
+    if ((changed || !overlaps_changed(c, a)) && nd_has_layout(f->kind, a) &&
+        nd_is_aligned(c->device, f->kind, a)) {
         return 0;
     }
     nd_trace_copy(c->info->name, f->name, a);
@@ -305,11 +307,18 @@ static int prepare(call *c) {
     }
     for (int i = 0; i < c->count; i++) {
         const field *f = &c->info->fields[i];
-        if (f->kind == KIND_OUT) {
-            if (allocate(c, f, &c->operands[i]) < 0) {
+        operand *o = &c->operands[i];
+        if (f->kind == KIND_KEEP) {
+            if (make_kept(c, &c->slots[i]) < 0) {
                 return -1;
             }
-            c->slots[i].array = &c->operands[i].array;
+        } else if (f->kind == KIND_OUT || f->kind == KIND_NEW) {
+            o->array.storage = NULL;
+            if (f->kind == KIND_OUT && allocate(c, f, o) < 0) {
+                return -1;
+            }
+            o->owned = true;
+            c->slots[i].array = &o->array;
         }
     }
     return 0;
@@ -321,14 +330,15 @@ static int run(call *c, nd_op id) {
     for (int i = 0; i < c->count; i++) {
         const field *f = &c->info->fields[i];
         const operand *o = &c->operands[i];
-        if (nd_is_number(f->kind) || c->slots[i].array == NULL) {
+        writes |= f->kind == KIND_NEW;
+        if (f->kind > KIND_OUT || c->slots[i].array == NULL) {
             continue;
         }
         int64_t size = nd_size(&o->array);
-        if (is_changed(f->kind)) {
+        if (nd_is_changed(f->kind)) {
             nd_count_write(o->copy_back ? &o->original : &o->array);
         }
-        writes |= size > 0 && (f->kind == KIND_OUT || is_changed(f->kind));
+        writes |= size > 0 && (f->kind == KIND_OUT || nd_is_changed(f->kind));
         work += size;
     }
     if (!writes) {
@@ -352,7 +362,10 @@ static PyObject *wrap_outputs(call *c) {
     int count = 0;
     for (int i = 0; i < c->count; i++) {
         const field *f = &c->info->fields[i];
-        if (f->kind != KIND_OUT) {
+        if (f->kind == KIND_KEEP) {
+            list[count++] = Py_NewRef(c->kept);
+        }
+        if (f->kind != KIND_OUT && f->kind != KIND_NEW) {
             continue;
         }
         nd_array *a = &c->operands[i].array;
@@ -393,6 +406,7 @@ PyObject *nd_structured(nd_op id, PyObject *const *given) {
     if (take_operands(&c, given) == 0 && prepare(&c) == 0 && run(&c, id) == 0) {
         result = wrap_outputs(&c);
     }
+    Py_XDECREF(c.kept);
     for (int i = 0; i < c.count; i++) {
         if (operands[i].owned) {
             nd_array_clear(&operands[i].array);
@@ -402,12 +416,12 @@ PyObject *nd_structured(nd_op id, PyObject *const *given) {
 }
 
 /* ---- arguments ------------------------------------------------------------------------------- */
-/* Parameters are all operands but OUT; the names of an op end with NULL. */
+/* Parameters are all operands that the caller passes; the names of an op end with NULL. */
 static int intern_names(void) {
     for (int id = 0; id < NUM_OPS; id++) {
         PyObject **to = nd.field_names[id];
         for (const field *f = nd_ops[id].fields; f->kind != KIND_END; f++) {
-            if (f->kind != KIND_OUT && (*to++ = PyUnicode_InternFromString(f->name)) == NULL) {
+            if (is_given(f->kind) && (*to++ = PyUnicode_InternFromString(f->name)) == NULL) {
                 return -1;
             }
         }
@@ -507,11 +521,15 @@ static PyObject *call_op(PyObject *module, nd_op id, PyObject *const *arguments,
                                PyObject *keywords) {                                           \
         return call_op(module, OP_##name, arguments, count, keywords);                         \
     }
+#define EACH_COMPOSITE(name) EACH_OP(name)
 #include "ops.def"
 
 /* Signatures and summaries for help(): the table's own text. */
 #define OPERAND(kind, field, axes, dtype) ", " #field
 #define OUT(field, axes, dtype)
+#define NEW(field)
+#define KEEP(field)
+#define KEPT(field) ", " #field
 #define F64(field) ", " #field
 #define I64(field) ", " #field
 #define METHOD(name, signature, summary)                                           \
@@ -525,6 +543,7 @@ static PyObject *call_op(PyObject *module, nd_op id, PyObject *const *arguments,
 #define ARG(name, better) \
     METHOD(name, ", x, axes", "Index (int64) of the " #name " over the last `axes` axes of x")
 #define OP(name, operands) METHOD(name, operands, "Operation " #name " of csrc/ops.def")
+#define COMPOSITE(name, operands) OP(name, operands)
 static PyMethodDef methods[] = {
 #include "ops.def"
     {NULL, NULL, 0, NULL},
@@ -567,6 +586,7 @@ static PyMethodDef table_method[] = {
 };
 
 int nd_callables_init(PyObject *module) {
+    nd_run_inner = nd_run_one;
     bool failed = intern_names() < 0 || PyModule_AddFunctions(module, methods) < 0;
     return failed ? -1 : PyModule_AddFunctions(module, table_method);
 }

@@ -5,6 +5,7 @@
 #include "run.h"
 
 #include <stdio.h>
+#include <string.h>
 #include <time.h>
 
 #include "backends.h"
@@ -15,6 +16,9 @@
 #define FIELD(kind, field, axes, dtype) {KIND_##kind, CLASS_##dtype, #field, axes, #kind, #dtype},
 #define F64(field) {KIND_F64, CLASS_ANY, #field, "", "F64", ""},
 #define I64(field) {KIND_I64, CLASS_ANY, #field, "", "I64", ""},
+#define NEW(field) {KIND_NEW, CLASS_F, #field, "", "NEW", ""},
+#define KEEP(field) {KIND_KEEP, CLASS_ANY, #field, "", "KEEP", ""},
+#define KEPT(field) {KIND_KEPT, CLASS_ANY, #field, "", "KEPT", ""},
 /* The operands of entries that write none out. */
 #define OF_ANY ANY
 #define OF_FLOAT F
@@ -27,28 +31,69 @@
 #define RED(name, types, start, combine, map) OP(name, X(types) I64(axes) RESULT(types))
 #define ARG(name, better) OP(name, X(ANY) I64(axes) RESULT(ANY))
 #define OP(name, operands) static const field name##_fields[] = {operands{.kind = KIND_END}};
+#define COMPOSITE(name, operands) static const field name##_fields[] = {operands{.kind = KIND_END}};
 #include "ops.def"
 
 /* One plain function type for all ops: the cast of the arguments happens where their type is
  * known. */
-#define EACH_OP(name)                                                                           \
-    static nd_status dispatch_##name(const nd_backend *backend, int device, const void *args) { \
-        _Static_assert(sizeof(name##_args) <= ND_MAX_FIELDS * sizeof(nd_slot), #name);          \
-        return backend->name(device, args);                                                     \
+#define DISPATCH(name, call)                                                           \
+    static nd_status dispatch_##name(nd_device *device, const void *args) {            \
+        _Static_assert(sizeof(name##_args) <= ND_MAX_FIELDS * sizeof(nd_slot), #name); \
+        return call;                                                                   \
     }
+#define EACH_OP(name) DISPATCH(name, device->backend->name(device->index, args))
+#define EACH_COMPOSITE(name) DISPATCH(name, nd_##name(device, args))
 #include "ops.def"
 
 const nd_op_info nd_ops[NUM_OPS] = {
 #define ENTRY(kind, types, name) \
-    {OP_KIND_##kind, TYPES_##types, #kind, #name, name##_fields, dispatch_##name},
+    {OP_KIND_##kind, TYPES_##types, #kind, #name, name##_fields, dispatch_##name, false},
 #define EW1(name, types, formula) ENTRY(EW1, types, name)
 #define EW2(name, types, formula) ENTRY(EW2, types, name)
 #define CMP(name, formula) ENTRY(CMP, ANY, name)
 #define RED(name, types, start, combine, map) ENTRY(RED, types, name)
 #define ARG(name, better) ENTRY(ARG, ANY, name)
 #define OP(name, operands) ENTRY(OP, ANY, name)
+#define COMPOSITE(name, operands) \
+    {OP_KIND_OP, TYPES_ANY, "COMPOSITE", #name, name##_fields, dispatch_##name, true},
 #include "ops.def"
 };
+
+/* ---- layouts --------------------------------------------------------------------------------- */
+bool nd_has_layout(field_kind kind, nd_array *a) {
+    if (kind == KIND_IN_ANY || kind == KIND_IO_ANY) {
+        return true;
+    }
+    if (nd_is_contiguous(a)) {
+        nd_contiguous_strides(a->ndim, a->shape, a->strides);
+        return true;
+    }
+    int last = a->ndim - 1;
+    if (kind == KIND_IN_ROWS || kind == KIND_IO_ROWS) {
+        if (a->shape[last] == 1) {
+            a->strides[last] = 1;
+        }
+        return a->strides[last] == 1;
+    }
+    if (kind != KIND_IN_MATRIX) {
+        return false;
+    }
+    int64_t *rows_stride = &a->strides[last - 1], *columns_stride = &a->strides[last];
+    int64_t m = a->shape[last - 1], n = a->shape[last];
+    if (n == 1) {
+        *columns_stride = 1;
+    }
+    if (m == 1) {
+        *rows_stride = *columns_stride == 1 ? n : 1;
+    }
+    return (*columns_stride == 1 && *rows_stride >= n) ||
+           (*rows_stride == 1 && *columns_stride >= m);
+}
+
+bool nd_is_aligned(const nd_device *device, field_kind kind, const nd_array *a) {
+    bool whole = kind == KIND_IN || kind == KIND_IO || kind == KIND_OUT || nd_may_be_none(kind);
+    return !whole || (uintptr_t)a->data % device->backend->alignment == 0;
+}
 
 /* ---- running --------------------------------------------------------------------------------- */
 int nd_check_live(const char *op, const char *operand, const nd_array *a) {
@@ -96,13 +141,19 @@ void nd_trace_copy(const char *op, const char *operand, const nd_array *a) {
     }
 }
 
-/* Operands lie in the first slots, but for the output of EW2 and CMP, which is not shown. */
+/* The array of field i, NULL where there is none: two numbers lie before the output of EW2 and CMP. */
+static nd_array *array_of(const nd_op_info *info, const nd_slot *slots, int i) {
+    bool two = info->kind == OP_KIND_EW2 || info->kind == OP_KIND_CMP;
+    return nd_is_number(info->fields[i].kind) ? NULL : slots[two && i == 2 ? 4 : i].array;
+}
+
 static void trace_op(const nd_op_info *info, const nd_device *device, const nd_slot *slots,
                      double took) {
     nd_trace line = {.used = 0};
     for (int i = 0; info->fields[i].kind != KIND_END; i++) {
-        if (info->fields[i].kind < KIND_OUT && slots[i].array != NULL) {
-            nd_trace_operand(&line, info->fields[i].name, slots[i].array);
+        const nd_array *a = array_of(info, slots, i);
+        if (info->fields[i].kind < KIND_OUT && a != NULL) {
+            nd_trace_operand(&line, info->fields[i].name, a);
         }
     }
     nd_trace_run(info->name, device, took, &line);
@@ -113,20 +164,59 @@ int nd_run_op(nd_op id, nd_device *device, const nd_slot *slots, int64_t work) {
     double start = nd.trace ? nd_microseconds() : 0;
     nd_status status;
     if (work < 4096 && device->backend->is_host) {
-        status = info->run(device->backend, device->index, slots);
+        status = info->run(device, slots);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        status = info->run(device->backend, device->index, slots);
+        status = info->run(device, slots);
         if (status == ND_OK && (nd.sync || nd.trace)) {
             status = device->backend->synchronize(device->index);
         }
         Py_END_ALLOW_THREADS
     }
-    if (nd_check(info->name, device, status) < 0) {
+    if (nd_check(info->name, info->is_composite ? NULL : device, status) < 0) {
         return -1;
     }
-    if (nd.trace) {
+    if (nd.trace && !info->is_composite) {
         trace_op(info, device, slots, nd_microseconds() - start);
     }
     return 0;
+}
+
+/* Bring the backend's message here, with the op's name before it. */
+static nd_status named(const nd_op_info *info, const nd_device *device, nd_status status) {
+    const char *what = device->backend->last_error();
+    size_t length = strlen(info->name);
+    bool is_named = strncmp(what, info->name, length) == 0 && what[length] == ':';
+    return nd_error(status, "%s%s%s", is_named ? "" : info->name, is_named ? "" : ": ", what);
+}
+
+nd_status nd_run_one(nd_op id, nd_device *device, const void *args) {
+    const nd_op_info *info = &nd_ops[id];
+    bool writes = false;
+    for (int i = 0; info->fields[i].kind != KIND_END; i++) {
+        const field *f = &info->fields[i];
+        nd_array *a = array_of(info, args, i);
+        if (a == NULL) {
+            continue;
+        }
+        writes |= (f->kind == KIND_OUT || nd_is_changed(f->kind)) && nd_size(a) > 0;
+        if (!nd_has_layout(f->kind, a) || !nd_is_aligned(device, f->kind, a)) {
+            return nd_error(ND_EVALUE, "%s: %s: not in the layout it needs", info->name, f->name);
+        }
+    }
+    if (!writes) {
+        return ND_OK;
+    }
+    double start = nd.trace ? nd_microseconds() : 0;
+    nd_status status = info->run(device, args);
+    if (status == ND_OK && (nd.sync || nd.trace)) {
+        status = device->backend->synchronize(device->index);
+    }
+    if (status != ND_OK) {
+        return named(info, device, status);
+    }
+    if (nd.trace) {
+        trace_op(info, device, args, nd_microseconds() - start);
+    }
+    return ND_OK;
 }

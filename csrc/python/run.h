@@ -15,12 +15,21 @@ typedef enum {
     KIND_IO_ROWS,
     KIND_IO_OPT,
     KIND_OUT,
+    KIND_NEW,
+    KIND_KEEP,
+    KIND_KEPT,
     KIND_F64,
     KIND_I64,
     KIND_END,
 } field_kind;
 
 static inline bool nd_is_number(field_kind kind) { return kind == KIND_F64 || kind == KIND_I64; }
+static inline bool nd_is_changed(field_kind kind) {
+    return kind == KIND_IO || kind == KIND_IO_ANY || kind == KIND_IO_ROWS || kind == KIND_IO_OPT;
+}
+static inline bool nd_may_be_none(field_kind kind) {
+    return kind == KIND_OPT || kind == KIND_IO_OPT;
+}
 
 typedef enum {
     CLASS_F,
@@ -54,7 +63,8 @@ typedef struct {
     op_types types; /* of those that are computed elementwise */
     const char *kind_text, *name;
     const field *fields; /* ends with KIND_END */
-    nd_status (*run)(const nd_backend *backend, int device, const void *arguments);
+    nd_status (*run)(nd_device *device, const void *arguments);
+    bool is_composite; /* runs other ops; its message is in _C, not in a backend */
 } nd_op_info;
 
 /* A line of NEEDLE_TRACE=1: operands with their dtypes and shapes. */
@@ -66,6 +76,13 @@ typedef struct {
 #pragma GCC visibility push(hidden)
 /* ---- run.c ----------------------------------------------------------------------------------- */
 extern const nd_op_info nd_ops[NUM_OPS];
+/* Has the view the layout of an operand of this kind? Strides of axes of size 1 say nothing, so they
+ * are set to what a kernel expects to see. */
+bool nd_has_layout(field_kind kind, nd_array *a);
+/* Kernels of contiguous operands may read whole vectors, from a boundary of the backend's on. */
+bool nd_is_aligned(const nd_device *device, field_kind kind, const nd_array *a);
+/* nd_run_inner of composite.h: one op of a composite, with or without the GIL. */
+nd_status nd_run_one(nd_op id, nd_device *device, const void *args);
 /* Run the op on a device and trace it. `work` is the number of elements touched: small CPU
  * ops keep the GIL: releasing it costs more. */
 int nd_run_op(nd_op id, nd_device *device, const nd_slot *slots, int64_t work);

@@ -10,12 +10,12 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include "backend.h"
+#include "composite.h"
 
 /* Python's tables dictate the parameters of the functions in them. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-#define ND_MAX_FIELDS 24  /* operands of an op */
+#define ND_MAX_FIELDS 48  /* operands of an op */
 #define ND_MAX_DEVICES 64 /* of a backend that can be named */
 
 /* The backends, the host's first. A further one is a folder and its line here:
@@ -32,13 +32,6 @@ typedef enum {
 #undef X
         NUM_BACKENDS
 } nd_backend_id;
-
-/* The ops, in the order of ops.def. */
-typedef enum {
-#define EACH_OP(name) OP_##name,
-#include "ops.def"
-    NUM_OPS
-} nd_op;
 
 typedef struct nd_exported nd_exported; /* in buffer.c */
 

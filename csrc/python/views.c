@@ -122,19 +122,10 @@ PyObject *nd_ndarray_joined(PyObject *self, PyObject *other) {
     if (nd_check_operand("joined", "other", other) < 0) {
         return NULL;
     }
-    const nd_array *a = nd_array_of(self), *b = nd_array_of(other);
-    bool fits = a->storage == b->storage && a->dtype == b->dtype && a->ndim == b->ndim &&
-                a->ndim > 0 && nd_is_contiguous(a) && nd_is_contiguous(b) &&
-                (char *)a->data + nd_size(a) * (int64_t)nd_dtype_size(a->dtype) == b->data;
-    for (int i = 1; i < a->ndim && fits; i++) {
-        fits = a->shape[i] == b->shape[i];
-    }
-    if (!fits) {
+    nd_array view;
+    if (!nd_joined(nd_array_of(self), nd_array_of(other), &view)) {
         Py_RETURN_NONE;
     }
-    nd_array view = *a;
-    view.shape[0] += b->shape[0];
-    nd_contiguous_strides(view.ndim, view.shape, view.strides);
     return nd_wrap_view(&view);
 }
 

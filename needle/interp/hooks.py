@@ -37,11 +37,10 @@ The points stand in the forwards of the modules (`Module.hook`), and each class 
 that the fused ops never store. Attention then computes scores and pattern (T x T numbers a head in
 float32), rotates q, k and v one by one, or multiplies and adds its heads one by one in float32. A
 norm computes step by step in float32 for `hook_scale` and `hook_normalized`. An MLP with a hook
-inside multiplies and applies GELU one after the other. The outputs at `hook_attn_out` and
-`hook_mlp_out` are added to the stream after the product instead of by it. With a parallel residual
-attention and MLP end in one product; a hook inside or at the end of either, `hook_z` too, separates
-them. These forwards may round differently. The other names, `hook_embed`, `hook_resid_...` and a
-norm's `hook_out`, change no bit. Generation with hooks reads the whole context for each token.
+inside multiplies and applies GELU one after the other. A layer with a parallel residual is one
+operation (ops.layer); a hook on any name inside it runs its parts instead, which may round
+differently. `hook_embed`, `hook_resid_pre`, `hook_resid_post` and `ln_final.hook_out` change no bit.
+Generation with hooks reads the whole context for each token.
 """
 
 from __future__ import annotations

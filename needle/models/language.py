@@ -97,7 +97,7 @@ class LanguageModel(Texts, Hooked):
     def use_fp8(self) -> None:
         """Compute products of loss() in FP8, unless gradients are disabled, for batches of a
         multiple of 16 tokens; others are computed as before. `parts_in_fp8` names them: those of
-        the head (ops.linear_cross_entropy), of layers (ops.attention_mlp) or both.
+        the head (ops.linear_cross_entropy), of layers (ops.layer) or both.
         `model.fp8 = False` ends it. ValueError where the model or its GPU cannot."""
         if type(self).forward is not LanguageModel.forward:
             raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")

@@ -268,8 +268,19 @@ class Layer(nn.Module):
         mask: BlockMask | None = None,
         cache: nn.attention.Cached | None = None,
         fp8: bool = False,
+        recompute: bool = False,
     ) -> Tensor:
-        """fp8: compute the products of a fused layer in FP8 (ops.attention_mlp)."""
+        """The layer as one operation, or part by part where something is hooked in, replaced or
+        shared. fp8, recompute: as in ops.layer; the parts know no FP8."""
+        if self.is_one_operation() and (cache is None or self._has_joined_weights()):
+            if self._hooks is None:
+                return self._as_one(x, rotary, mask, cache, fp8, recompute)
+            x = self.hook("hook_resid_pre", x)
+            return self.hook(
+                "hook_resid_post", self._as_one(x, rotary, mask, cache, fp8, recompute)
+            )
+        if recompute:
+            return nn.recompute(self, x, rotary, mask)
         norm1 = self.input_layernorm
         x = self.hook("hook_resid_pre", x)
         if self.mlp is None:
@@ -277,9 +288,6 @@ class Layer(nn.Module):
             x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
             return self.hook("hook_resid_post", x)
         norm2 = self.post_attention_layernorm
-        if self._ends_in_one_product() and (cache is None or self._has_joined_weights()):
-            x = self._in_one_product(x, norm1, norm2, rotary, mask, cache, fp8)
-            return self.hook("hook_resid_post", x)
         if self.parallel:
             y1, y2, x = normed(x, norm1, norm2)
         else:
@@ -289,21 +297,30 @@ class Layer(nn.Module):
             y2, x = normed(self.hook("hook_resid_mid", x), norm2)
         return self.hook("hook_resid_post", self._add("hook_mlp_out", x, self.mlp, y2()))
 
-    def _ends_in_one_product(self) -> bool:
-        """True if attention and MLP may be fused: of one x, both plain, and no hooks inside."""
+    def is_one_operation(self) -> bool:
+        """True if ops.layer computes this: a parallel residual, the classes of this file and of
+        needle.nn, with biases, hooks on the residual stream alone, no parameter in two places."""
         attention, mlp = self.attention, self.mlp
-        plain = nn.fuses_as(attention, nn.Attention) and nn.fuses_as(mlp, MLP)
-        if not (self.parallel and plain):
+        if not (self.parallel and type(attention) is nn.Attention and type(mlp) is MLP):
             return False
-        linears = [attention.query_key_value, attention.dense]
-        linears += [mlp.dense_h_to_4h, mlp.dense_4h_to_h]
-        return (
-            attention.group is None
-            and all(nn.fuses_as(one, nn.Linear) and one.bias is not None for one in linears)
-            and not self.is_hooked_at("hook_attn_out", "hook_mlp_out")
-            and not attention.is_hooked_at(*attention.hook_points)
-            and not mlp.is_hooked_at(*mlp.hook_points)
-        )
+        norms = self.input_layernorm, self.post_attention_layernorm
+        linears = attention.query_key_value, attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
+        seen = set()
+        for part in norms:
+            if type(part) is not nn.LayerNorm1d or part._hooks is not None:
+                return False
+            seen |= {id(part.weight), id(part.bias)}
+        for part in linears:
+            if type(part) is not nn.Linear or part.bias is None or part._hooks is not None:
+                return False
+            seen |= {id(part.weight), id(part.bias)}
+        if (
+            attention._hooks is not None
+            or mlp._hooks is not None
+            or (self._hooks is not None and self.is_hooked_at("hook_attn_out", "hook_mlp_out"))
+        ):
+            return False
+        return norms[0].eps == norms[1].eps and attention.group is None and len(seen) == 12
 
     def _has_joined_weights(self) -> bool:
         """True if the last weights are neighbours in memory, so that a step copies none. Those of a
@@ -313,29 +330,28 @@ class Layer(nn.Module):
             nn.place_neighbours(self)
         return first.cached_data.joined(last.cached_data) is not None
 
-    def _in_one_product(
+    def _as_one(
         self,
         x: Tensor,
-        norm1: nn.Module,
-        norm2: nn.Module,
         rotary: tuple[NDArray, NDArray],
         mask: BlockMask | None,
         cache: nn.attention.Cached | None,
         fp8: bool,
+        recompute: bool,
     ) -> Tensor:
+        norm1, norm2 = self.input_layernorm, self.post_attention_layernorm
         attention, mlp = self.attention, self.mlp
-        tables = rotary if cache is not None else (table[: x.shape[1]] for table in rotary)
         qkv, out = attention.query_key_value, attention.dense
         up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
-        first = (qkv.weight, qkv.bias, attention.heads, *tables, out.weight, out.bias)
-        second = up.weight, up.bias, down.weight, down.bias
-        options = {"approximate": mlp.approximate, "mask": mask, "fp8": fp8, "cached": cache}
-        hooked = norm1.is_hooked_at("hook_out") or norm2.is_hooked_at("hook_out")
-        if (fp8 or cache is not None) and are_plain(norm1, norm2) and not hooked:
-            of_norms = norm1.weight, norm1.bias, norm2.weight, norm2.bias
-            return ops.norm_attention_mlp(x, *of_norms, norm1.eps, *first, *second, **options)
-        y1, y2, x = normed(x, norm1, norm2)
-        return ops.attention_mlp(y1(), *first, y2(), *second, x, **options)
+        weights = (norm1.weight, norm1.bias, norm2.weight, norm2.bias, qkv.weight, qkv.bias)
+        weights += (out.weight, out.bias, up.weight, up.bias, down.weight, down.bias)
+        heads, eps, form = attention.heads, norm1.eps, mlp.approximate
+        if cache is None:
+            cos, sin = rotary[0][: x.shape[1]], rotary[1][: x.shape[1]]
+            return ops.layer(x, *weights, heads, cos, sin, eps, form, mask, fp8, recompute)
+        arrays = [weight.cached_data for weight in weights]
+        y = ops.cached_layer(cache, x.cached_data, arrays, heads, *rotary, eps, form)
+        return Tensor.from_ndarray(y)
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
         """Return x + part(*operands), added by the part's last product unless it has a hook."""
@@ -435,30 +451,32 @@ class Pythia(FactoredWeights, LanguageModel):
         self._rotary = tuple(array(table, "float32", self.device) for table in tables)
 
     def hidden(self, ids: NDArray, cache: Cache | None = None, fp8: bool = False) -> Tensor:
-        """fp8: compute the products of layers in FP8; a module in the place of one is called as it
-        is."""
+        """fp8: compute the products of layers in FP8, of those that are one operation."""
         rotary, mask = (self._rotary, None) if cache else self._of_tokens(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
         for i, layer in enumerate(self.layers):
-            fused = fp8 and nn.fuses_as(layer, Layer)
-            if self.recompute and cache is None:
-                x = nn.recompute(layer, x, rotary, mask, *[None, True] * fused)
+            if cache is not None:
+                x = layer(x, rotary, mask, cache.layer(i))
+            elif type(layer) is Layer:
+                x = layer(x, rotary, mask, None, fp8, self.recompute)
+            elif self.recompute:
+                x = nn.recompute(layer, x, rotary, mask)
             else:
-                x = layer(x, rotary, mask, cache and cache.layer(i), *[True] * fused)
+                x = layer(x, rotary, mask)
         return self.final_layer_norm(x)
 
     @property
     def layers_in_fp8(self) -> str:
-        """Those that are one op (ops.attention_mlp), from a width on at which it saves time; none
+        """Those that are one operation (ops.layer), from a width on at which it saves time; none
         of a subclass that writes its own hidden()."""
         config, own = self.config, type(self).hidden is not Pythia.hidden
         wide = config.hidden_size >= FP8_LAYERS_FROM and whole_sizes(config.intermediate_size)
         if own or not wide:
             return ""
-        one_op = [nn.fuses_as(x, Layer) and x._ends_in_one_product() for x in self.layers]
-        if not any(one_op):
+        one = [type(x) is Layer and x.is_one_operation() for x in self.layers]
+        if not any(one):
             return ""
-        return "layers" if all(one_op) else f"{sum(one_op)} of {len(one_op)} layers"
+        return "layers" if all(one) else f"{sum(one)} of {len(one)} layers"
 
     def hidden_from(self, x: Tensor, layer: int) -> Tensor:
         """Return hidden() of the residual stream (B, T, C) that enters `layer`."""

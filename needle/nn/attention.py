@@ -17,7 +17,7 @@ from needle.backend_ndarray import array
 from needle.block_mask import BlockMask, as_block_mask
 from needle.nn.basic import Linear
 from needle.nn.module import Module, fuses_as
-from needle.ops.attention import Cached
+from needle.ops.layer import Cached
 
 PROJECTIONS = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k")
 PATTERNS = ("hook_attn_scores", "hook_pattern")

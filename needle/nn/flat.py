@@ -44,6 +44,7 @@ class FlatParameters:
         self._grad = _C.empty((end,), "float32", device)
         self.data.fill(0)
         self._grad.fill(0)
+        self._matrices = [p for p in self.parameters if p.ndim >= 2]
         # Vectors, whose gradients nothing writes, lie together as a rule: [start, end) of each run.
         self._vectors: list[tuple[int, int]] = []
         for p, start, stop in zip(self.parameters, self.offsets, [*self.offsets[1:], end]):
@@ -55,14 +56,14 @@ class FlatParameters:
     @property
     def grad(self) -> NDArray:
         for p in self.parameters:
-            _ = p.grad_buffer  # zeros, where they are yet to be written
+            if p.is_zero:
+                _ = p.grad_buffer  # writes the zeros
         return self._grad
 
     def reset_grad(self) -> None:
         """Count all gradients as zeros."""
-        for p in self.parameters:
-            if p.ndim >= 2:
-                p.reset_grad()
+        for p in self._matrices:
+            p.is_zero = True
         for start, stop in self._vectors:
             self._grad[start:stop].fill(0)
 

@@ -45,31 +45,21 @@ class Parameter(Tensor):
     trained = True
     name: str | None = None
     _grad: Tensor | None = None
-    _grad_buffer: NDArray | None = None
-    _is_zero = False  # the buffer counts as zeros, which are not written yet
-
-    @property
-    def has_grad_buffer(self) -> bool:  # type: ignore[override]
-        return self._grad_buffer is not None
 
     @property
     def grad_buffer(self) -> NDArray | None:  # type: ignore[override]
-        if self._is_zero:
-            self._grad_buffer.fill(0)
-            self._is_zero = False
-        return self._grad_buffer
+        if self.is_zero:
+            self.buffer.fill(0)
+            self.is_zero = False
+        return self.buffer
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: NDArray) -> None:
-        self._grad_buffer, self._is_zero = buffer, False
-
-    def grad_buffer_and_beta(self) -> tuple[NDArray | None, int]:
-        beta, self._is_zero = int(not self._is_zero), False
-        return self._grad_buffer, beta
+        self.buffer, self.is_zero, self.has_grad_buffer = buffer, False, True
 
     def reset_grad(self) -> None:
         """Set the gradient to zero, without a buffer to None."""
-        self._grad, self._is_zero = None, self.has_grad_buffer
+        self._grad, self.is_zero = None, self.has_grad_buffer
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -87,9 +77,8 @@ class Parameter(Tensor):
             self._grad = value
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {
-            k: v for k, v in vars(self).items() if k not in ("_grad_buffer", "_is_zero", "_flat")
-        }
+        own = ("buffer", "is_zero", "has_grad_buffer", "_flat")
+        state = {k: v for k, v in vars(self).items() if k not in own}
         return {**state, "_grad": self.grad}
 
 

@@ -10,10 +10,7 @@ time of a second forward.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import random
-import types
 from typing import Any
 
 import numpy as np
@@ -28,62 +25,10 @@ from needle.autograd import (
     is_grad_enabled,
     no_grad,
 )
-from needle.nn.module import Module, Parameter, contents
+from needle.nn.module import Module
 
-PLAIN = (int, float, complex, str, bytes, np.generic)
-AS_THEY_ARE = (*PLAIN, type(None), Parameter)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
-Settings = dict[str, Any]  # by their place, as "dropout.p"
-
-
-@functools.cache
-def _defaults(kind: type) -> list[str]:
-    """The data in a class, which an attribute of the instance may take the place of."""
-    members = [item for base in kind.__mro__[:-1] for item in vars(base).items()]
-    names = [n for n, v in members if n[:2] != "__" and not hasattr(type(v), "__get__")]
-    return [n for n in names if n not in ("hook_points", "neighbours")]  # no forward reads these
-
-
-def _settings_of(value: Any, place: str, found: Settings, seen: set[int]) -> Settings:
-    """Add to `found` what a forward may read below `value`: each object once, in `seen`."""
-    parts: dict[Any, Any] = {}
-    setting = value
-    if isinstance(value, Module):
-        parts = {name: getattr(value, name) for name in _defaults(type(value))}
-        parts |= contents(value)
-    elif isinstance(value, dict):
-        parts, setting = value, type(value)
-    elif isinstance(value, (list, tuple)):
-        parts, setting = dict(enumerate(value)), (type(value), len(value))
-    elif isinstance(value, np.ndarray):
-        setting = value.dtype.str, value.shape, hash(value.tobytes())
-    elif isinstance(value, Tensor):
-        setting = value.cached_data
-    elif isinstance(value, (set, frozenset)):
-        setting = type(value), frozenset(value)
-    elif isinstance(value, types.SimpleNamespace):
-        parts = vars(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    found[place] = setting
-    if id(value) not in seen:
-        seen.add(id(value))
-        for key, item in parts.items():
-            if isinstance(item, AS_THEY_ARE):
-                found[f"{place}.{key}"] = item
-            else:
-                _settings_of(item, f"{place}.{key}", found, seen)
-    return found
-
-
-def _changed(before: Settings, now: Settings) -> list[str]:
-    """Return the places whose value was replaced or removed."""
-    return [
-        place
-        for place, a in before.items()
-        if (b := now.get(place, before)) is not a
-        and not (type(a) is type(b) and isinstance(a, (*PLAIN, tuple)) and a == b)
-    ]
+SETTINGS = ("training", "p")  # of modules: those that dropout reads
 
 
 def _state_of(generator: Any) -> Any:
@@ -109,11 +54,13 @@ class Recomputed(FusedOp):
 
     def __init__(self, module: Module, rest: tuple[Any, ...]) -> None:
         self.module, self.rest = module, rest
+        # Those among the operands, whose changes the backward refuses.
+        self.arrays = [x for one in rest for x in (one if isinstance(one, tuple) else (one,))]
 
-    def _settings(self) -> Settings:
-        seen: set[int] = set()
-        found = _settings_of(self.module, type(self.module).__name__, {}, seen)
-        return _settings_of(self.rest, "operands", found, seen)
+    def _settings(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The attributes of each part of the module, and what of them the second forward needs."""
+        parts = [vars(part) for _, part in self.module.named_modules()]
+        return [(own, {n: own[n] for n in SETTINGS if n in own}) for own in parts]
 
     def _random_states(self) -> list[Any]:
         """Return the states of the generators of NumPy, of Python and of the module."""
@@ -126,15 +73,12 @@ class Recomputed(FusedOp):
             _set_state(generator, state)
 
     def compute(self, x: NDArray, *parameters: NDArray) -> NDArray:
-        settings = self._settings()
-        self.generators = [v for v in settings.values() if isinstance(v, GENERATORS)]
+        self.settings = self._settings()
+        values = [value for own, _ in self.settings for value in own.values()]
+        self.generators = [value for value in values if isinstance(value, GENERATORS)]
         self.random = self._random_states()
         with no_grad():
             out = self.module(Tensor.make_const(x), *self.rest)
-        for place in _changed(settings, self._settings()):
-            del settings[place]  # by the forward itself: a counter, tables that it made
-        self.settings = settings
-        self.arrays = [v for v in settings.values() if isinstance(v, NDArray)]
         if not isinstance(out, Tensor):
             raise TypeError(
                 f"recompute: {type(self.module).__name__} must give one Tensor, "
@@ -142,25 +86,21 @@ class Recomputed(FusedOp):
             )
         return out.cached_data
 
-    def check_unchanged(self) -> None:
-        now = self._settings()
-        for place in _changed(self.settings, now):
-            raise RuntimeError(
-                f"backward: recompute: {place} was {self.settings[place]!r:.40} in the forward and "
-                f"is {now.get(place)!r:.40}: set it back, or compute the forward again"
-            )
-
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
     ) -> list[NDArray | None]:
         first, *parameters = node.inputs
         x = Tensor.make_const(first.cached_data, requires_grad=first.requires_grad)
-        now = self._random_states()
+        now, settings = self._random_states(), self._settings()
         self._set_random_states(self.random)  # dropout drops the same
         try:
+            for own, before in self.settings:
+                own.update(before)
             with enable_grad():
                 out = self.module(x, *self.rest)
         finally:
+            for own, after in settings:
+                own.update(after)
             self._set_random_states(now)
         # Parameters without a buffer get their .grad at the end of the whole backward, not here.
         before = [(p, p.grad) for p in parameters if not p.has_grad_buffer]
@@ -182,12 +122,9 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
       Tensor that needs gradients. The module returns one Tensor.
     - This is a plain call if no graph is built, or if a function is hooked into the module, which
       would then run twice.
-    - The second forward draws the same random numbers, so dropout drops the same elements.
-    - RuntimeError in the backward if attributes of the module have changed since the forward:
-      `training`, a dropout's `p`, also inside lists, sets, dictionaries, dataclasses and
-      namespaces.
-    - Other state is not checked: globals, objects of other classes, a counter that the forward
-      itself changes.
+    - The second forward draws the same random numbers, with the `training` and the `p` of each part
+      that the first had, so that dropout drops the same elements. Other attributes, and globals,
+      must be what they were; weights that were written to are refused, as in every backward.
     - ValueError if the module has buffers (the running statistics of a batch norm), which a second
       forward would update again.
     - TypeError if the module returns anything but a Tensor, or `rest` needs gradients.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask, as_block_mask
-from needle.ops.matmul import linear_grads
 
 # The kernels hold a scale in float32, and times log2 e where they take powers of two.
 LOG2E, FLOAT32_MAX = math.log2(math.e), float(np.finfo(np.float32).max)
@@ -89,8 +88,7 @@ class Kernel:
         self.options = (scale, causal)
         self.mask = None if mask is None else as_block_mask(op, mask)
 
-    def forward(self, q: NDArray, k: NDArray, v: NDArray, into: NDArray | None = None) -> NDArray:
-        """into: where the result shall lie, of q's shape; its last axis has unit stride."""
+    def forward(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4:
                 raise ValueError(f"{self.op}: {name} must be (B, T, H, D), but is {x.shape}")
@@ -101,7 +99,7 @@ class Kernel:
                 f"{self.op}: causal needs no fewer keys than queries, but there are {s} for {t}; "
                 "pass causal=False where a query may see all keys"
             )
-        self.o = _C.empty(q.shape, q.dtype, q.device) if into is None else into
+        self.o = _C.empty(q.shape, q.dtype, q.device)
         last = self.factor, int(self.causal), self.o
         if self.mask is None:
             self.lse = _C.attention_fwd(q, k, v, *last)
@@ -120,13 +118,10 @@ class Kernel:
         into: Sequence[NDArray],
         cos: NDArray | None = None,
         sin: NDArray | None = None,
-        db: NDArray | None = None,
-        largest: NDArray | None = None,
     ) -> None:
         """Overwrites the three arrays of `into` with dq, dk, dv. With cos and sin q and k have been
-        rotated, and dq and dk are the gradients before rotation. db (H, 3, D): += the sums
-        of dq, dk and dv over B and T. largest (): receives their largest magnitude."""
-        last = (self.factor, int(self.causal), cos, sin, *into, db, largest)
+        rotated, and dq and dk are the gradients before rotation."""
+        last = (self.factor, int(self.causal), cos, sin, *into, None, None)
         if self.mask is None:
             _C.attention_bwd(dout, *qkv, self.o, self.lse, *last)
         else:
@@ -198,59 +193,10 @@ def block_sparse_attention(
     return Attention(scale, causal, as_block_mask(name, mask), name)(q, k, v)
 
 
-class PackedKernel:
-    """Kernel of a packed projection (B, T, H, 3, D) of which q and k have been rotated by the
-    angles of cos and sin. Keeps that, the output and its log-sum-exp; views, not copies, in
-    between. Gives one packed gradient, in which the kernels have rotated dq and dk back."""
-
-    def __init__(self, kernel: Kernel, cos: NDArray, sin: NDArray) -> None:
-        self.kernel, self.cos, self.sin = kernel, cos, sin
-
-    def forward(self, rotated: NDArray, into: NDArray | None = None) -> NDArray:
-        """into: see Kernel.forward."""
-        self.rotated = rotated
-        return self.kernel.forward(*qkv_parts(rotated), into)
-
-    def backward(
-        self, dout: NDArray, db: NDArray | None = None, largest: NDArray | None = None
-    ) -> NDArray:
-        """db, largest: see Kernel.backward."""
-        dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
-        qkv, into = qkv_parts(self.rotated), qkv_parts(dqkv)
-        self.kernel.backward(dout, qkv, into, self.cos, self.sin, db, largest)
-        return dqkv
-
-
-class RotaryLayer:
-    """The product in front of PackedKernel: x w + b as (B, T, H, 3, D), q and k of it rotated.
-    Keeps nothing: backward receives the gradient before rotation; the bias gradient was already
-    summed in attention_bwd.
-
-    dx = d w^T;  float32: dw += x^T d.
-    """
-
-    def __init__(self, heads: int, cos: NDArray, sin: NDArray) -> None:
-        self.heads, self.cos, self.sin = heads, cos, sin
-
-    def forward(self, x: NDArray, w: NDArray, b: NDArray) -> NDArray:
-        """x (B, T, K), w (K, 3 H D) and b of as many."""
-        packed = (self.heads, 3, w.shape[1] // (3 * self.heads))
-        w, b = w.reshape((w.shape[0], *packed)), b.reshape(packed)
-        return _C.linear_rotary_fwd(x, w, b, self.cos, self.sin, 2)
-
-    def backward(
-        self, d: NDArray, node: Tensor, at: int, accumulators: Accumulators, grads: list
-    ) -> None:
-        """The gradients of x and w, inputs at and at + 1 of the op; d: of x w + b."""
-        b, t, *packed = d.shape
-        linear_grads(
-            d.reshape((b * t, math.prod(packed))), node, at, accumulators, grads, bias=False
-        )
-
-
 class QKVAttention(FusedOp):
-    """Rotates q and k of the packed projection and attends: PackedKernel. With `overwrite` the
-    projection is rotated where it lies."""
+    """Rotate q and k of the packed projection and attend to views of it. Keep that, the output and
+    its log-sum-exp. The kernels rotate dq and dk back. With `overwrite` the projection is rotated
+    where it lies."""
 
     reads_inputs = False
 
@@ -269,27 +215,16 @@ class QKVAttention(FusedOp):
     def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-        kernel = Kernel("qkv_attention", *self.options)
-        rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
-        _C.rotary(rotated, self.cos, self.sin, 2, 1.0)
-        self.packed = PackedKernel(kernel, self.cos, self.sin)
-        return self.packed.forward(rotated)
+        self.kernel = Kernel("qkv_attention", *self.options)
+        self.rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
+        _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
+        return self.kernel.forward(*qkv_parts(self.rotated))
 
     def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
-        return (self.packed.backward(dout),)
-
-
-class Cached(Protocol):
-    """How a layer attends over a cache of keys and values, without gradients."""
-
-    def attend(self, packed: NDArray, cos: NDArray, sin: NDArray, into: NDArray) -> None:
-        """packed: (B, T, H, 3, D) before it is rotated, may be overwritten; cos, sin: whole tables;
-        into: where the result (B, T, H, D) shall lie."""
-        ...
-
-    def last_bias(self, b_o: NDArray, b2: NDArray) -> NDArray:
-        """b_o + b2, the biases at the layer's end."""
-        ...
+        dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
+        qkv, into = qkv_parts(self.rotated), qkv_parts(dqkv)
+        self.kernel.backward(dout, qkv, into, self.cos, self.sin)
+        return (dqkv,)
 
 
 def qkv_parts(packed: NDArray) -> list[NDArray]:

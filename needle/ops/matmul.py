@@ -75,19 +75,17 @@ def weight_grad(
 
 
 def linear_grads(
-    dy: NDArray, node: Tensor, at: int, accumulators: Accumulators, grads: list, bias: bool = True
+    dy: NDArray, node: Tensor, accumulators: Accumulators, grads: list, bias: bool = True
 ) -> None:
-    """The gradients of x, w and, with `bias`, b, inputs at, at + 1 and at + 2 of the op, from dy,
-    the rows of that of x w + b: dx = dy w^T;  float32: dw += x^T dy,  db += sum dy."""
-    x, w = node.inputs[at : at + 2]
+    """The gradients of x, w and, with `bias`, b, the first inputs of the op, from dy, the rows of
+    that of x w + b: dx = dy w^T;  float32: dw += x^T dy,  db += sum dy."""
+    x, w = node.inputs[:2]
     if x.requires_grad:
-        grads[at] = (dy @ w.cached_data.permute((1, 0))).reshape(x.shape)
+        grads[0] = (dy @ w.cached_data.permute((1, 0))).reshape(x.shape)
     if w.requires_grad:
-        weight_grad(
-            rows_of(x.cached_data), dy, accumulator_and_beta(accumulators, grads, node, at + 1)
-        )
-    if bias and node.inputs[at + 2].requires_grad:
-        _C.bias_bwd(dy, vector(accumulator_of(accumulators, grads, node, at + 2)), None)
+        weight_grad(rows_of(x.cached_data), dy, accumulator_and_beta(accumulators, grads, node, 1))
+    if bias and node.inputs[2].requires_grad:
+        _C.bias_bwd(dy, vector(accumulator_of(accumulators, grads, node, 2)), None)
 
 
 class LinearOp(FusedOp):
@@ -108,7 +106,7 @@ class LinearOp(FusedOp):
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
     ) -> list[NDArray | None]:
         grads: list[NDArray | None] = [None] * len(node.inputs)
-        linear_grads(rows_of(dout), node, 0, accumulators, grads, self.has_bias)
+        linear_grads(rows_of(dout), node, accumulators, grads, self.has_bias)
         if self.has_residual and node.inputs[-1].requires_grad:
             grads[-1] = dout
         return grads

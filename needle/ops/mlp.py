@@ -10,68 +10,41 @@ from needle.ops.elementwise import tanh_form
 from needle.ops.matmul import check_residual, linear_grads, weight_grad
 
 
-class GeluLayer:
-    """g = gelu(pre), pre = x w1 + b1, in front of a product with w2; keeps g and gelu'(pre).
-
-    dpre = dy w2^T gelu'(pre),  dx = dpre w1^T;  float32: dw1 += x^T dpre,  db1 += sum dpre.
-    """
-
-    def __init__(self, op: str, approximate: str) -> None:
-        self.tanh = tanh_form(op, approximate)
-
-    def forward(self, x: NDArray, w1: NDArray, b1: NDArray, into: NDArray) -> NDArray:
-        """g, in `into`; rows of x (N, K)."""
-        self.dgelu, self.g = _C.linear_gelu_fwd(x, w1, vector(b1), self.tanh, into), into
-        return into
-
-    def backward(
-        self,
-        dy: NDArray,
-        w2: NDArray,
-        node: Tensor,
-        at: int,
-        accumulators: Accumulators,
-        grads: list,
-    ) -> None:
-        """The gradients of x, w1 and b1, inputs at, at + 1 and at + 2 of the op."""
-        if not any(t.requires_grad for t in node.inputs[at : at + 3]):
-            return
-        db1 = vector(accumulator_of(accumulators, grads, node, at + 2))
-        dpre = _C.linear_gelu_bwd(dy, w2, self.dgelu, db1)
-        linear_grads(dpre, node, at, accumulators, grads, bias=False)
-
-
 class GeluMLP(FusedOp):
-    """y = r + g w2 + b2, g = gelu(x w1 + b1): GeluLayer. r is there or not.
+    """y = r + g w2 + b2, g = gelu(pre), pre = x w1 + b1; keeps g and gelu'(pre). r is there or not.
 
-    float32: dw2 += g^T dy,  db2 += sum dy;  dr = dy.
+    dpre = dy w2^T gelu'(pre),  dx = dpre w1^T;  dr = dy;
+    float32: dw1 += x^T dpre,  db1 += sum dpre,  dw2 += g^T dy,  db2 += sum dy.
     """
 
     reads_result = False
 
     def __init__(self, approximate: str) -> None:
-        self.approximate = approximate
+        self.tanh = tanh_form("gelu_mlp", approximate)
 
     def compute(
         self, x: NDArray, w1: NDArray, b1: NDArray, w2: NDArray, b2: NDArray, *residual: NDArray
     ) -> NDArray:
-        self.up = GeluLayer("gelu_mlp", self.approximate)
         r = rows_of(residual[0]) if residual else None
         rows = rows_of(x)
-        g = self.up.forward(rows, w1, b1, _C.empty((rows.shape[0], w1.shape[1]), x.dtype, x.device))
-        return _C.linear_fwd(g, w2, vector(b2), r).reshape(x.shape[:-1] + (w2.shape[1],))
+        self.g = _C.empty((rows.shape[0], w1.shape[1]), x.dtype, x.device)
+        self.dgelu = _C.linear_gelu_fwd(rows, w1, vector(b1), self.tanh, self.g)
+        return _C.linear_fwd(self.g, w2, vector(b2), r).reshape(x.shape[:-1] + (w2.shape[1],))
 
     def backward(
         self, dout: NDArray, node: Tensor, accumulators: Accumulators
     ) -> list[NDArray | None]:
-        _, _, _, w2, b2, *residual = node.inputs
+        x, w1, b1, w2, b2, *residual = node.inputs
         dy = rows_of(dout)
         grads: list[NDArray | None] = [None] * len(node.inputs)
         if w2.requires_grad:
-            weight_grad(self.up.g, dy, accumulator_and_beta(accumulators, grads, node, 3))
+            weight_grad(self.g, dy, accumulator_and_beta(accumulators, grads, node, 3))
         if b2.requires_grad:
             _C.bias_bwd(dy, vector(accumulator_of(accumulators, grads, node, 4)), None)
-        self.up.backward(dy, w2.cached_data, node, 0, accumulators, grads)
+        if x.requires_grad or w1.requires_grad or b1.requires_grad:
+            db1 = vector(accumulator_of(accumulators, grads, node, 2))
+            dpre = _C.linear_gelu_bwd(dy, w2.cached_data, self.dgelu, db1)
+            linear_grads(dpre, node, accumulators, grads, bias=False)
         if residual and residual[0].requires_grad:
             grads[5] = dout
         return grads
