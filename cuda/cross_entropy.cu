@@ -2,10 +2,9 @@
  *
  *   forward   lse[n] = log sum_v exp(logits[n, v]),  losses[n] = lse[n] - logits[n, targets[n]]
  *             loss = sum(losses) / count, count = the number of targets >= 0 (loss 0 when none)
- *   backward  dlogits[n, v] = (exp(logits[n, v] - lse[n]) - (v == targets[n])) dloss / count
  *   both      logits[n, v] = exp(logits[n, v] - lse[n]) - (v == targets[n]); share = 1 / count
  *
- * A negative target gives losses 0 and dlogits 0. A target >= V gives losses NaN and dlogits 0.
+ * A negative target gives losses 0, and of both zeros. A target >= V gives losses NaN, and zeros.
  * Computed in float32. A block takes a row. Forward: each thread keeps a running maximum and the
  * sum of exponentials relative to it, rescaled when the maximum grows, so one read of the row is
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
@@ -13,8 +12,8 @@
  * Both: where two rows fit into shared memory a block walks down rows, and the next arrives while
  * it works on one; longer rows are read twice, the second time mostly from L2. Long 16-bit
  * rows that start at multiples of 16 bytes: cross_entropy_long.cu.
- * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows).
- * One exponential an element in each, two in both.
+ * Bytes, T bytes an element: forward N V T; both 2 N V T (3 N V T for long rows). An exponential an
+ * element, two in both.
  */
 #include "cross_entropy.cuh"
 #include "mma.cuh"
@@ -29,11 +28,11 @@ constexpr float log2_e = 1.44269504f;
 struct Cut {
     int head, vectors, tail; /* tail: index of the first element after the vectors */
 };
-template <class T> __device__ __forceinline__ Cut cut_row(const T *row, int columns, bool vectors) {
+template <class T> __device__ __forceinline__ Cut cut_row(const T *row, int columns) {
     constexpr int N = Vec<T>::size;
     int head = (16 - (int)((uintptr_t)row & 15)) % 16 / (int)sizeof(T);
     Cut cut;
-    cut.head = vectors && head < columns ? head : columns;
+    cut.head = head < columns ? head : columns;
     cut.vectors = (columns - cut.head) / N;
     cut.tail = cut.head + cut.vectors * N;
     return cut;
@@ -134,17 +133,16 @@ __device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int col
 
 template <class T>
 __global__ void __launch_bounds__(most_threads)
-    forward_kernel(const T *logits, const int32_t *targets, float *losses, float *lse, int64_t rows,
+    forward_kernel(const T *logits, const int32_t *targets, float *losses, int64_t rows,
                    int64_t columns) {
     await_previous();
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = logits + row * columns;
-        const Cut cut = cut_row(x, (int)columns, true);
+        const Cut cut = cut_row(x, (int)columns);
         const float all = log_sum_exp(x, cut, (int)columns, [&](int i) { return load16(x + i); });
         if (threadIdx.x == 0) {
             const int64_t target = checked(targets + row);
             ND_CHECK_INDEX("targets", row, max(target, (int64_t)0), columns);
-            checked(lse + row) = all;
             checked(losses + row) = target < 0          ? 0.0f
                                     : target >= columns ? NAN
                                                         : all - to_float(x[target]);
@@ -152,11 +150,9 @@ __global__ void __launch_bounds__(most_threads)
     }
 }
 
-/* One block: the mean over the rows whose target counts; how many those are, or with `inverse` 1 by
- * that. */
-__global__ void __launch_bounds__(1024)
-    mean_kernel(const float *losses, const int32_t *targets, float *loss, float *count,
-                bool inverse, int64_t rows) {
+/* One block: the mean over the rows whose target counts; 1 by how many those are. */
+__global__ void __launch_bounds__(1024) mean_kernel(const float *losses, const int32_t *targets,
+                                                    float *loss, float *share, int64_t rows) {
     await_previous();
     float sum = 0.0f, valid = 0.0f;
 #pragma unroll 4
@@ -168,62 +164,8 @@ __global__ void __launch_bounds__(1024)
     valid = block_sum(valid);
     if (threadIdx.x == 0) {
         *loss = valid > 0.0f ? sum / valid : 0.0f;
-        *count = !inverse ? valid : valid > 0.0f ? 1.0f / valid : 0.0f;
-    }
-}
-
-template <class T>
-__device__ __forceinline__ float gradient(T x, float lse, float scale, bool is_target) {
-    const float p = exp2f((to_float(x) - lse) * log2_e);
-    return (is_target ? p - 1.0f : p) * scale;
-}
-
-template <class T>
-__global__ void __launch_bounds__(most_threads)
-    backward_kernel(const T *logits, const int32_t *targets, const float *lse, const float *count,
-                    const float *dloss, T *dlogits, int64_t rows, int64_t columns, bool vectors) {
-    await_previous();
-    constexpr int N = Vec<T>::size;
-    const float scale = *dloss / *count;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T *x = logits + row * columns;
-        T *dx = dlogits + row * columns;
-        const Cut cut = cut_row(x, (int)columns, vectors);
-        const int64_t target = checked(targets + row);
-        ND_CHECK_INDEX("targets", row, max(target, (int64_t)0), columns);
-        const bool counts = target >= 0 && target < columns;
-        const float all = lse[row];
-        for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
-            Vec<T> v[unroll];
-#pragma unroll
-            for (int u = 0; u < unroll; u++) {
-                const int64_t i = base + (int64_t)u * blockDim.x;
-                if (counts && i < cut.vectors) {
-                    v[u] = load16(x + cut.head + i * N);
-                }
-            }
-#pragma unroll
-            for (int u = 0; u < unroll; u++) {
-                const int64_t i = base + (int64_t)u * blockDim.x;
-                if (i < cut.vectors) {
-                    const int64_t first = cut.head + i * N;
-                    Vec<T> out;
-#pragma unroll
-                    for (int k = 0; k < N; k++) {
-                        out.v[k] = from_float<T>(
-                            counts ? gradient(v[u].v[k], all, scale, first + k == target) : 0.0f);
-                    }
-                    store16(dx + first, out);
-                }
-            }
-        }
-        for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
-            checked(dx + c) =
-                from_float<T>(counts ? gradient(checked(x + c), all, scale, c == target) : 0.0f);
-        }
-        for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
-            checked(dx + c) =
-                from_float<T>(counts ? gradient(checked(x + c), all, scale, c == target) : 0.0f);
+        if (share != nullptr) {
+            *share = valid > 0.0f ? 1.0f / valid : 0.0f;
         }
     }
 }
@@ -243,7 +185,7 @@ __global__ void __launch_bounds__(1024)
     auto fetch = [&](int64_t row, int slot) {
         const T *x = logits + row * columns;
         if (row < rows) {
-            const Cut cut = cut_row(x, (int)columns, true);
+            const Cut cut = cut_row(x, (int)columns);
             T *kept = place(slot, x);
             for (int i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
                 const int first = cut.head + i * N;
@@ -263,7 +205,7 @@ __global__ void __launch_bounds__(1024)
         const int next_target = row + gridDim.x < rows ? targets[row + gridDim.x] : -1;
         T *x = logits + row * columns;
         ND_CHECK_INDEX("targets", row, max(target, 0), columns);
-        const Cut cut = cut_row(x, width, true);
+        const Cut cut = cut_row(x, width);
         const T *kept = place(slot, x);
         auto get = [&](int i) {
             return AHEAD ? *reinterpret_cast<const Vec<T> *>(kept + i) : load16(x + i);
@@ -327,9 +269,8 @@ int threads_for(int64_t columns) {
 } // namespace
 
 nd_status cuda_mean_loss(const char *op, int device, const float *losses, const int32_t *targets,
-                         float *loss, float *count, bool inverse, int64_t rows) {
-    return cuda_launch(op, device, mean_kernel, 1, 1024, 0, losses, targets, loss, count, inverse,
-                       rows);
+                         float *loss, float *share, int64_t rows) {
+    return cuda_launch(op, device, mean_kernel, 1, 1024, 0, losses, targets, loss, share, rows);
 }
 
 nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
@@ -342,29 +283,10 @@ nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
         if (rows > 0) {
             ND_TRY(cuda_launch("cross_entropy_fwd", device, forward_kernel<T>,
                                cuda_grid(device, rows, 1024), threads_for(columns), 0,
-                               data_of<T>(a->logits), targets, losses, data_of<float>(a->lse), rows,
-                               columns));
+                               data_of<T>(a->logits), targets, losses, rows, columns));
         }
         return cuda_mean_loss("cross_entropy_fwd", device, losses, targets, data_of<float>(a->loss),
-                              data_of<float>(a->count), false, rows);
-    });
-}
-
-nd_status cuda_cross_entropy_bwd(int device, const cross_entropy_bwd_args *a) {
-    const int64_t rows = a->logits->shape[0], columns = a->logits->shape[1];
-    if (rows == 0 || columns == 0) {
-        return ND_OK;
-    }
-    ND_TRY(check_columns("cross_entropy_bwd", columns));
-    return with_float("cross_entropy_bwd", a->logits->dtype, [&](auto tag) -> nd_status {
-        using T = typename decltype(tag)::type;
-        const T *logits = data_of<T>(a->logits);
-        T *dlogits = data_of<T>(a->dlogits);
-        bool vectors = (((uintptr_t)logits ^ (uintptr_t)dlogits) & 15) == 0;
-        return cuda_launch(
-            "cross_entropy_bwd", device, backward_kernel<T>, cuda_grid(device, rows, 1024),
-            threads_for(columns), 0, logits, data_of<int32_t>(a->targets), data_of<float>(a->lse),
-            data_of<float>(a->count), data_of<float>(a->dloss), dlogits, rows, columns, vectors);
+                              nullptr, rows);
     });
 }
 
@@ -396,5 +318,5 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
                ? cross_entropy_long(device, a)
                : with_float(op, a->logits->dtype, portable));
     return cuda_mean_loss(op, device, losses, targets, data_of<float>(a->loss),
-                          data_of<float>(a->share), true, rows);
+                          data_of<float>(a->share), rows);
 }

@@ -4,10 +4,10 @@
 
 #include "common.cuh"
 
-/* cross_entropy.cu: loss = the mean over the rows whose target is not negative; count = their
- * number, with `inverse` 1 divided by it. Both are 0 if there is no such row. */
+/* cross_entropy.cu: loss = the mean over the rows whose target is not negative; share, unless NULL, = 1
+ * divided by their number. Both are 0 if there is no such row. */
 nd_status cuda_mean_loss(const char *op, int device, const float *losses, const int32_t *targets,
-                         float *loss, float *count, bool inverse, int64_t rows);
+                         float *loss, float *share, int64_t rows);
 
 /* cross_entropy_long.cu: true for 16-bit rows that start at multiples of 16 bytes and are long, but
  * short enough that two fit into shared memory. */

@@ -264,5 +264,5 @@ nd_status cuda_fp8_cross_entropy(int device, const fp8_cross_entropy_args *a) {
         ND_TRY(depth <= 512 ? run<256>(device, a, f) : run<128>(device, a, f));
     }
     return cuda_mean_loss(op, device, data_of<float>(a->losses), f.targets, data_of<float>(a->loss),
-                          data_of<float>(a->share), true, rows);
+                          data_of<float>(a->share), rows);
 }

@@ -39,8 +39,8 @@ float32), rotates q, k and v one by one, or multiplies and adds its heads one by
 norm computes step by step in float32 for `hook_scale` and `hook_normalized`. An MLP with a hook
 inside multiplies and applies GELU one after the other. A layer with a parallel residual is one
 operation (ops.layer); a hook on any name inside it runs its parts instead, which may round
-differently. `hook_embed`, `hook_resid_pre`, `hook_resid_post` and `ln_final.hook_out` change no bit.
-Generation with hooks reads the whole context for each token.
+differently. `hook_embed`, `hook_resid_pre`, `hook_resid_post` and `ln_final.hook_out` change no
+bit. Generation with hooks reads the whole context for each token.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 class CrossEntropy(FusedOp):
-    """loss = mean over valid rows of lse - logits[target];  dlogits = (softmax - onehot) /
-    count."""
+    """loss = mean over valid rows of lse - logits[target];  dlogits = (softmax - onehot) dloss
+    divided by their number."""
 
     reads_result = False
 
@@ -131,12 +131,12 @@ class CrossEntropy(FusedOp):
         self.targets = targets
 
     def compute(self, logits: NDArray) -> NDArray:
-        _, self.lse, loss, self.count = _C.cross_entropy_fwd(logits, self.targets)
-        return loss
+        return _C.cross_entropy_fwd(logits, self.targets)[1]
 
     def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
-        logits = node.inputs[0].cached_data
-        return (_C.cross_entropy_bwd(logits, self.targets, self.lse, self.count, dout),)
+        dlogits = node.operands[0].copy()
+        _, _, share = _C.cross_entropy_fwd_bwd(dlogits, self.targets)
+        return ((dlogits * (share * dout)).astype(dlogits.dtype),)
 
 
 def _target_ids(op: str, targets: Any, rows: int, vocabulary: int, device: _C.Device) -> NDArray:
@@ -198,7 +198,7 @@ class LinearCrossEntropy(FusedOp):
         if rows.shape[0] > self.ROWS:
             return self._in_runs(rows, w)
         if not is_grad_enabled():
-            return self._losses_alone(rows, w, self.targets)[2]
+            return self._losses_alone(rows, w, self.targets)[1]
         _, loss, self.share = self._losses(rows, w, self.targets)
         return loss
 

@@ -83,15 +83,15 @@ def test_cross_entropy_past_two_to_the_31(device):
     targets = np.full(rows, 17, np.int32)
     targets[-1] = 50303
     ids = _C.array(targets, dtype="int32", device=device)
-    losses, lse, loss, count = _C.cross_entropy_fwd(logits, ids)
+    losses, _ = _C.cross_entropy_fwd(logits, ids)
     exact = cross_entropy_fwd(None, row.numpy().astype(float).repeat(2, 0), np.array([17, 50303]))[
         "losses"
     ]
     np.testing.assert_allclose(
         losses.numpy()[[0, -2, -1]], [exact[0], exact[0], exact[1]], rtol=1e-5
     )
-    dlogits = _C.cross_entropy_bwd(logits, ids, lse, count, _C.array(1.0, device=device))
-    last = dlogits[rows - 1 :].numpy()[0] * rows
+    _C.cross_entropy_fwd_bwd(logits, ids)
+    last = logits[rows - 1 :].numpy()[0]
     p = np.exp(row.numpy()[0].astype(float))
     p /= p.sum()
     p[50303] -= 1
