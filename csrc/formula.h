@@ -14,6 +14,7 @@
  *   nd_gelu_grad, nd_gelu_tanh_grad   their derivatives
  *   nd_softplus   log(1 + e^x)
  *   nd_floor_divide, nd_remainder   as Python's // and %, of float or int64_t
+ *   nd_pow, nd_floor, nd_ceil, nd_rint   of float or int64_t
  */
 #ifndef NEEDLE_FORMULA_H
 #define NEEDLE_FORMULA_H
@@ -192,7 +193,19 @@ ND_FN float nd_normal_cdf(float x, float *density) {
 ND_FN float nd_sigmoid(float x) { return 1.0f / (1.0f + nd_exp(-x)); }
 
 /* x^2, the power that losses and norms use, is one exact product. */
-ND_FN float nd_pow(float x, float y) { return y == 2.0f ? x * x : powf(x, y); }
+ND_FN float nd_pow_f32(float x, float y) { return y == 2.0f ? x * x : powf(x, y); }
+/* Wraps around; x^-n is the whole part of 1 / x^n, and 0 for x = 0. */
+ND_FN int64_t nd_pow_i64(int64_t x, int64_t y) {
+    if (y < 0) {
+        return x == 1 || (x == -1 && y % 2 == 0) ? 1 : x == -1 ? -1 : 0;
+    }
+    uint64_t power = 1;
+    for (uint64_t square = (uint64_t)x; y > 0; y >>= 1, square *= square) {
+        power *= y & 1 ? square : 1;
+    }
+    return (int64_t)power;
+}
+ND_FN int64_t nd_whole_i64(int64_t x) { return x; }
 
 ND_FN float nd_gelu(float x) {
     float density;
@@ -279,11 +292,23 @@ ND_FN int64_t nd_floor_divide_i64(int64_t x, int64_t y) {
     return x % y != 0 && (x < 0) != (y < 0) ? q - 1 : q;
 }
 #ifdef __CUDACC__
+ND_FN float nd_floor(float x) { return floorf(x); }
+ND_FN float nd_ceil(float x) { return ceilf(x); }
+ND_FN float nd_rint(float x) { return rintf(x); }
+ND_FN int64_t nd_floor(int64_t x) { return x; }
+ND_FN int64_t nd_ceil(int64_t x) { return x; }
+ND_FN int64_t nd_rint(int64_t x) { return x; }
+ND_FN float nd_pow(float x, float y) { return nd_pow_f32(x, y); }
+ND_FN int64_t nd_pow(int64_t x, int64_t y) { return nd_pow_i64(x, y); }
 ND_FN float nd_remainder(float x, float y) { return nd_remainder_f32(x, y); }
 ND_FN int64_t nd_remainder(int64_t x, int64_t y) { return nd_remainder_i64(x, y); }
 ND_FN float nd_floor_divide(float x, float y) { return nd_floor_divide_f32(x, y); }
 ND_FN int64_t nd_floor_divide(int64_t x, int64_t y) { return nd_floor_divide_i64(x, y); }
 #else
+#define nd_floor(x) _Generic((x), float : floorf, int64_t : nd_whole_i64)(x)
+#define nd_ceil(x) _Generic((x), float : ceilf, int64_t : nd_whole_i64)(x)
+#define nd_rint(x) _Generic((x), float : rintf, int64_t : nd_whole_i64)(x)
+#define nd_pow(x, y) _Generic((x), float : nd_pow_f32, int64_t : nd_pow_i64)(x, y)
 #define nd_remainder(x, y) _Generic((x), float : nd_remainder_f32, int64_t : nd_remainder_i64)(x, y)
 #define nd_floor_divide(x, y) \
     _Generic((x), float : nd_floor_divide_f32, int64_t : nd_floor_divide_i64)(x, y)

@@ -15,7 +15,7 @@
 
 namespace {
 
-enum Types { FLOAT, ANY };
+enum Types { FLOAT, ANY, WHOLE = ANY };
 
 constexpr int threads = 256;
 constexpr int unroll = 2; /* 16-byte vectors a thread has in flight, for each operand */

@@ -37,11 +37,11 @@ from needle._C import (
     cuda_init,
     cuda_reset,
 )
-from needle.autograd import Tensor, TensorTuple, no_grad
+from needle.autograd import Tensor, TensorTuple, is_tensor, no_grad
 from needle.backend_ndarray import choose_device as device
 from needle.backend_ndarray import cuda, default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
-from needle.grad_mode import enable_grad, is_grad_enabled
+from needle.grad_mode import enable_grad, is_grad_enabled, set_grad_enabled
 from needle.init import (
     arange,
     constant,
@@ -115,10 +115,10 @@ __all__ = [
     "bfloat16", "block_mask", "build_info", "constant", "cpu", "cuda", "cuda_init", "cuda_reset",
     "default_device", "device", "empty", "empty_like", "enable_grad", "eye", "float16", "float32",
     "from_dlpack", "from_numpy", "full", "full_like", "inf", "inference_mode", "init", "int32",
-    "int64", "is_grad_enabled", "linalg", "linspace", "manual_seed", "multinomial", "nan",
-    "newaxis", "nn", "no_grad", "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand",
-    "rand_like", "randb", "randint", "randn", "randn_like", "randperm", "set_printoptions",
-    "tensor", "uint16", "uint8", "zeros", "zeros_like",
+    "int64", "is_grad_enabled", "is_tensor", "linalg", "linspace", "manual_seed", "multinomial",
+    "nan", "newaxis", "nn", "no_grad", "one_hot", "ones", "ones_like", "ops", "optim", "pi", "rand",
+    "rand_like", "randb", "randint", "randn", "randn_like", "randperm", "set_grad_enabled",
+    "set_printoptions", "tensor", "uint16", "uint8", "zeros", "zeros_like",
 ]  # fmt: skip
 __all__ += ops.__all__
 

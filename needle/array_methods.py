@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -201,45 +201,11 @@ def _process_slice(self: NDArray, sl: slice, dim: int, /) -> slice:
     return slice(start, None if stop < 0 else stop, step)
 
 
-_FLOATS = ("float32", "bfloat16", "float16")
-
-
-def bitwise(kernel: str, x: Any, y: Any) -> NDArray:
-    """`kernel` of _C on integers or bool; of two bool a bool. TypeError for floats."""
-    kinds = [getattr(z, "dtype", type(z).__name__) for z in (x, y)]
-    if any(str(kind).startswith(("float", "bfloat", "complex")) for kind in kinds):
-        raise TypeError(f"{kernel}: needs integers or bool, not {kinds[0]} and {kinds[1]}")
-    out: NDArray = getattr(_C, kernel)(x, y)
-    return out.astype("bool") if all(str(kind) == "bool" for kind in kinds) else out
-
-
-def inverted(x: NDArray) -> NDArray:
-    """~x of integers, not x of bool. TypeError for floats."""
-    if x.dtype in _FLOATS:
-        raise TypeError(f"bitwise_not: needs integers or bool, not {x.dtype}")
-    if x.dtype == "bool":
-        return _C.equal(x, 0)
-    return _C.subtract({"uint8": 255, "uint16": 65535}.get(x.dtype, -1), x)
-
-
-def _operators(kernel: str, function: Callable[[Any, Any], NDArray]) -> dict[str, Any]:
-    """The operator of a kernel with the array on either side."""
-
-    def taken(other: Any) -> bool:
-        return isinstance(other, (NDArray, np.ndarray, np.generic, int, float))
-
-    def left(self: NDArray, other: Any) -> NDArray:
-        return function(self, other) if taken(other) else NotImplemented
-
-    def right(self: NDArray, other: Any) -> NDArray:
-        return function(other, self) if taken(other) else NotImplemented
-
-    return {f"__{kernel}__": left, f"__r{kernel}__": right}
-
-
 def _index_select(self: NDArray, axis: int, indices: Any, /) -> NDArray:
     """The slices at `indices` along `axis`, repeats allowed. IndexError outside of the axis."""
     ids = np.asarray(indices)
+    if not -self.ndim <= operator.index(axis) < self.ndim:
+        raise IndexError(f"index_select: axis {axis} is out of range for {self.ndim} axes")
     axis = operator.index(axis) % self.ndim
     n = self.shape[axis]
     if ids.ndim != 1 or ids.dtype.kind not in "iu" and ids.size:
@@ -254,12 +220,6 @@ def _index_select(self: NDArray, axis: int, indices: Any, /) -> NDArray:
 
 
 for _name, _method in {
-    **_operators("and", lambda x, y: bitwise("bitwise_and", x, y)),
-    **_operators("or", lambda x, y: bitwise("bitwise_or", x, y)),
-    **_operators("xor", lambda x, y: bitwise("bitwise_xor", x, y)),
-    **_operators("mod", _C.remainder),
-    **_operators("floordiv", _C.floor_divide),
-    "__invert__": lambda self: inverted(self),
     "index_select": _index_select,
     "contiguous": NDArray.compact,
     "is_contiguous": NDArray.is_compact,

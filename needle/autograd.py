@@ -75,6 +75,11 @@ class Op:
 
     reads_inputs: bool = True
     reads_result: bool = True
+    writes_input: bool = False  # the result is the first input, written in place
+
+    def reads_input(self, i: int, node: Value) -> bool:
+        """True if the gradients that `node` needs read input i. Of an op that reads its inputs."""
+        return True
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}: subclass TensorOp or TensorTupleOp")
@@ -246,6 +251,7 @@ class Value:
     buffer: NDArray | None = None  # there; grad_buffer is this array with the zeros filled in
     is_zero: bool = False  # the buffer counts as zeros, which are not written yet
     grad_buffer: NDArray | None = None
+    in_buffer: bool = False  # the gradient there
 
     def realize_cached_data(self) -> Any:
         """The result. Everything is computed at once, so this is `cached_data`."""
@@ -402,7 +408,7 @@ class Tensor(Value, Operators["Tensor"]):
             raise TypeError(f"Tensor.data: must be a Tensor, but is {type(value).__name__}")
         if new.dtype != self.dtype:
             raise TypeError(f"Tensor.data: dtype is {self.dtype}, but the new data is {new.dtype}")
-        if not self.has_grad_buffer:
+        if not (self.has_grad_buffer or self.in_buffer):
             self.cached_data = new
             return
         if new.shape != self.shape:
@@ -420,40 +426,9 @@ class Tensor(Value, Operators["Tensor"]):
         """The values as NumPy (bfloat16 becomes float32); waits for the device."""
         return self.cached_data.numpy()
 
-    def item(self) -> float | int | bool:
-        """The one value of a Tensor of size 1."""
-        if self.size != 1:
-            raise ValueError(f"Tensor.item: the size must be 1, but the shape is {self.shape}")
-        return self.numpy().item()
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def tolist(self) -> Any:
-        """Nested lists of Python numbers."""
-        return self.numpy().tolist()
-
     def clone(self) -> Tensor:
         """A copy in memory of its own, in the graph."""
         return _Copy()(self)
-
-    def __format__(self, spec: str) -> str:
-        """f"{loss:.4f}" formats the one value of a Tensor of size 1; without a format, as str()."""
-        return format(self.item(), spec) if spec else str(self)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """NumPy's protocol: np.asarray(tensor) holds the values, in the host's memory."""
-        return self.cached_data.__array__(dtype, copy=copy)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        """The protocol by which other libraries read this memory: torch.from_dlpack(tensor)."""
-        return self.cached_data.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.cached_data.__dlpack_device__()
 
     def __repr__(self) -> str:
         """Print as NumPy does, with the dtype, the device, and the op that computed it."""
@@ -498,12 +473,20 @@ class Tensor(Value, Operators["Tensor"]):
         compute_gradient_of_variables(self, out_grad)
 
     def _operand(self, other: Any) -> Tensor:
-        """Return the other operand of an operation as a Tensor on the same device."""
+        """Return the other operand of an operation as a Tensor, in the dtype that it has beside an
+        array."""
         if isinstance(other, Tensor):
             return other
-        if isinstance(other, (NDArray, np.ndarray, list)):
-            return Tensor(other, device=self.device, requires_grad=False)
+        if isinstance(other, NDArray):
+            return Tensor.from_ndarray(other)
+        if isinstance(other, (np.ndarray, list)):
+            return Tensor.from_ndarray(_C.array(other, None, self.device))
         raise TypeError(f"a Tensor cannot be combined with {type(other).__name__}")
+
+
+def is_tensor(x: Any) -> bool:
+    """True of a Tensor, PyTorch's name of isinstance(x, Tensor)."""
+    return isinstance(x, Tensor)
 
 
 def _moved(data: NDArray, device: Device | str | None, dtype: str | None) -> NDArray:

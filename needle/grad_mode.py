@@ -51,6 +51,19 @@ class enable_grad(_Set):
     wanted = True
 
 
+class set_grad_enabled:
+    """Record the graph, or none, from here on, or until a `with` block ends."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.before, mode.enabled = mode.enabled, enabled
+
+    def __enter__(self) -> set_grad_enabled:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        mode.enabled = self.before
+
+
 def is_grad_enabled() -> bool:
     """Return False inside `no_grad()`."""
     return mode.enabled

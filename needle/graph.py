@@ -52,29 +52,34 @@ def arrays_of(op: Any) -> list[NDArray]:
     return arrays
 
 
-def _written(data: Any) -> int:
-    return max(map(_written, data)) if isinstance(data, tuple) else data.written
+WRITTEN = "was written to, or handed out for writing,"
+
+
+def _is_written(data: Any, since: int) -> bool:
+    if isinstance(data, tuple):
+        return any(_is_written(x, since) for x in data)
+    return data.written > since
 
 
 def check_unchanged(node: Any) -> None:
     """Raise RuntimeError where an array that the gradient of `node` reads was written in place or
     replaced since the forward."""
     op, since = node.op, node.writes
-    read = list(node.operands) if op.reads_inputs else []
-    if op.reads_result:
-        read.append(node.cached_data)
-    read += node.kept
     for i, x in enumerate(node.inputs):
         if x.assigned > since:
             raise _changed(op, f"operand {i} was assigned to (x[...] = y)", x.cached_data)
-        if op.reads_inputs and x.cached_data is not node.operands[i]:
-            raise _changed(op, f"the data of operand {i} was replaced", x.cached_data)
-    for i, data in enumerate(read):
-        if (_written(data) if isinstance(data, tuple) else data.written) > since:
-            names = [f"operand {k}" for k in range(len(node.inputs))] * op.reads_inputs
-            names += ["the result"] * op.reads_result
-            name = names[i] if i < len(names) else "an array that the op keeps"
-            raise _changed(op, f"{name} was written to, or handed out for writing,", data)
+        if op.reads_inputs:
+            data = node.operands[i]
+            replaced = x.cached_data is not data
+            if (replaced or _is_written(data, since)) and op.reads_input(i, node):
+                if replaced:
+                    raise _changed(op, f"the data of operand {i} was replaced", x.cached_data)
+                raise _changed(op, f"operand {i} {WRITTEN}", data)
+    if op.reads_result and _is_written(node.cached_data, since):
+        raise _changed(op, f"the result {WRITTEN}", node.cached_data)
+    for data in node.kept:
+        if data.written > since:
+            raise _changed(op, f"an array that the op keeps {WRITTEN}", data)
 
 
 def _changed(op: Any, what: str, data: Any) -> RuntimeError:
@@ -157,6 +162,19 @@ class Accumulators(Sequence["NDArray | None"]):
         """Count the arrays given out with beta 0 as zeros again: the op has failed."""
         for owner in self._unwritten:
             owner.reset_grad()
+def shares_memory(a: Any, *others: Any) -> bool:
+    """True if a value and one of the others lie in the same memory."""
+    return not set(memory_of(a)).isdisjoint(memory_of(*others))
+
+
+def views_below(a: Any) -> tuple[Any, list[Any]]:
+    """Return the value of the graph whose memory `a` is a view of, `a` itself where it is none, and
+    the views on the way, from `a` on."""
+    path = []
+    while a.op is not None and not a.op.writes_input and shares_memory(a, *a.inputs):
+        path.append(a)
+        a = a.inputs[0]
+    return a, path
 
 
 # ---- threads -------------------------------------------------------------------------------------

@@ -280,8 +280,8 @@ def tensor(
     [2 0] [ True] [1.  0.5]
     """
     if not isinstance(data, (Tensor, NDArray)):
-        data = np.asarray(data)
-        dtype = dtype or {"i": "int64", "u": "int64", "b": "bool"}.get(data.dtype.kind)
+        kind = np.asarray(data).dtype.kind
+        dtype = dtype or {"i": "int64", "u": "int64", "b": "bool"}.get(kind)
     return Tensor(data, device, dtype, requires_grad)
 
 

@@ -9,8 +9,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 INSTEAD = {
-    "set_grad_enabled": "write `with ndl.no_grad():` or `with ndl.enable_grad():`",
-    "is_tensor": "write isinstance(x, ndl.Tensor)",
     "compile jit": "leave it out: needle's ops are compiled already",
     "backends use_deterministic_algorithms": "leave it out: results are deterministic",
     "set_default_dtype set_default_device": "write dtype= and device= where a Tensor is made",

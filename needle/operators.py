@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Number
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from needle import _C
 from needle._C import Device, NDArray
 from needle.backend_ndarray import device_and_dtype
 from needle.grad_mode import mode
+from needle.graph import views_below
 
 Result = TypeVar("Result")
 ops: Any = None
@@ -63,6 +62,32 @@ def _method(name: str) -> Callable[..., Any]:
 
     method.__name__, method.__qualname__ = name, f"Tensor.{name}"
     method.__doc__ = f"needle.ops.{name} of this Tensor."
+    return method
+
+
+def _outside(name: str) -> Callable[..., Any]:
+    """Make the operator of arrays one of Tensors, outside of the graph."""
+    of_arrays = getattr(NDArray, name)
+
+    def method(self: Any, other: Any) -> Any:
+        beside = other.cached_data if isinstance(other, Operators) else other
+        result = of_arrays(self.cached_data, beside)
+        return result if result is NotImplemented else self.from_ndarray(result)
+
+    return method
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    """Make an augmented assignment: the operator of arrays, or an assignment of the graph."""
+    of_arrays = getattr(NDArray, f"__i{name}__")
+
+    def method(self: Any, other: Any) -> Any:
+        is_tensor = isinstance(other, Operators)
+        if mode.enabled and (self.requires_grad or is_tensor and other.requires_grad):
+            return self._updated(getattr(self, f"__{name}__")(other))
+        result = of_arrays(self.cached_data, other.cached_data if is_tensor else other)
+        return result if result is NotImplemented else self
+
     return method
 
 
@@ -140,77 +165,25 @@ class Operators(Generic[Result]):
     def __rmod__(self, other: Any) -> Result:
         return ops.remainder(other, self)
 
-    def __floordiv__(self, other: Any) -> Result:
-        return ops.floor_divide(self, other)
-
-    def __rfloordiv__(self, other: Any) -> Result:
-        return ops.floor_divide(other, self)
-
-    def __and__(self, other: Any) -> Result:
-        return ops.bitwise_and(self, other)
-
-    def __or__(self, other: Any) -> Result:
-        return ops.bitwise_or(self, other)
-
-    def __xor__(self, other: Any) -> Result:
-        return ops.bitwise_xor(self, other)
-
-    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+    def _updated(self, new: Any) -> Any:
+        """Write `new`, of this shape and a dtype that this one holds, and return this Tensor."""
+        if new.shape != self.shape:
+            raise ValueError(f"in place: the result is {new.shape}, but the Tensor {self.shape}")
+        if "float" in new.dtype and "float" not in self.dtype:
+            raise TypeError(
+                f"in place: the result is {new.dtype}, which a Tensor of {self.dtype} cannot hold; "
+                "write x = x ... or astype() first"
+            )
+        return self.fill_(new)
 
     def __invert__(self) -> Result:
         return ops.bitwise_not(self)
-
-    def _updated(self, new: Any) -> Any:
-        """Write `new` into a leaf that is trained under no_grad(): `w -= rate * w.grad`. Elsewhere
-        the name gets the new Tensor."""
-        is_trained = self.requires_grad and self.op is None and not mode.enabled
-        return self.fill_(new) if is_trained else new
-
-    def __iadd__(self, other: Any) -> Any:
-        return self._updated(self + other)
-
-    def __isub__(self, other: Any) -> Any:
-        return self._updated(self - other)
-
-    def __imul__(self, other: Any) -> Any:
-        return self._updated(self * other)
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self._updated(self / other)
 
     def __matmul__(self, other: Any) -> Result:
         return ops.matmul(self, self._operand(other))
 
     def __rmatmul__(self, other: Any) -> Result:
         return ops.matmul(self._operand(other), self)
-
-    # -- comparisons
-
-    def _compared(self, compare: Callable[[Any, Any], NDArray], other: Any) -> Any:
-        if isinstance(other, (Number, np.bool_)):
-            return self.from_ndarray(compare(self.cached_data, other))
-        if isinstance(other, (Operators, NDArray, np.ndarray, list)):
-            beside: Any = self._operand(other)
-            return self.from_ndarray(compare(self.cached_data, beside.cached_data))
-        return NotImplemented
-
-    def __eq__(self, other: Any) -> Result:  # type: ignore[override]
-        return self._compared(_C.equal, other)
-
-    def __ne__(self, other: Any) -> Result:  # type: ignore[override]
-        return self._compared(_C.not_equal, other)
-
-    def __lt__(self, other: Any) -> Result:
-        return self._compared(_C.less, other)
-
-    def __le__(self, other: Any) -> Result:
-        return self._compared(_C.less_equal, other)
-
-    def __gt__(self, other: Any) -> Result:
-        return self._compared(_C.greater, other)
-
-    def __ge__(self, other: Any) -> Result:
-        return self._compared(_C.greater_equal, other)
 
     __hash__ = object.__hash__
 
@@ -242,6 +215,39 @@ class Operators(Generic[Result]):
 
     def __iter__(self) -> Iterator[Result]:
         return (self[i] for i in range(len(self)))
+
+    # -- as numbers, and for other libraries
+
+    def item(self) -> float | int | bool:
+        """The one value of a Tensor of size 1."""
+        if self.size != 1:
+            raise ValueError(f"Tensor.item: the size must be 1, but the shape is {self.shape}")
+        return self.cached_data.numpy().item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers."""
+        return self.cached_data.numpy().tolist()
+
+    def __format__(self, spec: str) -> str:
+        """f"{loss:.4f}" formats the one value of a Tensor of size 1; without a format, as str()."""
+        return format(self.item(), spec) if spec else str(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """NumPy's protocol: np.asarray(tensor) holds the values, in the host's memory."""
+        return self.cached_data.__array__(dtype, copy=copy)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """The protocol by which other libraries read this memory: torch.from_dlpack(tensor)."""
+        return self.cached_data.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.cached_data.__dlpack_device__()
 
     # -- shape, dtype, device
 
@@ -297,10 +303,11 @@ class Operators(Generic[Result]):
 
     def zero_(self) -> Result:
         """Set all elements to 0, in place: they depend on nothing then, as `w.grad.zero_()`."""
-        if self.op is not None:
-            self.op, self.inputs, self.requires_grad = None, (), False
         self.fill_(0)
-        self.assigned = self.cached_data.written
+        base, views = views_below(self)
+        if base.op is not None and base.cached_data.size == self.cached_data.size:
+            for x in (base, *views):
+                x.op, x.inputs, x.requires_grad = None, (), False
         return self  # type: ignore[return-value]
 
     def masked_fill(self, mask: Any, value: Any) -> Result:
@@ -324,6 +331,19 @@ class Operators(Generic[Result]):
     def numel(self) -> int:
         """The number of elements, as `size`."""
         return self.size
+
+    def element_size(self) -> int:
+        """The bytes of one element."""
+        return NDArray.make((1,), device=self.device, dtype=self.dtype).nbytes
+
+    def stride(self, dim: int | None = None) -> Any:
+        """The steps in memory along the axes, or along one, in elements."""
+        strides = self.cached_data.strides
+        return strides if dim is None else strides[dim]
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return self.cached_data.data_ptr
 
     nbytes = property(lambda self: self.cached_data.nbytes, doc="The bytes of all elements.")
     is_cuda = property(lambda self: self.device.name == "cuda", doc="True on a GPU.")
@@ -379,6 +399,11 @@ class Operators(Generic[Result]):
     if TYPE_CHECKING:
 
         def _of_ops(self, *args: Any, **words: Any) -> Result: ...
+        def __eq__(self, other: Any) -> Result: ...  # type: ignore[override]
+
+        __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
+        __and__ = __or__ = __xor__ = __floordiv__ = __eq__
+
         def chunk(self, chunks: int, axis: int = 0) -> tuple[Result, ...]: ...
         def max(self, *args: Any, **words: Any) -> Any: ...
         def nonzero(self) -> Any: ...
@@ -386,11 +411,11 @@ class Operators(Generic[Result]):
         def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
 
         equal = median = min = sort = max
-        _in_place = _cast = _moved = _of_ops
+        _updating = _cast = _moved = add_ = div_ = mul_ = sub_ = _of_ops
     else:
         _of_ops = _Methods(_method)
-        _in_place = _Methods(
-            lambda name: lambda x, *args, **words: x.fill_(getattr(x, name[:-1])(*args, **words))
+        _updating = _Methods(
+            lambda name: lambda x, *args, **words: x._updated(getattr(x, name[:-1])(*args, **words))
         )
         _cast = _Methods(lambda name: lambda x: ops.astype(x, CASTS.get(name, name)))
         _moved = _Methods(lambda name: lambda x: x.to(name))
@@ -408,6 +433,17 @@ class Operators(Generic[Result]):
     softplus = sqrt = square = squeeze = std = sub = subtract = sum = swapaxes = _of_ops
     take_along_axis = tan = tanh = tile = trace = tril = triu = true_divide = trunc = _of_ops
     unbind = unsqueeze = var = _of_ops
-    add_ = clamp_ = div_ = masked_fill_ = mul_ = scatter_ = sub_ = _in_place
+    clamp_ = masked_fill_ = scatter_ = _updating
     bfloat16 = bool = float = half = int = long = _cast
     cpu = cuda = _moved
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Operators, f"__{_name}__", _outside(f"__{_name}__"))
+for _name in ("and", "or", "xor", "floordiv"):
+    for _side in ("", "r"):
+        setattr(Operators, f"__{_side}{_name}__", _outside(f"__{_side}{_name}__"))
+for _name in "add sub mul truediv floordiv mod pow matmul and or xor".split():
+    setattr(Operators, f"__i{_name}__", _in_place(_name))
+for _name, _operator in {"add": "add", "sub": "sub", "mul": "mul", "div": "truediv"}.items():
+    setattr(Operators, f"{_name}_", _in_place(_operator))

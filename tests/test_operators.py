@@ -1,10 +1,13 @@
 """Operators of a Tensor under NumPy's names. Indexing: tests/ops/test_indexing.py; gradients:
 tests/gradients.py."""
 
+import contextlib
+import itertools
 import operator
 
 import numpy as np
 import pytest
+from harness import naming
 
 import needle as ndl
 from needle import Tensor, nn, ops
@@ -25,6 +28,283 @@ def test_comparisons_are_elementwise(device, name):
         np.testing.assert_array_equal(got.numpy(), expected)
     np.testing.assert_array_equal(compare(other, x).numpy(), compare(other, X))
     np.testing.assert_array_equal(compare(0, x).numpy(), compare(0, X))
+
+
+# ---- dtypes --------------------------------------------------------------------------------------
+
+INTEGERS = ("int32", "int64", "uint8", "uint16")
+FLOATS = ("float32", "bfloat16", "float16")
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"}
+SIGNS |= {"pow": "**", "and_": "&", "or_": "|", "xor": "^"}
+COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+BITS = ("and_", "or_", "xor")
+
+
+def rank(dtype):
+    return 2 if dtype in FLOATS else int(dtype != "bool")
+
+
+def result_dtype(name, one, other):
+    """The rule of docs/operations.md; None: TypeError."""
+    if name in COMPARED:
+        return "bool"
+    if rank(one) == rank(other) == 2:
+        dtype = one if one == other else "float32"
+    elif 2 in (rank(one), rank(other)):
+        dtype = one if rank(one) == 2 else other
+    else:
+        dtype = str(np.result_type(one, other))
+    if name in BITS:
+        return None if dtype in FLOATS else dtype
+    if name == "truediv" and dtype not in FLOATS:
+        return "float32"
+    return "int32" if dtype == "bool" else dtype
+
+
+def drawn(dtype, low=0):
+    values = np.random.default_rng(3).integers(low, 2 if dtype == "bool" else 5, 31)
+    return values.astype("float32" if dtype == "bfloat16" else dtype)
+
+
+def expected(name, x, y, dtype):
+    """In float64, or in the integers of the result, as NumPy has it."""
+    wide = "float64" if dtype in FLOATS else dtype
+    if name in COMPARED:
+        wide = np.result_type(x, y, "int64")
+    with np.errstate(all="ignore"):
+        return getattr(operator, name)(x.astype(wide), y.astype(wide))
+
+
+def close(got, wanted, dtype):
+    bound = {"float32": 1e-6, "bfloat16": 8e-3, "float16": 1e-3}.get(dtype, 0)
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=bound)
+
+
+@pytest.mark.parametrize("name", [*SIGNS, *COMPARED])
+def test_dtypes_of_two_operands_are_those_of_the_table(name, device):
+    """Of arrays and of Tensors, which may be a NumPy array or a list on either side."""
+    apply = getattr(operator, name)
+    for one, other in itertools.product((*FLOATS, *INTEGERS, "bool"), repeat=2):
+        x, y = drawn(one), drawn(other, 1)
+        dtype = result_dtype(name, one, other)
+        arrays = [nd.array(v, d, device) for v, d in ((x, one), (y, other))]
+        tensors = [Tensor.from_ndarray(a) for a in arrays]
+        pairs = [arrays, tensors]
+        for a, b in (arrays, tensors):
+            pairs += [(a, y)] * (other != "bfloat16") + [(x, b)] * (one != "bfloat16")
+            pairs += [(a, y.tolist())] * (other in ("float32", "int64", "bool"))
+            pairs += [(x.tolist(), b)] * (one in ("float32", "int64", "bool"))
+        for pair in pairs:
+            with naming(name, one, other, *(type(z).__name__ for z in pair)):
+                if dtype is None:
+                    with pytest.raises(TypeError, match="needs integers or bool"):
+                        apply(*pair)
+                    continue
+                got = apply(*pair)
+                assert got.dtype == dtype
+                close(got, expected(name, x, y, dtype), dtype)
+
+
+@pytest.mark.parametrize("name", [*SIGNS, *COMPARED])
+def test_dtypes_beside_numbers_are_those_of_the_table(name, device):
+    """A number of Python or NumPy changes the dtype where it is of a higher kind alone."""
+    apply = getattr(operator, name)
+    numbers = [True, 2, 2.5, np.True_, np.int64(2), np.uint8(2), np.float32(2.5), np.float64(2.5)]
+    for one, number in itertools.product((*FLOATS, *INTEGERS, "bool"), numbers):
+        x, kind = drawn(one, 1), np.asarray(number).dtype.kind
+        like = {"b": "bool", "i": "int32", "u": "int32", "f": "float32"}[kind]
+        dtype = one if rank(like) <= rank(one) else like
+        dtype = result_dtype(name, dtype, dtype)
+        y = np.asarray(number)
+        for wrap in (lambda a: a, Tensor.from_ndarray):
+            a = wrap(nd.array(x, one, device))
+            for pair, values in (((a, number), (x, y)), ((number, a), (y, x))):
+                with naming(name, one, repr(number), type(a).__name__, pair[0] is a):
+                    if dtype is None:
+                        with pytest.raises(TypeError, match="needs integers or bool"):
+                            apply(*pair)
+                        continue
+                    got = apply(*pair)
+                    assert got.dtype == dtype and got.shape == a.shape
+                    close(got, expected(name, *values, dtype), dtype)
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_dtypes_in_place_stay_or_the_assignment_is_refused(name, device):
+    apply = getattr(operator, "i" + name.removesuffix("_"))
+    for one, other in itertools.product((*FLOATS, *INTEGERS, "bool"), repeat=2):
+        x, y = drawn(one), drawn(other, 1)
+        dtype = result_dtype(name, one, other)
+        highest = 3 if dtype is None else max(rank(one), rank(other), 2 * (dtype in FLOATS))
+        for wrap in (lambda a: a, Tensor.from_ndarray):
+            a, b = (wrap(nd.array(v, d, device)) for v, d in ((x, one), (y, other)))
+            for beside in (b, y) if other != "bfloat16" else (b,):
+                with naming(name, one, other, type(a).__name__, type(beside).__name__):
+                    row = wrap(nd.array(np.stack([x, x]), one, device))
+                    view = row[1:]
+                    if highest > rank(one):
+                        with pytest.raises(TypeError, match="cannot hold|needs integers or bool"):
+                            apply(view, beside)
+                        np.testing.assert_array_equal(row.numpy()[1], x)
+                        continue
+                    with np.errstate(invalid="ignore"):
+                        wanted = expected(name, x, y, dtype).astype(row.numpy().dtype)
+                    assert apply(view, beside) is view and view.dtype == one
+                    close(row[0:1], x[None], one)
+                    close(row[1:2], wanted[None], one)
+
+
+# ---- in place ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["frozen", "no_grad", "of no_grad"])
+@pytest.mark.parametrize("name", [*SIGNS, "matmul"])
+def test_augmented_assignment_writes_in_place_where_no_gradient_flows(name, how):
+    dtype = "int32" if name in BITS else "float32"
+    x = np.array([[5, 2], [3, 4]], dtype)
+    tensor = Tensor(x, dtype=dtype, requires_grad=how == "no_grad")
+    with ndl.no_grad():
+        tensor = tensor * 1 if how == "of no_grad" else tensor
+    apply, view = getattr(operator, "i" + name.removesuffix("_")), tensor.detach().T
+    with ndl.no_grad() if how == "no_grad" else contextlib.nullcontext():
+        same = apply(tensor, Tensor(x, dtype=dtype, requires_grad=False))
+        row = tensor[1]
+        row *= 2
+    wanted = getattr(operator, name)(x, x)
+    wanted[1] *= 2
+    assert same is tensor and tensor.op is None
+    np.testing.assert_allclose(tensor.numpy(), wanted, rtol=1e-6)
+    np.testing.assert_array_equal(view.numpy(), tensor.numpy().T)
+
+
+STEPS = {  # what an augmented assignment of h gives, and its derivative
+    "add": (lambda h, y: h + y, lambda h, y: 1),
+    "sub": (lambda h, y: h - y, lambda h, y: 1),
+    "mul": (lambda h, y: h * y, lambda h, y: y),
+    "truediv": (lambda h, y: h / y, lambda h, y: 1 / y),
+    "mod": (lambda h, y: h % y, lambda h, y: 1),
+    "floordiv": (lambda h, y: h // y, lambda h, y: 0),
+}
+VIEWS = {
+    "itself": (lambda h: h, np.s_[:]),
+    "a row": (lambda h: h[1], np.s_[1]),
+    "a row of a block": (lambda h: h[1:][0], np.s_[1]),
+    "columns": (lambda h: h.T[::-2], np.s_[:, ::-2]),
+    "flat": (lambda h: h.reshape(-1), np.s_[:]),
+    "of a tuple": (lambda h: ops.split(h, 0)[2], np.s_[2]),
+    "reversed": (lambda h: h.flip(0)[:1], np.s_[-1:]),
+    "an axis more": (lambda h: h.unsqueeze(0).transpose(0, 1)[0], np.s_[0]),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", STEPS)
+def test_augmented_assignment_in_the_graph_has_its_gradient(name, view):
+    """Beside a number, a constant and a Tensor; seen by all that is computed later."""
+    of, place = VIEWS[view]
+    start, weights = np.arange(1.0, 13).reshape(3, 4), np.arange(12.0).reshape(3, 4) - 4
+    forward, slope = STEPS[name]
+    for y in 2.5, Tensor(2.5, requires_grad=False):
+        leaf = Tensor(start)
+        h = leaf * 3
+        part = of(h)
+        after = getattr(operator, f"i{name}")(part, y)
+        assert after is part
+        wanted, slopes = start * 3, np.full(start.shape, 3.0)
+        slopes[place] = 3 * slope(wanted[place], 2.5)
+        wanted[place] = forward(wanted[place], 2.5)
+        np.testing.assert_allclose(h.numpy(), wanted, rtol=1e-6)
+        (h * Tensor(weights, requires_grad=False)).sum().backward()
+        np.testing.assert_allclose(leaf.grad.numpy(), slopes * weights, rtol=1e-6)
+        leaf.grad = None
+        (part * part).sum().backward()
+        slopes = slopes * (2 * wanted)
+        rest = np.ones(start.shape, bool)
+        rest[place] = False
+        slopes[rest] = 0
+        np.testing.assert_allclose(leaf.grad.numpy(), slopes, rtol=1e-5)
+
+
+def test_augmented_assignment_of_a_sum_gives_both_their_gradients():
+    a, b = Tensor([1.0, 2.0]), Tensor([3.0])
+    total = ndl.zeros(2)
+    for i in range(3):
+        total += a * (i + 1)
+        total[0] -= (b * 4)[0]
+    h = total * 1
+    h += h * 2  # reads no element that it replaces
+    h.sum().backward()
+    np.testing.assert_array_equal(a.grad.numpy(), [18, 18])
+    np.testing.assert_array_equal(b.grad.numpy(), [-36])
+    h = a * 1
+    h *= a * 2  # the gradient of the factor reads h as it was
+    with pytest.raises(RuntimeError, match="operand 0 was written to"):
+        h.sum().backward()
+
+
+def test_assignment_to_a_leaf_and_its_views_is_refused():
+    for write in (
+        lambda x: operator.iadd(x, 1), lambda x: operator.imul(x[0], 2), lambda x: x.T.zero_(),
+        lambda x: x.add_(1), lambda x: x[1:][0].fill_(3), lambda x: x[0].clamp_(0, 1),
+    ):  # fmt: skip
+        x = Tensor([[1.0, 2.0], [3.0, 4.0]])
+        with pytest.raises(RuntimeError, match="leaf that requires gradients"):
+            write(x)
+        np.testing.assert_array_equal(x.numpy(), [[1, 2], [3, 4]])
+    for text, error in (
+        ("x += y", ValueError), ("i += 0.5", TypeError), ("i.div_(2)", TypeError),
+        ("m += 1", TypeError), ("x @= y[:, :1]", ValueError), ("i.mul_(g)", TypeError),
+    ):  # fmt: skip
+        names = {"x": ndl.ones(2), "y": ndl.ones(2, 2), "i": ndl.tensor([1, 2])}
+        names |= {"m": ndl.tensor([True]), "g": Tensor([1.0, 2.0])}
+        with naming(text), pytest.raises(error):
+            exec(text, names)
+
+
+def test_zeros_in_a_view_reach_the_gradient_of_its_base():
+    leaf = Tensor([1.0, 2.0, 3.0])
+    x = leaf * 2
+    x[1].zero_()
+    x.sum().backward()
+    np.testing.assert_array_equal(leaf.grad.numpy(), [2, 0, 2])
+    bias, rows = Tensor(np.ones((1, 2))), Tensor(np.ones((3, 2)))
+    for _ in range(2):  # a gradient is a view of the sum that made it
+        (bias + rows).sum().backward()
+        np.testing.assert_array_equal(bias.grad.numpy(), [[3, 3]])
+        bias.grad.zero_()
+        assert bias.grad.op is None
+
+
+def test_assignment_of_what_a_view_of_the_place_gives():
+    leaf = Tensor([[1.0, 2.0], [3.0, 4.0]])
+    x = leaf * 2
+    row = x[0]
+    x[0] = row * 5
+    x.sum().backward()
+    np.testing.assert_array_equal(leaf.grad.numpy(), [[10, 10], [2, 2]])
+    np.testing.assert_array_equal(row.numpy(), [10, 20])  # its elements are others now
+    with pytest.raises(RuntimeError, match="was assigned to"):
+        (row * 3).sum().backward()
+
+
+def test_assigned_rows_with_axes_of_size_one_get_their_gradient():
+    value, x = Tensor([[1.0, 2.0]]), Tensor(np.ones((3, 2))) * 1
+    x[1] = value
+    (x * 4).sum().backward()
+    np.testing.assert_array_equal(value.grad.numpy(), [[4, 4]])
+    mask, whole = ndl.tensor([False, False]), ndl.tensor([1, 2])
+    mask[0], whole[0] = 0.5, 2.9
+    assert mask.tolist() == [True, False] and whole.tolist() == [2, 2]
+
+
+def test_data_of_a_gradient_in_a_flat_buffer_is_copied_there():
+    model = nn.Linear(2, 3)
+    flat = nn.flatten_parameters(model)
+    model(ndl.ones(1, 2)).sum().backward()
+    for p in model.parameters():
+        p.grad.data = ndl.full(p.shape, 7.0)
+        np.testing.assert_array_equal(p.grad.numpy(), np.full(p.shape, 7))
+    assert (flat.grad.numpy() == 7).sum() == 9
 
 
 def test_values_that_are_no_operands_are_not_equal():

@@ -245,8 +245,10 @@ static nd_status elementwise(const char *name, operand x, operand y, bool unary,
 
 #define INTEGER_FLOAT(kind, name, formula)
 #define INTEGER_ANY(kind, name, formula) kind(name##_i64, int64_t, int64_t, formula)
+#define INTEGER_WHOLE INTEGER_ANY
 #define INTEGER_FN_FLOAT(name) NULL
 #define INTEGER_FN_ANY(name) name##_i64
+#define INTEGER_FN_WHOLE(name) name##_i64
 
 #define EW1(name, types, formula)                                                              \
     INTEGER_##types(LOOP_OF_ONE, name, formula) LOOP_OF_ONE(name##_f32, float, float, formula) \

@@ -6,7 +6,7 @@
 #include "run.h"
 
 typedef struct {
-    bool is_float;
+    bool is_float, is_bool;
     int beyond;      /* of a whole number that no int64 holds: 1 or -1, its sign */
     int64_t integer; /* of any other whole number */
     double value;    /* nearest double; infinity for an int beyond double's range */
@@ -35,7 +35,7 @@ int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *sl
 
 /* ---- array_likes.c --------------------------------------------------------------------------- */
 int nd_array_likes_init(void);
-bool nd_is_numpy_array(PyObject *object);
+bool nd_is_array_like(PyObject *object); /* NumPy's array, or a list */
 /* A Python or NumPy number: 1; 0 when it is something else. */
 int nd_number_from(PyObject *object, nd_number *out);
 /* Any array-like into a fresh array. natural: keep NumPy's dtype where we have it (float64
@@ -44,7 +44,7 @@ int nd_from_object(PyObject *object, bool natural, nd_dtype dtype, nd_device *de
                    nd_array *out);
 /* The same for f(object, device=None, dtype=None): on object's own device where it has one. */
 int nd_from_arguments(PyObject *object, PyObject *device, PyObject *dtype, nd_dtype otherwise,
-                      nd_array *out);
+                      bool natural, nd_array *out);
 /* A NumPy array with a copy of the elements; bfloat16, which NumPy lacks, becomes float32. */
 PyObject *nd_to_numpy(const nd_array *a);
 #pragma GCC visibility pop

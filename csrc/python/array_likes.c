@@ -26,7 +26,7 @@ int nd_array_likes_init(void) {
     return 0;
 }
 
-bool nd_is_numpy_array(PyObject *object) { return PyArray_Check(object); }
+bool nd_is_array_like(PyObject *object) { return PyArray_Check(object) || PyList_Check(object); }
 
 int nd_number_from(PyObject *object, nd_number *out) {
     *out = (nd_number){.is_float = false};
@@ -51,6 +51,7 @@ int nd_number_from(PyObject *object, nd_number *out) {
     if (number == NULL) {
         return -1;
     }
+    out->is_bool = PyBool_Check(number);
     if (!out->is_float) {
         out->integer = PyLong_AsLongLongAndOverflow(number, &out->beyond);
     }
@@ -122,6 +123,11 @@ int nd_from_object(PyObject *object, bool natural, nd_dtype dtype, nd_device *de
         nd_array_clear(&there);
         return result;
     }
+    nd_number number;
+    int found = natural ? 0 : nd_number_from(object, &number);
+    if (found < 0 || (found > 0 && nd_check_number("array", &number, dtype) < 0)) {
+        return -1;
+    }
     PyArrayObject *any = (PyArrayObject *)PyArray_FROM_O(object);
     if (any == NULL) {
         return -1;
@@ -185,7 +191,7 @@ int nd_from_object(PyObject *object, bool natural, nd_dtype dtype, nd_device *de
 }
 
 int nd_from_arguments(PyObject *object, PyObject *device, PyObject *dtype, nd_dtype otherwise,
-                      nd_array *out) {
+                      bool natural, nd_array *out) {
     nd_device *where;
     if (dtype != Py_None && nd_dtype_from(dtype, &otherwise) < 0) {
         return -1;
@@ -195,7 +201,7 @@ int nd_from_arguments(PyObject *object, PyObject *device, PyObject *dtype, nd_dt
     } else if (nd_device_from(device, &where) < 0) {
         return -1;
     }
-    return nd_from_object(object, false, otherwise, where, out);
+    return nd_from_object(object, natural, otherwise, where, out);
 }
 
 PyObject *nd_to_numpy(const nd_array *a) {

@@ -30,8 +30,12 @@ PyObject *nd_unary(nd_op id, PyObject *object) {
     }
     const nd_array *x = nd_array_of(object);
     nd_array temporary = {.storage = NULL}, out;
-    if (info->types == TYPES_FLOAT && !nd_dtype_is_float(x->dtype)) {
-        if (nd_copy(x, ND_F32, &temporary) < 0) {
+    nd_dtype dtype = id == OP_negate && x->dtype == ND_BOOL ? ND_I32 : x->dtype;
+    if (info->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
+        dtype = ND_F32;
+    }
+    if (dtype != x->dtype) {
+        if (nd_copy(x, dtype, &temporary) < 0) {
             return NULL;
         }
         x = &temporary;
@@ -76,8 +80,16 @@ typedef struct {
     nd_array owned; /* storage NULL unless made here */
 } operand;
 
-/* 1: taken; 0: nothing to compute with; -1: exception. NumPy arrays are taken in a second pass,
- * when the device is known. */
+/* bool, integers, floats: what is written in place has the rank of the result, or a higher one. */
+static int rank_of(const nd_array *array, const nd_number *number) {
+    if (array == NULL) {
+        return number->is_float ? 2 : !number->is_bool;
+    }
+    return nd_dtype_is_float(array->dtype) ? 2 : array->dtype != ND_BOOL;
+}
+
+/* 1: taken; 0: nothing to compute with; -1: exception. Array-likes are taken in a second pass, when
+ * the device is known. */
 static int take_operand(const char *op, const char *name, PyObject *object, operand *out) {
     out->owned.storage = NULL;
     out->array = NULL;
@@ -92,7 +104,7 @@ static int take_operand(const char *op, const char *name, PyObject *object, oper
         out->is_array = false;
         return number;
     }
-    return nd_is_numpy_array(object);
+    return nd_is_array_like(object);
 }
 
 PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, bool *unsupported) {
@@ -146,6 +158,15 @@ PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, b
         goto done;
     }
 
+    int rank = 0; /* of the operands: the highest */
+    for (int i = 0; i < 2; i++) {
+        int own = rank_of(arrays[i], &operands[i].number);
+        rank = own > rank ? own : rank;
+    }
+    if (info->types == TYPES_WHOLE && rank == 2) {
+        PyErr_Format(PyExc_TypeError, "%s: needs integers or bool, not floats", op);
+        goto done;
+    }
     nd_dtype dtype = anchor->dtype;
     const nd_number *number = arrays[0] ? &operands[1].number : &operands[0].number;
     if (arrays[0] && arrays[1]) {
@@ -154,9 +175,11 @@ PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, b
     } else if (number->is_float && !nd_dtype_is_float(dtype)) {
         dtype = ND_F32;
     }
-    if (info->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
+    bool inverts = id == OP_power && arrays[1] == NULL && number->value < 0; /* x ** -1 */
+    if ((info->types == TYPES_FLOAT || inverts) && !nd_dtype_is_float(dtype)) {
         dtype = ND_F32;
-    } else if (info->kind == OP_KIND_EW2 && dtype == ND_BOOL) {
+    } else if (info->kind == OP_KIND_EW2 && dtype == ND_BOOL &&
+               (info->types != TYPES_WHOLE || rank > 0)) {
         dtype = ND_I32;
     }
     bool compares = info->kind == OP_KIND_CMP && !nd_dtype_is_float(dtype);
@@ -181,7 +204,7 @@ PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, b
     bool direct = false;
     if (into != NULL) {
         nd_array *own = &into->a;
-        if (nd_dtype_is_float(out_dtype) && !nd_dtype_is_float(own->dtype)) {
+        if ((nd_dtype_is_float(out_dtype) ? 2 : rank) > rank_of(own, NULL)) {
             PyErr_Format(PyExc_TypeError,
                          "%s in place: the result is %s, which an array of %s cannot hold; write "
                          "x = x ... or astype() first",

@@ -31,6 +31,11 @@ OPERATOR(add)
 OPERATOR(subtract)
 OPERATOR(multiply)
 OPERATOR(divide)
+OPERATOR(floor_divide)
+OPERATOR(remainder)
+OPERATOR(bitwise_and)
+OPERATOR(bitwise_or)
+OPERATOR(bitwise_xor)
 
 PyObject *nd_ndarray_power(PyObject *x, PyObject *y, PyObject *modulus) {
     if (modulus != Py_None) {
@@ -49,6 +54,15 @@ PyObject *nd_ndarray_inplace_power(PyObject *x, PyObject *y, PyObject *modulus) 
 PyObject *nd_ndarray_negate(PyObject *x) { return nd_unary(OP_negate, x); }
 PyObject *nd_ndarray_absolute(PyObject *x) { return nd_unary(OP_absolute, x); }
 PyObject *nd_ndarray_positive(PyObject *x) { return Py_NewRef(x); }
+PyObject *nd_ndarray_invert(PyObject *x) {
+    static const long ones[ND_NUM_DTYPES] = {
+        [ND_I32] = -1, [ND_I64] = -1, [ND_U8] = UINT8_MAX, [ND_U16] = UINT16_MAX};
+    nd_dtype dtype = nd_array_of(x)->dtype;
+    PyObject *mask = dtype == ND_BOOL ? Py_NewRef(Py_True) : PyLong_FromLong(ones[dtype]);
+    PyObject *result = mask != NULL ? binary(x, mask, OP_bitwise_xor, NULL) : NULL;
+    Py_XDECREF(mask);
+    return result;
+}
 
 PyObject *nd_ndarray_compare(PyObject *x, PyObject *y, int op) {
     static const nd_op comparisons[] = {
@@ -219,11 +233,22 @@ PyObject *nd_ndarray_matmul(PyObject *px, PyObject *py) {
     for (int i = 0; i < 2; i++) {
         if (nd_is_ndarray(objects[i])) {
             nd_array_view(nd_array_of(objects[i]), &operands[i]);
-        } else if (!nd_is_numpy_array(objects[i])) {
+        } else if (!nd_is_array_like(objects[i])) {
             result = Py_NewRef(Py_NotImplemented);
             goto done;
         } else if (nd_from_object(objects[i], true, ND_F32, device, &operands[i]) < 0) {
             goto done;
+        }
+    }
+    for (int i = 0; i < 2; i++) { /* whole numbers of an array-like become the other's floats */
+        nd_dtype own = operands[i].dtype, other = operands[1 - i].dtype;
+        nd_array floats;
+        if (!nd_is_ndarray(objects[i]) && !nd_dtype_is_float(own) && nd_dtype_is_float(other)) {
+            if (nd_copy(&operands[i], other, &floats) < 0) {
+                goto done;
+            }
+            nd_array_clear(&operands[i]);
+            operands[i] = floats;
         }
     }
     result = matmul(&operands[0], &operands[1]);
@@ -231,6 +256,24 @@ done:
     nd_array_clear(&operands[0]);
     nd_array_clear(&operands[1]);
     return result;
+}
+
+PyObject *nd_ndarray_inplace_matmul(PyObject *x, PyObject *y) {
+    PyObject *product = nd_ndarray_matmul(x, y);
+    if (product == NULL || product == Py_NotImplemented) {
+        return product;
+    }
+    const nd_array *to = nd_array_of(x), *from = nd_array_of(product);
+    bool fits = to->ndim == from->ndim;
+    for (int i = 0; fits && i < to->ndim; i++) {
+        fits = to->shape[i] == from->shape[i];
+    }
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError, "matmul in place: y: would change the shape of x");
+    }
+    bool written = fits && nd_assign("matmul", to, from) == 0;
+    Py_DECREF(product);
+    return written ? Py_NewRef(x) : NULL;
 }
 
 /* ---- reductions ------------------------------------------------------------------------------ */

@@ -21,12 +21,17 @@ int nd_store(const nd_array *to, PyObject *value);
 
 /* ---- math.c ---------------------------------------------------------------------------------- */
 nd_method nd_ndarray_add, nd_ndarray_subtract, nd_ndarray_multiply, nd_ndarray_divide;
+nd_method nd_ndarray_floor_divide, nd_ndarray_remainder, nd_ndarray_matmul;
+nd_method nd_ndarray_bitwise_and, nd_ndarray_bitwise_or, nd_ndarray_bitwise_xor;
 nd_method nd_ndarray_inplace_add, nd_ndarray_inplace_subtract, nd_ndarray_inplace_multiply;
-nd_method nd_ndarray_inplace_divide, nd_ndarray_matmul;
+nd_method nd_ndarray_inplace_divide, nd_ndarray_inplace_floor_divide, nd_ndarray_inplace_remainder;
+nd_method nd_ndarray_inplace_bitwise_and, nd_ndarray_inplace_bitwise_or;
+nd_method nd_ndarray_inplace_bitwise_xor, nd_ndarray_inplace_matmul;
 nd_keyword_method nd_ndarray_power, nd_ndarray_inplace_power;
 PyObject *nd_ndarray_negate(PyObject *x);
 PyObject *nd_ndarray_absolute(PyObject *x);
 PyObject *nd_ndarray_positive(PyObject *x);
+PyObject *nd_ndarray_invert(PyObject *x);
 PyObject *nd_ndarray_compare(PyObject *x, PyObject *y, int op);
 nd_method nd_ndarray_exp, nd_ndarray_log, nd_ndarray_tanh, nd_ndarray_sqrt;
 nd_method nd_ndarray_maximum, nd_ndarray_minimum;

@@ -41,7 +41,7 @@ static int ndarray_init(PyObject *object, PyObject *arguments, PyObject *keyword
         return -1;
     }
     nd_dtype otherwise = nd_is_ndarray(other) ? nd_array_of(other)->dtype : ND_F32;
-    if (nd_from_arguments(other, device, dtype, otherwise, &made) < 0) {
+    if (nd_from_arguments(other, device, dtype, otherwise, false, &made) < 0) {
         return -1;
     }
     if (self->made) {
@@ -115,11 +115,12 @@ static PyObject *ndarray_make(PyObject *class, PyObject *arguments, PyObject *ke
 
 static PyObject *module_array(PyObject *module, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"obj", "dtype", "device", NULL};
-    PyObject *object, *dtype = Py_None, *device = Py_None;
+    PyObject *object, *dtype = NULL, *device = Py_None;
     nd_array out;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|OO:array", names, &object, &dtype,
                                      &device) ||
-        nd_from_arguments(object, device, dtype, ND_F32, &out) < 0) {
+        nd_from_arguments(object, device, dtype != NULL ? dtype : Py_None, ND_F32, dtype == Py_None,
+                          &out) < 0) {
         return NULL;
     }
     return nd_wrap(&out);
@@ -339,16 +340,28 @@ static PyType_Slot ndarray_slots[] = {
     {Py_nb_subtract, nd_ndarray_subtract},
     {Py_nb_multiply, nd_ndarray_multiply},
     {Py_nb_true_divide, nd_ndarray_divide},
+    {Py_nb_floor_divide, nd_ndarray_floor_divide},
+    {Py_nb_remainder, nd_ndarray_remainder},
+    {Py_nb_and, nd_ndarray_bitwise_and},
+    {Py_nb_or, nd_ndarray_bitwise_or},
+    {Py_nb_xor, nd_ndarray_bitwise_xor},
     {Py_nb_power, nd_ndarray_power},
     {Py_nb_inplace_add, nd_ndarray_inplace_add},
     {Py_nb_inplace_subtract, nd_ndarray_inplace_subtract},
     {Py_nb_inplace_multiply, nd_ndarray_inplace_multiply},
     {Py_nb_inplace_true_divide, nd_ndarray_inplace_divide},
+    {Py_nb_inplace_floor_divide, nd_ndarray_inplace_floor_divide},
+    {Py_nb_inplace_remainder, nd_ndarray_inplace_remainder},
+    {Py_nb_inplace_and, nd_ndarray_inplace_bitwise_and},
+    {Py_nb_inplace_or, nd_ndarray_inplace_bitwise_or},
+    {Py_nb_inplace_xor, nd_ndarray_inplace_bitwise_xor},
     {Py_nb_inplace_power, nd_ndarray_inplace_power},
     {Py_nb_negative, nd_ndarray_negate},
     {Py_nb_positive, nd_ndarray_positive},
     {Py_nb_absolute, nd_ndarray_absolute},
+    {Py_nb_invert, nd_ndarray_invert},
     {Py_nb_matrix_multiply, nd_ndarray_matmul},
+    {Py_nb_inplace_matrix_multiply, nd_ndarray_inplace_matmul},
     {Py_bf_getbuffer, nd_ndarray_getbuffer},
     {Py_bf_releasebuffer, nd_ndarray_releasebuffer},
     {Py_tp_doc, "NDArray(other, device=None, dtype=None)\n--\n\nA strided view on memory of a "
@@ -388,7 +401,9 @@ static PyMethodDef functions[] = {
      "or a memoryview hold, those into the operands count."},
     {"array", KEYWORD_METHOD(module_array),
      "array($module, obj, dtype='float32', device=None)\n--\n\nA new NDArray with a copy of a "
-     "NumPy array of any real dtype, an NDArray, a number or nested lists."},
+     "NumPy array of any real dtype, an NDArray, a number or nested lists. dtype None: the one "
+     "that "
+     "it has in a sum with an NDArray."},
     {"empty", KEYWORD_METHOD(module_empty),
      "empty($module, shape, dtype='float32', device=None)\n--\n\nA new NDArray whose elements are "
      "not set."},

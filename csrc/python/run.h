@@ -41,7 +41,7 @@ typedef enum {
     CLASS_T,
     CLASS_ANY
 } dtype_class;
-typedef enum { TYPES_ANY, TYPES_FLOAT } op_types;
+typedef enum { TYPES_ANY, TYPES_FLOAT, TYPES_WHOLE } op_types;
 typedef enum {
     OP_KIND_EW1,
     OP_KIND_EW2,

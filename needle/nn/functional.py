@@ -76,4 +76,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def nll_loss(input: Tensor, target: Any) -> Tensor:
     """The mean of -input[target] over the rows of log-probabilities (N, V)."""
-    return -input.gather(1, target.reshape(-1, 1)).mean()
+    classes = target.reshape(-1, 1)
+    if bool((classes < 0).any()):
+        raise ValueError("nll_loss: target has a number below 0, which is no class")
+    return -input.gather(1, classes).mean()

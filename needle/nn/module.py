@@ -64,7 +64,9 @@ class Parameter(Tensor):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         if self.has_grad_buffer:
-            return Tensor.from_ndarray(self.grad_buffer)
+            grad = Tensor.from_ndarray(self.grad_buffer)
+            grad.in_buffer = True
+            return grad
         return self._grad
 
     @grad.setter

@@ -16,6 +16,8 @@ def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
     shape = like.shape
     if grad.shape != shape:
         extra = len(grad.shape) - len(shape)
+        if extra < 0:  # of a value that was assigned without its first axes, of size 1
+            return reduced_to(reshape(grad, (1,) * -extra + grad.shape), like)
         axes = tuple(range(extra)) + tuple(
             i + extra for i, n in enumerate(shape) if n == 1 and grad.shape[i + extra] != 1
         )
@@ -26,6 +28,11 @@ def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
     if grad.dtype != like.dtype and like.dtype in FLOATS:
         grad = astype(grad, like.dtype)
     return grad
+
+
+def as_floats(a: Tensor) -> Tensor:
+    """`a`, or integers and bool as float32."""
+    return a if a.dtype in FLOATS else astype(a, "float32")
 
 
 def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
@@ -92,7 +99,7 @@ class Summation(TensorOp):
 
     def compute(self, a: NDArray) -> NDArray:
         axes = normal_axes("summation", self.axes, a.ndim)
-        return a.sum(axis=axes, keepdims=self.keepdims) if axes else a
+        return a.sum(axis=axes, keepdims=self.keepdims)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0]

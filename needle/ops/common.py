@@ -147,7 +147,7 @@ def id_array(
     if isinstance(ids, Tensor):
         ids = ids.cached_data
     if isinstance(ids, NDArray):
-        if not ids.device.is_host:
+        if not ids.device.is_host and ids.dtype != "bool":
             if ids.dtype != "int32":
                 ids = ids.astype("int32")
             return ids.to(device).reshape((ids.size,))
@@ -156,7 +156,7 @@ def id_array(
         values = np.asarray(ids)
     except ValueError as error:  # rows of different lengths
         raise ValueError(f"{op}: {name}: {error}") from None
-    if values.dtype.kind not in "iufb" and values.size:
+    if values.dtype.kind not in "iuf" and values.size:
         raise TypeError(f"{op}: {name} must be whole numbers, but are {ids!r:.40}")
     bad = values >= limit
     if lowest is not None:

@@ -31,7 +31,7 @@ Rule = Callable[..., Tensor] | None  # None: the gradient is 0
 # The classes that the course has by other names.
 NAMES = {"add": "EWiseAdd", "subtract": "EWiseSub", "multiply": "EWiseMul", "divide": "EWiseDiv"}
 NAMES |= {"power": "EWisePow", "relu": "ReLU"}
-WHOLE = ("floor", "ceil", "round")  # integers stay as they are
+NUMBER = (Number, np.bool_)
 ROWS: dict[str, Callable[..., Tensor]] = {}  # the functions, which are methods of Tensor too
 
 
@@ -61,6 +61,12 @@ class Elementwise(TensorOp):
         name = NAMES.get(kernel, kernel.capitalize())
         return type(name, (cls,), {**parts, "__doc__": doc})
 
+    def reads_input(self, i: int, node: Any) -> bool:
+        tensors = [x is None for x in self.numbers]
+        name = list(itertools.compress("xy", tensors))[i]
+        rules = itertools.compress(self.reads, tensors)
+        return any(name in read for read, x in zip(rules, node.inputs) if x.requires_grad)
+
     def _given(self, tensors: Any) -> Any:
         if self.are_tensors:
             return tensors
@@ -68,8 +74,6 @@ class Elementwise(TensorOp):
         return [next(rest) if x is None else x for x in self.numbers]
 
     def compute(self, *arrays: NDArray) -> NDArray:
-        if self.kernel in WHOLE and arrays[0].dtype not in FLOATS:
-            return arrays[0].copy()
         return getattr(_C, self.kernel)(*self._given(arrays))
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
@@ -103,7 +107,7 @@ def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
         if isinstance(b, Tensor):
             if isinstance(a, Tensor):
                 return of_tensors(a, b)
-            if isinstance(a, Number):
+            if isinstance(a, NUMBER):
                 return kind(a, None)(b)
             return of_tensors(b._operand(a), b)
         if not isinstance(a, Tensor):
@@ -111,7 +115,7 @@ def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
                 f"{kernel}: a or b must be a Tensor, but they are {type(a).__name__} and "
                 f"{type(b).__name__} (ndl.Tensor(array) makes one)"
             )
-        return kind(None, b)(a) if isinstance(b, Number) else of_tensors(a, a._operand(b))
+        return kind(None, b)(a) if isinstance(b, NUMBER) else of_tensors(a, a._operand(b))
 
     function: Callable[..., Tensor] = of_one if len(rules) == 1 else of_two
     function.__name__ = function.__qualname__ = kernel
@@ -200,9 +204,18 @@ divide = row(
     lambda g, y: g / y,
     lambda g, y, out: -(g / y * out),  # y * y would overflow where the quotient does not
 )
-_power = row(
+power = row(
     "power",
-    "",
+    """a ** b. Integers to integers stay integers, except to a number below 0. The gradient for b is
+    NaN where a is negative, as the logarithm of a is.
+
+    >>> print(ndl.power(ndl.Tensor([2, 3]), ndl.Tensor([3, 2])))
+    [8. 9.]
+    >>> x = ndl.Tensor([1, 2, 3])
+    >>> ndl.power(x, 3).sum().backward()
+    >>> print(x.grad)
+    [ 3. 12. 27.]
+    """,
     lambda g, x, y: _unless(y == 0, g * (_power_below(x, y) * y)),
     # 0, not 0 * -inf, where x is 0 and the result is not infinite
     lambda g, x, out: _unless((x == 0) & (absolute(out) < math.inf), g * out * _natural_log(x)),
@@ -242,26 +255,6 @@ def floor_divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     [ 1. -2.]
     """
     return const(_C.floor_divide(*(x.cached_data if isinstance(x, Tensor) else x for x in (a, b))))
-
-
-def power(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a ** b. Integers stay integers where b is a whole number of 0 or more. The gradient for b is
-    NaN where a is negative, as the logarithm of a is.
-
-    >>> print(ndl.power(ndl.Tensor([2, 3]), ndl.Tensor([3, 2])))
-    [8. 9.]
-    >>> x = ndl.Tensor([1, 2, 3])
-    >>> ndl.power(x, 3).sum().backward()
-    >>> print(x.grad)
-    [ 3. 12. 27.]
-    """
-    whole = isinstance(b, (int, np.integer)) and b >= 0
-    if not whole or not isinstance(a, Tensor) or a.dtype in FLOATS:
-        return _power(a, b)
-    if b < 2:
-        return a.clone() if b else a * 0 + 1
-    even = power(a * a, b // 2)
-    return even * a if b % 2 else even
 
 
 def _power_below(x: Tensor | float, y: Tensor | float) -> Tensor | float:
@@ -372,7 +365,7 @@ class Where(Keep):
         return self.condition, _C.equal(self.condition, 0)
 
 
-def _beside(number: Any, x: Tensor) -> Tensor:
+def beside(number: Any, x: Tensor) -> Tensor:
     """A number as a Tensor, of the dtype that it has in a sum with x; 0 and 1 are bool there."""
     keeps = x.dtype in FLOATS or isinstance(number, (bool, np.bool_))
     if keeps or (x.dtype == "bool" and number in (0, 1)):
@@ -395,16 +388,16 @@ def where(condition: Any, a: Any = None, b: Any = None) -> Any:
     if a is None and b is None:
         array = condition.cached_data if isinstance(condition, Tensor) else condition
         return tuple(map(const, nonzero_places(array)))
-    beside = a if isinstance(a, Tensor) else b
-    if not isinstance(beside, Tensor):
+    like = a if isinstance(a, Tensor) else b
+    if not isinstance(like, Tensor):
         device = condition.device if isinstance(condition, (Tensor, NDArray)) else _C.cpu()
         kind = {"f": "float32", "b": "bool"}.get(np.result_type(a, b).kind, "int64")
-        beside = const(full((), 0, kind, device))
-    a, b = (_beside(x, beside) if isinstance(x, Number) else x for x in (a, b))
+        like = const(full((), 0, kind, device))
+    a, b = (beside(x, like) if isinstance(x, NUMBER) else like._operand(x) for x in (a, b))
     if isinstance(condition, Tensor):
         condition = condition.cached_data
     if not isinstance(condition, NDArray):
-        condition = _C.array(condition, "bool", beside.device)
+        condition = _C.array(condition, "bool", like.device)
     return Where(condition if condition.dtype == "bool" else _C.not_equal(condition, 0))(a, b)
 
 

@@ -265,8 +265,13 @@ def picks(items: Sequence[Any], shape: tuple[int, ...], device: Device) -> tuple
     picked: dict[int, Any] = {}  # axis of a[plain]: array or integer
     sizes = []
     left = list(shape)
+    before = parted = 0
     for item in items:
+        if item is Ellipsis:
+            before = len(picked)
+            continue
         if isinstance(item, int) or is_array(item):
+            parted = before
             sizes.append(left[0])
             picked[axis] = item
             item = slice(None)
@@ -285,7 +290,7 @@ def picks(items: Sequence[Any], shape: tuple[int, ...], device: Device) -> tuple
         shapes = ", ".join(str(getattr(place, "shape", ())) for place in picked.values())
         raise IndexError(f"the arrays of an index have shapes that differ: {shapes}") from None
     axes = tuple(picked)
-    at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0  # NumPy's rule
+    at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 and not parted else 0  # NumPy's rule
     return tuple(plain), axes, at, _numbers(list(picked.values()), sizes, joint, device), joint
 
 
@@ -338,7 +343,7 @@ def nonzero_places(a: NDArray) -> list[NDArray]:
 def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
     """The index item by item: int, slice, None or an array of integers, NumPy's or an NDArray of a
     GPU, with a slice for each axis that ... or its end stands for, and its coordinates for an array
-    of bool."""
+    of bool. Beside arrays ... stays where it stands for no axis."""
     items: list[Any] = []
     for item in index if isinstance(index, tuple) else (index,):
         if isinstance(item, (Tensor, NDArray, np.ndarray, list, range)):
@@ -382,13 +387,14 @@ def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
     dots = [n for n, item in enumerate(items) if item is Ellipsis] or [len(items)]
     if len(dots) > 1:
         raise IndexError("an index can have one ... only")
-    items[dots[0] : dots[0] + 1] = [slice(None)] * missing
+    if missing or not any(map(is_array, items)):  # ... without axes still parts arrays
+        items[dots[0] : dots[0] + 1] = [slice(None)] * missing
     out: list[Any] = []
     axis = 0
     for item in items:
         if not _is_mask(item):
             out.append(item)
-            axis += item is not None
+            axis += item is not None and item is not Ellipsis
             continue
         if item.shape != shape[axis : axis + item.ndim]:
             raise IndexError(

@@ -10,9 +10,9 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp, is_grad_enabled
+from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import full
-from needle.ops.broadcast import astype, reshape, summation
+from needle.ops.broadcast import as_floats, astype, reshape, summation
 from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
 from needle.ops.elementwise import add, exp, log, log1p, multiply, negate, softplus, subtract, where
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
@@ -28,13 +28,14 @@ def _reduced(op: str, loss: Tensor, reduction: str) -> Tensor:
     return {"mean": mean, "sum": summation, "none": lambda x: x}[reduction](loss)
 
 
-def _same(op: str, input: Tensor, target: Any) -> Tensor:
-    """`target` as a Tensor. ValueError where its shape is another: broadcasting hides mistakes."""
+def _same(op: str, input: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+    """Both as Tensors of floats. ValueError where their shapes differ: broadcasting hides
+    mistakes."""
     check_tensors(op, input=input)
     target = input._operand(target)
     if target.shape != input.shape:
         raise ValueError(f"{op}: target is {target.shape}, but input {input.shape}")
-    return target
+    return as_floats(input), as_floats(target)
 
 
 def mse_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
@@ -43,13 +44,13 @@ def mse_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     >>> print(ndl.ops.mse_loss(ndl.Tensor([1, 2]), [1, 4]))
     2.0
     """
-    off = subtract(input, _same("mse_loss", input, target))
+    off = subtract(*_same("mse_loss", input, target))
     return _reduced("mse_loss", multiply(off, off), reduction)
 
 
 def l1_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """|input - target|; reduction as in mse_loss."""
-    return _reduced("l1_loss", abs(subtract(input, _same("l1_loss", input, target))), reduction)
+    return _reduced("l1_loss", abs(subtract(*_same("l1_loss", input, target))), reduction)
 
 
 class BinaryCrossEntropy(TensorOp):
@@ -72,10 +73,9 @@ class BinaryCrossEntropy(TensorOp):
 def binary_cross_entropy(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """-(t log p + (1 - t) log(1 - p)) of probabilities p = `input` and t = `target` in [0, 1];
     logarithms are at least -100, as in PyTorch. reduction as in mse_loss."""
-    t = _same("binary_cross_entropy", input, target)
-    loss = BinaryCrossEntropy()(astype(input, "float32"), astype(t, "float32"))
-    loss = _reduced("binary_cross_entropy", loss, reduction)
-    return astype(loss, input.dtype) if input.dtype in FLOATS else loss
+    p, t = _same("binary_cross_entropy", input, target)
+    loss = BinaryCrossEntropy()(astype(p, "float32"), astype(t, "float32"))
+    return astype(_reduced("binary_cross_entropy", loss, reduction), p.dtype)
 
 
 def binary_cross_entropy_with_logits(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
@@ -84,8 +84,8 @@ def binary_cross_entropy_with_logits(input: Tensor, target: Any, reduction: str 
     >>> print(ndl.ops.binary_cross_entropy_with_logits(ndl.Tensor([1e4, -1e4]), [1, 0]))
     0.0
     """
-    t = _same("binary_cross_entropy_with_logits", input, target)
-    loss = subtract(softplus(input), multiply(input, t))
+    x, t = _same("binary_cross_entropy_with_logits", input, target)
+    loss = subtract(softplus(x), multiply(x, t))
     return _reduced("binary_cross_entropy_with_logits", loss, reduction)
 
 
@@ -93,7 +93,7 @@ def kl_div(input: Tensor, target: Any, reduction: str = "mean", log_target: bool
     """t (log t - input) of log-probabilities `input` and probabilities t = `target`, or exp(target)
     with `log_target`; 0 where t is 0. reduction as in mse_loss; "batchmean" divides the sum by the
     size of the first axis, as the divergence of Kullback and Leibler has it."""
-    target = _same("kl_div", input, target)
+    input, target = _same("kl_div", input, target)
     if log_target:
         loss = multiply(exp(target), subtract(target, input))
     else:

@@ -192,4 +192,4 @@ def cumprod(a: Tensor, axis: int | None = None) -> Tensor:
         first, rest = split_sizes(rows, [done, n - done], -1)
         before, _ = split_sizes(rows, [n - done, done], -1)
         rows, done = concatenate([first, multiply(rest, before)], -1), 2 * done
-    return moveaxis(rows, -1, back)
+    return moveaxis(rows if n > 1 else rows.clone(), -1, back)

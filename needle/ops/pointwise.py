@@ -12,14 +12,16 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.array_methods import bitwise, inverted
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import full
+from needle.ops.broadcast import as_floats, astype
 from needle.ops.common import LARGEST, const
 from needle.ops.elementwise import (
+    NUMBER,
     Keep,
     _round,
     absolute,
+    beside,
     ceil,
     cos,
     expm1,
@@ -34,9 +36,14 @@ from needle.ops.elementwise import (
 
 def round(a: Tensor, decimals: int = 0) -> Tensor:
     """The nearest whole number, or that of so many decimals, halves to even. The gradient is 0."""
-    if decimals == 0 or a.dtype not in FLOATS:
+    if decimals == 0 or decimals > 0 and a.dtype not in FLOATS:
         return _round(a)
-    return _round(a * 10.0**decimals) / 10.0**decimals
+    if a.dtype in FLOATS:
+        return _round(a * 10.0**decimals) / 10.0**decimals
+    unit, wide = 10**-decimals, astype(a, "int64")
+    count, rest = wide // unit, wide % unit
+    up = (rest * 2 > unit) | ((rest * 2 == unit) & (count % 2 != 0))
+    return astype((count + up) * unit, a.dtype)
 
 
 def trunc(a: Tensor) -> Tensor:
@@ -129,16 +136,19 @@ def clip(a: Tensor, min: Any = None, max: Any = None) -> Tensor:
     numbers = all(x is None or isinstance(x, Number) for x in (min, max))
     if numbers and a.dtype in FLOATS:
         return Clip(-math.inf if min is None else min, math.inf if max is None else max)(a)
+    if min is None and max is None:
+        return a.clone()
     a = a if min is None else maximum(a, min)
     return a if max is None else minimum(a, max)
 
 
 def lerp(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
-    """a + weight (b - a).
+    """a + weight (b - a), of integers in float32.
 
     >>> print(ndl.lerp(ndl.Tensor([0, 2]), ndl.Tensor([4, 2]), 0.25))
     [1. 2.]
     """
+    a = as_floats(a)
     return a + (b - a) * weight
 
 
@@ -164,8 +174,9 @@ def isinf(a: Tensor) -> Tensor:
 
 def isclose(a: Tensor, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> Tensor:
     """Where |a - b| <= atol + rtol |b|, or a and b are equal, as bool."""
-    near = absolute(a - b) <= absolute(b * rtol) + atol
-    return (a == b) | (near & isfinite(b))
+    b = beside(b, a) if isinstance(b, NUMBER) else a._operand(b)
+    off = maximum(a, b) - minimum(a, b)  # also of unsigned integers
+    return (a == b) | ((off <= absolute(b * rtol) + atol) & isfinite(b))
 
 
 def allclose(a: Tensor, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
@@ -199,25 +210,21 @@ def logical_not(a: Tensor) -> Tensor:
     return a == 0
 
 
-def _data(a: Tensor, x: Any) -> Any:
-    return x if isinstance(x, Number) else a._operand(x).cached_data
-
-
 def bitwise_and(a: Tensor, b: Any) -> Tensor:
     """a & b of integers or bool; of two bool a bool. TypeError for floats."""
-    return const(bitwise("bitwise_and", a.cached_data, _data(a, b)))
+    return a & b
 
 
 def bitwise_or(a: Tensor, b: Any) -> Tensor:
     """a | b of integers or bool; of two bool a bool. TypeError for floats."""
-    return const(bitwise("bitwise_or", a.cached_data, _data(a, b)))
+    return a | b
 
 
 def bitwise_xor(a: Tensor, b: Any) -> Tensor:
     """a ^ b of integers or bool; of two bool a bool. TypeError for floats."""
-    return const(bitwise("bitwise_xor", a.cached_data, _data(a, b)))
+    return a ^ b
 
 
 def bitwise_not(a: Tensor) -> Tensor:
     """~a of integers, or not a of bool. TypeError for floats."""
-    return const(inverted(a.cached_data))
+    return const(~a.cached_data)

@@ -108,7 +108,7 @@ def roll(a: Tensor, shifts: int | Sequence[int], axes: Axes = None) -> Tensor:
         n = a.shape[axis]
         if n:
             a = concatenate(split_sizes(a, [n - step % n, step % n], axis)[::-1], axis)
-    return a
+    return a if listed else a.clone()
 
 
 def pad(a: Tensor, widths: Any, value: float = 0) -> Tensor:
@@ -131,8 +131,10 @@ def pad(a: Tensor, widths: Any, value: float = 0) -> Tensor:
     return astype(add(out, const(border)), a.dtype)
 
 
-def _triangle(a: Tensor, kept: np.ndarray) -> Tensor:
-    return where(kept, a, 0 if a.dtype != "bool" else False)
+def _triangle(op: str, a: Tensor, k: int) -> np.ndarray:
+    if a.ndim < 2:
+        raise ValueError(f"{op}: a must have 2 axes or more, but is {a.shape}")
+    return np.tri(*a.shape[-2:], k, dtype=bool)
 
 
 def tril(a: Tensor, k: int = 0) -> Tensor:
@@ -142,12 +144,12 @@ def tril(a: Tensor, k: int = 0) -> Tensor:
     [[1. 0.]
      [1. 1.]]
     """
-    return _triangle(a, np.tri(*a.shape[-2:], k, dtype=bool))
+    return where(_triangle("tril", a, k), a, False)
 
 
 def triu(a: Tensor, k: int = 0) -> Tensor:
     """The upper triangle of each matrix, from the k-th diagonal above the main one; 0 elsewhere."""
-    return _triangle(a, ~np.tri(*a.shape[-2:], k - 1, dtype=bool))
+    return where(_triangle("triu", a, k - 1), False, a)
 
 
 def diagonal(a: Tensor, k: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
@@ -170,6 +172,8 @@ def diag(a: Tensor, k: int = 0) -> Tensor:
     [[1. 0.]
      [0. 2.]] [2.]
     """
+    if a.ndim > 2:
+        raise ValueError(f"diag: a must be a vector or a matrix, but is {a.shape}")
     if a.ndim != 1:
         return diagonal(a, k)
     places, n = np.arange(a.size), a.size + abs(k)

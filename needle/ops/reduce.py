@@ -11,7 +11,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
-from needle.ops.broadcast import astype, reshape, spread, summation
+from needle.ops.broadcast import as_floats, reshape, spread, summation
 from needle.ops.common import (
     LARGEST,
     axes_or_dim,
@@ -107,10 +107,6 @@ def extremum(op: type[Max], a: Tensor, axes: Any, keepdims: bool, dim: int | Non
     return TopK(reshape(values, shape), const(places.reshape(shape)))
 
 
-def _as_floats(a: Tensor) -> Tensor:
-    return a if a.dtype in FLOATS else astype(a, "float32")
-
-
 def _shifted(
     a: NDArray, axes: Sequence[int], most: float = math.inf
 ) -> tuple[NDArray, NDArray, NDArray]:
@@ -148,7 +144,7 @@ def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
     >>> print(ndl.logsumexp(ndl.Tensor([1e10, 1e10])))
     1e+10
     """
-    return LogSumExp(axes)(_as_floats(a))
+    return LogSumExp(axes)(as_floats(a))
 
 
 class Softmax(TensorOp):
@@ -177,7 +173,7 @@ def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
     [[0.5 0.5]
      [0.  1. ]]
     """
-    return Softmax(axes)(_as_floats(a))
+    return Softmax(axes)(as_floats(a))
 
 
 class LogSoftmax(TensorOp):
@@ -205,4 +201,4 @@ def logsoftmax(a: Tensor, axes: Axes = -1) -> Tensor:
     >>> print(ndl.logsoftmax(ndl.Tensor([[1e10, 1e10]])).numpy().round(4))
     [[-0.6931 -0.6931]]
     """
-    return LogSoftmax(axes)(_as_floats(a))
+    return LogSoftmax(axes)(as_floats(a))

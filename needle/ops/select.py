@@ -4,6 +4,7 @@ assignment to places, scatter among it. The arrays of an assignment's index are 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
@@ -11,9 +12,9 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Tensor, TensorOp, is_grad_enabled
+from needle.autograd import Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import Axes, full
-from needle.graph import find_topo_sort, memory_of
+from needle.graph import find_topo_sort, shares_memory, views_below
 from needle.ops.broadcast import astype, reduced_to, reshape, summation
 from needle.ops.common import const, normal_axis
 from needle.ops.elementwise import add, where
@@ -162,19 +163,29 @@ def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tenso
 
 
 class SetItem(TensorOp):
-    """Write `value` into the memory of `a` at an index. The gradient is that of the places: 0 for
-    `a` where it was overwritten, the rest for `value`."""
+    """Write `value` into the memory of `a` at an index of a view of it: the last of `views`, from
+    `a` on. The gradient is that of the places: 0 for `a` where it was overwritten, the rest for
+    `value`."""
 
     reads_inputs = reads_result = False
+    writes_input = True
 
-    def __init__(self, index: tuple) -> None:
+    def __init__(self, index: tuple, views: Sequence[Tensor] = ()) -> None:
         self.index = index
+        self.views = lambda: views  # no arrays that the gradient reads
 
-    def compute(self, a: NDArray, value: NDArray) -> NDArray:
+    def compute(self, whole: NDArray, value: NDArray) -> NDArray:
+        a = whole
+        for view in self.views():
+            a = view.op.compute(a)
+        self.write(a, value)
+        return whole
+
+    def write(self, a: NDArray, value: NDArray) -> None:
         value = value.astype(a.dtype)
         if not any(isinstance(item, np.ndarray) for item in self.index):
             _C.assign(view_at(a, self.index), _fitting(value, view_at(a, self.index).ndim))
-            return a
+            return
         plain, axes, at, ids, shape = picks(self.index, a.shape, a.device)
         view = view_at(a, plain)
         view = view.permute(picked_axes_at(view.ndim, axes, at))
@@ -194,15 +205,20 @@ class SetItem(TensorOp):
         _C.put(five_axes(value, at), five_axes(ids, at), five_axes(x, at))
         if not view.is_compact():
             _C.assign(view, place)
-        return a
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
         a, value = node.inputs
-        kept = np.ones(a.shape, bool)
-        kept[self.index] = False
+        places, views = out_grad, self.views()
+        for view in views:
+            places = view.op(places)
+        written = np.zeros(places.shape, np.float32)
+        written[self.index] = 1
+        hit = const(_C.array(written, device=a.device))
+        for view in reversed(views):
+            (hit,) = view.op.gradient_as_tuple(hit, view)
         return (
-            where(kept, out_grad, 0.0) if a.requires_grad else None,
-            reduced_to(get_item(out_grad, self.index), value) if value.requires_grad else None,
+            where(hit == 0, out_grad, 0.0) if a.requires_grad else None,
+            reduced_to(get_item(places, self.index), value) if value.requires_grad else None,
         )
 
 
@@ -217,9 +233,9 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     """a[index] = value, in place, by NumPy's rules of get_item. `a` becomes the result of the
     assignment in the graph: gradients flow to `value`, and not to what was overwritten.
 
-    RuntimeError for a leaf that requires gradients (write under `no_grad()`), and for a view of
-    another Tensor of the graph. A backward through a result that was computed from `a` before the
-    assignment is refused, unless `value` was computed from it and its ops do not read `a` again.
+    RuntimeError for a leaf that requires gradients, and a view of one: write under `no_grad()`. A
+    backward through a result that was computed from `a` before the assignment is refused, unless
+    `value` was computed from it and its ops do not read `a` again.
 
     >>> x, y = ndl.zeros(3), ndl.Tensor([2])
     >>> x[1:2] = y * y
@@ -227,43 +243,54 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     >>> print(x, y.grad)
     [0. 4. 0.] [4.]
     """
-    if isinstance(value, Number):
-        if a.dtype not in FLOATS:
-            value = int(value)  # type: ignore[call-overload]  # as NumPy truncates
+    if isinstance(value, (Number, np.bool_)):
         value = const(full((), value, a.dtype, a.device))
     value = a._operand(value)
     items = tuple(
         np.array(item.numpy() if isinstance(item, NDArray) else item) if is_array(item) else item
         for item in index_items(index, a.shape)
     )
-    op = SetItem(items)
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
-        op.compute(a.cached_data, value.cached_data)
+        SetItem(items).compute(a.cached_data, value.cached_data)
         return
-    if a.requires_grad and a.op is None:
+    base, path = views_below(a)
+    if base.requires_grad and base.op is None:
         raise RuntimeError(
-            "assignment: this Tensor is a leaf that requires gradients: write into it under "
-            "no_grad(), or into x.clone()"
+            f"assignment: this Tensor is a {'view of a ' if path else ''}leaf that requires "
+            "gradients: write into it under no_grad(), or into x.clone()"
         )
-    base: Any = a
-    while isinstance(base.op, SetItem):  # itself before its last assignment
-        base = base.inputs[0]
-    if set(memory_of(a)) & set(memory_of(*base.inputs)):
+    if any(len(view.inputs) > 1 or view.op.reads_inputs for view in path):
         raise RuntimeError(
-            "assignment: this Tensor is a view of another one of the graph: write into that one, "
-            "or into x.clone()"
+            "assignment: this Tensor is memory of another one of the graph: write into x.clone()"
         )
-    old = Tensor.make_const(a.cached_data, requires_grad=a.requires_grad)
-    graph = ("op", "inputs", "operands", "kept", "writes")
-    for name in (*graph, "assigned"):
-        setattr(old, name, getattr(a, name))
-    new = op(old, old if value is a else value)
-    for node in find_topo_sort([value]):  # x[0] += y: the value was computed from `a` before
-        if any(x is a for x in node.inputs):
-            node.inputs = tuple(old if x is a else x for x in node.inputs)
-    for name in (*graph, "requires_grad"):
-        setattr(a, name, getattr(new, name))
-    a.grad, a.assigned = None, a.cached_data.written
+    old = _as_before(base)
+    views = []
+    for view in reversed(path):
+        views.append(_as_before(view))
+        views[-1].inputs = (views[-2] if views[1:] else old,)
+    new = SetItem(items, views)(old, old if value is base else value)
+    base.inputs, before = (), {id(base): old}
+    for node in find_topo_sort([value]):  # computed from `a` before, as in x[0] += y
+        if any(id(x) in before for x in node.inputs):
+            if shares_memory(node, base):
+                before[id(node)] = node = _as_before(node)
+            node.inputs = tuple(before.get(id(x), x) for x in node.inputs)
+    new.inputs = old, before.get(id(value), value)
+    for name in (*GRAPH[:-1], "requires_grad"):
+        setattr(base, name, getattr(new, name))
+    for node in (base, *path):
+        node.writes, node.assigned, node.grad = new.writes, base.cached_data.written, None
+
+
+GRAPH = ("op", "inputs", "operands", "kept", "writes", "assigned")
+
+
+def _as_before(x: Any) -> Any:
+    """A node in the place of `x` as it stands in the graph, of which `x` becomes another one."""
+    node = type(x).make_const(x.cached_data, requires_grad=x.requires_grad)
+    for name in GRAPH:
+        setattr(node, name, getattr(x, name))
+    return node
 
 
 def scatter(a: Tensor, axis: int, index: Any, src: Tensor | float) -> Tensor:

@@ -314,8 +314,10 @@ def split_sizes(a: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[T
         if sizes < 1:
             raise ValueError(f"split: the size must be 1 or more, but is {sizes}")
         sizes = [min(sizes, n - at) for at in range(0, max(n, 1), sizes)]
-    elif sum(sizes) != n:
-        raise ValueError(f"split: sizes {sizes} do not sum to {n}, the size of axis {axis}")
+    elif sum(sizes) != n or min(sizes, default=0) < 0:
+        raise ValueError(
+            f"split: sizes {sizes} are below 0 or do not sum to {n}, the size of axis {axis}"
+        )
     ends = list(itertools.accumulate(sizes))
     lead = (slice(None),) * axis
     return tuple(get_item(a, (*lead, slice(end - n, end))) for n, end in zip(sizes, ends))

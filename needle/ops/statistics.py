@@ -69,9 +69,12 @@ def median(
     if dim is not None:
         return _lower_median(a, axis, keepdims)
     ordered = sort(a, axes)
-    last = amax(index_select(ordered, axis, [-1]), axis, keepdims)
-    out = mean(index_select(ordered, axis, [(n - 1) // 2, n // 2]), axis, keepdims)
-    return where(isnan(last), last, out) if a.dtype in FLOATS else out
+    out = mean(index_select(ordered, axis, [(n - 1) // 2, n // 2]), axis)
+    if a.dtype in FLOATS:
+        last = amax(index_select(ordered, axis, [-1]), axis)
+        out = where(isnan(last), last, out)
+    gone = normal_axes("median", axes, a.ndim)
+    return reshape(out, kept_shape(a.shape, gone)) if keepdims else out
 
 
 def _lower_median(a: Tensor, axis: int, keepdims: bool) -> TopK:

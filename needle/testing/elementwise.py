@@ -22,6 +22,7 @@ class Elementwise:
     unit: Callable | None = None  # the quantity that an ulp is of; default the result
     second: tuple[float, float] | None = None  # the domain of y, where it is another
     integers: bool = False  # also computed on integer dtypes, where it gives integers
+    floats: bool = True
 
 
 SQRT_2_PI = math.sqrt(2 / math.pi)
@@ -55,11 +56,6 @@ def quiet(f):
     return np.errstate(all="ignore")(lambda x, y: f(x, y))
 
 
-def bits(f):
-    """f of whole parts, in the dtype of the operands."""
-    return lambda x, y: f(*(np.asarray(z).astype(np.int64) for z in (x, y))).astype(x.dtype)
-
-
 BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
 ELEMENTWISE = {
     "negate": Elementwise(lambda x: -x, integers=True),
@@ -73,9 +69,9 @@ ELEMENTWISE = {
     "gelu": Elementwise(gelu, (-6, 6), 4, lambda y, x: np.abs(x)),
     "gelu_tanh": Elementwise(gelu_tanh, (-6, 6), 4, lambda y, x: np.abs(x)),
     "sign": Elementwise(np.sign, integers=True),
-    "floor": Elementwise(np.floor),
-    "ceil": Elementwise(np.ceil),
-    "round": Elementwise(np.rint),
+    "floor": Elementwise(np.floor, integers=True),
+    "ceil": Elementwise(np.ceil, integers=True),
+    "round": Elementwise(np.rint, integers=True),
     "sin": Elementwise(np.sin, (-40, 40), 3, lambda y, x: np.maximum(np.abs(y), 0.01)),
     "cos": Elementwise(np.cos, (-40, 40), 3, lambda y, x: np.maximum(np.abs(y), 0.01)),
     "erf": Elementwise(erf, ulps=3),
@@ -95,7 +91,7 @@ ELEMENTWISE = {
     "minimum": Elementwise(np.minimum, integers=True),
     "floor_divide": Elementwise(quiet(np.floor_divide), second=(1, 5), integers=True),
     "remainder": Elementwise(quiet(np.remainder), second=(1, 5), integers=True),
-    **{name: Elementwise(bits(getattr(np, name)), integers=True) for name in BITWISE},
+    **{name: Elementwise(getattr(np, name), integers=True, floats=False) for name in BITWISE},
     "gelu_bwd": Elementwise(
         lambda x, y: gelu_grad(x) * y,
         (-6, 6),

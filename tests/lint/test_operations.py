@@ -1,60 +1,13 @@
-"""docs/operations.md lists every function of needle.ops, and names that are not here. Written by
-`python tests/lint/test_operations.py`; the test compares."""
+"""docs/operations.md lists every function of needle.ops, and names that are not here. Its tables
+are written by `python tests/lint/test_operations.py`; the test compares."""
 
 import inspect
+import re
 from pathlib import Path
 
 from needle import instead, ops
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
-HEAD = """# Operations
-
-Functions of `needle.ops`, and of `needle`, that take Tensors. Each runs on the CPU and on CUDA;
-*host* says that it reads its operand or indices there. Reductions and shapes take `axis`, `axes` or
-`dim`, `keepdims` or `keepdim`. A dash: no function by itself, or none in that library.
-Convolutions, recurrent nets and linear algebra are not here.
-
-Where the two libraries differ the meaning is NumPy's: `max`, `min`, `median` and `sort` return
-values alone (`argmax`, `argsort` and `topk` have the places), `squeeze` refuses a longer axis,
-`var` and `std` divide by n (`correction=1`: by n - 1), `nonzero` gives an array for each axis
-(`as_tuple=False`: one), `repeat` repeats elements (`tile`: blocks), `meshgrid` begins with "xy".
-With `dim=` it is PyTorch's: `max`, `min`, `median` and `sort` give (values, indices), `var` and
-`std` divide by n - 1, and `squeeze` leaves a longer axis.
-
-## Dtypes
-
-Arithmetic and comparisons of two arrays promote their dtypes: float32 wins; bfloat16 with float16
-gives float32; a float wins over integers and bool; of two integers the wider one wins (uint16 with
-int32: int32); arithmetic of two bools gives int32. A Python float makes an integer array float32. A
-Python int changes no dtype but bool, and raises OverflowError if the dtype cannot hold it. In place
-the dtype stays, and a float into integers is a TypeError. Functions such as `exp` give float32 for
-integers. `sum` of integers is int64, `mean` float32. Products, attention and norms never
-promote: operands of different dtypes are a TypeError.
-
-## Functions
-
-`needle.nn.functional` has PyTorch's `pad`, `one_hot`, `linear`, `layer_norm`, `normalize`,
-`scaled_dot_product_attention`, `cosine_similarity` and `nll_loss`, `needle.linalg` the vector
-`norm`, `needle.nn.init` initialisers, `needle.nn.utils` the clipping of gradients.
-
-Of a Tensor there are also `type`, `is_cuda`, `nbytes`, `grad_fn` and `2.0 in x`, of `needle`
-`as_tensor`, `is_grad_enabled`, `set_printoptions` and `utils.data`. A module has
-`register_buffer(name, x, persistent=True)`, `to(device, dtype)`, `half`, `bfloat16`, `float`,
-`modules`, `named_children` and `buffers`; its lists of parts are iterators too, for `next()`.
-`nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict` are modules, and lists or a dict, whose keys
-are attributes. `ndl.save(obj, path)` takes a module, or dicts and lists of arrays.
-
-| needle | PyTorch | NumPy | gradient | devices |
-|---|---|---|---|---|
-"""
-ABSENT = """
-## Not here
-
-Names of PyTorch whose AttributeError says what to write instead.
-
-| PyTorch | instead |
-|---|---|
-"""
 SAME = """
     abs absolute all any argmax argmin bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_to
     ceil clip cos divide dot einsum exp expm1 flip floor floor_divide isfinite isnan log log1p
@@ -101,6 +54,7 @@ NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
 
 
 def page() -> str:
+    """The page with its tables of functions and of absent names written anew."""
     lines, absent = [], []
     for name in ops.__all__:
         if not inspect.isroutine(getattr(ops, name)) or name in NOT_OPS:
@@ -112,7 +66,11 @@ def page() -> str:
         lines.append(f"| `{name}` | {torch} | {numpy} | {gradient} | {devices} |\n")
     for names, hint in instead.INSTEAD.items():
         absent.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {hint} |\n")
-    return HEAD + "".join(lines) + ABSENT + "".join(absent)
+    text = PAGE.read_text()
+    for head, rows in ("| needle | PyTorch |", lines), ("| PyTorch | instead |", absent):
+        table = rf"(^{re.escape(head)}.*\n\|-.*\n)(\|.*\n)*"
+        text = re.sub(table, lambda m, rows=rows: m[1] + "".join(rows), text, flags=re.M)
+    return text
 
 
 def test_the_page_of_operations_is_current():

@@ -225,8 +225,6 @@ def test_assignment_in_the_graph():
     with ndl.no_grad():
         leaf[0] = 5
     x = leaf * 2
-    with pytest.raises(RuntimeError, match="view of another"):
-        x[:2][0] = 1
     before = x + 1
     x[0] = 0
     with pytest.raises(RuntimeError, match="was assigned to"):
@@ -267,9 +265,8 @@ def test_updates_under_no_grad_are_in_place():
     assert w is same and w.is_leaf() and w.requires_grad
     np.testing.assert_array_equal(w.numpy(), [1, 2])
     np.testing.assert_array_equal(w.grad.numpy(), [0, 0])
-    y = w
-    y += 1  # in the graph a new Tensor
-    assert y is not w and y.op is not None
+    with pytest.raises(RuntimeError, match="leaf that requires gradients"):
+        w += 1
     z = w * 1
     after = z + 1
     z.zero_()
@@ -277,6 +274,23 @@ def test_updates_under_no_grad_are_in_place():
         after.sum().backward()
     with pytest.raises(RuntimeError, match="leaf that requires gradients"):
         w.zero_()
+
+
+def test_the_graph_is_recorded_where_it_is_enabled():
+    x = Tensor([1.0])
+    with ndl.set_grad_enabled(False):
+        assert not (x * 2).requires_grad and not ndl.is_grad_enabled()
+    assert (x * 2).requires_grad
+    ndl.set_grad_enabled(False)
+    assert not (x * 2).requires_grad
+    ndl.set_grad_enabled(True)
+    assert (x * 2).requires_grad and ndl.is_tensor(x) and not ndl.is_tensor(x.cached_data)
+
+
+def test_memory_of_a_tensor_is_described_as_pytorch_does():
+    x = Tensor(np.zeros((2, 3)), dtype="bfloat16").T
+    assert x.element_size() == 2 and x.stride() == (1, 3) and x.stride(-1) == 3
+    assert x.data_ptr() == x.cached_data.data_ptr
 
 
 def test_grad_leaves_grad_alone():
@@ -374,3 +388,51 @@ def test_index_select_of_arrays():
                 np.testing.assert_array_equal(got, np.take(a.numpy(), np.array(ids, int), axis))
     with pytest.raises(IndexError, match="out of range"):
         _C.array(x).index_select(0, [2])
+
+
+@pytest.mark.parametrize(
+    "name", "sum mean amax max amin min any all prod var std median count_nonzero".split()
+)
+def test_reductions_keep_axes_as_numpy_does(name):
+    x = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    for axes in (None, 0, -1, (0, 2), (1, -3), (0, 1, 2)):
+        for keepdims in (False, True):
+            if name == "median" and isinstance(axes, tuple):
+                continue
+            with naming(name, axes, keepdims):
+                got = getattr(ops, name)(Tensor(x), axes, keepdims)
+                wanted = getattr(np, name)(x, axis=axes, keepdims=keepdims)
+                assert got.shape == np.shape(wanted)
+                np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_integers_are_rounded_to_tens():
+    values = [0, 4, 5, 14, 15, 25, 35, 44, 250, 149, 151]
+    for dtype in ("int32", "int64", "uint8"):
+        x = np.array(values if dtype == "uint8" else [*values, -5, -15, -26, -250], dtype)
+        for decimals in (2, 0, -1, -2, -3):
+            got = ndl.round(ndl.tensor(x, dtype=dtype), decimals)
+            assert got.dtype == dtype
+            with naming(dtype, decimals), np.errstate(all="ignore"):
+                wanted = np.round(x.astype("int64"), decimals).astype(dtype)
+                np.testing.assert_array_equal(got.numpy(), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_differences_of_unsigned_integers_do_not_wrap(dtype):
+    x, y = np.array([3, 200, 7], dtype), np.array([5, 190, 7], dtype)
+    a, b = (ndl.tensor(v, dtype=dtype) for v in (x, y))
+    wide = x.astype(float), y.astype(float)
+    for rtol, atol in ((0, 2), (0.05, 0), (0, 10), (0, 1)):
+        assert ndl.isclose(a, b, rtol, atol).tolist() == np.isclose(*wide, rtol, atol).tolist()
+        assert ndl.allclose(a, y.tolist(), rtol, atol) == np.allclose(*wide, rtol, atol)
+    assert ndl.allclose(a, 7, 0, 200) and not ndl.allclose(a, 7.5, 0, 190)
+    assert not ndl.allclose(ndl.tensor([2**24 + 1]), ndl.tensor([2**24]), 0, 0)
+    np.testing.assert_allclose(ndl.lerp(a, b, 0.25).numpy(), wide[0] + 0.25 * (wide[1] - wide[0]))
+    assert np.isclose(ops.mse_loss(a, b).item(), np.mean((wide[0] - wide[1]) ** 2))
+    assert np.isclose(ops.l1_loss(a, b).item(), np.mean(abs(wide[0] - wide[1])))
+    p, t = ndl.tensor([1, 0, 1], dtype=dtype), ndl.tensor([200, 0, 1], dtype=dtype)
+    loss = np.log1p(np.exp([1.0, 0, 1])) - np.array([200.0, 0, 1])
+    got = ops.binary_cross_entropy_with_logits(p, t, "none")
+    np.testing.assert_allclose(got.numpy(), loss, rtol=1e-5)
+    assert ops.binary_cross_entropy(p, [1, 0, 1]).item() == 0

@@ -39,6 +39,12 @@ INDICES = [
         (slice(None), 2, ..., [0, 1, 1]),
         (None, [[0], [3]], slice(1, 3), [4, 0, 1]),
     ),
+    *(  # parted by ... alone
+        (slice(None), [0, 1], ..., [1, 0], 1),
+        (slice(None), slice(None), 0, ..., [0, 1]),
+        (..., slice(1), [0, 2], [1, 0], [1, 0]),
+        (slice(None), slice(None), [1, 0], [1, 0], ...),
+    ),
     *(MASK, (MASK, 1), (..., [True, False]), (MASK, slice(None), [0]), np.zeros(SHAPE, bool)),
     *((slice(2, 2), [1]), ([3], slice(None), [], 1), (slice(None), slice(None), [4, 4], [0, 1])),
 ]
