@@ -51,6 +51,7 @@ def make(objects: Path, goals: list[Path]) -> None:
     # By paths from ROOT, so that the objects of a copied tree are current.
     place, out, *paths = (os.path.relpath(p, ROOT) for p in (objects, goals[0].parent, *goals))
     command = ["make", "-f", "building/build.mk", f"O={place}", f"OUT={out}"]
+    command += [f"PYTHON={sys.executable}"]
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     asked = subprocess.run([*command, "-q", *paths], cwd=ROOT, env=clean, capture_output=True)
     if asked.returncode == 0:
@@ -59,7 +60,7 @@ def make(objects: Path, goals: list[Path]) -> None:
         wrapped = {"break_long_words": False, "break_on_hyphens": False}
         print(textwrap.fill(f"needle: {note}", 80, subsequent_indent="  ", **wrapped), flush=True)
     count = os.environ.get("NEEDLE_JOBS") or len(os.sched_getaffinity(0))
-    jobs = [f"-j{count}", "--output-sync=target", "--no-print-directory"]
+    jobs = [f"-j{count}", "-s", "--output-sync=target", "--no-print-directory"]
     if subprocess.run([*command, *jobs, *paths], cwd=ROOT, env=clean).returncode != 0:
         fail("needle does not build: the compiler's words are above")
 
@@ -87,6 +88,9 @@ class BuildExt(build_ext):
                 lines = (f"{variable} := {text}\n" for variable, text in variables.items())
                 write(objects / f"{name}.mk", "".join(lines))
             write(objects / "built.h", facts(self.distribution.get_version(), chosen["core"], cuda))
+            sanitized = "-fsanitize" in os.environ.get("CFLAGS", "")
+            if (package / "operators.py").exists() and not sanitized:  # that core needs its library
+                goals.append(package / "_C.pyi")
             make(objects, goals)
             if backend not in goals and backend.exists():
                 backend.unlink()

@@ -27,7 +27,8 @@ CPU := $(wildcard csrc/cpu/*.c)
 SOURCES := $(wildcard csrc/*.c csrc/python/*.c) $(if $(LEVELS),,$(CPU))
 OBJECTS := $(SOURCES:%.c=$(O)/%.o) $(LEVELS:%=$(O)/%/cpu.o)
 CUDA_OBJECTS := $(patsubst %,$(O)/%.o,$(wildcard cuda/*.cu cuda/*.cpp))
-LINKED := $(addprefix $(O)/,$(notdir $(MAKECMDGOALS)))  # _C, and where it is wanted _cuda
+OBJECT_GOALS := $(filter %.so,$(MAKECMDGOALS))
+LINKED := $(addprefix $(O)/,$(notdir $(OBJECT_GOALS)))  # _C, and where it is wanted _cuda
 compile = @mkdir -p $(@D) && echo "needle: $<" && \
     $(1) -MMD -MP -MF $(@:.o=.d) -MT $@ -c $< -o $@.part.o && mv $@.part.o $@
 
@@ -41,6 +42,10 @@ $(O)/_cuda.so: $(CUDA_OBJECTS) $(O)/csrc/status.o $(O)/csrc/array.o cuda/exports
 	@$(CXX) -shared $(filter %.o,$^) -Wl,-z,defs -Wl,--version-script=cuda/exports.map \
 	    $(CUDA_LINK) $(LDFLAGS) -o $@.part && mv $@.part $@
 	@echo "needle: linked $(@F)"
+
+# The stubs of the package, which it writes itself; _C.pyi is the last.
+$(OUT)/_C.pyi: $(OBJECT_GOALS) building/stubs.py $(wildcard $(OUT)/operators.py $(OUT)/ops/*.py)
+	@PYTHONPATH=$(OUT)/.. $(PYTHON) building/stubs.py $(OUT)
 
 $(O)/csrc/python/%.o: csrc/python/%.c $(O)/core.mk
 	$(call compile,$(CC) $(FLAGS) $(PYTHON_FLAGS) $(FACTS))

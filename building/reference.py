@@ -1,11 +1,16 @@
 """An extension of Griffe, which reads the docstrings for docs/api.md: of needle/ops the functions
-that needle exports, a file a family, and of nn.functional those that are its own."""
+that the table of names has, a file a family, and of nn.functional those that are its own."""
 
 from __future__ import annotations
 
 import ast
 
 import griffe
+
+
+def named(tables: griffe.Module) -> set[str]:
+    """Return the functions that the table of needle/ops/spellings.py names, as FILE.FUNCTION."""
+    return {row[1] for row in ast.literal_eval(str(tables["TABLE"].value))}
 
 
 def functions(module: griffe.Module) -> list[str]:
@@ -27,10 +32,14 @@ def of_row(name: str, member: griffe.Object | griffe.Alias) -> griffe.Function |
 
 class Calls(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
-        for module in pkg["ops"].modules.values():
+        meant = named(pkg["ops.spellings"])
+        for module in pkg["ops"].members.values():
+            if type(module) is not griffe.Module:
+                continue
             for name, member in [*module.members.items()]:
                 made = of_row(name, member)
-                if made is not None:
+                if made is not None and name[0] != "_":
                     module.set_member(name, made)
-            module.exports = [n for n in functions(module) if n in pkg["ops"].exports]
+                    meant.add(f"{module.name}.{name}")
+            module.exports = [n for n in functions(module) if f"{module.name}.{n}" in meant]
         pkg["nn.functional"].exports = functions(pkg["nn.functional"])

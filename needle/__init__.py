@@ -67,9 +67,9 @@ from needle.init import (
     zeros_like,
 )
 from needle.nn import utils as _utils  # above optim, so that nn itself does not import it
-from needle.operators import CASTS as _CASTS
 from needle.ops import *
 from needle.ops import linalg
+from needle.ops.spellings import CASTS as _CASTS
 
 # PyTorch's and NumPy's names: dtypes, which are strings here, constants, constructors.
 float32, float16, bfloat16, uint8, uint16, int32, int64 = (

@@ -427,7 +427,7 @@ class Tensor(Value, Operators["Tensor"]):
         return self.cached_data.numpy()
 
     def clone(self) -> Tensor:
-        """A copy in memory of its own, in the graph."""
+        """A copy in memory of its own, in the graph, also called copy."""
         return _Copy()(self)
 
     def __repr__(self) -> str:

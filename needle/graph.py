@@ -71,7 +71,8 @@ def check_unchanged(node: Any) -> None:
         if op.reads_inputs:
             data = node.operands[i]
             replaced = x.cached_data is not data
-            if (replaced or _is_written(data, since)) and op.reads_input(i, node):
+            written = data.written > since if type(data) is NDArray else _is_written(data, since)
+            if (replaced or written) and op.reads_input(i, node):
                 if replaced:
                     raise _changed(op, f"the data of operand {i} was replaced", x.cached_data)
                 raise _changed(op, f"operand {i} {WRITTEN}", data)

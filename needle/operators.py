@@ -1,12 +1,14 @@
-"""Methods of a Tensor by NumPy's names: operators, indexing, reductions, views. Each calls
-needle.ops, which documents the maths and the arguments. needle.ops imports this module, and sets
-`ops` here when it is imported."""
+"""Methods of a Tensor that are more than a function of needle.ops: indexing, shapes, in place.
+
+Those that are a function are made of the table in needle/ops/spellings.py. needle.ops imports this
+module, and sets `ops` here when it is imported.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -17,16 +19,6 @@ from needle.graph import views_below
 
 Result = TypeVar("Result")
 ops: Any = None
-
-
-def define_operators(module: Any, names: Iterable[str]) -> None:
-    """Let +, @, .sum() and the like of Tensors call the functions of `module`, and give Tensors a
-    method of each of the names that has none."""
-    global ops
-    ops = module
-    for name in names:
-        if not hasattr(Operators, name):
-            setattr(Operators, name, _method(name))
 
 
 class Size(int):
@@ -43,55 +35,45 @@ class Size(int):
         return self.shape if dim is None else self.shape[dim]
 
 
-class _Methods:
-    """Makes a method of each name that it is assigned to, by a function of the name."""
-
-    def __init__(self, make: Callable[[str], Callable[..., Any]]) -> None:
-        self.make = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        if not name.startswith("_"):
-            setattr(owner, name, self.make(name))
+def reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator with the Tensor on the right."""
+    return lambda self, other: function(other, self)
 
 
-def _method(name: str) -> Callable[..., Any]:
-    """The function of needle.ops by this name, whose first argument is the Tensor."""
-
-    def method(self: Any, *args: Any, **words: Any) -> Any:
-        return getattr(ops, name)(self, *args, **words)
-
-    method.__name__, method.__qualname__ = name, f"Tensor.{name}"
-    method.__doc__ = f"needle.ops.{name} of this Tensor."
-    return method
+def updating(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that writes the result of a function into its Tensor."""
+    return lambda self, *args, **words: self._updated(function(self, *args, **words))
 
 
-def _outside(name: str) -> Callable[..., Any]:
-    """Make the operator of arrays one of Tensors, outside of the graph."""
-    of_arrays = getattr(NDArray, name)
+def of_arrays(name: str) -> Callable[..., Any]:
+    """Return the operator of arrays as one of Tensors, outside of the graph."""
+    operator_of_arrays = getattr(NDArray, name)
 
     def method(self: Any, other: Any) -> Any:
         beside = other.cached_data if isinstance(other, Operators) else other
-        result = of_arrays(self.cached_data, beside)
+        result = operator_of_arrays(self.cached_data, beside)
         return result if result is NotImplemented else self.from_ndarray(result)
 
     return method
 
 
-def _in_place(name: str) -> Callable[..., Any]:
-    """Make an augmented assignment: the operator of arrays, or an assignment of the graph."""
-    of_arrays = getattr(NDArray, f"__i{name}__")
+def augmented(name: str) -> Callable[..., Any]:
+    """Return an augmented assignment: the operator of arrays, or an assignment of the graph."""
+    operator_of_arrays = getattr(NDArray, f"__i{name}__")
 
     def method(self: Any, other: Any) -> Any:
         is_tensor = isinstance(other, Operators)
         if mode.enabled and (self.requires_grad or is_tensor and other.requires_grad):
             return self._updated(getattr(self, f"__{name}__")(other))
-        result = of_arrays(self.cached_data, other.cached_data if is_tensor else other)
+        result = operator_of_arrays(self.cached_data, other.cached_data if is_tensor else other)
         return result if result is NotImplemented else self
 
     return method
 
 
-CASTS = {"bool": "bool", "float": "float32", "half": "float16", "int": "int32", "long": "int64"}
+def cast(dtype: str) -> Callable[..., Any]:
+    """Return the method that converts to a dtype."""
+    return lambda self: ops.astype(self, dtype)
 
 
 class Operators(Generic[Result]):
@@ -120,50 +102,24 @@ class Operators(Generic[Result]):
     _operand: Callable[[Any], Result]
     from_ndarray: Callable[..., Result]
 
-    # -- arithmetic
-
-    def __add__(self, other: Any) -> Result:
-        return ops.add(self, other)
-
-    __radd__ = __add__
-
-    def __mul__(self, other: Any) -> Result:
-        return ops.multiply(self, other)
-
-    __rmul__ = __mul__
-
-    def __sub__(self, other: Any) -> Result:
-        return ops.subtract(self, other)
-
-    def __rsub__(self, other: Any) -> Result:
-        return ops.subtract(other, self)
-
-    def __truediv__(self, other: Any) -> Result:
-        return ops.divide(self, other)
-
-    def __rtruediv__(self, other: Any) -> Result:
-        return ops.divide(other, self)
-
-    def __pow__(self, other: Any) -> Result:
-        return ops.power(self, other)
-
-    def __rpow__(self, other: Any) -> Result:
-        return ops.power(other, self)
+    # -- operators
 
     def __pos__(self) -> Result:
         return self  # type: ignore[return-value]
 
-    def __neg__(self) -> Result:
-        return ops.negate(self)
+    def __matmul__(self, other: Any) -> Result:
+        return ops.matmul(self, self._factor(other))
 
-    def __abs__(self) -> Result:
-        return ops.abs(self)
+    def __rmatmul__(self, other: Any) -> Result:
+        return ops.matmul(self._factor(other), self)
 
-    def __mod__(self, other: Any) -> Result:
-        return ops.remainder(self, other)
+    def _factor(self, other: Any) -> Any:
+        """The operand of a product: of an array-like whole numbers as well."""
+        beside: Any = self._operand(other)
+        is_whole = beside is not other and "float" not in beside.dtype
+        return ops.astype(beside, self.dtype) if is_whole else beside
 
-    def __rmod__(self, other: Any) -> Result:
-        return ops.remainder(other, self)
+    __hash__ = object.__hash__
 
     def _updated(self, new: Any) -> Any:
         """Write `new`, of this shape and a dtype that this one holds, and return this Tensor."""
@@ -175,17 +131,6 @@ class Operators(Generic[Result]):
                 "write x = x ... or astype() first"
             )
         return self.fill_(new)
-
-    def __invert__(self) -> Result:
-        return ops.bitwise_not(self)
-
-    def __matmul__(self, other: Any) -> Result:
-        return ops.matmul(self, self._operand(other))
-
-    def __rmatmul__(self, other: Any) -> Result:
-        return ops.matmul(self._operand(other), self)
-
-    __hash__ = object.__hash__
 
     def __contains__(self, element: Any) -> bool:
         """True where an element is equal, after broadcasting: `2.0 in x`."""
@@ -257,8 +202,6 @@ class Operators(Generic[Result]):
             shape = tuple(shape[0])
         return ops.reshape(self, shape)
 
-    view = reshape
-
     def expand(self, *shape: Any) -> Result:
         """Broadcast to a shape, in which -1 keeps an axis: PyTorch's broadcast_to."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -298,8 +241,6 @@ class Operators(Generic[Result]):
         """Set all elements, in place, as `x[...] = value`."""
         self[...] = value
         return self  # type: ignore[return-value]
-
-    copy_ = fill_
 
     def zero_(self) -> Result:
         """Set all elements to 0, in place: they depend on nothing then, as `w.grad.zero_()`."""
@@ -383,8 +324,6 @@ class Operators(Generic[Result]):
         """The values in another dtype; gradients come back in this one."""
         return ops.astype(self, dtype)
 
-    type = astype
-
     def to(self, device: Device | str | None = None, dtype: str | None = None) -> Result:
         """The values on another device, `ndl.cuda()` or "cuda:0", or by the name of a dtype in that
         one; gradients come back to where these are."""
@@ -394,56 +333,10 @@ class Operators(Generic[Result]):
             moved = ops.to_device(self, device)
         return moved if dtype is None else ops.astype(moved, dtype)
 
-    # -- methods that their names define
+    def cpu(self) -> Result:
+        """The values on the CPU."""
+        return self.to("cpu")
 
-    if TYPE_CHECKING:
-
-        def _of_ops(self, *args: Any, **words: Any) -> Result: ...
-        def __eq__(self, other: Any) -> Result: ...  # type: ignore[override]
-
-        __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
-        __and__ = __or__ = __xor__ = __floordiv__ = __eq__
-
-        def chunk(self, chunks: int, axis: int = 0) -> tuple[Result, ...]: ...
-        def max(self, *args: Any, **words: Any) -> Any: ...
-        def nonzero(self) -> Any: ...
-        def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Result, Result]: ...
-        def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
-
-        equal = median = min = sort = max
-        _updating = _cast = _moved = add_ = div_ = mul_ = sub_ = _of_ops
-    else:
-        _of_ops = _Methods(_method)
-        _updating = _Methods(
-            lambda name: lambda x, *args, **words: x._updated(getattr(x, name[:-1])(*args, **words))
-        )
-        _cast = _Methods(lambda name: lambda x: ops.astype(x, CASTS.get(name, name)))
-        _moved = _Methods(lambda name: lambda x: x.to(name))
-        chunk = equal = max = median = min = nonzero = sort = topk = unique = _of_ops
-
-    abs = absolute = add = all = allclose = amax = amin = any = argmax = argmin = argsort = _of_ops
-    bmm = broadcast_to = ceil = clamp = clip = cos = cumprod = cumsum = diag = diagonal = _of_ops
-    div = divide = dot = eq = erf = exp = expm1 = flatten = flip = floor = gather = ge = _of_ops
-    gt = index_add = index_select = isclose = isfinite = isinf = isnan = le = lerp = log = _of_ops
-    log10 = log1p = log2 = log_softmax = logical_and = logical_not = logical_or = _of_ops
-    logsumexp = lt = matmul = maximum = mean = minimum = mm = moveaxis = movedim = mul = _of_ops
-    multiply = mv = nan_to_num = ne = neg = negative = norm = outer = pad = pow = power = _of_ops
-    prod = ravel = reciprocal = relu = remainder = repeat = repeat_interleave = roll = _of_ops
-    round = rsqrt = scatter = scatter_add = sigmoid = sign = silu = sin = softmax = _of_ops
-    softplus = sqrt = square = squeeze = std = sub = subtract = sum = swapaxes = _of_ops
-    take_along_axis = tan = tanh = tile = trace = tril = triu = true_divide = trunc = _of_ops
-    unbind = unsqueeze = var = _of_ops
-    clamp_ = masked_fill_ = scatter_ = _updating
-    bfloat16 = bool = float = half = int = long = _cast
-    cpu = cuda = _moved
-
-
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Operators, f"__{_name}__", _outside(f"__{_name}__"))
-for _name in ("and", "or", "xor", "floordiv"):
-    for _side in ("", "r"):
-        setattr(Operators, f"__{_side}{_name}__", _outside(f"__{_side}{_name}__"))
-for _name in "add sub mul truediv floordiv mod pow matmul and or xor".split():
-    setattr(Operators, f"__i{_name}__", _in_place(_name))
-for _name, _operator in {"add": "add", "sub": "sub", "mul": "mul", "div": "truediv"}.items():
-    setattr(Operators, f"{_name}_", _in_place(_operator))
+    def cuda(self) -> Result:
+        """The values on the first GPU."""
+        return self.to("cuda")

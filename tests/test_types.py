@@ -1,5 +1,6 @@
 """Types of a Tensor and of a called module, by mypy."""
 
+import re
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ from harness import ROOT, run
 SCRIPT = """
 import numpy as np
 import needle as ndl
+import needle.nn.functional as F
 from needle import nn
 
 class Net(nn.Module):
@@ -31,8 +33,16 @@ reveal_type(x == x)
 reveal_type([row.exp() for row in x])
 reveal_type(net.to("cpu").apply(print).eval().train(False).layer(x))
 reveal_type(x.sum(0, keepdims=True).to(ndl.cpu()).contiguous())
+reveal_type(x.sum(dim=1, keepdim=True).clamp(min=0).half().view(-1))
+reveal_type(ndl.clamp(x, a_min=0) + F.softmax(x, dim=-1) + ndl.gather(x, dim=1, index=[[0]]))
+reveal_type(x.gather(dim=0, index=[[0]]).chunk(2)[0])
+reveal_type(x.topk(2).values & (x > 0))
+reveal_type(ndl.NDArray([[1]]).sum(axis=0) + [1, 2, 3])
+x.add_(1).mul_(x)
+x += 1
 net("x")
 net(x, y=1)
+x.softmax(dimension=1)
 """
 SEEN = [
     "tuple[Tensor, float]",
@@ -41,7 +51,8 @@ SEEN = [
     "tuple[Tensor, Tensor | None]",
     *["Tensor"] * 4,
     "list[Tensor]",
-    *["Tensor"] * 2,
+    *["Tensor"] * 6,
+    "NDArray",
 ]
 
 
@@ -53,9 +64,10 @@ def test_types_of_calls(tmp_path):
     done = run(sys.executable, "-m", "mypy", *words, MYPYPATH=ROOT)
     lines = done.stdout.splitlines()
     revealed = [line.split('"')[1] for line in lines if "Revealed type is" in line]
-    names = [text.replace("needle.autograd.", "").replace("builtins.", "") for text in revealed]
+    names = [re.sub(r"needle\.(autograd|_C)\.|builtins\.", "", text) for text in revealed]
     assert names == SEEN, done.stdout + done.stderr
     errors = [line for line in lines if ": error:" in line]
-    assert len(errors) == 2, done.stdout
+    assert len(errors) == 3, done.stdout
     assert 'incompatible type "str"; expected "Tensor"' in errors[0]
     assert 'Unexpected keyword argument "y"' in errors[1]
+    assert 'Unexpected keyword argument "dimension"' in errors[2]

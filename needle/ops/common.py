@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Accumulators, Tensor, not_a_tensor
+from needle.autograd import Accumulators, Op, Tensor, not_a_tensor
 from needle.backend_ndarray import Axes, zeros
 
 LARGEST = 3.4028234663852886e38  # of float32
@@ -54,31 +52,6 @@ def axes_or_dim(op: str, axes: Any, dim: Any) -> Any:
 def fixed_axes(axes: Axes) -> Axes:
     """Return `axes` in an immutable form, for an op to keep."""
     return axes if axes is None or isinstance(axes, (int, np.integer)) else tuple(axes)
-
-
-WORDS = {"axis": ("axes", "dim", "dims"), "axes": ("axis", "dim", "dims")}
-WORDS |= {"keepdims": ("keepdim",), "correction": ("ddof", "unbiased"), "ord": ("p",)}
-WORDS |= {"start": ("start_dim",), "end": ("end_dim",), "k": ("diagonal", "offset")}
-WORDS |= {"axis1": ("dim1",), "axis2": ("dim2",)}
-WORDS |= {"min": ("a_min",), "max": ("a_max",), "widths": ("pad_width",)}
-WORDS |= {"value": ("constant_values",), "src": ("value",)}
-
-
-def with_other_words(function: Any, name: str) -> Any:
-    """`function`, called `name`, that also takes PyTorch's and NumPy's words: `dim`, `axis`."""
-    own = inspect.signature(function).parameters
-    words = {o: word for word in WORDS if word in own for o in WORDS[word] if o not in own}
-
-    @functools.wraps(function)
-    def called(*args: Any, **given: Any) -> Any:
-        for other in words.keys() & given.keys() if given else ():
-            if words[other] in given:
-                both = " and ".join(sorted((words[other], other)))
-                raise TypeError(f"{name}: {both} are the same: give one of them")
-            given[words[other]] = given.pop(other)
-        return function(*args, **given)
-
-    return called
 
 
 def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
@@ -170,3 +143,14 @@ def id_array(
     if lowest is None:  # all negative numbers mean the same: let none wrap around in 32 bits
         values = values.astype(np.int64).clip(-1)
     return _C.array(np.ascontiguousarray(values, dtype=np.int32).reshape(-1), "int32", device)
+
+
+def classes_of(files: Iterable[Any]) -> dict[str, type[Op]]:
+    """Return the classes of ops that files define, by name."""
+    return {
+        name: value
+        for file in files
+        for name, value in getattr(file, "__dict__", {}).items()
+        if isinstance(value, type) and issubclass(value, Op) and name[0] != "_"
+        if value.__module__ == file.__name__
+    }

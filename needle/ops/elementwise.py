@@ -35,7 +35,7 @@ NUMBER = (Number, np.bool_)
 ROWS: dict[str, Callable[..., Tensor]] = {}  # the functions, which are methods of Tensor too
 
 
-class Elementwise(TensorOp):
+class _Elementwise(TensorOp):
     """A row with its operands: numbers, and None in the place of each Tensor."""
 
     kernel: str
@@ -50,7 +50,7 @@ class Elementwise(TensorOp):
         self.reads_inputs, self.reads_result = self.read_by[which]
 
     @classmethod
-    def of_row(cls, kernel: str, doc: str, rules: tuple[Rule, ...]) -> type[Elementwise]:
+    def of_row(cls, kernel: str, doc: str, rules: tuple[Rule, ...]) -> type[_Elementwise]:
         """Make the class of a row."""
         reads = tuple(tuple(inspect.signature(rule).parameters) if rule else () for rule in rules)
         read_by = {}  # (operands, result), by which operands are Tensors
@@ -97,7 +97,7 @@ class Elementwise(TensorOp):
 def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
     """Make the function of a row of ops.def. Of two operands one may be a number, or what a Tensor
     is made from."""
-    kind = Elementwise.of_row(kernel, doc, rules)
+    kind = _Elementwise.of_row(kernel, doc, rules)
     of_tensors = kind(*[None] * len(rules))
 
     def of_one(a: Tensor) -> Tensor:

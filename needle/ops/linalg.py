@@ -7,7 +7,7 @@ from typing import Any
 from needle.autograd import Tensor
 from needle.backend_ndarray import Axes
 from needle.ops import statistics
-from needle.ops.common import with_other_words
+from needle.ops.spellings import with_other_words
 
 
 def _norm(a: Tensor, ord: Any = None, axes: Axes = None, keepdims: bool = False) -> Tensor:

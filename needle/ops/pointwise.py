@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
@@ -190,9 +191,13 @@ def equal(a: Tensor, b: Any) -> bool:
     return a.shape == np.shape(b) and bool((a == b).all())
 
 
-eq, ne, lt, le, gt, ge = (
-    operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge
-)  # fmt: skip
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tensor]:
+    return lambda a, b: compare(a, b)
+
+
+eq, ne, lt, le, gt, ge = map(
+    _comparison, (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+)
 
 
 def logical_and(a: Tensor, b: Any) -> Tensor:

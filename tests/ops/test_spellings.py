@@ -9,6 +9,7 @@ from harness import naming
 import needle as ndl
 from needle import instead, nn
 from needle import ops as F
+from needle.ops.spellings import SPELLINGS as TABLE
 
 SPELLINGS = """
 ndl.abs(x) ; x.abs() ; abs(x) ; ndl.absolute(x) ; ndl.sign(x) ; x.floor() ; ndl.ceil(x)
@@ -324,6 +325,16 @@ def test_a_result_has_memory_of_its_own():
                 assert y.numpy().tolist() == [1, 0]
                 y[0] = 0
                 assert x.numpy().tolist() == [1, 0]
+
+
+def test_methods_are_those_of_the_table():
+    for name, spelling in TABLE.items():
+        with naming(name):
+            if not spelling.means.startswith("Tensor."):
+                assert hasattr(ndl.NDArray, name) == ("array" in spelling.where)
+            assert hasattr(ndl.Tensor, name) or "method" not in spelling.where
+            there = name if spelling.numpy == "=" else spelling.numpy
+            assert not there.isidentifier() or callable(getattr(np, there))
 
 
 def test_spellings_of_the_first_day():
