@@ -43,9 +43,11 @@ $(O)/_cuda.so: $(CUDA_OBJECTS) $(O)/csrc/status.o $(O)/csrc/array.o cuda/exports
 	    $(CUDA_LINK) $(LDFLAGS) -o $@.part && mv $@.part $@
 	@echo "needle: linked $(@F)"
 
-# The stubs of the package, which it writes itself; _C.pyi is the last.
+# The stubs of the package, which it writes itself; _C.pyi is the last. OpenBLAS need not lie yet where
+# the core will look for it.
 $(OUT)/_C.pyi: $(OBJECT_GOALS) building/stubs.py $(wildcard $(OUT)/operators.py $(OUT)/ops/*.py)
-	@PYTHONPATH=$(OUT)/.. $(PYTHON) building/stubs.py $(OUT)
+	@LD_LIBRARY_PATH=$(patsubst -L%,%,$(filter -L%,$(BLAS_LINK))) PYTHONPATH=$(OUT)/.. \
+	    $(PYTHON) building/stubs.py $(OUT)
 
 $(O)/csrc/python/%.o: csrc/python/%.c $(O)/core.mk
 	$(call compile,$(CC) $(FLAGS) $(PYTHON_FLAGS) $(FACTS))

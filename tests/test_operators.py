@@ -129,6 +129,22 @@ def test_dtypes_beside_numbers_are_those_of_the_table(name, device):
                     close(got, expected(name, *values, dtype), dtype)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_products_take_array_likes_of_whole_numbers(dtype):
+    x, y = drawn(dtype)[:4].reshape(2, 2), np.array([[1, 2], [3, 4]])
+    array = nd.array(x, dtype)
+    for a in (array, Tensor.from_ndarray(array)):
+        for beside in (y, y.tolist(), y.astype("uint8")):
+            for got, wanted in ((a @ beside, x @ y), (beside @ a, y @ x)):
+                assert got.dtype == dtype
+                close(got, wanted, dtype)
+        if dtype != "float32":
+            with pytest.raises(TypeError, match="matmul"):
+                a @ y.astype("float32")
+        with pytest.raises(TypeError):
+            a @ "a"
+
+
 @pytest.mark.parametrize("name", SIGNS)
 def test_dtypes_in_place_stay_or_the_assignment_is_refused(name, device):
     apply = getattr(operator, "i" + name.removesuffix("_"))

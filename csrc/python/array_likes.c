@@ -98,17 +98,18 @@ static int natural_dtype(PyArrayObject *array, nd_dtype *out) {
          descr);
 }
 
-/* NumPy's uint64 goes into int64 as far as that holds it. */
-static int check_unsigned(PyArrayObject *array) {
-    if (PyArray_DESCR(array)->kind != 'u' || PyArray_ITEMSIZE(array) != 8 ||
-        PyArray_SIZE(array) == 0) {
-        return 0;
+/* OverflowError unless `dtype` holds the smallest and the largest number of an array. */
+static int check_range(PyArrayObject *array, nd_dtype dtype) {
+    for (int i = 0; i < 2 && PyArray_SIZE(array) > 0; i++) {
+        nd_number number;
+        PyObject *extreme = (i ? PyArray_Max : PyArray_Min)(array, NPY_RAVEL_AXIS, NULL);
+        int found = extreme != NULL ? nd_number_from(extreme, &number) : -1;
+        Py_XDECREF(extreme);
+        if (found < 0 || (found > 0 && nd_check_number("array", &number, dtype) < 0)) {
+            return -1;
+        }
     }
-    nd_number most;
-    PyObject *highest = PyArray_Max(array, NPY_RAVEL_AXIS, NULL);
-    int found = highest != NULL ? nd_number_from(highest, &most) : -1;
-    Py_XDECREF(highest);
-    return found < 0 ? -1 : nd_check_number("array", &most, ND_I64);
+    return 0;
 }
 
 int nd_from_object(PyObject *object, bool natural, nd_dtype dtype, nd_device *device,
@@ -138,19 +139,19 @@ int nd_from_object(PyObject *object, bool natural, nd_dtype dtype, nd_device *de
         return -1;
     }
     dtype = natural ? own : dtype;
-    if (natural && check_unsigned(any) < 0) {
+    /* An array may wrap around, as in NumPy; numbers of Python's own are refused, and those of
+     * uint64, which become int64. */
+    bool is_list = PyList_Check(object) || PyTuple_Check(object);
+    bool is_uint64 = PyArray_DESCR(any)->kind == 'u' && PyArray_ITEMSIZE(any) == 8;
+    if (!nd_dtype_is_float(dtype) && dtype != ND_BOOL && (natural ? is_uint64 : is_list) &&
+        check_range(any, dtype) < 0) {
         Py_DECREF(any);
         return -1;
     }
-    /* An array may wrap around, as in NumPy; of Python's own numbers NumPy raises OverflowError. */
-    bool own_numbers = !natural && (PyList_Check(object) || PyTuple_Check(object) ||
-                                    PyLong_Check(object) || PyFloat_Check(object));
     PyArray_Descr *descr = PyArray_DescrFromType(numpy_types[dtype]);
     int flags =
         NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_NOTSWAPPED | NPY_ARRAY_FORCECAST;
-    PyArrayObject *host = own_numbers && dtype != ND_BOOL && !nd_dtype_is_float(dtype)
-                              ? (PyArrayObject *)PyArray_FromAny(object, descr, 0, 0, flags, NULL)
-                              : (PyArrayObject *)PyArray_FromArray(any, descr, flags);
+    PyArrayObject *host = (PyArrayObject *)PyArray_FromArray(any, descr, flags);
     Py_DECREF(any);
     if (host == NULL) {
         return -1;

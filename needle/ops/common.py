@@ -22,9 +22,11 @@ def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
     if axes is None:
         return tuple(range(ndim))
     if isinstance(axes, (int, np.integer)):
-        axes = (int(axes),)
+        axes = (axes,)
     out = []
     for axis in axes:
+        if isinstance(axis, bool):
+            raise TypeError(f"{op}: an axis is a whole number, not {axis}")
         if not -ndim <= axis < ndim:
             raise ValueError(f"{op}: axis {axis} does not exist in an array of {ndim} axes")
         out.append(int(axis) % ndim)
@@ -36,7 +38,7 @@ def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
 def normal_axis(op: str, axis: Any, ndim: int) -> int:
     """Return one axis as a non-negative number. TypeError for several, or None; ValueError for one
     that does not exist."""
-    if not isinstance(axis, (int, np.integer)):
+    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
         raise TypeError(f"{op}: takes one axis, a whole number, not {axis!r}")
     return normal_axes(op, axis, ndim)[0]
 

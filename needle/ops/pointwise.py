@@ -39,9 +39,12 @@ def round(a: Tensor, decimals: int = 0) -> Tensor:
     """The nearest whole number, or that of so many decimals, halves to even. The gradient is 0."""
     if decimals == 0 or decimals > 0 and a.dtype not in FLOATS:
         return _round(a)
-    if a.dtype in FLOATS:
+    if decimals > 0:
         return _round(a * 10.0**decimals) / 10.0**decimals
-    unit, wide = 10**-decimals, astype(a, "int64")
+    unit = 10**-decimals
+    if a.dtype in FLOATS:
+        return _round(a / unit) * unit
+    wide = astype(a, "int64")
     count, rest = wide // unit, wide % unit
     up = (rest * 2 > unit) | ((rest * 2 == unit) & (count % 2 != 0))
     return astype((count + up) * unit, a.dtype)

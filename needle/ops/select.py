@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, is_grad_enabled
-from needle.backend_ndarray import Axes, full
+from needle.backend_ndarray import Axes
 from needle.graph import find_topo_sort, shares_memory, views_below
 from needle.ops.broadcast import astype, reduced_to, reshape, summation
 from needle.ops.common import const, normal_axis
@@ -243,9 +242,8 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     >>> print(x, y.grad)
     [0. 4. 0.] [4.]
     """
-    if isinstance(value, (Number, np.bool_)):
-        value = const(full((), value, a.dtype, a.device))
-    value = a._operand(value)
+    if not isinstance(value, Tensor):
+        value = const(_C.array(value, a.dtype, a.device))
     items = tuple(
         np.array(item.numpy() if isinstance(item, NDArray) else item) if is_array(item) else item
         for item in index_items(index, a.shape)

@@ -275,9 +275,20 @@ def test_other_words_errors_say_what_is_wrong():
     for axis in (2, 7, -3):
         with naming(axis), pytest.raises(IndexError, match="index_select: axis"):
             x.cached_data.index_select(axis, [0])
-    for text in ("ndl.tensor([300], dtype='uint8')", "ndl.tensor(np.int64(300), dtype='uint8')"):
+    for text in (
+        "ndl.tensor([300], dtype='uint8')", "ndl.tensor(np.int64(300), dtype='uint8')",
+        "ndl.tensor([[0], [-1]], dtype='uint16')", "ndl.tensor([1e10], dtype='int32')",
+        "ndl.Tensor([2**63], dtype='int64')", "i.__setitem__(0, [300])", "i.__setitem__(0, -1)",
+        "i.cached_data.__setitem__(0, [300])", "i + 300", "i.cached_data + 300",
+    ):  # fmt: skip
         with naming(text), pytest.raises(OverflowError):
-            eval(text, {"ndl": ndl, "np": np})
+            eval(text, {"ndl": ndl, "np": np, "i": ndl.tensor([1, 2], dtype="uint8")})
+    for text in ("ndl.tensor([0, np.nan], dtype='int64')", "i.__setitem__(0, np.nan)"):
+        with naming(text), pytest.raises(ValueError, match="NaN is no integer"):
+            eval(text, {"ndl": ndl, "np": np, "i": ndl.tensor([1, 2])})
+    for text in ("x.sum(True)", "x.max(dim=False)", "x.cached_data.sum(True)", "x.squeeze(True)"):
+        with naming(text), pytest.raises(TypeError):
+            eval(text, {"x": x})
     for text in (
         "x.max(0, dim=1)",
         "x.squeeze(0, dim=1)",
