@@ -183,13 +183,14 @@ def op_of(name: str, entry: tuple) -> str:
     """Return the line of an op of ops.def."""
     kind, operands = entry
     both = kind in ("EW2", "CMP")
-    types = {"F64": "float", "I64": "int", "OPT": OPTIONAL, "IO_OPT": OPTIONAL}
+    types = {"F64": "float", "I64": "int", "OPT": OPTIONAL, "IO_OPT": OPTIONAL, "KEPT": "object"}
+    made = {"OUT": "NDArray", "NEW": "NDArray", "KEEP": "object"}
     given = ", ".join(
         f"{field}: {'Operand' if both else types.get(mode, 'NDArray')}"
         for mode, field, _, _ in operands
-        if mode != "OUT"
+        if mode not in made
     )
-    outputs = ["NDArray" for mode, *_ in operands if mode == "OUT"]
+    outputs = [made[mode] for mode, *_ in operands if mode in made]
     result = f"tuple[{', '.join(outputs)}]" if outputs[1:] else (outputs or ["None"])[0]
     return f"def {name}({given}) -> {result}: ...\n"
 
