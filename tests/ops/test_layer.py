@@ -33,8 +33,8 @@ WEIGHTS += [
 
 def small(device, dtype="float32", flat=False, **changes):
     np.random.seed(5)
-    fields = dict(vocab_size=41, hidden_size=32, num_layers=2, num_heads=4, dtype=dtype, **changes)
-    model = Pythia(PythiaConfig(**fields), device=device)
+    fields = {"vocab_size": 41, "hidden_size": 32, "num_layers": 2, "num_heads": 4} | changes
+    model = Pythia(PythiaConfig(**fields, dtype=dtype), device=device)
     for _, p in model.named_parameters():
         if p.ndim < 2:  # biases begin as zeros
             p.data = ndl.Tensor(np.random.standard_normal(p.shape), device, p.dtype)
@@ -363,6 +363,39 @@ def test_what_was_kept_serves_its_own_layer_alone(device):
     dx = [_C.layer_bwd(arrays[0], *arrays, *settings(5), one, 0, *grads) for one in (saved, None)]
     np.testing.assert_array_equal(dx[0].numpy(), dx[1].numpy())
     assert (dw.numpy() != 7).any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_recorded_step_has_the_same_bits_after_the_cache_was_emptied(recompute, fp8):
+    """A graph owns what its layers keep and what their backwards share."""
+    gpu, found = ndl.cuda(), []
+    ids = [_C.array(some[:, :16], "int32", gpu) for some in (IDS, IDS[:, 1:])]
+    for recorded in (False, True):
+        model = small(gpu, "bfloat16", vocab_size=48)
+        model.recompute = recompute
+        flat = nn.flatten_parameters(model)
+
+        def step(model=model):
+            hidden = model.hidden(ids[0], fp8=fp8)
+            ops.linear_cross_entropy(hidden, model.embed_out.weight, ids[1]).backward()
+
+        step()
+        flat.reset_grad()
+        run_step = _C.Graph(gpu, step).replay if recorded else step
+        gpu.empty_cache()
+        junk = [_C.empty((1 << 20,), "float32", gpu) for _ in range(4)]
+        for one in junk:
+            one.fill(float("nan"))
+        del junk
+        flat.reset_grad()
+        for matrix in flat.parameters:
+            matrix.grad_buffer.fill(0)
+        run_step()
+        run_step()
+        found.append(flat.grad.numpy())
+    np.testing.assert_array_equal(*found)
 
 
 # ---- memory --------------------------------------------------------------------------------------
