@@ -36,7 +36,15 @@ from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import given_device, ones, zeros
 from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
-from needle.graph import Accumulators, alone, arrays_of, checked_order, find_topo_sort, memory_of
+from needle.graph import (
+    Accumulators,
+    alone,
+    arrays_of,
+    checked_order,
+    find_topo_sort,
+    joins_the_graph,
+    memory_of,
+)
 from needle.operators import Operators
 
 __all__ = [
@@ -76,6 +84,7 @@ class Op:
     reads_inputs: bool = True
     reads_result: bool = True
     writes_input: bool = False  # the result is the first input, written in place
+    is_view: bool = False  # the result may lie in the memory of the input
 
     def reads_input(self, i: int, node: Value) -> bool:
         """True if the gradients that `node` needs read input i. Of an op that reads its inputs."""
@@ -252,6 +261,7 @@ class Value:
     is_zero: bool = False  # the buffer counts as zeros, which are not written yet
     grad_buffer: NDArray | None = None
     in_buffer: bool = False  # the gradient there
+    viewed: tuple[Op, Value] | None = None  # of a view of a constant: its op and that constant
 
     def realize_cached_data(self) -> Any:
         """The result. Everything is computed at once, so this is `cached_data`."""
@@ -288,7 +298,7 @@ class Value:
             raise
         if mode.enabled:
             for x in inputs:
-                if x.requires_grad:
+                if x.requires_grad or x.viewed is not None and joins_the_graph(x):
                     value.op = op
                     value.inputs = inputs
                     value.operands = operands
@@ -296,6 +306,9 @@ class Value:
                     value.writes = _C.writes([*operands, *value.kept])
                     value.requires_grad = True
                     break
+            else:
+                if op.is_view:
+                    value.viewed = op, inputs[0]
         return value
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from needle import _C
 from needle._C import NDArray
 
 
@@ -61,15 +62,36 @@ def _is_written(data: Any, since: int) -> bool:
     return data.written > since
 
 
+_last_assignment = 0  # of the graph: the number of its write
+
+
+def assigned(nodes: Sequence[Any], number: int) -> None:
+    """Remember that the write of this number was an assignment to `nodes`."""
+    global _last_assignment
+    _last_assignment = number
+    for node in nodes:
+        node.assigned = number
+
+
+def _assigned(x: Any) -> int:
+    """The last assignment to `x`, or to a value that it is a view of."""
+    last = x.assigned
+    while x.op is not None and x.op.is_view:
+        x = x.inputs[0]
+        last = max(last, x.assigned)
+    return last
+
+
 def check_unchanged(node: Any) -> None:
     """Raise RuntimeError where an array that the gradient of `node` reads was written in place or
     replaced since the forward."""
     op, since = node.op, node.writes
-    for i, x in enumerate(node.inputs):
-        if x.assigned > since:
-            raise _changed(op, f"operand {i} was assigned to (x[...] = y)", x.cached_data)
-        if op.reads_inputs:
-            data = node.operands[i]
+    if _last_assignment > since:
+        for i, x in enumerate(node.inputs):
+            if _assigned(x) > since and not (op.is_view and shares_memory(node, x)):
+                raise _changed(op, f"operand {i} was assigned to (x[...] = y)", x.cached_data)
+    if op.reads_inputs:
+        for i, (x, data) in enumerate(zip(node.inputs, node.operands)):
             replaced = x.cached_data is not data
             written = data.written > since if type(data) is NDArray else _is_written(data, since)
             if (replaced or written) and op.reads_input(i, node):
@@ -176,6 +198,24 @@ def views_below(a: Any) -> tuple[Any, list[Any]]:
         path.append(a)
         a = a.inputs[0]
     return a, path
+
+
+def take_place(view: Any) -> Any:
+    """Make a view of a constant a node of the graph, and return that constant."""
+    view.op, base = view.viewed
+    view.inputs, view.operands, view.viewed = (base,), [base.cached_data], None
+    return base
+
+
+def joins_the_graph(view: Any) -> bool:
+    """True if the constant that `view` is a view of came into the graph, by an assignment of what
+    has gradients: the view comes too."""
+    _, base = view.viewed
+    joins = base.op is not None or base.viewed is not None and joins_the_graph(base)
+    if joins:
+        take_place(view)
+        view.requires_grad, view.writes = True, _C.writes(view.operands)
+    return joins
 
 
 # ---- threads -------------------------------------------------------------------------------------

@@ -277,6 +277,21 @@ def test_assignment_to_a_leaf_and_its_views_is_refused():
             exec(text, names)
 
 
+def test_views_of_a_constant_follow_it_into_the_graph():
+    for write in (
+        lambda x, row, other, y: operator.iadd(row, y),
+        lambda x, row, other, y: x.__setitem__(0, y),
+        lambda x, row, other, y: operator.iadd(other.T.T, y),
+    ):
+        w, x = Tensor([1.0, 2.0]), ndl.ones(2, 2)
+        row, other = x[0], x.reshape(4)[:2]
+        write(x, row, other, w * 2)
+        for seen, wanted in ((x, [[3, 5]] * 2), (row, [3, 5]), (other, [3, 5])):
+            w.grad = None
+            (seen * Tensor(wanted, requires_grad=False)).sum().backward()
+            np.testing.assert_array_equal(w.grad.numpy(), [6, 10])
+
+
 def test_zeros_in_a_view_reach_the_gradient_of_its_base():
     leaf = Tensor([1.0, 2.0, 3.0])
     x = leaf * 2
@@ -298,9 +313,17 @@ def test_assignment_of_what_a_view_of_the_place_gives():
     x[0] = row * 5
     x.sum().backward()
     np.testing.assert_array_equal(leaf.grad.numpy(), [[10, 10], [2, 2]])
-    np.testing.assert_array_equal(row.numpy(), [10, 20])  # its elements are others now
+    leaf.grad = None
+    (row * 3).sum().backward()  # of the elements that are there now
+    np.testing.assert_array_equal(row.numpy(), [10, 20])
+    np.testing.assert_array_equal(leaf.grad.numpy(), [[30, 30], [0, 0]])
+    product, other = row * 3, x.T
+    x[1] = 0
     with pytest.raises(RuntimeError, match="was assigned to"):
-        (row * 3).sum().backward()
+        product.sum().backward()  # of a view that was another then
+    leaf.grad = None
+    other.sum().backward()
+    np.testing.assert_array_equal(leaf.grad.numpy(), [[10, 10], [0, 0]])
 
 
 def test_assigned_rows_with_axes_of_size_one_get_their_gradient():

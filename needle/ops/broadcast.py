@@ -45,6 +45,7 @@ def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
 
 class Reshape(TensorOp):
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
@@ -67,6 +68,7 @@ def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
 
 class BroadcastTo(TensorOp):
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)

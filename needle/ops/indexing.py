@@ -40,6 +40,7 @@ class GetItem(TensorOp):
     """A view of a, and the inverse in gradient of PlaceItem."""
 
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, index: tuple) -> None:
         self.index = index

@@ -13,7 +13,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import Axes
-from needle.graph import find_topo_sort, shares_memory, views_below
+from needle.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
 from needle.ops.broadcast import astype, reduced_to, reshape, summation
 from needle.ops.common import const, normal_axis
 from needle.ops.elementwise import add, where
@@ -251,6 +251,9 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
         SetItem(items).compute(a.cached_data, value.cached_data)
         return
+    base: Any = a
+    while base.viewed is not None:
+        base = take_place(base)
     base, path = views_below(a)
     if base.requires_grad and base.op is None:
         raise RuntimeError(
@@ -277,7 +280,8 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     for name in (*GRAPH[:-1], "requires_grad"):
         setattr(base, name, getattr(new, name))
     for node in (base, *path):
-        node.writes, node.assigned, node.grad = new.writes, base.cached_data.written, None
+        node.writes, node.grad, node.requires_grad = new.writes, None, True
+    assigned((base, *path), base.cached_data.written)
 
 
 GRAPH = ("op", "inputs", "operands", "kept", "writes", "assigned")

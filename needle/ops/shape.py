@@ -16,6 +16,7 @@ from needle.ops.indexing import get_item
 
 class Transpose(TensorOp):
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = fixed_axes(axes)
@@ -56,6 +57,7 @@ def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
 
 class Permute(TensorOp):
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, axes: Sequence[int]) -> None:
         self.axes = tuple(axes)
@@ -81,6 +83,7 @@ def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
 
 class Flip(TensorOp):
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = fixed_axes(axes)
