@@ -223,9 +223,20 @@ def reshape(a: NDArray, shape: int | Sequence[int]) -> NDArray:
     return a.reshape(_shape(shape))
 
 
-def add(a: NDArray | float, b: NDArray | float) -> NDArray:
-    """a + b elementwise, broadcasting."""
-    return _C.add(a, b)
+add = _C.add
+"""a + b elementwise, broadcasting."""
+power = _C.power
+"""a ** b elementwise, broadcasting."""
+negative = _C.negate
+"""-a."""
+log = _C.log
+"""The natural logarithm."""
+exp = _C.exp
+"""e ** a."""
+tanh = _C.tanh
+"""The hyperbolic tangent."""
+sqrt = _C.sqrt
+"""The square root."""
 
 
 def maximum(a: NDArray | float, b: NDArray | float) -> NDArray:
@@ -235,36 +246,6 @@ def maximum(a: NDArray | float, b: NDArray | float) -> NDArray:
     [0. 5.]
     """
     return _C.maximum(a, b)
-
-
-def power(a: NDArray | float, b: NDArray | float) -> NDArray:
-    """a ** b elementwise, broadcasting."""
-    return _C.power(a, b)
-
-
-def negative(a: NDArray) -> NDArray:
-    """-a."""
-    return _C.negate(a)
-
-
-def log(a: NDArray) -> NDArray:
-    """The natural logarithm."""
-    return _C.log(a)
-
-
-def exp(a: NDArray) -> NDArray:
-    """e ** a."""
-    return _C.exp(a)
-
-
-def tanh(a: NDArray) -> NDArray:
-    """The hyperbolic tangent."""
-    return _C.tanh(a)
-
-
-def sqrt(a: NDArray) -> NDArray:
-    """The square root."""
-    return _C.sqrt(a)
 
 
 def sum(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
