@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from needle._C import Device, NDArray
-from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import Axes
-from needle.ops.common import fixed_axes, kept_shape, normal_axes
+from needle.ops.common import LinearMap, View, fixed_axes, kept_shape, normal_axes
 
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
@@ -43,10 +43,7 @@ def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
     return broadcast_to(a, shape) if kept != tuple(shape) else a
 
 
-class Reshape(TensorOp):
-    reads_inputs = reads_result = False
-    is_view = True
-
+class Reshape(View):
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 
@@ -66,10 +63,7 @@ def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
     return Reshape((shape,) if isinstance(shape, int) else shape)(a)
 
 
-class BroadcastTo(TensorOp):
-    reads_inputs = reads_result = False
-    is_view = True
-
+class BroadcastTo(View):
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 
@@ -92,9 +86,7 @@ def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
     return BroadcastTo(shape)(a)
 
 
-class Summation(TensorOp):
-    reads_inputs = reads_result = False
-
+class Summation(LinearMap):
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = fixed_axes(axes)
         self.keepdims = keepdims
@@ -117,9 +109,7 @@ def summation(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     return Summation(axes, keepdims)(a)
 
 
-class AsType(TensorOp):
-    reads_inputs = reads_result = False
-
+class AsType(LinearMap):
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
 
@@ -139,9 +129,7 @@ def astype(a: Tensor, dtype: str) -> Tensor:
     return AsType(dtype)(a)
 
 
-class ToDevice(TensorOp):
-    reads_inputs = reads_result = False
-
+class ToDevice(LinearMap):
     def __init__(self, device: Device) -> None:
         self.device = device
 
@@ -157,9 +145,7 @@ def to_device(a: Tensor, device: Device) -> Tensor:
     return ToDevice(device)(a)
 
 
-class Contiguous(TensorOp):
-    reads_inputs = reads_result = False
-
+class Contiguous(LinearMap):
     def compute(self, a: NDArray) -> NDArray:
         return a.compact()
 

@@ -1,4 +1,4 @@
-"""Helpers shared by op families: axes, accumulators, rows, checked ids. No ops."""
+"""Helpers shared by op families: base classes, axes, accumulators, rows, checked ids."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Accumulators, Op, Tensor, not_a_tensor
+from needle.autograd import Accumulators, Op, Tensor, TensorOp, not_a_tensor
 from needle.backend_ndarray import Axes, zeros
 
 LARGEST = 3.4028234663852886e38  # of float32
+
+
+class LinearMap(TensorOp):
+    """An op whose gradient reads neither operands nor result: it moves or adds up elements."""
+
+    reads_inputs = reads_result = False
+
+
+class View(LinearMap):
+    """A linear map whose result may lie in the memory of its operand."""
+
+    is_view = True
 
 
 def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
@@ -148,11 +160,11 @@ def id_array(
 
 
 def classes_of(files: Iterable[Any]) -> dict[str, type[Op]]:
-    """Return the classes of ops that files define, by name."""
+    """Return the classes of ops that files other than this one define, by name."""
     return {
         name: value
         for file in files
         for name, value in getattr(file, "__dict__", {}).items()
         if isinstance(value, type) and issubclass(value, Op) and name[0] != "_"
-        if value.__module__ == file.__name__
+        if value.__module__ == file.__name__ != __name__
     }

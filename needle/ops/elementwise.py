@@ -23,7 +23,7 @@ from needle._C import NDArray
 from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import full, zeros
 from needle.ops.broadcast import reduced_to
-from needle.ops.common import const
+from needle.ops.common import LinearMap, const
 from needle.ops.indexing import nonzero_places
 
 Rule = Callable[..., Tensor] | None  # None: the gradient is 0
@@ -330,10 +330,8 @@ def _unless(condition: Tensor | bool, a: Tensor) -> Tensor:
     return const(zeros(a.shape, a.dtype, a.device)) if condition else a
 
 
-class Keep(TensorOp):
+class Keep(LinearMap):
     """a where the condition holds, else 0, also in the place of inf and NaN."""
-
-    reads_inputs = reads_result = False
 
     def __init__(self, condition: NDArray) -> None:
         self.condition = condition  # bool

@@ -15,10 +15,10 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import reshape
-from needle.ops.common import id_array, normal_axis
+from needle.ops.common import LinearMap, View, id_array, normal_axis
 
 ROWS = 2**31  # fewer than these can be told apart by the ids of a kernel
 INTEGERS = ("int32", "int64", "uint8", "uint16")
@@ -36,11 +36,8 @@ def view_at(a: NDArray, index: tuple) -> NDArray:
     return view.as_strided([view.shape[i] for i in kept], [view.strides[i] for i in kept])
 
 
-class GetItem(TensorOp):
+class GetItem(View):
     """A view of a, and the inverse in gradient of PlaceItem."""
-
-    reads_inputs = reads_result = False
-    is_view = True
 
     def __init__(self, index: tuple) -> None:
         self.index = index
@@ -52,10 +49,8 @@ class GetItem(TensorOp):
         return PlaceItem(self.index, node.inputs[0].shape)(out_grad)
 
 
-class PlaceItem(TensorOp):
+class PlaceItem(LinearMap):
     """Zeros of a shape with a at the index."""
-
-    reads_inputs = reads_result = False
 
     def __init__(self, index: tuple, shape: tuple[int, ...]) -> None:
         self.index = index
@@ -116,15 +111,13 @@ def picked_axes_at(ndim: int, axes: tuple[int, ...], at: int) -> list[int]:
     return order
 
 
-class IndexSelect(TensorOp):
+class IndexSelect(LinearMap):
     """The elements of a at `ids`, which number the elements of `axes` in row-major order, along one
     axis `at` in the place of those; linear in a, and the inverse in gradient of IndexAdd.
 
     ids: int64 on the device of a, with the axes of the result, each of its size or 1. On a GPU one
     outside of `axes` gives NaN, of integers -1.
     """
-
-    reads_inputs = reads_result = False
 
     def __init__(self, axes: tuple[int, ...], at: int, ids: NDArray) -> None:
         self.axes = axes
@@ -167,10 +160,8 @@ class IndexSelect(TensorOp):
         return IndexAdd(self.axes, self.at, self.ids, node.inputs[0].shape)(out_grad)
 
 
-class IndexAdd(TensorOp):
+class IndexAdd(LinearMap):
     """Zeros of a shape, to whose elements at `ids` those of a are added, in float32."""
-
-    reads_inputs = reads_result = False
 
     def __init__(
         self, axes: tuple[int, ...], at: int, ids: NDArray, shape: tuple[int, ...]

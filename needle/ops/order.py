@@ -9,10 +9,10 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.autograd import FLOATS, Tensor
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, reshape
-from needle.ops.common import const, normal_axis, rows_of
+from needle.ops.common import LinearMap, const, normal_axis, rows_of
 from needle.ops.elementwise import multiply
 from needle.ops.indexing import five_axes
 from needle.ops.select import gather
@@ -27,11 +27,10 @@ def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, int]:
     return moveaxis(a, axis, -1), axis
 
 
-class Sort(TensorOp):
+class Sort(LinearMap):
     """The first `count` elements of the sorted last axis (None: all). `indices`, after the forward:
     where on that axis they were."""
 
-    reads_inputs = reads_result = False
     indices: NDArray
 
     def __init__(self, count: int | None, descending: bool) -> None:
@@ -50,11 +49,9 @@ class Sort(TensorOp):
         return Unsort(self.indices, node.inputs[0].shape[-1])(out_grad)
 
 
-class Unsort(TensorOp):
+class Unsort(LinearMap):
     """Zeros of `size` along the last axis, with the elements of `a` at `indices`: the gradient of
     Sort."""
-
-    reads_inputs = reads_result = False
 
     def __init__(self, indices: NDArray, size: int) -> None:
         self.indices, self.size = indices, size
@@ -153,9 +150,7 @@ def bincount(a: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Te
     return const(_C.array(found, "int64" if weights is None else "float32", a.device))
 
 
-class CumSum(TensorOp):
-    reads_inputs = reads_result = False
-
+class CumSum(LinearMap):
     def compute(self, a: NDArray) -> NDArray:
         out = _C.empty(a.shape, a.dtype, a.device)
         _C.assign(out, a)

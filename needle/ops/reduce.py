@@ -14,6 +14,7 @@ from needle.backend_ndarray import Axes
 from needle.ops.broadcast import as_floats, reshape, spread, summation
 from needle.ops.common import (
     LARGEST,
+    LinearMap,
     axes_or_dim,
     const,
     fixed_axes,
@@ -26,9 +27,7 @@ from needle.ops.indexing import IndexSelect
 from needle.ops.order import TopK
 
 
-class Mean(TensorOp):
-    reads_inputs = reads_result = False
-
+class Mean(LinearMap):
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = fixed_axes(axes)
         self.keepdims = keepdims

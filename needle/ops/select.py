@@ -11,11 +11,11 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Tensor, TensorOp, is_grad_enabled
+from needle.autograd import Tensor, is_grad_enabled
 from needle.backend_ndarray import Axes
 from needle.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
 from needle.ops.broadcast import astype, reduced_to, reshape, summation
-from needle.ops.common import const, normal_axis
+from needle.ops.common import LinearMap, const, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import (
     IndexAdd,
@@ -161,12 +161,11 @@ def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tenso
 # ---- assignment ----------------------------------------------------------------------------------
 
 
-class SetItem(TensorOp):
+class SetItem(LinearMap):
     """Write `value` into the memory of `a` at an index of a view of it: the last of `views`, from
     `a` on. The gradient is that of the places: 0 for `a` where it was overwritten, the rest for
     `value`."""
 
-    reads_inputs = reads_result = False
     writes_input = True
 
     def __init__(self, index: tuple, views: Sequence[Tensor] = ()) -> None:

@@ -9,15 +9,12 @@ from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from needle.ops.common import fixed_axes, kept_shape, normal_axes, normal_axis
+from needle.autograd import Tensor, TensorTuple, TensorTupleOp
+from needle.ops.common import LinearMap, View, fixed_axes, kept_shape, normal_axes, normal_axis
 from needle.ops.indexing import get_item
 
 
-class Transpose(TensorOp):
-    reads_inputs = reads_result = False
-    is_view = True
-
+class Transpose(View):
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = fixed_axes(axes)
 
@@ -55,10 +52,7 @@ def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
     return Transpose(axes)(a)
 
 
-class Permute(TensorOp):
-    reads_inputs = reads_result = False
-    is_view = True
-
+class Permute(View):
     def __init__(self, axes: Sequence[int]) -> None:
         self.axes = tuple(axes)
 
@@ -81,10 +75,7 @@ def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
     return Permute(axes)(a)
 
 
-class Flip(TensorOp):
-    reads_inputs = reads_result = False
-    is_view = True
-
+class Flip(View):
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = fixed_axes(axes)
 
@@ -123,9 +114,7 @@ def make_tuple(*args: Tensor) -> TensorTuple:
     return MakeTensorTuple()(*args)
 
 
-class TensorTupleGetItem(TensorOp):
-    reads_inputs = reads_result = False
-
+class TensorTupleGetItem(LinearMap):
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -162,9 +151,7 @@ def _nth_slice(a: NDArray, axis: int, i: int) -> NDArray:
     return a[index].as_strided(shape, strides)
 
 
-class Stack(TensorOp):
-    reads_inputs = reads_result = False
-
+class Stack(LinearMap):
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
@@ -207,9 +194,7 @@ def _as_tuple(op: str, args: Sequence[Tensor] | TensorTuple) -> TensorTuple:
     return make_tuple(*args)
 
 
-class Concatenate(TensorOp):
-    reads_inputs = reads_result = False
-
+class Concatenate(LinearMap):
     def __init__(self, axis: int) -> None:
         self.axis = axis
 

@@ -23,7 +23,7 @@ COPIES = {"assign", "fill"}
 # Gradients are written with them; each gives a Tensor, and none is an op.
 # Gradients of FP8 are in tests/ops/test_fp8.py.
 ROUNDED = {"AttentionMLPFP8", "LinearCrossEntropyFP8", "NormAttentionMLPFP8"}
-HELPERS = {"reduced_to", "spread", "const", "as_floats", "beside"}
+HELPERS = {"LinearMap", "View", "reduced_to", "spread", "const", "as_floats", "beside"}
 
 
 @pytest.mark.parametrize("prefix, folder", [("cpu", "csrc/cpu"), ("cuda", "cuda")])
