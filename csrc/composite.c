@@ -36,7 +36,9 @@ void nd_require(nd_frame *f, bool fits, const char *format, ...) {
 /* ---- arrays ---------------------------------------------------------------------------------- */
 static nd_array without_memory(nd_dtype dtype, int ndim, const int64_t *shape) {
     nd_array a = {.dtype = dtype, .ndim = ndim};
-    memcpy(a.shape, shape, (size_t)ndim * sizeof *shape);
+    for (int i = 0; i < ndim; i++) {
+        a.shape[i] = shape[i];
+    }
     nd_contiguous_strides(ndim, a.shape, a.strides);
     return a;
 }
@@ -67,8 +69,10 @@ nd_array *nd_keep(nd_frame *f, nd_kept *kept, int i, nd_dtype dtype, int ndim,
 nd_array *nd_take(nd_frame *f, const nd_kept *kept, int i, nd_dtype dtype, int ndim,
                   const int64_t *shape) {
     const nd_array *a = &kept->arrays[i];
-    bool fits = a->storage != NULL && a->dtype == dtype && a->ndim == ndim &&
-                memcmp(a->shape, shape, (size_t)ndim * sizeof *shape) == 0;
+    bool fits = a->storage != NULL && a->dtype == dtype && a->ndim == ndim;
+    for (int axis = 0; axis < ndim && fits; axis++) {
+        fits = a->shape[axis] == shape[axis];
+    }
     nd_require(f, fits, "saved: array %d is not of a forward with these operands", i);
     return (nd_array *)a;
 }
