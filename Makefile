@@ -18,7 +18,8 @@ MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/csrc/test_large.py tests/ops/test
     tests/data/test_prefetch.py
 TOOL ?= memcheck
 # `make asan` runs those that call the core most: every case of needle.testing among them.
-ASAN_TESTS ?= tests/csrc tests/ops tests/nn tests/data/test_prefetch.py tests/kernels/test_signature.py
+ASAN_TESTS ?= tests/csrc tests/ops/test_layer.py tests/ops/test_fp8.py tests/ops/test_indexing.py \
+    tests/data/test_prefetch.py tests/kernels/test_signature.py
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
 RUFF := ruff==0.14.*
@@ -253,5 +254,5 @@ tutorials: $(STATE)/train lib
 	@"$(PY)" building/tutorials.py
 
 clean:
-	rm -rf build dist *.egg-info needle/*.so needle/*.so.part needle/*.pyi needle/ops/*.pyi
+	rm -rf build dist *.egg-info needle/*.so needle/*.so.part needle/*.pyi needle/autograd/*.pyi needle/ops/*.pyi
 	find . -path ./$(or $(VENV),.venv) -prune -o -name __pycache__ -exec rm -rf {} +

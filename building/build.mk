@@ -45,7 +45,7 @@ $(O)/_cuda.so: $(CUDA_OBJECTS) $(O)/csrc/status.o $(O)/csrc/array.o cuda/exports
 
 # The stubs of the package, which it writes itself; _C.pyi is the last. OpenBLAS need not lie yet where
 # the core will look for it.
-$(OUT)/_C.pyi: $(OBJECT_GOALS) building/stubs.py $(wildcard $(OUT)/operators.py $(OUT)/ops/*.py)
+$(OUT)/_C.pyi: $(OBJECT_GOALS) building/stubs.py $(wildcard $(OUT)/autograd/operators.py $(OUT)/ops/*.py)
 	@LD_LIBRARY_PATH=$(patsubst -L%,%,$(filter -L%,$(BLAS_LINK))) PYTHONPATH=$(OUT)/.. \
 	    $(PYTHON) building/stubs.py $(OUT)
 

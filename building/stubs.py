@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from needle import _C, operators, ops
+from needle import _C, ops
+from needle.autograd import operators
 from needle.ops.spellings import words_of
 
 HEAD = '"""Written by building/stubs.py."""\n\n'
@@ -86,7 +87,7 @@ from typing import Any, SupportsIndex, final
 import numpy as np
 from typing_extensions import CapsuleType
 
-from needle.array_methods import Flat
+from needle.backend_ndarray.array_methods import Flat
 
 Scalar = bool | int | float | np.number | np.bool_
 Operand = NDArray | np.ndarray | list[Any] | Scalar
@@ -272,7 +273,7 @@ def imports_for(text: str, functions: Iterable[Any]) -> str:
                 lines.add("import numpy as np")
             elif isinstance(value, type) or name in HOMES:
                 lines.add(f"from {HOMES.get(name) or value.__module__} import {name}")
-    lines.discard("from needle.operators import Size")
+    lines.discard("from needle.autograd.operators import Size")
     return "\n".join(sorted(lines)) + "\n"
 
 
@@ -293,7 +294,8 @@ def functions() -> str:
 
 
 def methods() -> str:
-    """Return the stub of needle.operators. Names of types that are methods too are qualified."""
+    """Return the stub of needle/autograd/operators.py. Names of types that are methods too are
+    qualified."""
     kind = operators.Operators
     hidden = [name for name in vars(kind) if isinstance(getattr(builtins, name, None), type)]
 
@@ -341,6 +343,6 @@ def methods() -> str:
 
 if __name__ == "__main__":
     package = Path(sys.argv[1])
-    (package / "operators.pyi").write_text(methods())
+    (package / "autograd" / "operators.pyi").write_text(methods())
     (package / "ops" / "__init__.pyi").write_text(functions())
     (package / "_C.pyi").write_text("".join(core()))  # the last: make looks at its time

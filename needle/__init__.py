@@ -37,11 +37,11 @@ from needle._C import (
     cuda_init,
     cuda_reset,
 )
-from needle.autograd import Tensor, TensorTuple, is_tensor, no_grad
+from needle.autograd.grad_mode import enable_grad, is_grad_enabled, set_grad_enabled
+from needle.autograd.tensor import Tensor, TensorTuple, is_tensor, no_grad
 from needle.backend_ndarray import choose_device as device
 from needle.backend_ndarray import cuda, default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
-from needle.grad_mode import enable_grad, is_grad_enabled, set_grad_enabled
 from needle.init import (
     arange,
     constant,

@@ -11,7 +11,7 @@ from needle import _C, Tensor, ops
 
 CURRENT = {
     "_C.pyi": lambda: "".join(stubs.core()),
-    "operators.pyi": stubs.methods,
+    "autograd/operators.pyi": stubs.methods,
     "ops/__init__.pyi": stubs.functions,
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from needle import init, ops
-from needle.autograd import FLOATS, Tensor
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.ops import *  # noqa: F403
 
 

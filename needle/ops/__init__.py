@@ -7,7 +7,7 @@ them and the classes of the families.
 import sys as _sys
 
 from needle import block_mask as _block_mask
-from needle import operators as _operators
+from needle.autograd import operators as _operators
 from needle.ops import (
     attention,
     broadcast,

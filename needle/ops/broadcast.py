@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from needle._C import Device, NDArray
-from needle.autograd import FLOATS, Tensor
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import Axes
 from needle.ops.common import LinearMap, View, fixed_axes, kept_shape, normal_axes
 

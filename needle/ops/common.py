@@ -10,7 +10,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Accumulators, Op, Tensor, TensorOp, not_a_tensor
+from needle.autograd.tensor import Accumulators, Op, Tensor, TensorOp, not_a_tensor
 from needle.backend_ndarray import Axes, zeros
 
 LARGEST = 3.4028234663852886e38  # of float32

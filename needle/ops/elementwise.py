@@ -20,7 +20,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import full, zeros
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import LinearMap, const

@@ -15,7 +15,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import FLOATS, Tensor
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import reshape
 from needle.ops.common import LinearMap, View, id_array, normal_axis

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
+from needle.autograd.grad_mode import mode
 from needle.block_mask import BlockMask, as_block_mask
-from needle.grad_mode import mode
 from needle.ops.attention import array_on
 from needle.ops.common import rows_of, vector
 from needle.ops.elementwise import tanh_form

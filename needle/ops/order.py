@@ -9,7 +9,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Tensor
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, reshape
 from needle.ops.common import LinearMap, const, normal_axis, rows_of

@@ -13,7 +13,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import full
 from needle.ops.broadcast import as_floats, astype
 from needle.ops.common import LARGEST, const

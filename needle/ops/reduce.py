@@ -9,7 +9,7 @@ from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.broadcast import as_floats, reshape, spread, summation
 from needle.ops.common import (

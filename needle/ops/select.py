@@ -12,8 +12,8 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, is_grad_enabled
+from needle.autograd.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
 from needle.backend_ndarray import Axes
-from needle.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
 from needle.ops.broadcast import astype, reduced_to, reshape, summation
 from needle.ops.common import LinearMap, const, normal_axis
 from needle.ops.elementwise import add, where

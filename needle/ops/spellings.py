@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from needle.operators import Operators, augmented, cast, of_arrays, reflected, updating
+from needle.autograd.operators import Operators, augmented, cast, of_arrays, reflected, updating
 
 
 class Spelling(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FLOATS, Tensor
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, reshape, summation
 from needle.ops.common import axes_or_dim, const, kept_shape, normal_axes, normal_axis

@@ -27,7 +27,7 @@ SHOWN = {
     "optim": "SGD Adam AdamW grad_norm clip_grad_norm Cosine",
     "init": "rand randn randb constant arange one_hot from_dlpack xavier_uniform kaiming_uniform",
     "autograd": "Tensor no_grad find_topo_sort",
-    "operators": "Operators",
+    "autograd.operators": "Operators",
     "backend_ndarray": "full broadcast_to flip maximum summation",
     "block_mask": "BlockMask convert_to_block_mask",
     "checkpoint": "load_checkpoint save load",

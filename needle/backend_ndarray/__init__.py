@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from needle import _C, array_methods  # noqa: F401  which adds methods to NDArray
+from needle import _C
 from needle._C import Device, NDArray, all_devices, array, cpu
+from needle.backend_ndarray import array_methods  # noqa: F401  which adds methods to NDArray
 
 Axes = int | Sequence[int] | None
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")

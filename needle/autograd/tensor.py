@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 
-from needle import _C, operators
+from needle import _C
 from needle._C import Device, NDArray
-from needle.backend_ndarray import given_device, ones, zeros
-from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
-from needle.graph import (
+from needle.autograd import operators
+from needle.autograd.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
+from needle.autograd.graph import (
     Accumulators,
     alone,
     arrays_of,
@@ -45,7 +45,8 @@ from needle.graph import (
     joins_the_graph,
     memory_of,
 )
-from needle.operators import Operators
+from needle.autograd.operators import Operators
+from needle.backend_ndarray import given_device, ones, zeros
 
 __all__ = [
     "Accumulators",

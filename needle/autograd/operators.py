@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from needle._C import Device, NDArray
+from needle.autograd.grad_mode import mode
+from needle.autograd.graph import views_below
 from needle.backend_ndarray import device_and_dtype
-from needle.grad_mode import mode
-from needle.graph import views_below
 
 Result = TypeVar("Result")
 ops: Any = None

@@ -185,6 +185,8 @@ class Accumulators(Sequence["NDArray | None"]):
         """Count the arrays given out with beta 0 as zeros again: the op has failed."""
         for owner in self._unwritten:
             owner.reset_grad()
+
+
 def shares_memory(a: Any, *others: Any) -> bool:
     """True if a value and one of the others lie in the same memory."""
     return not set(memory_of(a)).isdisjoint(memory_of(*others))
