@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from needle.arguments import Parser, number, path, whole
 from needle.files import read_secret, settings_file
+from needle.kernels.cases import Out
 from needle.kernels.pool import NO_GPU, Pool
-from needle.kernels.values import Out
 from needle.processes import program
 
 WARNING = (

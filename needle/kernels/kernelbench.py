@@ -16,13 +16,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from needle.kernels.messages import Message
-from needle.kernels.process import START_SECONDS, Device, Process
+from needle.kernels.process import START_SECONDS, Device, Message, Process
 from needle.kernels.timing import SHORTEST, least_time
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("torch_worker.py")))
@@ -79,33 +77,32 @@ class KernelExecResult:
 class _Fails(Exception):
     """The candidate answered with an error, or not at all."""
 
+    def __init__(self, answer: Message) -> None:
+        self.answer = answer
 
-def evaluate(
-    problem: Problem, device: Device, start: Callable[..., Process], timeout: float
-) -> KernelExecResult:
+
+def evaluate(problem: Problem, device: Device, timeout: float) -> KernelExecResult:
     """Compile a candidate, compare it with the reference, and time both. ValueError if the
     reference fails, or if there is no torch."""
     if importlib.util.find_spec("torch") is None:
         raise ValueError(f"a Problem needs torch: {sys.executable} -m pip install torch")
-    result = KernelExecResult()
+    result, fault = KernelExecResult(), False
+    processes: dict[str, Process] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        processes = []
-        for role in ("reference", "candidate"):
-            own = os.path.join(folder, role)
-            os.mkdir(own)
-            variables = dict.fromkeys(("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TMPDIR"), own)
-            path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"  # ninja
-            processes.append(start(device.number, COMMAND, own, **variables, PATH=path))
-            device.adopt(processes[-1])
-        fault = False
         try:
-            _Evaluation(problem, *processes, timeout, result).run(device)
+            for role in ("reference", "candidate"):
+                own = os.path.join(folder, role)
+                os.mkdir(own)
+                folders = dict.fromkeys(("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TMPDIR"), own)
+                path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"  # ninja
+                processes[role] = device.start(COMMAND, own, PATH=path, **folders)
+            _Evaluation(problem, processes, timeout, result).run(device)
         except _Fails as error:
-            fault = error.args[0]["status"] in ("crashed", "timeout")
-            _record(result, error.args[0])
+            fault = error.answer["status"] in ("crashed", "timeout")
+            _record(result, error.answer)
         finally:
-            for process in processes:
-                device.finish(process, fault and process is processes[1])
+            for role, process in processes.items():
+                device.finish(process, fault and role == "candidate")
                 process.end()
     return result
 
@@ -118,19 +115,14 @@ def _record(result: KernelExecResult, answer: Message) -> None:
     result.metadata[f"{more}_traceback"] = answer.get("traceback", "")
 
 
+@dataclass
 class _Evaluation:
     """One job: the two processes, and the result that is filled."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        reference: Process,
-        candidate: Process,
-        timeout: float,
-        result: KernelExecResult,
-    ) -> None:
-        self.problem, self.processes = problem, {"reference": reference, "candidate": candidate}
-        self.timeout, self.result = timeout, result
+    problem: Problem
+    processes: dict[str, Process]
+    timeout: float
+    result: KernelExecResult
 
     def ask(
         self, role: str, message: Message | None, seconds: float, blocks: Any = ()
@@ -146,8 +138,7 @@ class _Evaluation:
     def run(self, device: Device) -> None:
         problem, result = self.problem, self.result
         for role in self.processes:
-            facts, _ = self.ask(role, None, START_SECONDS)
-        result.metadata |= {name: facts[name] for name in ("hardware", "device")}
+            result.metadata |= self.ask(role, None, START_SECONDS)[0]["facts"]
         make = {"do": "make", "seed": problem.seed_num, "precision": problem.precision}
         for role, source in (
             ("reference", problem.original_model_src),

@@ -24,7 +24,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -32,19 +31,17 @@ import numpy as np
 
 from needle import _C
 from needle.kernels import kernelbench
+from needle.kernels.cases import Case, Launch, Reference, Tolerance, both, whole
 from needle.kernels.compile import Compiled, Entry, reads_files
 from needle.kernels.kernelbench import KernelExecResult, Problem
-from needle.kernels.launch import Launch
 from needle.kernels.limits import Size
-from needle.kernels.messages import Message
-from needle.kernels.process import START_SECONDS, Device, Process
+from needle.kernels.process import START_SECONDS, Device, Message, Process
 from needle.kernels.timing import Timing, judge
 from needle.kernels.toolkit import find_tool
-from needle.kernels.values import Case, Reference, Tolerance, both, whole
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")  # of compute-sanitizer
 NO_SANITIZER = "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)"
-ERRORS_FOUND = 99  # its exit code
+ERRORS_FOUND = "exited with code 99"  # its end
 FAULTS = "illegal_address misaligned_address assertion launch_failure timeout crashed".split()
 SLOWER = 10  # times as long as a plain run may take under compute-sanitizer
 COMPILE_SECONDS = 60.0
@@ -149,7 +146,7 @@ class Job:
         for trial in (0, *range(trials)):
             again = trial == 0 and before is not None
             if not again:
-                launch = Launch(case.drawn(trial))
+                launch = Launch(case, trial)
                 launch.message(self.entry)
                 expected = launch.right(right)
             result = self.run(launch, self.pool.timeout)
@@ -224,13 +221,12 @@ class Pool:
         self.changed = threading.Condition()
         self.closed = False
         self.codes: dict[bytes, bytes] = {}  # machine code by the hash of its source
-        self.names = _names(devices)
-        self.devices: dict[int, Device] = {}
-        for number in self.names:
-            one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            start = partial(self._start, number, self.worker, **one_thread)
-            size = -1 if number == NO_GPU else spares
-            self.devices[number] = Device(number, size, start, self.changed)
+        self.devices = {
+            number: Device(
+                number, name, 0 if number == NO_GPU else 1 + spares, self.worker, self.changed
+            )
+            for number, name in _names(devices).items()
+        }
 
     def __enter__(self) -> Pool:
         return self
@@ -246,13 +242,6 @@ class Pool:
 
     # ---- processes -------------------------------------------------------------------------------
 
-    def _start(
-        self, number: int, command: Sequence[str], cwd: str | None = None, **variables: str
-    ) -> Process:
-        """Start a process that sees one GPU."""
-        variables["CUDA_VISIBLE_DEVICES"] = self.names[number]
-        return Process(command, {**os.environ, **variables}, cwd)
-
     @contextmanager
     def _reserved(self, number: int | None = None) -> Iterator[Device]:
         """Wait for a device without a job, or for that of a number. _AllLost if no job can run."""
@@ -264,7 +253,7 @@ class Pool:
             if number is None and all(device.lost for device in devices):
                 raise _AllLost("; ".join(str(device.lost) for device in devices))
             free = [d for d in devices if not d.busy and (number is not None or not d.lost)]
-            return max(free, key=lambda device: len(device.ready), default=None)
+            return max(free, key=lambda device: len(device.those("ready")), default=None)
 
         with self.changed:
             device = self.changed.wait_for(choose)
@@ -272,9 +261,7 @@ class Pool:
         try:
             yield device
         finally:
-            with self.changed:
-                device.busy = False
-                self.changed.notify_all()
+            device.release()
 
     def _job(
         self, source: str, entry: str, do: Callable[[Job], Result], command: Sequence[str] = ()
@@ -284,14 +271,14 @@ class Pool:
             if not isinstance(text, str):
                 raise TypeError(f"source and entry must be text; {name} is {type(text).__name__}")
         source.encode()  # UnicodeEncodeError, a ValueError
+        if NO_GPU in self.devices:
+            return Result("device_lost", "this Pool has no GPU (devices=[])")
         try:
             while True:
                 with self._reserved() as device:
-                    if device.number == NO_GPU:
-                        return Result("device_lost", "this Pool has no GPU (devices=[])")
+                    process: Process | None
                     if command:
-                        process = self._start(device.number, command)
-                        device.adopt(process)
+                        process = device.start(command)
                         answer, _ = process.ask(None, (), START_SECONDS)
                         device.facts = answer.get("facts", device.facts)
                     else:
@@ -339,7 +326,7 @@ class Pool:
         program = find_tool("compute-sanitizer") if sanitizer is not None or explain else None
         if sanitizer is not None and program is None:
             raise ValueError(f"sanitizer: {NO_SANITIZER}")
-        launch = Launch(Case(grid, block, args, shared).drawn(0))
+        launch = Launch(Case(grid, block, args, shared))
         if sanitizer is not None:
             return self._sanitized(source, entry, launch, sanitizer, str(program))
         result = self._job(source, entry, lambda job: job.run(launch, self.timeout))
@@ -359,13 +346,12 @@ class Pool:
             report = Path(folder) / "report"
             command = [program, "--tool", tool, "--log-file", str(report), "--print-limit", "32"]
             command += ["--report-api-errors", "no", "--show-backtrace", "no"]
-            command += ["--error-exitcode", str(ERRORS_FOUND), *self.worker, "apart"]
+            command += ["--error-exitcode", "99", *self.worker, "apart"]
 
             def do(job: Job) -> Result:
                 result = job.run(launch, SLOWER * self.timeout)
                 job.process.connection.close()  # it ends, and the tool completes its report
-                job.process.end(START_SECONDS)
-                if result.status == "ok" and job.process.process.returncode == ERRORS_FOUND:
+                if job.process.end(START_SECONDS) == ERRORS_FOUND and result.status == "ok":
                     return replace(result, status="wrong_result", message=f"{tool} reports errors")
                 return result
 
@@ -416,7 +402,7 @@ class Pool:
         if isinstance(source, Problem):
             try:
                 with self._reserved() as device:
-                    return kernelbench.evaluate(source, device, self._start, self.timeout)
+                    return kernelbench.evaluate(source, device, self.timeout)
             except _AllLost as error:
                 lost = {"runtime_error_name": "device_lost", "runtime_error": str(error)}
                 return KernelExecResult(metadata=lost)
@@ -449,7 +435,7 @@ class Pool:
         def do(job: Job) -> Result:
             for case in cases:
                 for trial in range(trials):
-                    result = job.run(Launch(kernel.of(case).drawn(trial)), self.timeout)
+                    result = job.run(Launch(kernel.of(case), trial), self.timeout)
                     if result.status != "ok":
                         return result
                     found.append(result.outputs)
@@ -471,8 +457,8 @@ class Pool:
                 {
                     "device": number,
                     "facts": device.facts,
-                    "ready": [process.pid for process in device.ready],
-                    "used": [process.pid for process in device.used],
+                    "ready": [process.pid for process in device.those("ready")],
+                    "used": [process.pid for process in device.those("used")],
                     "faults": device.faults,
                     "started": device.started,
                     "set_aside": device.lost,
@@ -485,7 +471,7 @@ class Pool:
         freed = 0
         for number, device in self.devices.items():
             with self._reserved(number), self.changed:
-                for process in device.ready:
+                for process in device.those("ready"):
                     freed += process.ask({"do": "clean"}, (), self.timeout)[0].get("freed", 0)
         return freed
 
@@ -532,7 +518,7 @@ def _check_cases(cases: Sequence[Case], reference: Right | Reference) -> None:
     for number, case in enumerate(cases):
         if not isinstance(case, Case):
             raise TypeError(f"cases[{number}]: must be a Case, not {type(case).__name__}")
-        Launch(case.drawn(0))
+        Launch(case)
     if not cases:
         raise ValueError("cases: there must be one at least")
     if isinstance(reference, Reference) or callable(reference):

@@ -1,17 +1,19 @@
-"""Processes of the pool as it sees them: `Process` is one, `Device` keeps some ready on a GPU.
+"""Processes of the pool: both ends of their connection, and `Device`, which keeps some ready.
 
-A process does one job and is killed. Others wait meanwhile, with a context and a kernel run, so
-that the next job need not wait for a start. A start would disturb what is timed: processes start
-while their device is idle, or when none is ready.
+A message is JSON, then arrays as raw bytes. Nothing is pickled or unpickled, so a process can at
+most send wrong numbers. A process does one job and is killed. Others wait meanwhile, with a context
+and a kernel run, so that the next job need not wait for a start. A start would disturb what is
+timed: processes start while their device is idle, or when none is ready.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import resource
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -21,57 +23,107 @@ from typing import Any
 
 import numpy as np
 
-from needle.kernels import messages
-from needle.kernels.messages import Message
-from needle.processes import signal_name
+from needle.processes import die_with, ends_within, signal_group, signal_name
 
+Message = dict[str, Any]
+Arrays = Sequence[bytes | np.ndarray]
+Answer = tuple[Message, Arrays]
+
+MESSAGE_LETTERS = 64 << 10  # characters of an error
 PRINTED_BYTES = 64 << 10
 START_SECONDS = 60.0
-STALL_SECONDS = 10  # in which a message that has begun goes on
 REAP_SECONDS = 5.0  # after SIGKILL, in which a process must be gone
 IDLE_SECONDS = 0.05  # after a job, before processes start
 STARTS = 2  # that fail in a row before a device is set aside
 
 
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def send(connection: Connection, message: Message, arrays: Arrays = ()) -> None:
+    connection.send_bytes(json.dumps({**message, "arrays": len(arrays)}).encode())
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        connection.send_bytes(array)
+
+
+def receive(connection: Connection) -> tuple[Message, list[bytes]]:
+    """Wait for a message. EOFError when the other end is closed."""
+    message = json.loads(connection.recv_bytes())
+    return message, [connection.recv_bytes() for _ in range(message.pop("arrays"))]
+
+
+def failure(status: str, error: BaseException) -> Message:
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return {"status": status, "message": (text or type(error).__name__)[:MESSAGE_LETTERS]}
+
+
+def serve(
+    words: Sequence[str],
+    begin: Callable[[], tuple[Message, Callable[[Message, list[bytes]], Answer]]],
+) -> None:
+    """Answer the pool, as a process of it whose last two words are FD PARENT. begin: returns the
+    facts that are sent first, and the function that answers a message."""
+    connection = Connection(int(words[-2]))
+    os.set_inheritable(connection.fileno(), False)
+    if "apart" not in words:  # its parent is compute-sanitizer then
+        die_with(int(words[-1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone, or wants a report
+        try:
+            facts, do = begin()
+        except (RuntimeError, ValueError, OSError) as error:
+            return send(connection, failure("failed", error))
+        send(connection, {"status": "ok", "facts": facts})
+        while True:
+            send(connection, *do(*receive(connection)))
+
+
+# ---- the pool's end ------------------------------------------------------------------------------
+
+
 class Process:
     """A process in a session of its own, its connection, and its output. It is killed with the
-    thread that made it (needle.processes.die_with)."""
+    thread that starts it (needle.processes.die_with). state: starting, ready, used or dying."""
 
     def __init__(
         self, command: Sequence[str], environment: dict[str, str], cwd: str | None = None
     ) -> None:
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_SECONDS, 0))
-        self.output = os.fdopen(os.memfd_create("needle-output"), "rb")
+        self.command, self.environment, self.cwd = command, environment, cwd
+        self.state, self.killed = "starting", 0.0
+        self.process: subprocess.Popen | None = None
+        ours, self.theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), str(os.getpid())],
-                    env=environment,
-                    cwd=cwd,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        except BaseException:
-            self.close()
-            raise
-        self.pid, self.gone = self.process.pid, False
+        self.output = os.fdopen(os.memfd_create("needle-output"), "rb")
+
+    def start(self) -> None:
+        with self.theirs:
+            self.process = subprocess.Popen(
+                [*self.command, str(self.theirs.fileno()), str(os.getpid())],
+                env=self.environment,
+                cwd=self.cwd,
+                pass_fds=(self.theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process else 0
 
     def ask(
-        self, message: Message | None, arrays: Sequence[bytes | np.ndarray], seconds: float
+        self, message: Message | None, arrays: Arrays, seconds: float
     ) -> tuple[Message, list[bytes]]:
         """Send a message (None: wait for the first one of the process). Return its answer, or
         `timeout`, or `crashed` and how it ended."""
         try:
             if message is not None:
-                messages.send(self.connection, message, arrays)
+                send(self.connection, message, arrays)
             if self.connection.poll(seconds):
-                return messages.receive(self.connection)
+                return receive(self.connection)
             said = f"no answer after {seconds:g} s: the process was killed"
             return {"status": "timeout", "message": said}, []
         except (EOFError, OSError):
@@ -79,10 +131,10 @@ class Process:
 
     def end(self, seconds: float = REAP_SECONDS) -> str:
         """Wait for its end, and describe it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(seconds)
-            return f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
-        return "closed its connection"
+        if self.process is None or not ends_within(self.process, seconds):
+            return "closed its connection"
+        code = self.process.returncode
+        return f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
 
     def printed(self) -> str:
         size = os.fstat(self.output.fileno()).st_size
@@ -92,99 +144,99 @@ class Process:
 
     def kill(self) -> None:
         """Kill it and its children."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self.process is not None and self.process.returncode is None:
+            signal_group(self.process, signal.SIGKILL)
 
     def close(self) -> None:
-        self.connection.close()
         self.output.close()
+        self.connection.close()
 
 
 class Device:
     """A GPU with its processes, for one job at a time. `changed` is held for every change here, and
     notified; the devices of a pool share it. Each process has a thread as long as it lives.
 
-    Attributes: number, lost (why no job runs here before a reset, or None), facts (of the GPU, once
-    a process has reported them), busy (a job has it), and counts that never fall: faults, started.
+    Attributes: number, visible (its name in CUDA_VISIBLE_DEVICES), lost (why no job runs here
+    before a reset, or None), facts (of the GPU, once a process has reported them), busy (a job has
+    it), and counts that never fall: faults, started.
     """
 
     def __init__(
-        self, number: int, spares: int, start: Callable[[], Process], changed: threading.Condition
+        self,
+        number: int,
+        visible: str,
+        size: int,
+        command: Sequence[str],
+        changed: threading.Condition,
     ) -> None:
-        self.number, self.size, self.start, self.changed = number, 1 + spares, start, changed
-        self.ready: list[Process] = []
-        self.used: list[Process] = []
-        self.starting = 0
-        self.dying: dict[Process, float] = {}  # since when
+        self.number, self.visible, self.size = number, visible, size
+        self.command, self.changed = command, changed
+        self.processes: list[Process] = []
         self.lost: str | None = None
         self.facts: dict[str, Any] = {}
         self.faults = self.started = self.failures = 0
         self.busy = self.closed = False
         self.fill()
 
+    def those(self, *states: str) -> list[Process]:
+        return [process for process in self.processes if process.state in states]
+
     def fill(self) -> None:
         """Start the processes that are missing."""
         with self.changed:
-            there = self.starting + len(self.ready) + len(self.used)
-            missing = 0 if self.lost or self.closed else self.size - there
-            for _ in range(missing):
-                self.starting += 1
-                threading.Thread(target=self._live, daemon=True).start()
+            there = len(self.those("starting", "ready", "used"))
+            for _ in range(0 if self.lost or self.closed else self.size - there):
+                new = self._new(self.command, None, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+                self.processes.append(new)
+                threading.Thread(target=self._live, args=(new,), daemon=True).start()
+
+    def _new(self, command: Sequence[str], cwd: str | None, **variables: str) -> Process:
+        variables["CUDA_VISIBLE_DEVICES"] = self.visible
+        return Process(command, {**os.environ, **variables}, cwd)
+
+    def _live(self, process: Process) -> None:
+        """Start a process, and follow it to its end."""
+        try:
+            process.start()
+            answer, _ = process.ask(None, (), START_SECONDS)
+        except OSError as error:
+            answer = {"status": "failed", "message": str(error)}
+        with self.changed:
+            self.started += 1
+            if answer["status"] == "ok" and not self.closed:
+                self.failures, self.facts, process.state = 0, answer["facts"], "ready"
+            else:
+                self._failed(f"{answer.get('message', '')}\n{process.printed()}".strip())
+                self._kill(process)
+                self.fill()
+            self.changed.notify_all()
+        self._follow(process)
+
+    def _failed(self, why: str) -> None:
+        self.failures += 1
+        if self.failures >= STARTS:
+            self.lose(f"a process for cuda({self.number}) does not start: {why}")
+
+    def _follow(self, process: Process) -> None:
+        """Wait for the end of a process."""
+        if process.process is not None:
+            process.process.wait()
+        with self.changed:
+            self.processes.remove(process)
+            if process.state != "used":  # else its job closes it
+                process.close()
+            if process.state == "ready":
+                self._fill_when_idle()
+            self.changed.notify_all()
 
     def _fill_when_idle(self) -> None:
         with self.changed:
             if not self.busy:  # else the end of that job asks again
                 self.fill()
 
-    def _live(self) -> None:
-        """Start a process, and follow it to its end."""
-        process = None
-        try:
-            process = self.start()
-            answer, _ = process.ask(None, (), START_SECONDS)
-        except OSError as error:
-            answer = {"status": "failed", "message": str(error)}
-        with self.changed:
-            self.starting -= 1
-            self.started += 1
-            if answer["status"] == "ready" and not self.closed:
-                self.failures, self.facts = 0, answer["facts"]
-                self.ready.append(process)
-            else:
-                self._failed(answer.get("message", ""), process)
-            self.changed.notify_all()
-        if process is not None:
-            self._follow(process)
-
-    def _follow(self, process: Process) -> None:
-        """Wait for the end of a process."""
-        process.process.wait()
-        with self.changed:
-            process.gone = True
-            self.dying.pop(process, None)
-            if process in self.ready:
-                self.ready.remove(process)
-                self.fill()
-            if process not in self.used:
-                process.close()
-            self.changed.notify_all()
-
-    def _failed(self, why: str, process: Process | None) -> None:
-        if process is not None:
-            why += f"\n{process.printed()}"
-            self._kill(process)
-        self.failures += 1
-        if self.failures >= STARTS:
-            self.lose(f"a process for cuda({self.number}) does not start: {why.strip()}")
-        self.fill()
-
     def _kill(self, process: Process) -> None:
-        if process.gone:
-            process.close()
-        else:
-            process.kill()
-            self.dying[process] = time.monotonic()
+        process.state, process.killed = "dying", time.monotonic()
+        process.kill()
 
     # ---- used by the Pool ------------------------------------------------------------------------
 
@@ -198,26 +250,37 @@ class Device:
         """Wait for a process that is ready. None if the device is lost or the pool closed."""
         with self.changed:
             self._check_ends()
-            if not self.ready:
+            if not self.those("ready"):
                 self.fill()
-            self.changed.wait_for(lambda: self.ready or self.lost or self.closed)
+            self.changed.wait_for(lambda: self.those("ready") or self.lost or self.closed)
             if self.lost or self.closed:
                 return None
-            self.used.append(self.ready.pop(0))
-            return self.used[-1]
+            process = self.those("ready")[0]
+            process.state = "used"
+            return process
 
-    def adopt(self, process: Process) -> None:
-        """Take a process that a job has started itself."""
+    def start(self, command: Sequence[str], cwd: str | None = None, **variables: str) -> Process:
+        """Start a process for the job of this thread, which asks for its first message."""
+        process = self._new(command, cwd, **variables)
+        process.start()
         with self.changed:
-            self.used.append(process)
+            process.state = "used"
+            self.processes.append(process)
         threading.Thread(target=self._follow, args=(process,), daemon=True).start()
+        return process
 
     def finish(self, process: Process, fault: bool = False) -> None:
         """Kill a process after its job."""
         with self.changed:
-            self.used.remove(process)
             self.faults += fault
             self._kill(process)
+            process.close()
+
+    def release(self) -> None:
+        """Let the next job have the device."""
+        with self.changed:
+            self.busy = False
+            self.changed.notify_all()
         timer = threading.Timer(IDLE_SECONDS, self._fill_when_idle)
         timer.daemon = True
         timer.start()
@@ -226,25 +289,25 @@ class Device:
         """Wait until no process starts or ends here, before something is timed. None starts while
         the job has the device."""
         with self.changed:
-            self.changed.wait_for(lambda: not (self.starting or self.dying), REAP_SECONDS)
+            self.changed.wait_for(lambda: not self.those("starting", "dying"), REAP_SECONDS)
             self._check_ends()
 
     def _check_ends(self) -> None:
-        for process, since in self.dying.items():
-            if time.monotonic() - since > REAP_SECONDS:
+        for process in self.those("dying"):
+            if time.monotonic() - process.killed > REAP_SECONDS:
                 self.lose(f"process {process.pid} outlives SIGKILL on cuda({self.number})")
 
     def reset(self) -> None:
         """Replace the processes that are ready, and try again if the device was lost. RuntimeError
         if none gets ready."""
         with self.changed:
-            for process in self.ready:
+            for process in self.those("ready"):
                 self._kill(process)
-            self.ready.clear()
             self.lost, self.failures = None, 0
             self._check_ends()
             self.fill()
-            self.changed.wait_for(lambda: self.ready or self.lost or self.closed or not self.size)
+            ended = lambda: self.those("ready") or self.lost or self.closed or not self.size
+            self.changed.wait_for(ended)
             if self.lost is not None:
                 raise RuntimeError(self.lost)
 
@@ -252,9 +315,9 @@ class Device:
         """Kill all processes, and wait for their ends."""
         with self.changed:
             self.closed = True
-            for process in (*self.ready, *self.used):  # the thread of a job sees its process end
+            for process in self.those("starting", "ready"):
                 self._kill(process)
-            self.ready.clear()
+            for process in self.those("used"):
+                process.kill()  # the thread of its job sees its end
             self.changed.notify_all()
-            ended = lambda: not (self.starting or self.dying)
-            self.changed.wait_for(ended, REAP_SECONDS)
+            self.changed.wait_for(lambda: not self.those("starting", "dying"), REAP_SECONDS)

@@ -28,9 +28,9 @@ import numpy as np
 from aiohttp import web
 from msgspec import Meta, Struct
 
+from needle.kernels.cases import Case, InOut, Out, Random, Reference, host_array, readable
 from needle.kernels.kernelbench import Problem
 from needle.kernels.pool import TOOLS, Pool, ReferenceFails, Result
-from needle.kernels.values import Case, InOut, Out, Random, Reference, host_array, readable
 from needle.safetensors import pack, unpack
 
 HEADER_BYTES = 256 << 10  # JSON of the arrays' safetensors header

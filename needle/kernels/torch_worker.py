@@ -15,21 +15,16 @@ if __name__ == "__main__":  # this folder's modules are none of Python's, and ne
 
 import ast
 import importlib.util
-import resource
 import time
 import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from needle.kernels import messages
-from needle.kernels.messages import Message
+from needle.kernels.process import MESSAGE_LETTERS, Answer, Message, failure, serve
 from needle.kernels.timing import FLUSH_BYTES
-from needle.processes import die_with
 
-MESSAGE_LETTERS = 64 << 10  # characters of a message
 HOST_MILLISECONDS = 0.05  # in which the host sees an idle device and records an event
 CLASSES = {"reference": "Model", "candidate": "ModelNew"}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -115,7 +110,7 @@ class Side:
         self.clock = Clock()
         self.inputs: list[Any] = []
 
-    def load(self, job: Message, blocks: list[bytes]) -> tuple[Message, list[bytes]]:
+    def load(self, job: Message, blocks: list[bytes]) -> Answer:
         """Import the source as a module, from a file, which Triton needs."""
         name, path = job["role"], Path.cwd() / f"{job['role']}.py"
         path.write_text(job["source"])
@@ -125,7 +120,7 @@ class Side:
         self.cls = getattr(self.module, CLASSES[name])
         return {}, []
 
-    def make(self, job: Message, blocks: list[bytes]) -> tuple[Message, list[bytes]]:
+    def make(self, job: Message, blocks: list[bytes]) -> Answer:
         """Make the model, whose weights follow from the seed."""
         self.dtype, self.tolerance = DTYPES[job["precision"]], TOLERANCES[job["precision"]]
         torch.manual_seed(job["seed"])
@@ -145,7 +140,7 @@ class Side:
 
     # ---- of the reference ------------------------------------------------------------------------
 
-    def draw(self, job: Message, blocks: list[bytes]) -> tuple[Message, list[bytes]]:
+    def draw(self, job: Message, blocks: list[bytes]) -> Answer:
         """Draw inputs, keep the right outputs, and return the inputs."""
         torch.manual_seed(job["seed"])
         drawn = self.module.get_inputs()
@@ -157,7 +152,7 @@ class Side:
         self.right = listed(right)
         return {"values": described, "time": took}, blocks
 
-    def compare(self, job: Message, blocks: list[bytes]) -> tuple[Message, list[bytes]]:
+    def compare(self, job: Message, blocks: list[bytes]) -> Answer:
         """Compare the outputs of a candidate with the right ones."""
         got = unpack(job["values"], blocks)
         if len(got) != len(self.right):
@@ -181,7 +176,7 @@ class Side:
                 return {"issue": "Output mismatch", **answer}, []
         return {"issue": ""}, []
 
-    def rates(self, job: Message, blocks: list[bytes]) -> tuple[Message, list[bytes]]:
+    def rates(self, job: Message, blocks: list[bytes]) -> Answer:
         """Return the bytes of the outputs and the operations of the reference, and the rates of the
         device a second: of filling memory, and of a large product."""
         with FlopCounterMode(display=False) as counter:
@@ -199,7 +194,7 @@ class Side:
 
     # ---- of the candidate ------------------------------------------------------------------------
 
-    def run(self, job: Message, blocks: list[bytes]) -> tuple[Message, list[bytes]]:
+    def run(self, job: Message, blocks: list[bytes]) -> Answer:
         """Call the model, and return its outputs; then overwrite their memory, where it might find
         them again. `twice`: call it with the same inputs before, and compare the bits."""
         answer: Message = {}
@@ -222,33 +217,23 @@ class Side:
             if output.untyped_storage().data_ptr() not in places:
                 output.untyped_storage().fill_(0xFF)
 
-
-def failure(error: Exception) -> Message:
-    kind = type(error)
-    return {
-        "status": "failed",
-        "name": f"{kind.__module__}.{kind.__name__}",
-        "message": str(error)[:MESSAGE_LETTERS],
-        "traceback": traceback.format_exc()[-MESSAGE_LETTERS:],
-    }
-
-
-def main(argv: list[str]) -> None:
-    connection = Connection(int(argv[0]))
-    die_with(int(argv[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    side = Side()
-    hardware = torch.cuda.get_device_name(0) if CUDA else "CPU"
-    messages.send(connection, {"status": "ok", "hardware": hardware, "device": str(DEVICE)})
-    while True:
-        job, blocks = messages.receive(connection)
+    def do(self, job: Message, blocks: list[bytes]) -> Answer:
         try:
             with torch.no_grad():
-                answer, found = getattr(side, job["do"])(job, blocks)
-            answer["status"] = "ok"
+                answer, found = getattr(self, job["do"])(job, blocks)
+            return {"status": "ok", **answer}, found
         except Exception as error:
-            answer, found = failure(error), []
-        messages.send(connection, answer, found)
+            name = f"{type(error).__module__}.{type(error).__name__}"
+            trace = traceback.format_exc()[-MESSAGE_LETTERS:]
+            return {**failure("failed", error), "name": name, "traceback": trace}, []
+
+
+def main(words: list[str]) -> None:
+    def begin() -> tuple[Message, Any]:
+        name = torch.cuda.get_device_name(0) if CUDA else "CPU"
+        return {"hardware": name, "device": str(DEVICE)}, Side().do
+
+    serve(words, begin)
 
 
 if __name__ == "__main__":

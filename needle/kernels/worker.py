@@ -29,23 +29,18 @@ def make_context() -> None:
 if __name__ == "__main__":
     threading.Thread(target=make_context, daemon=True).start()
 
-import os
 import re
-import resource
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
-from needle.kernels import guard, messages, timing
+from needle.kernels import guard, timing
+from needle.kernels.cases import from_json
 from needle.kernels.compile import Compiled, build
 from needle.kernels.kernel import arch_of, load
-from needle.kernels.messages import Message
-from needle.processes import die_with
-
-MESSAGE_LETTERS = 64 << 10  # characters of a message
+from needle.kernels.process import Answer, Message, failure, serve
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or
 # CUDA_ERROR_ILLEGAL_ADDRESS.
@@ -90,11 +85,6 @@ def status_of(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "out of memory" in str(error):
         return "out_of_memory"
     return "launch_failure" if isinstance(error, CudaFatalError) else "invalid_launch"
-
-
-def failure(status: str, error: BaseException) -> Message:
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return {"status": status, "message": (text or type(error).__name__)[:MESSAGE_LETTERS]}
 
 
 class Gpu:
@@ -145,7 +135,7 @@ class Launch:
     def call(self, kernel: Any) -> None:
         arrays, job = iter(enumerate(self.places)), self.job
         arguments = [
-            self._array(*next(arrays)) if value is None else plain(value)
+            self._array(*next(arrays)) if value is None else from_json(value)
             for value in job["arguments"]
         ]
         kernel(tuple(job["grid"]), tuple(job["block"]), *arguments, shared=job["shared"])
@@ -165,7 +155,7 @@ class Launch:
             self.pristine = _C.array(self.image, "uint8", self.device)
         _C.assign(self.whole, self.pristine)
 
-    def result(self) -> tuple[Message, list[np.ndarray]]:
+    def result(self) -> Answer:
         """Return status and message of what was written, and the outputs."""
         after = self.image.copy() if self.apart else self.whole.numpy()
         for place, memory in zip(self.places, self.memory):
@@ -178,16 +168,6 @@ class Launch:
         return {"status": status, "message": outside or missing}, outputs
 
 
-def plain(value: Message) -> bool | int | float | bytes | np.generic:
-    """Return an argument that is no array: a number, NumPy's if it was, or the bytes of a
-    struct."""
-    if "bytes" in value:
-        return bytes.fromhex(value["bytes"])
-    if "dtype" in value:
-        return np.dtype(value["dtype"]).type(value["number"])
-    return value["number"]
-
-
 class Job:
     """The steps of one job: each returns a message and arrays."""
 
@@ -197,7 +177,7 @@ class Job:
         self.before: Launch | None = None  # the one that was launched before
         self.clock: timing.Clock | None = None
 
-    def load(self, job: Message, values: list[bytes]) -> tuple[Message, list]:
+    def load(self, job: Message, values: list[bytes]) -> Answer:
         """Take machine code, or compile the source and return its machine code."""
         self.entry = job["entry"]
         try:
@@ -211,7 +191,7 @@ class Job:
         self.kernel = self.gpu.load(self.code, self.entry, self.device)
         return {"status": "ok"}, [] if values else [self.code.pack()]
 
-    def run(self, job: Message, values: list[bytes]) -> tuple[Message, list]:
+    def run(self, job: Message, values: list[bytes]) -> Answer:
         """Launch once."""
         launch = Launch(job, values, self.device, self.apart)
         self.before, self.launch = self.launch, launch
@@ -222,7 +202,7 @@ class Job:
         answer, outputs = launch.result()
         return {**answer, "resources": found}, outputs
 
-    def time(self, job: Message, values: list[bytes]) -> tuple[Message, list]:
+    def time(self, job: Message, values: list[bytes]) -> Answer:
         """Time calls of the last launch, each of code that is new, and warmed up with the launch
         before it if `warm`. Return the outputs of the last call."""
         if self.clock is None:
@@ -243,13 +223,13 @@ class Job:
         answer, outputs = launch.result()
         return {**answer, "times": times, "clock": found}, outputs
 
-    def clean(self, job: Message, values: list[bytes]) -> tuple[Message, list]:
+    def clean(self, job: Message, values: list[bytes]) -> Answer:
         """Return unused device memory to the system."""
         before = self.device.memory_stats()["reserved_bytes"]
         self.device.empty_cache()
         return {"freed": before - self.device.memory_stats()["reserved_bytes"]}, []
 
-    def do(self, job: Message, values: list[bytes]) -> tuple[Message, list]:
+    def do(self, job: Message, values: list[bytes]) -> Answer:
         try:
             answer, arrays = getattr(self, job["do"])(job, values)
         except (CudaError, MemoryError, TypeError, ValueError, OverflowError, KeyError) as error:
@@ -277,26 +257,15 @@ def check(job: Job, gpu: Gpu) -> None:
         )
 
 
-def main(argv: list[str], gpu: Gpu | None = None) -> None:
-    *role, descriptor, parent = argv
-    connection, gpu = Connection(int(descriptor)), gpu or Gpu()
-    os.set_inheritable(connection.fileno(), False)
-    if role != ["apart"]:  # its parent is compute-sanitizer then
-        die_with(int(parent))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        device = gpu.open()
-        job = Job(gpu, device, role == ["apart"])
-        check(job, gpu)
-        facts = {**device.properties(), "arch": gpu.arch(device)}
-        messages.send(connection, {"status": "ready", "facts": facts})
-    except (RuntimeError, ValueError, OSError) as error:
-        return messages.send(connection, failure("failed", error))
-    try:
-        while True:
-            messages.send(connection, *job.do(*messages.receive(connection)))
-    except (EOFError, ConnectionError):
-        pass  # the pool is gone, or waits for the report of compute-sanitizer
+def main(words: list[str], gpu: Gpu | None = None) -> None:
+    def begin() -> tuple[Message, Any]:
+        own = gpu or Gpu()
+        device = own.open()
+        job = Job(own, device, "apart" in words)
+        check(job, own)
+        return {**device.properties(), "arch": own.arch(device)}, job.do
+
+    serve(words, begin)
 
 
 if __name__ == "__main__":

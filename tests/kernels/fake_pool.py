@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from needle.kernels.cases import Out
 from needle.kernels.pool import Pool
-from needle.kernels.values import Out
 
 X = np.arange(6, dtype=np.float32)
 SECONDS = 20.0  # that a job may take on a busy machine
@@ -17,14 +17,10 @@ SHORT = 0.4  # that one gets which does not end
 
 class FakePool(Pool):
     worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
-    variables: dict[str, str] = {}
 
     @classmethod
-    def with_variables(cls, **variables: str) -> type:
-        return type("FakePool", (cls,), {"variables": variables})
-
-    def _start(self, number, command, cwd=None, **variables):
-        return super()._start(number, command, cwd, **self.variables, **variables)
+    def with_variable(cls, name: str, value) -> type:
+        return type("FakePool", (cls,), {"worker": ("env", f"{name}={value}", *cls.worker)})
 
 
 def children() -> set[int]:

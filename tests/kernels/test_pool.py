@@ -135,7 +135,7 @@ def test_failures_of_compiling_have_a_status(pool, monkeypatch):
 
 def test_a_source_is_compiled_once_unless_it_reads_files(tmp_path):
     log = tmp_path / "log"
-    with FakePool.with_variables(FAKE_LOG=str(log))(devices=[0], timeout=SECONDS) as pool:
+    with FakePool.with_variable("FAKE_LOG", log)(devices=[0], timeout=SECONDS) as pool:
         for _ in range(2):
             assert pool.run(SOURCE, "no_results", 1, 1, []).status == "ok"
             assert pool.run(f'{SOURCE}\n#include "mine.h"', "who", 1, 1, [Out(1, "int32")])
@@ -444,7 +444,7 @@ def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):
         timing.set()
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
-            seen.add(self.device.starting + len(self.device.dying))
+            seen.add(len(self.device.those("starting", "dying")))
         return time_one(self, launch, warm, seconds)
 
     time_one = pool_module.Job.time
@@ -457,7 +457,7 @@ def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):
 def test_a_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
     broken = tmp_path / "broken"
     broken.touch()
-    with FakePool.with_variables(FAKE_BROKEN=str(broken))(devices=[0], timeout=SECONDS) as pool:
+    with FakePool.with_variable("FAKE_BROKEN", broken)(devices=[0], timeout=SECONDS) as pool:
         result = run(pool, "no_results")
         assert result.status == "device_lost" and "3 x + 1 is wrong for 4096" in result.message
         assert "does not start" in pool.state()[0]["set_aside"]
@@ -485,14 +485,14 @@ def test_a_process_that_outlives_sigkill_holds_its_device(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(process.Process, "kill", lambda self: None)
             assert run(pool, "hangs").status == "timeout"
-            (pid,) = [one.pid for one in pool.devices[0].dying]
+            (pid,) = [one.pid for one in pool.devices[0].those("dying")]
             time.sleep(0.2)
             result = run(pool, "no_results")
         assert result.status == "device_lost" and f"{pid} outlives SIGKILL" in result.message
         with pytest.raises(RuntimeError, match="outlives SIGKILL"):
             pool.reset(0)
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not pool.devices[0].dying)
+        wait_for(lambda: not pool.devices[0].those("dying"))
         pool.reset(0)
         pool.timeout = SECONDS
         assert_next_is_right(pool)

@@ -1,9 +1,9 @@
-"""Arguments of a kernel in a process of its own, and the comparison of its outputs."""
+"""Launches for a process of the pool: their arguments, and the comparison of their outputs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,10 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.kernels.limits import Size
+from needle.kernels.compile import Entry
+from needle.kernels.guard import itemsize
+from needle.kernels.limits import Size, whole_numbers
+from needle.kernels.process import Message
 
 # The dtypes that arrays of a job may have. NumPy has no bfloat16: it comes as an NDArray on the
 # host, or of ml_dtypes, lies as uint16, and is read as float32, which holds it exactly.
@@ -105,16 +108,6 @@ class Case:
     shared: int = 0
     operations: float = 0
 
-    def drawn(self, trial: int) -> Case:
-        """Replace each Random by its array of that trial."""
-
-        def draw(place: int, value: Any) -> Any:
-            if isinstance(value, Random):
-                return value.array(trial, place)
-            return InOut(draw(place, value.array)) if isinstance(value, InOut) else value
-
-        return replace(self, args=[draw(place, value) for place, value in enumerate(self.args)])
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -202,3 +195,139 @@ def difference(
         f"expected {b[0]}; the largest error is {worst:.3g} (tolerance: {absolute:g} absolute, "
         f"{relative:g} relative)"
     )
+
+
+# ---- a launch ------------------------------------------------------------------------------------
+
+
+class Launch:
+    """A case with the arrays of a trial. TypeError and ValueError for arguments that cannot be
+    sent.
+
+    Attributes: arrays (those that are sent), nbytes (of all), written (bytes of the Outs), outputs
+    (name, dtype, shape of each array that comes back, once there was a `message`).
+    """
+
+    def __init__(self, case: Case, trial: int = 0) -> None:
+        self.case = case
+        self.plain: list[Any] = []  # of each argument as JSON; None: an array
+        self.described: list[tuple[str, str, tuple[int, ...]]] = []  # role, dtype, shape of arrays
+        self.arrays: list[np.ndarray] = []
+        self.written = 0
+        for number, value in enumerate(case.args):
+            role = "inout" if isinstance(value, InOut) else "in"
+            value = value.array if isinstance(value, InOut) else value
+            value = value.array(trial, number) if isinstance(value, Random) else value
+            if isinstance(value, Out):
+                self.described.append(("out", value.dtype, value.shape))
+                self.written += math.prod(value.shape) * itemsize(value.dtype)
+            elif role == "inout" or isinstance(value, (np.ndarray, NDArray)):
+                try:
+                    dtype, array = host_array(value)
+                except TypeError as error:
+                    raise TypeError(f"args[{number}]: {error}") from None
+                self.described.append((role, dtype, array.shape))
+                self.arrays.append(array)
+            else:
+                self.plain.append(to_json(number, value))
+                continue
+            self.plain.append(None)
+        self.nbytes = self.written + sum(array.nbytes for array in self.arrays)
+        self.way: Message = {
+            "grid": _sizes("grid", case.grid),
+            "block": _sizes("block", case.block),
+            "shared": whole("shared", case.shared, -(2**63)),
+            "arguments": self.plain,
+        }
+
+    def message(self, entry: Entry) -> Message:
+        """Return the launch of a kernel, whose signature shows which arrays it writes."""
+        places, known = [], entry.signature.parameters
+        numbers = [number for number, plain in enumerate(self.plain) if plain is None]
+        for number, (role, dtype, shape) in zip(numbers, self.described):
+            parameter = known[number] if number < len(known) else None
+            name = f"args[{number}]" + (f" ({parameter})" if parameter else "")
+            if role == "in" and parameter is not None and parameter.kind != "unknown":
+                role = "inout" if parameter.written else "const"
+            places.append((name, dtype, shape, role))
+        self.outputs = [place[:3] for place in places if place[3] in ("out", "inout")]
+        return {**self.way, "places": places}
+
+    def read(self, blocks: list[bytes]) -> tuple[np.ndarray, ...]:
+        """Return the outputs that a process sent; bfloat16 as float32."""
+        found = []
+        for block, (_, dtype, shape) in zip(blocks, self.outputs):
+            flat = np.frombuffer(block, "uint16" if dtype == "bfloat16" else dtype)
+            found.append(readable(dtype, flat).reshape(shape))
+        return tuple(found)
+
+    def inputs(self) -> list[Any]:
+        """Return copies of the arguments without Out, as a reference takes them."""
+        dtypes = [dtype for role, dtype, _ in self.described if role != "out"]
+        given = iter(zip(dtypes, self.arrays))
+        return [
+            value if plain is not None else readable(*next(given))
+            for plain, value in zip(self.plain, self.case.args)
+            if not isinstance(value, Out)
+        ]
+
+    def right(self, reference: Any) -> list[np.ndarray]:
+        """Return the outputs that a reference gives, a function or the outputs themselves."""
+        if callable(reference):
+            reference = reference(*self.inputs())
+        single = isinstance(reference, (np.ndarray, np.generic, NDArray))
+        if not single and not isinstance(reference, Iterable):
+            said = "reference: must give an array, or several, one for each output, not "
+            raise TypeError(f"{said}{type(reference).__name__}")
+        found = [reference] if single else list(reference)
+        names = [name for name, _, _ in self.outputs]
+        if len(found) != len(names):
+            said = f"reference: gave {len(found)} outputs, and the kernel has {len(names)}: "
+            raise ValueError(f"{said}{', '.join(names) or 'none'}")
+        return [np.asarray(array) for array in found]
+
+    def compared(
+        self, outputs: Sequence[np.ndarray], right: Sequence[np.ndarray], tolerance: Tolerance
+    ) -> str | None:
+        """Describe the first output that differs."""
+        for (name, dtype, _), got, expected in zip(self.outputs, outputs, right):
+            wrong = difference(got, expected, dtype, tolerance)
+            if wrong is not None:
+                return f"{name}: {wrong}"
+        return None
+
+    def shares_with(self, other: Launch) -> bool:
+        """True if an input array is the same in both."""
+        pairs = zip(self.arrays, other.arrays)
+        return any(
+            a.size and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc") for a, b in pairs
+        )
+
+
+def to_json(number: int, value: Any) -> Any:
+    """Return an argument that is no array: a number, [dtype, number] if it is NumPy's, or the bytes
+    of a struct in hexadecimal."""
+    if isinstance(value, (bytes, np.void)):
+        return bytes(value).hex()
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return [value.dtype.name, value.item()]
+    if isinstance(value, (bool, int, float)):
+        return value
+    raise TypeError(
+        f"args[{number}]: {type(value).__name__} is no argument of a kernel; pass an array, Out, "
+        "InOut, Random, a number, or bytes for a struct"
+    )
+
+
+def from_json(value: Any) -> bool | int | float | bytes | np.generic:
+    if isinstance(value, str):
+        return bytes.fromhex(value)
+    return np.dtype(value[0]).type(value[1]) if isinstance(value, list) else value
+
+
+def _sizes(what: str, size: Size) -> list[int]:
+    """Return a size as JSON. The process checks it against the device."""
+    sizes = whole_numbers(what, size)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{what}: must be a whole number or 1 to 3 of them, not {len(sizes):,}")
+    return list(sizes)
