@@ -9,14 +9,11 @@ lines of the source for compute-sanitizer.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import json
 import re
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from needle.kernels import limits
@@ -25,10 +22,8 @@ from needle.kernels.signature import Layout, Parameter, Signature, demangle, sho
 from needle.kernels.toolkit import Toolkit, find_toolkit
 
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
+DECLARED = "needle_declared"  # a kernel with the types that a user declares
 COMPILATION, BAD_OPTION = 6, 5  # of nvrtcResult
-# Options, and lines of a source, that make NVRTC read other files than the toolkit's headers.
-READING_OPTION = re.compile(r"-I|--?(pre-)?include|--?(use-)?pch")
-READING_LINE = re.compile(r"#\s*include\s*(?!\s|<[^/])")
 
 
 class CompileError(ValueError):
@@ -73,13 +68,6 @@ class _Nvrtc:
         self.call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         return major.value, minor.value
 
-    def archs(self) -> list[int]:
-        count = ctypes.c_int()
-        self.call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
-        archs = (ctypes.c_int * count.value)()
-        self.call("nvrtcGetSupportedArchs", archs)
-        return list(archs)
-
 
 @functools.cache
 def _nvrtc() -> _Nvrtc:
@@ -98,17 +86,6 @@ class Entry(Resources):
     arch: str
     signature: Signature
 
-    def declared(self, signature: str) -> Entry:
-        """Return it with the types of a declaration, "const float*, int", for a kernel that is
-        `extern "C"`. ValueError if the count, a size or a type of the symbol differs."""
-        own = self.signature.parameters
-        layout = [(p.offset, p.size) for p in own]
-        new = Signature.declared(self.signature.name, signature, layout)
-        for ours, theirs in zip(own, new.parameters):
-            if ours.kind != "unknown" and dataclasses.replace(ours, type=theirs.type) != theirs:
-                raise ValueError(f"{new} is declared, but the source says {self.signature}")
-        return dataclasses.replace(self, signature=new)
-
     def check(
         self,
         grid: Size,
@@ -125,12 +102,15 @@ class Entry(Resources):
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code for one architecture ("90a"), its kernels by name, the compiler's remarks."""
+    """Machine code for one architecture ("90a"), its kernels by name, the compiler's remarks, and
+    what it is compiled from."""
 
     arch: str
     cubin: bytes
     log: str
     entries: dict[str, Entry]
+    source: str = field(default="", compare=False)
+    options: tuple[str, ...] = field(default=(), compare=False)
 
     def __getitem__(self, name: str) -> Entry:
         """Return the kernel of a name, without regard to spaces. KeyError lists the names."""
@@ -143,13 +123,30 @@ class Compiled:
             f"it is asked for: compile(source, entries=[{name!r}])"
         )
 
+    def declared(self, name: str, types: str) -> Entry:
+        """Return a kernel with the types of a declaration, "const float*, int", for one that is
+        `extern "C"`: the compiler reads them as if they stood at the end of the source. ValueError
+        if a size or a type of the symbol differs."""
+        entry = self[name]
+        text = f"{self.source}\n__global__ void {DECLARED}({types}) {{}}"
+        new = build(text, DECLARED, self.arch, self.options)[DECLARED].signature
+        ours, theirs = entry.signature.parameters, new.parameters
+        sizes = [[(p.offset, p.size) for p in parameters] for parameters in (ours, theirs)]
+        differ = any(a.kind != "unknown" and a != b for a, b in zip(ours, theirs))
+        if sizes[0] != sizes[1] or differ:
+            raise ValueError(
+                f"{name}: ({types}) is declared, but the source says {entry.signature}"
+            )
+        return replace(entry, signature=Signature(entry.signature.name, theirs))
+
     def __repr__(self) -> str:
         kernels = ", ".join(str(entry.signature) for entry in self.entries.values())
         return f"<compiled for sm_{self.arch}: {kernels}>"
 
     def pack(self) -> bytes:
         """Return bytes for another process: a line of JSON, then the machine code."""
-        return json.dumps(dataclasses.asdict(self) | {"cubin": ""}).encode() + b"\n" + self.cubin
+        facts = asdict(self) | {"cubin": "", "source": "", "options": ()}
+        return json.dumps(facts).encode() + b"\n" + self.cubin
 
     @staticmethod
     def unpack(data: bytes) -> Compiled:
@@ -176,53 +173,20 @@ def _spelling(name: str) -> str:
 
 
 def build(
-    source: str,
-    entries: str | Sequence[str] = (),
-    arch: str | int = "90a",
-    options: Sequence[str] = (),
+    source: str, entries: str | Sequence[str] = (), arch: str = "90a", options: Sequence[str] = ()
 ) -> Compiled:
     """Compile CUDA C++ for an architecture.
 
     source: the text; it may include the toolkit's headers. entries: names of kernels as C++ spells
     them, `scale<__nv_bfloat16>` makes the template so; none: every kernel that is no template.
-    options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". The same
-    source, entries, arch and options are compiled once a process, unless they read other headers
-    than the toolkit's (-I, #include "mine.h"), which may have changed.
+    options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64".
     CompileError has the log, with the lines of `source`; RuntimeError: there is no NVRTC.
     """
-    if not isinstance(source, str):
-        raise TypeError(f"source: must be the text of a program, not {type(source).__name__}")
-    names = (entries,) if isinstance(entries, str) else _texts("entries", entries)
     if isinstance(options, str):
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
-    more = _texts("options", options)
-    make = _build if reads_files(source, more) else _build_once
-    return make(source, names, limits.parse_arch(arch), more)
-
-
-def reads_files(source: str, options: Sequence[str] = ()) -> bool:
-    """True if other files than the toolkit's headers may be read."""
-    return bool(READING_LINE.search(source)) or any(map(READING_OPTION.match, options))
-
-
-def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{what}: must be a list of texts, not {given!r}")
-    texts = tuple(given)
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"{what}: must be a list of texts, and {text!r} in it is none")
-    return texts
-
-
-def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Compiled:
+    limits.of_arch(arch)  # ValueError
+    names = [entries] if isinstance(entries, str) else [*entries]
     code, ptx, log, symbols = _compile(source, names, arch, options)
-    if not code.startswith(b"\x7fELF"):
-        raise CompileError(
-            f"{SOURCE}: the compiler makes no machine code with the options {' '.join(options)}: "
-            "leave out the one that asks for another form, such as -dlto",
-            log,
-        )
     found = _resources(ptx, log)
     if not names:
         symbols = _own_names(found)
@@ -241,14 +205,12 @@ def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, .
         layout, needs = found[symbol]
         signature = Signature.of_symbol(symbol, layout)
         made[name] = Entry(name=name, symbol=symbol, arch=arch, signature=signature, **needs)
-    return Compiled(arch, code, PTXAS_INFO.sub("", log).strip(), made)
-
-
-_build_once = functools.lru_cache(maxsize=256)(_build)
+    log = PTXAS_INFO.sub("", log).strip()
+    return Compiled(arch, code, log, made, source, tuple(options))
 
 
 def _compile(
-    source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]
+    source: str, names: list[str], arch: str, options: Sequence[str]
 ) -> tuple[bytes, str, str, dict[str, str]]:
     """Return (cubin, PTX, log, the symbol of each name)."""
     nvrtc, include = _nvrtc(), find_toolkit().include
@@ -259,40 +221,22 @@ def _compile(
     flags += ["--no-cache"] if nvrtc.version() >= (12, 9) else []
     flags += options
     program = ctypes.c_void_p()
-    text = source.encode()
-    if b"\0" in text:
-        raise CompileError(f"{SOURCE} has a character of value 0, where its text would end")
-    nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), text, SOURCE.encode(), 0, None, None)
+    text, name = source.encode(), SOURCE.encode()
+    nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
     try:
-        for name in names:
-            nvrtc.call("nvrtcAddNameExpression", program, name.encode())
+        for entry in names:
+            nvrtc.call("nvrtcAddNameExpression", program, entry.encode())
         given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = nvrtc.functions.nvrtcCompileProgram(program, len(flags), given)
         log = nvrtc.data("ProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
         if status in (COMPILATION, BAD_OPTION):
-            raise CompileError(_why(nvrtc, arch, include), log)
+            raise CompileError(f"{SOURCE} does not compile (sm_{arch}):", log)
         nvrtc.check("nvrtcCompileProgram", status)
-        symbols = {name: _lowered(nvrtc, program, name, log) for name in names}
+        symbols = {entry: _lowered(nvrtc, program, entry, log) for entry in names}
         ptx = nvrtc.data("PTX", program).decode(errors="replace")
         return nvrtc.data("CUBIN", program), ptx, log, symbols
     finally:
         nvrtc.call("nvrtcDestroyProgram", ctypes.byref(program))
-
-
-def _why(nvrtc: _Nvrtc, arch: str, include: tuple[Path, ...]) -> str:
-    known = nvrtc.archs()
-    if int(arch.rstrip("af")) not in known:
-        return (
-            f"{SOURCE}: this NVRTC ({find_toolkit().nvrtc}) does not know sm_{arch}, only "
-            f"{', '.join(f'sm_{n}' for n in known)}: take another arch, or a newer toolkit"
-        )
-    if not any((folder / "cuda_fp16.h").exists() for folder in include):
-        return (
-            f"{SOURCE} does not compile, and the toolkit's headers were not found beside "
-            f"{find_toolkit().nvrtc}: {sys.executable} -m pip install nvidia-cuda-runtime "
-            "nvidia-cuda-crt nvidia-cuda-cccl"
-        )
-    return f"{SOURCE} does not compile (sm_{arch}):"
 
 
 def _lowered(nvrtc: _Nvrtc, program: ctypes.c_void_p, name: str, log: str) -> str:

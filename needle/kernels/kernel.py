@@ -31,15 +31,25 @@ class Kernel(_C.Kernel):
     is given as its bytes. TypeError, ValueError and OverflowError name the parameter, LaunchError
     (a CudaError) the limit; then nothing was launched. A fault inside the kernel is
     CudaFatalError, and the end of the process.
+
+    registers, local_bytes (stack and spilled registers): of a thread; shared_bytes: static, of a
+    block.
     """
 
     entry: Entry
     device: Device
+    name: str
+    signature: Signature
+    registers: int
+    shared_bytes: int
+    local_bytes: int
 
     def __new__(cls, module: Module, entry: Entry) -> Kernel:
         parameters = _C.Parameters(entry.name, entry.signature.plan)
         self = super().__new__(cls, module.code, entry.symbol, parameters)
         self.entry, self.device = entry, module.device
+        self.name, self.signature, self.registers = entry.name, entry.signature, entry.registers
+        self.shared_bytes, self.local_bytes = entry.shared_bytes, entry.local_bytes
         return self
 
     def check(
@@ -68,29 +78,6 @@ class Kernel(_C.Kernel):
         given = report.cluster if self.entry.cluster is None else None  # else the code has it
         return report.grid, report.block, dynamic, given, report.cooperative
 
-    @property
-    def name(self) -> str:
-        return self.entry.name
-
-    @property
-    def signature(self) -> Signature:
-        return self.entry.signature
-
-    @property
-    def registers(self) -> int:
-        """Registers of a thread."""
-        return self.entry.registers
-
-    @property
-    def shared_bytes(self) -> int:
-        """Static shared memory of a block."""
-        return self.entry.shared_bytes
-
-    @property
-    def local_bytes(self) -> int:
-        """Stack and spilled registers of a thread."""
-        return self.entry.local_bytes
-
     def __repr__(self) -> str:
         return f"<kernel {self.signature} on {self.device}>"
 
@@ -107,9 +94,8 @@ class Module:
     def kernel(self, name: str, signature: str | None = None) -> Kernel:
         """Return the kernel of a name; for one that is `extern "C"` with the types of its
         parameters, "const float*, float* y, int n". KeyError lists the names."""
-        entry = self.compiled[name]
-        if signature is not None:
-            entry = entry.declared(signature)
+        made = self.compiled
+        entry = made[name] if signature is None else made.declared(name, signature)
         if entry not in self._kernels:
             self._kernels[entry] = Kernel(self, entry)
         return self._kernels[entry]

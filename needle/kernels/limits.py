@@ -7,9 +7,10 @@ the limits are the device's own, and resident blocks are counted by the driver.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from needle._C import CudaError
@@ -93,21 +94,12 @@ class LaunchReport:
         )
 
 
-def parse_arch(arch: str | int) -> str:
-    """ "sm_90a", "9.0", 90 -> "90a", "90", "90": how NVRTC names it after `sm_`. ValueError;
-    TypeError for a float, where 90.0 could be 9.0."""
-    if not isinstance(arch, str) and not hasattr(arch, "__index__"):
-        raise TypeError(f'arch: must be a text such as "90a" or a number such as 90, not {arch!r}')
-    match = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)", str(arch).strip().lower())
-    if not match:
-        raise ValueError(f'arch: {arch!r} is no architecture; write e.g. "90a" or "8.6"')
-    return "".join(match.groups())
-
-
 def of_arch(arch: str) -> Limits:
-    """Return those that hold for every GPU of an architecture."""
-    name = parse_arch(arch)
-    return Limits(f"sm_{name}", int(name.rstrip("af")))
+    """Return those that hold for every GPU of an architecture, "90a" as NVRTC names it after sm_.
+    ValueError."""
+    if not re.fullmatch(r"\d{2,3}[af]?", str(arch)):
+        raise ValueError(f'arch: must be one as "90a" or "80", not {arch!r}')
+    return Limits(f"sm_{arch}", int(str(arch).rstrip("af")))
 
 
 def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
@@ -152,22 +144,31 @@ def check(
     try:
         grid = triple("grid", grid, GRID_SIZES, "; put the largest number into x")
         block = triple("block", block, BLOCK_SIZES, "; use smaller blocks and more of them")
-        threads = block[0] * block[1] * block[2]
-        _check_threads(kernel, limits, block, threads)
-        shared_bytes = _check_shared(kernel, limits, shared)
-        cluster = _check_cluster(kernel, limits, grid, cluster)
-        _check_local(kernel, limits, held_local)
+        if cluster is not None:
+            cluster = triple("cluster", cluster, GRID_SIZES, "")
+        try:
+            shared = operator.index(shared)
+        except TypeError:
+            raise TypeError(f"shared: must be a whole number of bytes, not {shared!r}") from None
+        shape, threads = cluster or kernel.cluster, math.prod(block)
+        refusals = [
+            *_of_block(kernel, limits, block, threads),
+            *_of_memory(kernel, limits, shared, held_local),
+            *_of_cluster(kernel, limits, grid, shape),
+        ]
+        if refusals:
+            raise LaunchError(refusals[0])
         fits = occupancy = resident = None
         if count_blocks is not None:
-            fits = count_blocks(threads, shared_bytes - kernel.shared_bytes)
+            fits = count_blocks(threads, shared)
             occupancy = fits * _up(threads, WARP) / limits.sm_threads
             resident = fits * limits.processors
-            if cooperative and grid[0] * grid[1] * grid[2] > resident:
+            if cooperative and math.prod(grid) > resident:
                 raise LaunchError(
-                    f"a cooperative grid of {grid[0] * grid[1] * grid[2]:,} blocks, and "
-                    f"{limits.where} holds {resident:,} at once ({fits} on each of "
-                    f"{limits.processors} multiprocessors), and all must run; use at most that "
-                    "many, each in a loop over its share"
+                    f"a cooperative grid of {math.prod(grid):,} blocks, and {limits.where} holds "
+                    f"{resident:,} at once ({fits} on each of {limits.processors} "
+                    "multiprocessors), and all must run; use at most that many, each in a loop "
+                    "over its share"
                 )
     except (LaunchError, TypeError, ValueError) as error:
         raise type(error)(f"{kernel.name}: {error}") from None
@@ -178,9 +179,9 @@ def check(
         block,
         threads,
         kernel.registers,
-        shared_bytes,
+        kernel.shared_bytes + shared,
         kernel.local_bytes,
-        cluster,
+        shape,
         bool(cooperative),
         fits,
         occupancy,
@@ -192,20 +193,18 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _check_threads(
+def _of_block(
     kernel: Resources, limits: Limits, block: tuple[int, int, int], threads: int
-) -> None:
+) -> Iterator[str]:
     if threads > BLOCK_THREADS:
-        raise LaunchError(
+        yield (
             f"block {block} has {threads:,} threads, and {limits.where} allows {BLOCK_THREADS:,} a "
             "block; use smaller blocks and more of them"
         )
-    if kernel.block is not None and block != kernel.block:
-        raise LaunchError(
-            f"block is {block}, and the source fixes it at {kernel.block} (__block_size__)"
-        )
+    if kernel.block not in (None, block):
+        yield f"block is {block}, and the source fixes it at {kernel.block} (__block_size__)"
     if threads > kernel.max_threads:
-        raise LaunchError(
+        yield (
             f"block {block} has {threads:,} threads, and the source promises at most "
             f"{kernel.max_threads:,} (__launch_bounds__); use smaller blocks, or raise the promise"
         )
@@ -213,7 +212,7 @@ def _check_threads(
     needed = a_warp * _up(_up(threads, WARP) // WARP, PARTITIONS)
     if needed > limits.block_registers:
         most = limits.block_registers // a_warp // PARTITIONS * PARTITIONS * WARP
-        raise LaunchError(
+        yield (
             f"block {block} of {threads:,} threads needs {needed:,} registers "
             f"({kernel.registers} a thread), and {limits.where} has {limits.block_registers:,} a "
             f"block; use at most {most:,} threads, or compile with "
@@ -221,60 +220,49 @@ def _check_threads(
         )
 
 
-def _check_shared(kernel: Resources, limits: Limits, shared: int) -> int:
-    try:
-        shared = operator.index(shared)
-    except TypeError:
-        raise TypeError(f"shared: must be a whole number of bytes, not {shared!r}") from None
-    whole = kernel.shared_bytes + shared
+def _of_memory(kernel: Resources, limits: Limits, shared: int, held_local: int) -> Iterator[str]:
     if shared < 0:
-        raise LaunchError(f"shared is {shared:,} bytes, and must be 0 or more")
+        yield f"shared is {shared:,} bytes, and must be 0 or more"
+    whole = kernel.shared_bytes + shared
     if limits.block_shared is not None and whole > limits.block_shared:
-        raise LaunchError(
+        yield (
             f"{whole:,} bytes of shared memory a block ({kernel.shared_bytes:,} static, {shared:,} "
             f"dynamic), and {limits.where} has {limits.block_shared:,}; use smaller tiles or types"
         )
-    return whole
-
-
-def _check_cluster(
-    kernel: Resources, limits: Limits, grid: tuple[int, int, int], cluster: Size | None
-) -> tuple[int, int, int] | None:
-    if cluster is None and kernel.cluster is None:
-        return None
-    shape = kernel.cluster if cluster is None else triple("cluster", cluster, GRID_SIZES, "")
-    assert shape is not None
-    if kernel.cluster is not None and shape != kernel.cluster:
-        raise LaunchError(
-            f"cluster is {shape}, and the source fixes it at {kernel.cluster} (__cluster_dims__)"
-        )
-    if limits.arch < CLUSTER_ARCH and shape != (1, 1, 1):
-        raise LaunchError(
-            f"cluster {shape} needs compute capability 9.0, and {limits.where} has "
-            f"{limits.arch / 10:.1f}; launch without clusters"
-        )
-    blocks = shape[0] * shape[1] * shape[2]
-    if blocks > CLUSTER_BLOCKS:
-        raise LaunchError(
-            f"cluster {shape} has {blocks:,} blocks, and at most {CLUSTER_BLOCKS} are allowed; use "
-            "smaller clusters"
-        )
-    for axis, whole, part in zip("xyz", grid, shape):
-        if whole % part:
-            raise LaunchError(
-                f"grid.{axis} is {whole:,}, which is no multiple of cluster.{axis} = {part}; round "
-                "it up, and let the blocks beyond the end do nothing"
-            )
-    return shape
-
-
-def _check_local(kernel: Resources, limits: Limits, held_local: int) -> None:
-    """The driver keeps local memory for every thread that can be resident, for any grid."""
+    # The driver keeps local memory for every thread that can be resident, for any grid.
     threads = limits.processors * limits.sm_threads
     needed, free = threads * kernel.local_bytes, limits.free_bytes + threads * held_local
     if needed > free:
-        raise LaunchError(
+        yield (
             f"{kernel.local_bytes:,} bytes of local memory a thread, {needed / 2**30:.2f} GiB for "
             f"the {threads:,} threads that {limits.where} can hold, and {free / 2**30:.2f} GiB are "
             "free; make arrays in the kernel smaller, or free memory (device.empty_cache())"
         )
+
+
+def _of_cluster(
+    kernel: Resources,
+    limits: Limits,
+    grid: tuple[int, int, int],
+    shape: tuple[int, int, int] | None,
+) -> Iterator[str]:
+    if shape is None:
+        return
+    if kernel.cluster not in (None, shape):
+        yield f"cluster is {shape}, and the source fixes it at {kernel.cluster} (__cluster_dims__)"
+    if limits.arch < CLUSTER_ARCH and shape != (1, 1, 1):
+        yield (
+            f"cluster {shape} needs compute capability 9.0, and {limits.where} has "
+            f"{limits.arch / 10:.1f}; launch without clusters"
+        )
+    if math.prod(shape) > CLUSTER_BLOCKS:
+        yield (
+            f"cluster {shape} has {math.prod(shape):,} blocks, and at most {CLUSTER_BLOCKS} are "
+            "allowed; use smaller clusters"
+        )
+    for axis, whole, part in zip("xyz", grid, shape):
+        if whole % part:
+            yield (
+                f"grid.{axis} is {whole:,}, which is no multiple of cluster.{axis} = {part}; round "
+                "it up, and let the blocks beyond the end do nothing"
+            )

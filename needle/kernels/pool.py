@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -32,7 +33,7 @@ import numpy as np
 from needle import _C
 from needle.kernels import kernelbench
 from needle.kernels.cases import Case, Launch, Reference, Tolerance, both, whole
-from needle.kernels.compile import Compiled, Entry, reads_files
+from needle.kernels.compile import Compiled, Entry
 from needle.kernels.kernelbench import KernelExecResult, Problem
 from needle.kernels.limits import Size
 from needle.kernels.process import START_SECONDS, Device, Message, Process
@@ -46,7 +47,8 @@ FAULTS = "illegal_address misaligned_address assertion launch_failure timeout cr
 SLOWER = 10  # times as long as a plain run may take under compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIME_SECONDS = 0.5  # that the timed calls of a case take
-KEPT_CODES = 256  # compiled kernels that the pool keeps
+KEPT_CODES = 256  # compiled kernels that the pool keeps, of sources without headers of their own
+OWN_HEADER = re.compile(r"#\s*include\s*(?!\s|<[^/])")
 NO_GPU = -1  # the number of the device that is none
 RESOURCES = ("registers", "shared_bytes", "local_bytes", "max_threads")
 
@@ -110,7 +112,7 @@ class Job:
             code = code or self.blocks[0]
             self.entry: Entry = Compiled.unpack(code)[entry]
             self.resources |= {name: getattr(self.entry, name) for name in RESOURCES}
-            if not reads_files(source):
+            if not OWN_HEADER.search(source):
                 codes[key] = code
             if len(codes) > KEPT_CODES:
                 codes.pop(next(iter(codes)), None)
@@ -410,7 +412,11 @@ class Pool:
         whole("trials", trials, 1)
         both(tolerance)
         if isinstance(reference, Reference):
-            reference = self._outputs(reference, cases, trials)
+            found, reference = self._outputs(reference, cases, trials)
+            if found.status == "device_lost":
+                return found
+            if found.status != "ok":
+                raise ReferenceFails(f"reference: it fails: {found.status}: {found.message}")
 
         def do(job: Job) -> Result:
             timings: list[Timing] = []
@@ -427,9 +433,11 @@ class Pool:
 
         return self._job(source, entry, do)
 
-    def _outputs(self, kernel: Reference, cases: Sequence[Case], trials: int) -> Callable[..., Any]:
-        """Run the kernel that is right on all cases and trials. Return a function that gives its
-        outputs, in this order."""
+    def _outputs(
+        self, kernel: Reference, cases: Sequence[Case], trials: int
+    ) -> tuple[Result, Callable[..., Any]]:
+        """Run the kernel that is right on all cases and trials. Return the last result, and a
+        function that gives its outputs, in this order."""
         found: list[tuple[np.ndarray, ...]] = []
 
         def do(job: Job) -> Result:
@@ -441,11 +449,8 @@ class Pool:
                     found.append(result.outputs)
             return result
 
-        result = self._job(kernel.source, kernel.entry, do)
-        if result.status != "ok":
-            raise ReferenceFails(f"reference: it fails: {result.status}: {result.message}")
-        right = iter(found)
-        return lambda *inputs: next(right)
+        result, right = self._job(kernel.source, kernel.entry, do), iter(found)
+        return result, lambda *inputs: next(right)
 
     # ---- health, cleanup, reset ------------------------------------------------------------------
 
@@ -515,9 +520,7 @@ def _names(devices: Sequence[int] | None) -> dict[int, str]:
 
 def _check_cases(cases: Sequence[Case], reference: Right | Reference) -> None:
     """TypeError and ValueError for wrong ones, before a process is taken."""
-    for number, case in enumerate(cases):
-        if not isinstance(case, Case):
-            raise TypeError(f"cases[{number}]: must be a Case, not {type(case).__name__}")
+    for case in cases:
         Launch(case)
     if not cases:
         raise ValueError("cases: there must be one at least")

@@ -13,6 +13,7 @@ can. It listens on loopback; other machines come by ssh, or through a proxy that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import statistics
@@ -30,7 +31,7 @@ from msgspec import Meta, Struct
 
 from needle.kernels.cases import Case, InOut, Out, Random, Reference, host_array, readable
 from needle.kernels.kernelbench import Problem
-from needle.kernels.pool import TOOLS, Pool, ReferenceFails, Result
+from needle.kernels.pool import NO_GPU, TOOLS, Pool, ReferenceFails, Result
 from needle.safetensors import pack, unpack
 
 HEADER_BYTES = 256 << 10  # JSON of the arrays' safetensors header
@@ -259,19 +260,20 @@ class Service:
             said = f"{self.waiting} jobs wait, and so many may (--queue)"
             raise web.HTTPTooManyRequests(text=said, headers={"Retry-After": "1"})
         came = time.monotonic()
-        self.waiting += 1
-        try:
-            job, arrays = await read_request(request)
-            await self.devices.acquire()
-        finally:
-            self.waiting -= 1
-        self.running += 1
-        began = time.monotonic()
-        try:
-            result: Any = await asyncio.to_thread(do, job, self.pool, arrays)
-        finally:
-            self.running -= 1
-            self.devices.release()
+        async with contextlib.AsyncExitStack() as held:
+            self.waiting += 1
+            try:
+                job, arrays = await read_request(request)
+                if isinstance(job, Problem) or NO_GPU not in self.pool.devices:  # else: refused
+                    await held.enter_async_context(self.devices)
+            finally:
+                self.waiting -= 1
+            self.running += 1
+            began = time.monotonic()
+            try:
+                result: Any = await asyncio.to_thread(do, job, self.pool, arrays)
+            finally:
+                self.running -= 1
         if self.pool.closed:
             raise web.HTTPServiceUnavailable(text="the service ends")
         seconds = {"queued": began - came, "ran": time.monotonic() - began}

@@ -19,21 +19,13 @@ from needle.kernels import pool as pool_module
 
 pytestmark = pytest.mark.slow
 
-# ---- outputs -------------------------------------------------------------------------------------
-
-
-def test_run_returns_outputs_and_resources(pool):
-    result = run(pool, "scale", X.reshape(2, 3), Out((2, 3)), np.float32(0.5), 6)
-    assert (result.status, result.device, result.explanation) == ("ok", 0, "")
-    (y,) = result.outputs
-    assert (y == X.reshape(2, 3) / 2).all() and y.dtype == np.float32
-    compiled = {"registers": 16, "shared_bytes": 0, "local_bytes": 0, "max_threads": 1024}
-    assert result.resources == compiled | {"occupancy": 0.5, "blocks_per_sm": 2}
+# ---- a run ---------------------------------------------------------------------------------------
 
 
 def test_run_returns_arrays_that_the_kernel_writes(pool):
     n = np.arange(5, dtype=np.int32)
     for entry, args, expected in (
+        ("scale", [X.reshape(2, 3), Out((2, 3)), np.float32(0.5), 6], X.reshape(2, 3) / 2),
         ("increment", [n], n + 1),
         ("scale_c", [X, InOut(np.zeros(6, np.float32)), 2.0, 6], 2 * X),
         ("scale", [array([1.0, 2.0], device=cpu()), Out(2), 3.0, 2], [3, 6]),
@@ -45,7 +37,10 @@ def test_run_returns_arrays_that_the_kernel_writes(pool):
         with naming(entry, expected):
             result = run(pool, entry, *args)
             assert (result.status, result.message) == ("ok", "")
+            assert (result.device, result.explanation) == (0, "")
             np.testing.assert_array_equal(result.outputs[0], expected)
+    compiled = {"registers": 16, "shared_bytes": 0, "local_bytes": 0, "max_threads": 1024}
+    assert result.resources == compiled | {"occupancy": 0.5, "blocks_per_sm": 2}
     assert n[0] == 0
     assert run(pool, "scale_c", X, np.zeros(6, np.float32), 2.0, 6).outputs == ()
 
@@ -71,19 +66,11 @@ def test_printed_text_is_cut_and_is_no_answer(pool):
     assert result.status == "ok" and '"illegal_address"' in result.printed
 
 
-def test_memory_of_a_job_is_limited(pool, monkeypatch):
+def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
+    """The last column: whether the process is counted as one that a fault has ended."""
     monkeypatch.setattr(pool, "memory", 1 << 20)
-    assert_next_is_right(pool)
-    result = run(pool, "scale", X, Out(1 << 18), 1.0, 6)
-    assert result.status == "out_of_memory" and "of 1,048,576 (memory=)" in result.message
-    monkeypatch.setattr(pool, "memory", None)
-    assert run(pool, "scale", X, Out(1 << 50), 1.0, 6).status == "out_of_memory"
-
-
-# ---- faults, and the job after them --------------------------------------------------------------
-
-
-def test_faults_have_a_status_and_the_next_job_is_right(pool, monkeypatch):
+    end, const = "4 bytes were written after its end, the first 0 bytes after it", "it is const, an"
+    unwritten = "2 of 500 elements (the first at [498]) were not written"
     for entry, args, status, said, fault in (
         ("fails", [0], "illegal_address", "k: cu", True),
         ("fails", [6], "invalid_launch", "k: cu", False),
@@ -93,6 +80,14 @@ def test_faults_have_a_status_and_the_next_job_is_right(pool, monkeypatch):
         ("breaks", [], "crashed", "exited with code 1", True),
         ("hangs", [], "timeout", "no answer after 0.4 s", True),
         ("stops", [], "timeout", "the process was killed", True),
+        ("outside", [X, Out(6), 24], "out_of_bounds", end, False),
+        ("changes_const", [X, Out(6)], "out_of_bounds", const, False),
+        ("leaves_out", [Out(500), 498], "wrong_result", unwritten, False),
+        ("leaves_out", [Out(500, "float16"), 498], "wrong_result", unwritten, False),
+        ("leaves_out", [Out(500, "int64"), 498], "wrong_result", unwritten, False),
+        ("leaves_out", [Out(500, "uint8"), 498], "ok", "", False),  # they may equal the pattern
+        ("scale", [X, Out(1 << 18), 1.0, 6], "out_of_memory", "of 1,048,576 (memory=)", False),
+        ("absent", [], "compile_error", "absent", False),
     ):
         with naming(entry, *args):
             faults = pool.state()[0]["faults"]
@@ -100,40 +95,30 @@ def test_faults_have_a_status_and_the_next_job_is_right(pool, monkeypatch):
                 if status == "timeout":
                     patched.setattr(pool, "timeout", SHORT)
                 result = run(pool, entry, *args)
-            assert result.status == status and said in result.message and result.outputs == ()
+            assert result.status == status and said in result.message
+            wrote = status in ("ok", "out_of_bounds", "wrong_result")
+            assert len(result.outputs) == wrote and X[1] == 1
             assert pool.state()[0]["faults"] == faults + fault
             assert_next_is_right(pool)
+    monkeypatch.setattr(pool, "memory", None)
+    assert run(pool, "scale", X, Out(1 << 50), 1.0, 6).status == "out_of_memory"
 
 
-def test_each_job_has_a_process_of_its_own_that_is_killed(pool):
-    pids = {int(run(pool, "who", Out(1, "int32")).outputs[0][0]) for _ in range(3)}
-    assert len(pids) == 3
-    for pid in pids:
-        wait_until_gone(pid)
-
-
-def test_an_idle_process_that_is_killed_is_replaced(pool):
-    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
-    killed = pool.state()[0]["ready"]
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: len({*pool.state()[0]["ready"]} - {*killed}) == 2)
+def test_failure_of_compiling_has_a_status(pool, monkeypatch):
+    for source, status, said in (
+        ("def k(:", "compile_error", "kernel.py(1): error"),
+        ("# kill the compiler", "crashed", "ended by SIGSEGV"),
+        ("# hang the compiler", "timeout", "no answer after 0.3 s"),
+    ):
+        with naming(source), monkeypatch.context() as patched:
+            if status == "timeout":
+                patched.setattr(pool_module, "COMPILE_SECONDS", 0.3)
+            result = pool.run(source, "k", 1, 1, [])
+            assert result.status == status and said in result.message
     assert_next_is_right(pool)
 
 
-def test_failures_of_compiling_have_a_status(pool, monkeypatch):
-    result = pool.run("def broken(:", "broken", 1, 1, [])
-    assert result.status == "compile_error" and "kernel.py(1): error" in result.message
-    assert pool.run(SOURCE, "absent", 1, 1, []).status == "compile_error"
-    with monkeypatch.context() as patched:
-        patched.setattr(pool_module, "COMPILE_SECONDS", 0.3)
-        assert pool.run("# hang the compiler", "k", 1, 1, []).status == "timeout"
-    result = pool.run("# kill the compiler", "k", 1, 1, [])
-    assert result.status == "crashed" and "ended by SIGSEGV" in result.message
-    assert_next_is_right(pool)
-
-
-def test_a_source_is_compiled_once_unless_it_reads_files(tmp_path):
+def test_source_is_compiled_once_unless_it_reads_files(tmp_path):
     log = tmp_path / "log"
     with FakePool.with_variable("FAKE_LOG", log)(devices=[0], timeout=SECONDS) as pool:
         for _ in range(2):
@@ -141,32 +126,6 @@ def test_a_source_is_compiled_once_unless_it_reads_files(tmp_path):
             assert pool.run(f'{SOURCE}\n#include "mine.h"', "who", 1, 1, [Out(1, "int32")])
     assert log.read_text().split().count("no_results") == 1
     assert log.read_text().split().count("who") == 2
-
-
-# ---- guard bands ---------------------------------------------------------------------------------
-
-
-def test_writes_out_of_bounds_are_named(pool):
-    for entry, args, said in (
-        ("outside", [24], "4 bytes were written after its end, the first 0 bytes after it"),
-        ("outside", [-4], "4 bytes were written before its start, the nearest 1 bytes before"),
-        ("changes_const", [], "it is const, and 1 of 6 elements (the first at [1]) were changed"),
-    ):
-        with naming(entry, *args):
-            result = run(pool, entry, X, Out(6), *args)
-            assert result.status == "out_of_bounds" and said in result.message
-            assert len(result.outputs) == 1 and X[1] == 1
-
-
-def test_unwritten_elements_are_named(pool):
-    """Those of small integers, which may equal the pattern, are not."""
-    for dtype in ("float32", "float16", "int64", "uint8"):
-        with naming(dtype):
-            result = run(pool, "leaves_out", Out(500, dtype), 498)
-            told = "2 of 500 elements (the first at [498]) were not written" in result.message
-            status = "ok" if dtype == "uint8" else "wrong_result"
-            assert (result.status, told) == (status, dtype != "uint8")
-            assert (result.outputs[0][:498] == 1).all()
 
 
 # ---- evaluating ----------------------------------------------------------------------------------
@@ -349,7 +308,6 @@ def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
             pool.run(source, entry, grid, 1, args, **more)
     for arguments, error, said in (
         ({"cases": []}, ValueError, "cases: there must be one"),
-        ({"cases": [(1, 1, [])]}, TypeError, r"cases\[0\]: must be a Case, not tuple"),
         ({"reference": []}, ValueError, "reference: 0 for 1 cases"),
         ({"reference": iter([X])}, TypeError, "reference: must be a function, a Reference, or"),
         ({"tolerance": "x"}, ValueError, "tolerance: must be a number"),
@@ -429,11 +387,19 @@ def alone(grid, block, busy: "int*"):
     assert [job.result(60).outputs[0][0] for job in jobs] == [0] * 3
 
 
-def test_a_spare_needs_no_start(pool):
-    for _ in range(2):  # it is replaced once the device is idle
-        wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
-        ready = pool.state()[0]["ready"]
-        assert int(run(pool, "who", Out(1, "int32")).outputs[0][0]) in ready
+def test_each_job_has_a_process_that_was_ready_and_is_killed(pool):
+    """One that is killed while it waits is replaced."""
+    ready = lambda: pool.state()[0]["ready"]
+    for killed in ([], [], [0], [0, 1]):
+        wait_for(lambda: len(ready()) == 2)
+        before = ready()
+        for number in killed:
+            os.kill(before[number], signal.SIGKILL)
+            wait_for(lambda pid=before[number]: pid not in ready())
+        pid = int(run(pool, "who", Out(1, "int32")).outputs[0][0])
+        wait_until_gone(pid)
+        assert killed or pid in before
+        assert pid not in [before[number] for number in killed]
 
 
 def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):

@@ -40,6 +40,9 @@ CASE = {"grid": 1, "block": [32, 1, 1], "args": [{"array": "x"}, OUT, 2.0, 6]}
 JOB = {"source": SOURCE, "entry": "scale", "cases": [CASE]}
 JUDGED = JOB | {"cases": [CASE | {"args": [DRAWN, OUT, 2.0, 6]}], "trials": 2, "time": False}
 REFERENCE = {"source": SOURCE, "entry": "scale"}
+BYTES = {"shape": [1], "dtype": "uint8", "out": True}
+PROBLEM = {"original_model_src": "a", "custom_model_src": "b"}
+MADE = KernelExecResult(True, True, {"hardware": "H"}, 1.5, speedup=2.0)
 SIMPLE = {"source": "any", "entry": "k", "cases": [{"grid": 1, "block": 1, "args": []}]}
 
 
@@ -63,7 +66,7 @@ class MadeUpPool:
 
     def evaluate(self, problem):
         self.calls.append(problem)
-        return KernelExecResult(True, True, {"hardware": "H"}, 1.5, speedup=2.0)
+        return MADE
 
     def state(self):
         facts = {"name": "H", "uuid": "GPU-1"}
@@ -155,56 +158,41 @@ def fake():
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
-def test_a_right_kernel_returns_its_outputs(fake):
-    inout = {"array": "y", "inout": True}
+def test_job_has_its_status_and_its_outputs(fake):
+    case, inout = {"grid": 1, "block": 1}, {"array": "y", "inout": True}
     untyped = {"entry": "scale_c", "cases": [CASE | {"args": [{"array": "x"}, inout, 2.0, 6]}]}
-    for job in (JOB, JOB | untyped):
-        status, answer = fake.evaluate(job | {"outputs": True}, x=X, y=0 * X)
-        assert (status, answer["status"], answer["message"], answer["device"]) == (200, "ok", "", 0)
-        got = safetensors.numpy.load(base64.b64decode(answer["outputs"], validate=True))
-        assert got.keys() == {"0"} and (got["0"] == 2 * X).all()
-    assert answer["resources"]["registers"] == 16 and 0 <= answer["seconds"]["ran"] < 60
-
-
-def test_each_kind_of_job_is_answered(fake):
-    case = {"grid": 1, "block": 1}
     wrong = {"source": SOURCE.replace("= a * x", "= 2.125 * x"), "entry": "scale"}
     timed = {"reference": REFERENCE, "tolerance": [0, 0], "trials": 1, "time": True}
-    for job, status, said in (
-        (JOB | {"cases": [CASE | {"expected": ["y"]}], "time": False}, "ok", ""),
-        (JOB | {"cases": [CASE | {"expected": ["x"]}]}, "wrong_result", "case 0, trial 0"),
-        (JUDGED | {"reference": REFERENCE}, "ok", ""),
-        (JUDGED | timed, "ok", ""),
-        (JUDGED | {"reference": wrong}, "wrong_result", "case 0, trial 0"),
-        (JOB | {"source": "def k(:"}, "compile_error", "kernel.py(1)"),
-        (JOB | {"entry": "fails", "cases": [case | {"args": [0]}]}, "illegal_address", "k: cu"),
-        (JOB | {"entry": "types", "cases": [case | {"args": [OUT, {"bytes": "0f"}]}]}, "ok", ""),
+    for job, status, said, outputs in (
+        (JOB, "ok", "", [2 * X]),
+        (JOB | untyped, "ok", "", [2 * X]),
+        (JOB | {"cases": [CASE | {"expected": ["y"]}], "time": False}, "ok", "", [2 * X]),
+        (JOB | {"cases": [CASE | {"expected": ["x"]}]}, "wrong_result", "case 0, trial 0", [2 * X]),
+        (JUDGED | {"reference": REFERENCE}, "ok", "", None),
+        (JUDGED | timed, "ok", "", None),
+        (JUDGED | {"reference": wrong}, "wrong_result", "case 0, trial 0", None),
+        (JOB | {"source": "def k(:"}, "compile_error", "kernel.py(1)", []),
+        (JOB | {"entry": "fails", "cases": [case | {"args": [0]}]}, "illegal_address", "k: cu", []),
+        (
+            JOB | {"entry": "copies", "cases": [case | {"args": [BYTES, {"bytes": "0f"}]}]},
+            "ok",
+            "",
+            [[15]],
+        ),
     ):
         with naming(status, said):
-            code, answer = fake.evaluate(job, x=X, y=2 * X)
+            code, answer = fake.evaluate(job | {"outputs": True}, x=X, y=2 * X)
             assert (code, answer["status"]) == (200, status) and said in answer["message"], answer
             assert bool(answer["timing"]) == (status == "ok" and bool(job.get("time")))
+            got = safetensors.numpy.load(base64.b64decode(answer["outputs"], validate=True))
+            if outputs is not None:
+                assert got.keys() == {str(n) for n in range(len(outputs))}
+                assert all((got[str(n)] == array).all() for n, array in enumerate(outputs))
+    status, answer = fake.evaluate(JUDGED | {"reference": REFERENCE | {"entry": "absent"}})
+    assert status == 422 and "reference: it fails: compile_error" in answer["error"]["message"]
 
 
-def test_a_problem_of_kernelbench_is_passed_on(client):
-    problem = {"original_model_src": "a", "custom_model_src": "b", "num_correct_trials": 2}
-    status, answer = client.evaluate(problem)
-    assert client.service.pool.calls == [Problem("a", "b", num_correct_trials=2)]
-    assert (status, answer["compiled"], answer["correctness"]) == (200, True, True)
-    assert (answer["runtime"], answer["metadata"]) == (1.5, {"hardware": "H"})
-    assert client.ask("GET", "/statistics")[1]["jobs"] == {"ok": 1}
-    for more, said in (
-        ({"trials": 1}, "no field trials"),
-        ({"precision": "fp8"}, "precision"),
-        ({"seed_num": "x"}, "seed_num"),
-        ({"num_perf_trials": 0}, "1 or more"),
-    ):
-        with naming(more):
-            status, answer = client.evaluate(problem | more)
-            assert status == 400 and said in answer["error"]["message"]
-
-
-def test_an_answer_has_all_fields_of_a_result(client):
+def test_answer_has_all_fields_of_a_result(client):
     status, answer = client.evaluate(SIMPLE)
     figures = {"median": 1.0, "lower": 0.5, "upper": None, "calls": 3, "rate": None}
     more = {"device_rate": 2.0, "valid": True, "reason": "", "hints": []}
@@ -213,14 +201,33 @@ def test_an_answer_has_all_fields_of_a_result(client):
     texts = {"status": "ok", "message": "", "printed": "", "explanation": ""}
     rest = {"resources": {"registers": 5}, "deterministic": None, "device": -1}
     assert (status, answer) == (200, texts | rest)
+    status, answer = client.evaluate(PROBLEM | {"num_correct_trials": 2})
+    assert client.service.pool.calls == ["k", Problem("a", "b", num_correct_trials=2)]
+    assert (status, answer["compiled"], answer["correctness"]) == (200, True, True)
+    assert (answer["runtime"], answer["metadata"]) == (1.5, {"hardware": "H"})
+    assert client.ask("GET", "/statistics")[1]["jobs"] == {"ok": 2}
+
+
+def test_cuda_job_without_a_gpu_is_answered_while_a_problem_runs():
+    with FakePool(devices=[]) as pool, running(pool) as client:
+        go = threading.Event()
+        evaluate, pool.evaluate = pool.evaluate, lambda problem: go.wait(60) and MADE
+        runs = in_thread(client.evaluate, PROBLEM)
+        wait_for(lambda: client.service.running)
+        assert client.evaluate(JOB, x=X)[1]["status"] == "device_lost"
+        pool.evaluate = evaluate
+        answer = client.evaluate(JUDGED | {"reference": REFERENCE})[1]
+        assert answer["status"] == "device_lost" and "has no GPU" in answer["message"], answer
+        go.set()
+        assert runs.result(60)[0] == 200
 
 
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def changed(job, *path, to):
-    """Return a job with one place changed."""
-    value = json.loads(json.dumps(job))
+def changed(*path, to):
+    """Return JUDGED with one place changed."""
+    value = json.loads(json.dumps(JUDGED))
     inner = value
     for step in path[:-1]:
         inner = inner[step]
@@ -229,38 +236,41 @@ def changed(job, *path, to):
 
 
 ARG = ("cases", 0, "args", 0)
+(LAUNCH,) = SIMPLE["cases"]
 
 
 def test_wrong_jobs_are_refused_with_their_place(client):
     client.service.pool.evaluate = lambda *_: pytest.fail("a wrong job has come through")
-    for path, to, said in (
-        (("source",), 5, "`$.source`"),
-        (("entry",), "", "`$.entry`"),
-        (("cases",), [], "`$.cases`"),
-        (("cases",), [CASE] * 65, "`$.cases`"),
-        (("trials",), 51, "`$.trials`"),
-        (("cases",), [SIMPLE["cases"][0]] * 2, "without expected or reference, give one case"),
-        (("unknown",), 1, "unknown field `unknown`"),
-        (("sanitizer",), "memcheck --kill", "`$.sanitizer`"),
-        (("tolerance",), [1], "`$.tolerance`"),
-        (("reference",), {"source": "x"}, "`$.reference`"),
-        (("cases", 0, "grid"), 1.5, "`$.cases[0].grid`"),
-        (("cases", 0, "block"), [1] * 4, "`$.cases[0].block`"),
-        (("cases", 0, "shared"), -1, "`$.cases[0].shared`"),
-        (("cases", 0, "expected"), ["y"], "no array 'y' in the safetensors: none"),
-        (ARG, {}, "exactly one of array, shape, bytes"),
-        (ARG, {"array": "x", "bytes": "00"}, "exactly one of array, shape, bytes"),
-        (ARG, {"bytes": "xy"}, "non-hexadecimal"),
-        (ARG, OUT | {"dtype": "float8"}, "dtype 'float8'"),
-        (ARG, DRAWN | {"seed": -1}, "`$.cases[0].args[0].seed`"),
-    ):  # fmt: skip
-        with naming(path, to):
-            status, answer = client.evaluate(changed(JUDGED, *path, to=to))
-            assert status == 400 and said in answer["error"]["message"], answer
-            assert answer["error"]["status"] == 400
-    (case,) = SIMPLE["cases"]
-    status, answer = client.evaluate(SIMPLE | {"cases": [case | {"expected": []}, case]})
-    assert status == 400 and "give expected in each" in answer["error"]["message"]
+    for job, said in (
+        (changed("source", to=5), "`$.source`"),
+        (changed("entry", to=""), "`$.entry`"),
+        (changed("cases", to=[]), "`$.cases`"),
+        (changed("cases", to=[CASE] * 65), "`$.cases`"),
+        (changed("trials", to=51), "`$.trials`"),
+        (changed("unknown", to=1), "unknown field `unknown`"),
+        (changed("sanitizer", to="memcheck --kill"), "`$.sanitizer`"),
+        (changed("tolerance", to=[1]), "`$.tolerance`"),
+        (changed("reference", to={"source": "x"}), "`$.reference`"),
+        (changed("cases", 0, "grid", to=1.5), "`$.cases[0].grid`"),
+        (changed("cases", 0, "block", to=[1] * 4), "`$.cases[0].block`"),
+        (changed("cases", 0, "shared", to=-1), "`$.cases[0].shared`"),
+        (changed("cases", 0, "expected", to=["y"]), "no array 'y' in the safetensors: none"),
+        (changed(*ARG, to={}), "exactly one of array, shape, bytes"),
+        (changed(*ARG, to={"array": "x", "bytes": "00"}), "exactly one of array, shape, bytes"),
+        (changed(*ARG, to={"bytes": "xy"}), "non-hexadecimal"),
+        (changed(*ARG, to=OUT | {"dtype": "float8"}), "dtype 'float8'"),
+        (changed(*ARG, to=DRAWN | {"seed": -1}), "`$.cases[0].args[0].seed`"),
+        (SIMPLE | {"cases": [LAUNCH] * 2}, "without expected or reference, give one case"),
+        (SIMPLE | {"cases": [LAUNCH | {"expected": []}, LAUNCH]}, "give expected in each"),
+        (PROBLEM | {"trials": 1}, "no field trials"),
+        (PROBLEM | {"precision": "fp8"}, "precision"),
+        (PROBLEM | {"seed_num": "x"}, "seed_num"),
+        (PROBLEM | {"num_perf_trials": 0}, "1 or more"),
+    ):
+        with naming(said):
+            status, answer = client.evaluate(job)
+            assert status == 400 == answer["error"]["status"], answer
+            assert said in answer["error"]["message"], answer
 
 
 def test_bodies_that_are_no_job_are_refused(client):
@@ -294,12 +304,7 @@ def test_errors_of_the_pool_have_a_status(client, caplog):
     assert "KeyError" in caplog.text
 
 
-def test_a_reference_that_fails_is_a_wrong_request(fake):
-    status, answer = fake.evaluate(JUDGED | {"reference": REFERENCE | {"entry": "absent"}})
-    assert status == 422 and "reference: it fails: compile_error" in answer["error"]["message"]
-
-
-def test_a_full_queue_refuses_jobs_and_health_answers(client):
+def test_full_queue_refuses_jobs_and_health_answers(client):
     pool = client.service.pool
     sent = [in_thread(client.evaluate, SIMPLE | {"source": "wait"}) for _ in range(3)]
     wait_for(lambda: (client.service.running, client.service.waiting) == (1, 2))
@@ -320,7 +325,7 @@ ROUTES = [("GET", "/health"), ("GET", "/statistics"), ("POST", "/evaluate"), ("P
 ROUTES += [("POST", "/reset_gpu/0"), ("GET", "/nowhere"), ("OPTIONS", "*")]
 
 
-def test_every_route_needs_the_token(client):
+def test_every_route_needs_the_token_and_others_are_refused(client, caplog):
     for method, path in ROUTES:
         for value in (None, "Bearer x", f"Bearer {TOKEN}x", TOKEN, f"Basic {TOKEN}", "Bearer é"):
             with naming(method, path, value):
@@ -328,14 +333,18 @@ def test_every_route_needs_the_token(client):
                 assert status == 401 and answer["error"]["status"] == 401
                 assert headers["WWW-Authenticate"] == "Bearer"
     assert client.service.pool.calls == []
-
-
-def test_other_paths_and_methods_are_refused(client):
     status, answer, headers = client.ask("PUT", "/evaluate")
     assert (status, headers["Allow"]) == (405, "POST") and answer["error"]["status"] == 405
     for path in ("/", "/evaluate/", "/EVALUATE", "/../health", "/reset_gpu/x", "/reset_gpu/1"):
         method = "POST" if "reset" in path else "GET"
         assert client.ask(method, path)[0] == 404, path
+    caplog.clear()
+    with caplog.at_level("DEBUG"):
+        client.ask("GET", f"/health?token={TOKEN}")
+        client.ask("GET", "/no%0awhere", Authorization=f"Bearer {TOKEN}x")
+    lines = [r.getMessage() for r in caplog.records if r.name == "needle.kernels"]
+    assert TOKEN not in caplog.text and len(lines) == 2
+    assert lines[0].startswith("GET '/health' 200, ") and r"'/no\nwhere' 401" in lines[1]
 
 
 def test_health_has_the_figures_of_each_gpu(client, tmp_path, monkeypatch):
@@ -362,7 +371,7 @@ def test_health_has_the_figures_of_each_gpu(client, tmp_path, monkeypatch):
     assert (status, answer["status"], answer["uptime_seconds"] > 0) == (503, "device_lost", True)
 
 
-def test_statistics_count(client):
+def test_statistics_count_and_never_fall(fake, client):
     for _ in range(3):
         client.evaluate(SIMPLE)
     client.ask("GET", "/nowhere")
@@ -373,8 +382,6 @@ def test_statistics_count(client):
     device = {"device": 0, "name": "H", "faults": 2, "restarts": 5, "set_aside": None}
     assert answer["devices"] == [device] and answer["uptime_seconds"] > 0
 
-
-def test_counts_never_fall(fake):
     def counts():
         answer = fake.ask("GET", "/statistics")[1]
         device = answer["devices"][0]
@@ -389,19 +396,10 @@ def test_counts_never_fall(fake):
     assert all(b >= a for a, b in zip(after, counts()))
 
 
-def test_the_log_has_no_token_and_no_forged_line(client, caplog):
-    with caplog.at_level("DEBUG"):
-        client.ask("GET", f"/health?token={TOKEN}")
-        client.ask("GET", "/no%0awhere", Authorization=f"Bearer {TOKEN}x")
-    lines = [r.getMessage() for r in caplog.records if r.name == "needle.kernels"]
-    assert TOKEN not in caplog.text and len(lines) == 2
-    assert lines[0].startswith("GET '/health' 200, ") and r"'/no\nwhere' 401" in lines[1]
-
-
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def test_a_token_is_made_once_and_is_its_users_alone(tmp_path, monkeypatch):
+def test_token_is_made_once_and_is_its_users_alone(tmp_path, monkeypatch):
     path = tmp_path / "folder" / "token"
     token = read_secret(path, "token")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(token) >= 40
@@ -436,13 +434,16 @@ sys.exit(program.main(sys.argv[2:]))
 """
 
 
+FLAGS = "--devices 0 --queue 0 --max-body-bytes 20000 --spares 2 --memory 4096"
+
+
 def command(tmp_path, *flags) -> list[str]:
     words = ["serve", "--port", "0", "--timeout", "60", "--token-file", str(tmp_path / "token")]
     return [sys.executable, "-W", "error", "-c", STARTED, str(ROOT), *words, *flags]
 
 
 def test_the_program_serves_until_sigterm_which_ends_everything(tmp_path):
-    words = command(tmp_path, "--devices", "0")
+    words = command(tmp_path, *FLAGS.split())
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, **pipes) as process:
         said = process.stdout.readline() + process.stdout.readline()
@@ -450,8 +451,15 @@ def test_the_program_serves_until_sigterm_which_ends_everything(tmp_path):
         assert "arbitrary code" in said and port
         token = (tmp_path / "token").read_text().strip()
         client = Client(int(port[1]), token)
+        assert client.evaluate(SIMPLE, x=np.zeros(9999))[1]["error"]["limit"] == 20000
+        large = JOB | {
+            "cases": [CASE | {"args": [{"array": "x"}, OUT | {"shape": [1024]}, 2.0, 6]}]
+        }
+        assert "of 4,096 (memory=)" in client.evaluate(large, x=X)[1]["message"]
         hangs = in_thread(client.evaluate, SIMPLE | {"source": SOURCE, "entry": "hangs"})
         wait_for(lambda: client.ask("GET", "/health")[1]["running"])
+        wait_for(lambda: client.ask("GET", "/health")[1]["devices"][0]["ready"] == 2)
+        assert client.evaluate(SIMPLE)[1]["error"]["limit"] == 0
         pids = run("pgrep", "-P", process.pid).stdout.split()
         assert pids
         process.send_signal(signal.SIGTERM)
@@ -463,7 +471,7 @@ def test_the_program_serves_until_sigterm_which_ends_everything(tmp_path):
         wait_for(lambda pid=pid: state_of(int(pid)) is None)
 
 
-def test_it_does_not_start_unsafely(tmp_path):
+def test_program_does_not_start_unsafely(tmp_path):
     (tmp_path / "open").write_text("o" * 40)
     (tmp_path / "open").chmod(0o644)
     for flags, said in (
@@ -474,9 +482,6 @@ def test_it_does_not_start_unsafely(tmp_path):
             done = run(*command(tmp_path, *flags))
             assert done.returncode == 1 and done.stderr.startswith("needle: error: ")
             assert said in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_it_does_not_start_if_a_first_kernel_fails():
     for result in (Result("crashed", "no GPU"), Result("ok", outputs=([2.0],))):
         pool = MadeUpPool()
         pool.run = lambda *args, result=result: result
@@ -485,58 +490,23 @@ def test_it_does_not_start_if_a_first_kernel_fails():
 
 
 def test_wrong_flags_are_named(capsys, monkeypatch):
-    wrong = "--port 65536|--timeout 0|--timeout nan|--queue -1|--max-body-bytes 0|--spares x"
-    for flags in f"{wrong}|--devices 0,x|--token-file=|--nonsense".split("|"):
-        with naming(flags):
-            with pytest.raises(SystemExit) as caught:
-                program.main(["serve", *flags.split()])
-            flag = flags.split()[0].rstrip("=")
-            assert caught.value.code == 2 and flag in capsys.readouterr().err
+    for flags in "--port 65536|--timeout nan|--queue -1|--devices 0,x|--token-file=".split("|"):
+        with naming(flags), pytest.raises(SystemExit):
+            program.main(["serve", *flags.split()])
+        assert flags.split()[0].rstrip("=") in capsys.readouterr().err
+    assert program.parser().parse_args(["serve", "--devices", "cpu"]).devices == []
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     assert program.main(["serve"]) == 1
     assert "needs aiohttp and msgspec" in capsys.readouterr().err
 
 
-def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
-    made = {}
-
-    class NoPool(MadeUpPool):
-        def __init__(self, *args):
-            super().__init__()
-            made["pool"] = args
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            self.close()
-
-    def service(*args):
-        made["service"] = args[1:]
-        return type("Service", (), {"app": None})
-
-    monkeypatch.setattr(program, "Pool", NoPool)
-    monkeypatch.setattr(program, "check", lambda pool: None)
-    monkeypatch.setattr("needle.kernels.serve.Service", service)
-    monkeypatch.setattr(web, "run_app", lambda app, sock, **_: made.update(at=sock.getsockname()))
-    flags = "--port 0 --devices 2,0 --timeout 3 --spares 4 --memory 4096 --queue 5"
-    flags += f" --max-body-bytes 7 --token-file {tmp_path}/token"
-    assert program.main(["serve", *flags.split()]) == 0
-    assert made["pool"] == ([2, 0], 3.0, 4096, 4) and made["at"][0] == "127.0.0.1"
-    assert made["service"] == ((tmp_path / "token").read_text().strip(), 7, 5)
-    assert program.parser().parse_args(["serve", "--devices", "cpu"]).devices == []
-
-
-def test_the_job_of_the_docs_is_read():
-    text = re.search(r"```json\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)[1]
-    job = serve.read_job(text.encode())
+def test_job_and_unit_of_the_docs(tmp_path):
+    """The job is read; the unit's flags exist, and systemd accepts it."""
+    page = (ROOT / "docs/kernels.md").read_text()
+    job = serve.read_job(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1].encode())
     assert (job.entry, job.trials, job.outputs) == ("scale<float>", 5, True)
     assert job.cases[0].case({"x": X}).args[2:] == [2.0, 1000]
-
-
-def test_the_unit_of_the_docs(tmp_path):
-    """Its flags exist, and systemd accepts it."""
-    text = re.search(r"```ini\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)[1]
+    text = re.search(r"```ini\n(.*?)```", page, re.DOTALL)[1]
     words = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
     assert words[1] == "serve"
     assert program.parser().parse_args(words[1:]).token_file.name == "token"

@@ -1,5 +1,5 @@
-"""needle/kernels/signature.py and csrc/python/parameters.c: types read from symbols and texts, and
-arguments checked and packed, on the CPU. Needs no GPU and no compiler."""
+"""needle/kernels/signature.py and csrc/python/parameters.c: types read from symbols, and arguments
+checked and packed, on the CPU. Needs no GPU and no compiler."""
 
 import ctypes
 import gc
@@ -12,25 +12,25 @@ from harness import naming
 
 import needle as ndl
 from needle import _C
-from needle.kernels.signature import Signature, demangle, short_name
+from needle.kernels.signature import Signature, demangle, read_type, short_name
 from needle.testing import rounder
 
 HOST = ndl.cpu()
 
 
-def declared(text: str, sizes: list[int] | None = None) -> Signature:
-    """Lay each parameter out at the next offset that is a multiple of its size."""
-    sizes = [8] * len(text.split(",")) if sizes is None else sizes
-    layout, end = [], 0
-    for size in sizes:
+def parameters(text: str, sizes: list[int] | None = None) -> _C.Parameters:
+    """Those of a kernel `f`, each laid out at the next offset that is a multiple of its size."""
+    types = text.split(", ") if text else []
+    found, end = [], 0
+    for one, size in zip(types, [8] * len(types) if sizes is None else sizes):
         unit = min(size & -size, 16)
-        layout.append((-(-end // unit) * unit, size))
-        end = layout[-1][0] + size
-    return Signature.declared("f", text, layout)
+        found.append(read_type(one, -(-end // unit) * unit, size))
+        end = found[-1].offset + size
+    return _C.Parameters("f", Signature("f", tuple(found)).plan)
 
 
 def pack(text: str, sizes: list[int], *arguments) -> bytes:
-    return _C.Parameters("f", declared(text, sizes).plan).pack(HOST, arguments)
+    return parameters(text, sizes).pack(HOST, arguments)
 
 
 # ---- types ---------------------------------------------------------------------------------------
@@ -79,6 +79,12 @@ def test_types_that_are_not_read_are_checked_by_size():
             assert _C.Parameters("f", signature.plan)
 
 
+UNKNOWN = (
+    "float&", "float (&) [4]", "long double*", "float _Complex", "float* P::*", "void (*)(int)",
+    "decltype(nullptr)", "unsigned __int128", "run()::{lambda(int)#1}", "int", "",
+)  # fmt: skip
+
+
 def test_short_names():
     for symbol, name in (
         ("_ZN5inner4fillEPii", "inner::fill"),
@@ -91,87 +97,40 @@ def test_short_names():
             assert short_name(symbol) == name
 
 
-# Types that are not read, by their bytes.
-UNKNOWN = {
-    8: [
-        "float &r",
-        "float (&a)[4]",
-        "long double *",
-        "float _Complex",
-        "float* P::*",
-        "void (*f)(int)",
-        "decltype(nullptr)",
-    ],
-    16: ["unsigned __int128"],
-    4: ["run()::{lambda(int)#1}", "int n m"],
-}
-
-
-def test_declared_types():
-    for text, size, kind, dtype, written, alignment in (
-        ("const float*", 8, "array", "float32", False, 4),
-        ("const float *__restrict__ x", 8, "array", "float32", False, 4),
-        ("float *const x", 8, "array", "float32", True, 4),
-        ("half*", 8, "array", "float16", True, 2),
-        ("const nv_bfloat16 *", 8, "array", "bfloat16", False, 2),
-        ("unsigned *", 8, "array", "int32", True, 4),
-        ("long long int *", 8, "array", "int64", True, 8),
-        ("const float4 *", 8, "array", "float32", False, 16),
+def test_types_are_read():
+    for text, size, *expected in (
+        ("float const*", 8, "array", "float32", False, 4),
+        ("float volatile*", 8, "array", "float32", True, 4),
+        ("__half*", 8, "array", "float16", True, 2),
+        ("unsigned int*", 8, "array", "int32", True, 4),
+        ("float4 const*", 8, "array", "float32", False, 16),
         ("float3*", 8, "array", "float32", True, 4),
+        ("ulonglong2*", 8, "array", "int64", True, 16),
         ("__half2*", 8, "array", "float16", True, 4),
         ("double*", 8, "array", "uint8", True, 8),
         ("Mine*", 8, "array", "uint8", True, 1),
-        ("const void*", 8, "array", None, False, 1),
-        ("float *const *", 8, "array", "uint8", False, 1),
-        ("const float **", 8, "array", "uint8", True, 1),
-        ("int n", 4, "int", None, False, 1),
-        ("const unsigned n", 4, "uint", None, False, 1),
-        ("size_t", 8, "uint", None, False, 1),
-        ("uint8_t c", 1, "uint", None, False, 1),
-        ("struct Mine m", 24, "bytes", None, False, 1),
-        ("ns::Mine<float, 4> m", 24, "bytes", None, False, 1),
-        ("Pair<const float*, int> p", 16, "bytes", None, False, 1),
-        ("const __grid_constant__ CUtensorMap map", 128, "bytes", None, False, 1),
-        ("const float x[]", 8, "array", "float32", False, 4),
-        ("const int y[4][8]", 8, "array", "int32", False, 4),
-        ("const int (*__restrict__ y)[4]", 8, "array", "int32", False, 4),
-        ("half (*)[4][8]", 8, "array", "float16", True, 2),
-        ("float *const (*)[4]", 8, "array", "uint8", False, 1),
+        ("Pair<float const*, int>*", 8, "array", "uint8", True, 1),
+        ("void const*", 8, "array", None, False, 1),
+        ("float* const*", 8, "array", "uint8", False, 1),
+        ("float const**", 8, "array", "uint8", True, 1),
+        ("int const (*) [4]", 8, "array", "int32", False, 4),
+        ("__half (*) [4][8]", 8, "array", "float16", True, 2),
+        ("float* const (*) [4]", 8, "array", "uint8", False, 1),
+        ("unsigned int", 4, "uint", None, False, 1),
+        ("ns::Mine<float, 4>", 24, "bytes", None, False, 1),
+        ("Pair<float const*, int>", 16, "bytes", None, False, 1),
+        *((text, 8, "unknown", None, False, 1) for text in UNKNOWN),
     ):
         with naming(text):
-            (p,) = Signature.declared("f", text, [(0, size)]).parameters
-            assert (p.kind, p.dtype, p.written, p.alignment) == (kind, dtype, written, alignment)
-    for size, texts in UNKNOWN.items():
-        for text in texts:
-            with naming(text):
-                (p,) = Signature.declared("f", text, [(0, size)]).parameters
-                assert (p.kind, p.dtype, p.written, p.alignment) == ("unknown", None, False, 1)
-
-
-def test_a_declaration_must_fit_the_layout():
-    for text, layout, said in (
-        ("int", [], r"1 parameters are declared \(int\), and the .* code has 0, of no bytes"),
-        ("", [(0, 4)], r"f: 0 parameters are declared \(none\), and the machine code has 1, of 4"),
-        ("float*, int", [(0, 8), (8, 8)], r"parameter 1 is declared as int \(4 bytes\).* 8 bytes"),
-        ("float", [(0, 8)], r"parameter 0 is declared as float \(4 bytes\)"),
-        ("float*", [(0, 4)], r"parameter 0 is declared as float\* \(8 bytes\)"),
-    ):
-        with naming(text), pytest.raises(ValueError, match=said):
-            Signature.declared("f", text, layout)
-
-
-def test_no_parameters():
-    for text in ("", "void", "  "):
-        assert Signature.declared("f", text, []).parameters == ()
-    assert Signature.of_symbol("_Z1fv", []).parameters == ()
-    assert pack("", []) == b""
+            p = read_type(text, 0, size)
+            assert [p.kind, p.dtype, p.written, p.alignment] == expected
 
 
 # ---- numbers -------------------------------------------------------------------------------------
 
 CODES = {
     "char": "b", "signed char": "b", "unsigned char": "B", "short": "h", "unsigned short": "H",
-    "int": "i", "unsigned": "I", "long": "q", "unsigned long": "Q", "long long": "q",
+    "int": "i", "unsigned int": "I", "long": "q", "unsigned long": "Q", "long long": "q",
     "unsigned long long": "Q",
 }  # fmt: skip
 
@@ -222,7 +181,7 @@ def test_floats_of_16_bits_are_rounded_once():
     values = np.concatenate([values, -values])
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
-    half, brain = (_C.Parameters("f", declared(t, [2]).plan) for t in ("half", "nv_bfloat16"))
+    half, brain = (parameters(t, [2]) for t in ("__half", "__nv_bfloat16"))
     got = [half.pack(HOST, (value,)) for value in values]
     np.testing.assert_array_equal(np.frombuffer(b"".join(got), np.float16), halves)
     single = values[values == values.astype(np.float32)]  # the harness rounds those once
@@ -230,9 +189,9 @@ def test_floats_of_16_bits_are_rounded_once():
     got = [brain.pack(HOST, (value,)) for value in single]
     np.testing.assert_array_equal(np.frombuffer(b"".join(got), np.uint16), brains)
     # Just below the middle of 1 + 2^-7 and 1 + 2^-6, where float32 has the middle, which goes up.
-    low = pack("nv_bfloat16", [2], 1 + 2.0**-7 + 2.0**-8 - 2.0**-40)
+    low = pack("__nv_bfloat16", [2], 1 + 2.0**-7 + 2.0**-8 - 2.0**-40)
     assert low == struct.pack("<H", 0x3F81)
-    for kind in ("half", "nv_bfloat16"):
+    for kind in ("__half", "__nv_bfloat16"):
         bits = struct.unpack("<H", pack(kind, [2], float("nan")))[0]
         assert bits & 0x7C00 == 0x7C00 and bits & 0x3FF
 
@@ -261,7 +220,7 @@ def test_truth_and_structures():
 # ---- arrays --------------------------------------------------------------------------------------
 
 DTYPES = {
-    "float32": "float", "bfloat16": "nv_bfloat16", "float16": "half", "int32": "int",
+    "float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "int32": "int",
     "int64": "long", "uint8": "unsigned char", "bool": "bool", "uint16": "unsigned short",
 }  # fmt: skip
 
@@ -270,7 +229,7 @@ def test_arrays_of_each_dtype():
     for dtype in DTYPES:
         with naming(dtype):
             array = _C.array(np.ones(8), dtype=dtype)
-            for text in (f"const {DTYPES[dtype]}*", f"{DTYPES[dtype]} *", "void*"):
+            for text in (f"{DTYPES[dtype]} const*", f"{DTYPES[dtype]}*", "void*"):
                 assert pack(text, [8], array) == struct.pack("<Q", array._handle.ptr())
             other = next(name for name in DTYPES if name != dtype)
             said = rf"the array is {dtype}, and must be {other}; convert"
@@ -292,19 +251,18 @@ def test_tensors_and_contiguous_views_are_arrays():
     for view in (base[:, 1:], base.permute((1, 0)), base[::-1], base[0:1].broadcast_to((4, 4))):
         with pytest.raises(ValueError, match=r"parameter 0 \(float\*\): the array is a view that"):
             pack("float*", [8], view)
-    assert pack("const float4*", [8], base[1:])
+    assert pack("float4 const*", [8], base[1:])
     with pytest.raises(ValueError, match=r"begins 4 bytes past a multiple of 16, and must lie on"):
-        pack("const float4*", [8], base.reshape((16,))[1:])
+        pack("float4 const*", [8], base.reshape((16,))[1:])
     for thing in (None, [1.0], np.ones(3, np.float32), 3, "x", ndl.TensorTuple, object()):
         with pytest.raises(TypeError, match="must be an NDArray or a Tensor, not "):
             pack("float*", [8], thing)
 
 
 def test_an_array_must_be_on_the_kernels_device():
-    plan = declared("float*").plan
     with pytest.raises(RuntimeError, match="no such device"):
-        _C.Parameters("f", plan).pack(ndl.cpu(1), (_C.array([1.0]),))
-    assert _C.Parameters("f", plan).pack(None, (_C.array([1.0]),))
+        parameters("float*").pack(ndl.cpu(1), (_C.array([1.0]),))
+    assert parameters("float*").pack(None, (_C.array([1.0]),))
 
 
 def test_the_number_of_arguments_is_checked():
@@ -345,7 +303,7 @@ def test_a_symbol_without_types_checks_sizes():
 
 def test_arguments_are_packed_like_a_c_struct():
     """Against the layout of a C structure, filled with a pattern in between: zeros."""
-    text = "const float*, bool, short, double, char, Mine, half"
+    text = "float const*, bool, short, double, char, Mine, __half"
     sizes = [8, 1, 2, 8, 1, 12, 2]
     x = _C.array([1.0])
     got = pack(text, sizes, x, True, -2, 1.5, 7, b"m" * 12, 1.0)
@@ -363,15 +321,15 @@ def test_many_arguments_are_packed():
 
 
 def test_arguments_are_not_kept():
-    parameters = _C.Parameters("f", declared("float*, float*, int", [8, 8, 4]).plan)
+    taken = parameters("float*, float*, int", [8, 8, 4])
     x, t = _C.array([1.0]), ndl.Tensor([1.0])
     before = sys.getrefcount(x), sys.getrefcount(t.cached_data)
     for _ in range(10):
-        parameters.pack(HOST, (x, t, 3))
+        taken.pack(HOST, (x, t, 3))
         with pytest.raises(TypeError):
-            parameters.pack(HOST, (x, t, "no"))
+            taken.pack(HOST, (x, t, "no"))
         with pytest.raises(OverflowError):
-            parameters.pack(HOST, (x, t, 2**40))
+            taken.pack(HOST, (x, t, 2**40))
     gc.collect()
     assert (sys.getrefcount(x), sys.getrefcount(t.cached_data)) == before
 
