@@ -48,10 +48,6 @@ def spills(grid, block, x: "float const*", y: "float*"):
 def increment(grid, block, x: "int*"):
     x += 1
 
-def uneven(grid, block, x: "float const*", y: "float*"):
-    y[:] = 2 * x
-    y[x > 2.5] += 1
-
 def who(grid, block, pid: "int*"):
     pid[0] = os.getpid()
 
