@@ -141,28 +141,28 @@ class Job:
     def evaluate(
         self, case: Case, right: Any, tolerance: Tolerance, trials: int, time: bool
     ) -> Result:
-        """Run the trials of a case, the first one twice, and time all but that."""
+        """Run the trials of a case, the first one twice, and time all but that, or it alone."""
         times: list[float] = []
-        deterministic = None
-        before = before_that = None  # launches and outputs
-        for trial in (0, *range(trials)):
-            again = trial == 0 and before is not None
-            if not again:
-                launch = Launch(case, trial)
-                launch.message(self.entry)
-                expected = launch.right(right)
+        seconds = TIME_SECONDS / max(trials - 1, 1)
+        for trial in range(trials):
+            launch = Launch(case, trial)
+            launch.message(self.entry)
+            expected = launch.right(right)
             result = self.run(launch, self.pool.timeout)
             result = _compared(f"trial {trial}", result, launch, expected, tolerance)
-            if again and result.status == "ok":
-                deterministic = _same_bits(before_that, result.outputs)
-            if time and result.status == "ok" and (trial or (again and trials == 1)):
+            if trial == 0 and result.status == "ok":
+                first, before = result.outputs, launch
+                result = self.run(launch, self.pool.timeout)
+                result = _compared("trial 0", result, launch, expected, tolerance)
+                deterministic = _same_bits(first, result.outputs)
+            if time and result.status == "ok" and (trial > 0 or trials == 1):
                 warm = not launch.shares_with(before)
-                result = self.time(launch, warm, TIME_SECONDS / max(trials - 1, 1))
+                result = self.time(launch, warm, seconds)
                 result = _compared("timed", result, launch, expected, tolerance)
                 times += self.answer.get("times", ())
             if result.status != "ok":
                 return result
-            before, before_that = launch, result.outputs
+            before = launch
         result = replace(result, deterministic=deterministic)
         if not times:
             return result

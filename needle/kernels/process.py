@@ -231,7 +231,7 @@ class Device:
 
     def _fill_when_idle(self) -> None:
         with self.changed:
-            if not self.busy:  # else the end of that job asks again
+            if not self.those("used"):  # else the end of that job asks again
                 self.fill()
 
     def _kill(self, process: Process) -> None:

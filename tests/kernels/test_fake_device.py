@@ -212,7 +212,8 @@ assert repr(module) == "<module fill, gone on cuda()>"
 
 
 def test_a_way_to_launch_is_checked_once(fake):
-    """The last eight are remembered; a refused one is checked again."""
+    """The last eight are remembered; a refused one is checked again. The driver has the
+    occupancy."""
     fake("""
 def asked(n):
     fill(n, 32, x, 1, 4)
@@ -230,11 +231,6 @@ for keywords in ({"shared": 8}, {"cluster": 1}, {"cooperative": True}):
     assert log().count("limits") == 1
     fill(1, 32, x, 1, 4, **keywords)
     assert log().count("limits") == 0
-""")
-
-
-def test_a_check_has_the_occupancy_of_the_driver(fake):
-    fake("""
 report = fill.check(7, 250, shared=3000)
 assert (report.blocks_per_sm, report.resident, report.occupancy) == (3, 396, 3 * 256 / 2048)
 assert fill.check(132, 1024, cooperative=True).resident == 132
@@ -244,7 +240,7 @@ fill(132, 1024, x, 1, 4, cooperative=True)
 """)
 
 
-def test_refused_launches_count_nothing(fake):
+def test_launches_that_are_done_count_as_writes(fake):
     fake("""
 before = x.written
 for error, call in (
@@ -265,11 +261,6 @@ fill(1, 32, x, 1, 4)
 assert x.written == _C.writes(()) > before
 said = raised(ndl.CudaError, lambda: fill(1, 32, x, 1, -1))
 assert said == "fill: kernel launch: it refuses"
-""")
-
-
-def test_only_pointers_to_nonconst_count_as_written(fake):
-    fake("""
 for symbol, counts in (("_Z4fillPffi", 1), ("_Z4fillPKffi", 0), ("fill", 1)):
     its = Signature.of_symbol(symbol, [(0, 8), (8, 4), (12, 4)])
     kernel = kernels.Kernel(module, Entry(name="fill", symbol="fill", arch="90a", signature=its))
@@ -317,6 +308,16 @@ raised(Fails, lambda: _C.Graph(device, failing))
 assert log()[-3:] == ["graph freed", "synchronize", "unload 2"]
 kernels.load(compiled, device)["fill"](1, 32, x, 3, 4)
 assert log()[-1] == "unload 3"  # no graph holds it
+
+def make():  # a cycle, of which the graph goes before the code that it launches
+    fill = kernels.load(compiled, device)["fill"]
+    held = {}
+    def step():
+        held.get("kernel", fill)(1, 32, x, 3, 4)
+    held["kernel"], held["graph"] = fill, _C.Graph(device, step)
+
+make()
+assert log()[-3:] == ["graph freed", "synchronize", "unload 4"]
 """)
 
 
@@ -347,23 +348,6 @@ raised(Fails, broken.replay)  # the step's own error
 _C.sync_each_op(False)
 graph.replay()
 assert len(calls) == 3
-""")
-
-
-def test_a_cycle_through_a_graph_goes_in_order(fake):
-    """The garbage collector frees the graph before the code that it launches."""
-    fake("""
-def make():
-    fill = kernels.load(compiled, device)["fill"]
-    held = {}
-    def step():
-        held.get("kernel", fill)(1, 32, x, 3, 4)
-    held["kernel"], held["graph"] = fill, _C.Graph(device, step)
-
-del module, fill
-log()
-make()
-assert log()[-3:] == ["graph freed", "synchronize", "unload 1"]
 """)
 
 
@@ -399,22 +383,7 @@ assert "unload 2" not in free(ndl.cuda_reset)
     )
 
 
-def test_objects_from_before_a_reset_are_stale(fake):
-    fake("""
-before = device.generation, ndl.cpu().generation
-ndl.cuda_reset()
-assert (device.generation, ndl.cpu().generation) == (before[0] + 1, before[1])
-y = _C.empty((4,), "float32", device)
-for use in (lambda: fill(1, 32, y, 1, 4), lambda: kernels.Kernel(module, entry)):
-    assert "was made before cuda_reset(); make it anew" in raised(RuntimeError, use)
-log()
-del module, fill
-assert log() == []
-kernels.load(compiled, device)["fill"](1, 32, y, 1, 4)
-""")
-
-
-def test_modules_and_kernels_that_cannot_be_had(fake):
+def test_modules_and_kernels_that_cannot_be_had_or_are_stale(fake):
     fake("""
 import dataclasses
 bad = dataclasses.replace(compiled, cubin=b"bad code")
@@ -428,6 +397,16 @@ for arch, good in (("90", 1), ("90a", 1), ("80", 0), ("100", 0), ("91", 0), ("90
         assert good, arch
     except ValueError as error:
         assert not good and f"compiled for sm_{arch}, and cuda() is sm_90a" in str(error)
+before = device.generation, ndl.cpu().generation
+ndl.cuda_reset()
+assert (device.generation, ndl.cpu().generation) == (before[0] + 1, before[1])
+y = _C.empty((4,), "float32", device)
+for use in (lambda: fill(1, 32, y, 1, 4), lambda: kernels.Kernel(module, entry)):
+    assert "was made before cuda_reset(); make it anew" in raised(RuntimeError, use)
+log()
+del module, fill
+assert log() == []
+kernels.load(compiled, device)["fill"](1, 32, y, 1, 4)
 """)
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import textwrap
-import threading
 import time
 
 import numpy as np
@@ -386,34 +385,34 @@ def alone(grid, block, busy: "int*"):
 def test_each_job_has_a_process_that_was_ready_and_is_killed(pool):
     """One that is killed while it waits is replaced."""
     ready = lambda: pool.state()[0]["ready"]
-    for killed in ([], [], [0], [0, 1]):
+    for killed in (0, 0, 1, 2):
         wait_for(lambda: len(ready()) == 2)
-        before = ready()
-        for number in killed:
-            os.kill(before[number], signal.SIGKILL)
-            wait_for(lambda pid=before[number]: pid not in ready())
-        pid = int(run(pool, "who", Out(1, "int32")).outputs[0][0])
+        for pid in ready()[:killed]:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: pid not in ready())
+        wait_for(lambda: len(ready()) == 2)
+        before, pid = ready(), int(run(pool, "who", Out(1, "int32")).outputs[0][0])
+        assert pid in before
         wait_until_gone(pid)
-        assert killed or pid in before
-        assert pid not in [before[number] for number in killed]
 
 
 def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):
-    seen, timing = set(), threading.Event()
+    """One that starts before has started then."""
+    seen, (device,) = set(), pool.devices.values()
 
-    def watch(self, launch, warm, seconds):
-        self.device.settle()
-        timing.set()
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            seen.add(len(self.device.those("starting", "dying")))
-        return time_one(self, launch, warm, seconds)
+    def watch(self, message, arrays, seconds):
+        end = time.monotonic() + 0.3
+        while message is not None and message["do"] == "time" and time.monotonic() < end:
+            seen.add(len(device.those("starting", "dying")))
+        return ask(self, message, arrays, seconds)
 
-    time_one = pool_module.Job.time
-    monkeypatch.setattr(pool_module.Job, "time", watch)
-    assert_next_is_right(pool)
+    ask = process.Process.ask
+    wait_for(lambda: len(device.those("ready")) == 2)
+    os.kill(pool.state()[0]["ready"][1], signal.SIGKILL)
+    wait_for(lambda: device.those("starting"))
+    monkeypatch.setattr(process.Process, "ask", watch)
     assert evaluate(pool, "spills", [CASE], lambda x: x).status == "ok"
-    assert timing.is_set() and seen == {0}
+    assert seen == {0}
 
 
 def test_a_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
