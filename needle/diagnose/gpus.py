@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 
 from needle.diagnose.report import failed, show, trying
+from needle.kernels.toolkit import nvidia_smi
 
 RESET = (
     "end what runs on it, then `nvidia-smi --gpu-reset`, or a reboot; `dmesg | grep Xid` has more"
@@ -44,25 +43,9 @@ FIELDS += dict.fromkeys(field for field, _ in NOTED)
 HOLDERS = ["gpu_uuid", "pid", "process_name", "used_memory"]
 
 
-def ask(what: str, fields: list[str]) -> list[dict[str, str]]:
-    """Return the rows of a query, without the fields that this driver does not know; none without
-    nvidia-smi. RuntimeError where it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    said = (done.stdout + done.stderr).strip()
-    unknown = re.search(r'Field "(.*?)" is not a valid field', said)
-    if unknown and unknown[1] in fields:
-        return ask(what, [field for field in fields if field != unknown[1]])
-    if done.returncode:
-        raise RuntimeError(f"nvidia-smi: {said}")
-    return [dict(zip(fields, line.split(", "))) for line in done.stdout.splitlines()]
-
-
 def holders(uuid: str) -> list[str]:
     """Return the processes with a context on a GPU, as far as they are visible from here."""
-    rows = [row for row in ask("compute-apps", HOLDERS) if row["gpu_uuid"] == uuid]
+    rows = [row for row in nvidia_smi("compute-apps", HOLDERS) if row["gpu_uuid"] == uuid]
     return [f"process {r['pid']} ({r['process_name']}): {r['used_memory']} MiB" for r in rows]
 
 
@@ -70,7 +53,7 @@ def examine(count: str, wanted: str) -> None:
     """count: of the GPUs that CUDA counts. wanted: the UUID of the only one to examine; empty:
     all."""
     trying("nvidia-smi")
-    rows = ask("gpu", FIELDS)
+    rows = nvidia_smi("gpu", FIELDS)
     if not rows:
         show("GPUs", "note: their state is not known: nvidia-smi is not there, or shows none")
     for row in rows:

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import secrets
 import statistics
-import subprocess
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -32,12 +31,14 @@ from msgspec import Meta, Struct
 from needle.kernels.cases import Case, InOut, Out, Random, Reference, host_array, readable
 from needle.kernels.kernelbench import Problem
 from needle.kernels.pool import NO_GPU, TOOLS, Pool, ReferenceFails, Result
+from needle.kernels.toolkit import nvidia_smi
 from needle.safetensors import pack, unpack
 
 HEADER_BYTES = 256 << 10  # JSON of the arrays' safetensors header
 REMEMBERED = 1000  # jobs, for the medians
 SMI_SECONDS = 2.0
-FIGURES = "name,memory.total,memory.free,memory.used,temperature.gpu,utilization.gpu"
+FIELDS = "uuid name memory.total memory.free memory.used temperature.gpu utilization.gpu".split()
+NO_FIGURES = dict.fromkeys(("name", "memory", "temperature", "load"))
 HEADERS = ("Allow", "Retry-After", "WWW-Authenticate")
 log = logging.getLogger("needle.kernels")
 
@@ -173,29 +174,25 @@ def do(job: Job | Problem, pool: Pool, arrays: Mapping[str, Any]) -> Any:
 # ---- figures of the GPUs -------------------------------------------------------------------------
 
 
-def ask_nvidia_smi() -> tuple[dict[str, list[str]], str]:
-    """Return the figures of each GPU by its UUID, and why there are none."""
-    command = ["nvidia-smi", f"--query-gpu=uuid,{FIGURES}", "--format=csv,noheader,nounits"]
+def figures() -> tuple[dict[str, dict[str, Any]], str]:
+    """Return of each GPU by its UUID name, memory (bytes), temperature (degrees Celsius) and load
+    (percent), and why others have none."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {}, f"nvidia-smi: {error}"
-    rows = [line.split(", ") for line in done.stdout.splitlines()]
-    told = {row[0]: row[1:] for row in rows if len(row) == len(FIGURES.split(",")) + 1}
-    if not told:
-        return {}, f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}"
-    return told, "nvidia-smi does not list this GPU"
-
-
-def figures_of(told: list[str] | None, why: str) -> dict[str, Any]:
-    """Return name, memory (bytes), temperature (degrees Celsius) and load (percent)."""
-    if told is None:
-        return {"name": None, "memory": None, "temperature": None, "load": None, "why": why}
-    name, *texts = told
-    total, free, used, temperature, load = (int(t) if t.isdigit() else None for t in texts)
-    memory = {"total": total, "free": free, "used": used}
-    memory = {key: mib and mib << 20 for key, mib in memory.items()}
-    return {"name": name, "memory": memory, "temperature": temperature, "load": load, "why": None}
+        rows = nvidia_smi("gpu", FIELDS, SMI_SECONDS)
+    except (RuntimeError, OSError) as error:
+        return {}, str(error)
+    found = {}
+    for row in rows:
+        number = {name: int(text) if text.isdigit() else None for name, text in row.items()}
+        mib = {name: number.get(f"memory.{name}") for name in ("total", "free", "used")}
+        found[row["uuid"]] = {
+            "name": row.get("name"),
+            "memory": {name: value and value << 20 for name, value in mib.items()},
+            "temperature": number.get("temperature.gpu"),
+            "load": number.get("utilization.gpu"),
+            "why": None,
+        }
+    return found, "nvidia-smi does not list this GPU"
 
 
 # ---- the service ---------------------------------------------------------------------------------
@@ -289,12 +286,12 @@ class Service:
     async def health(self, request: web.Request) -> tuple[int, Any]:
         """Return 503 if no job can run."""
         state = self.pool.state()
-        told, why = await asyncio.to_thread(ask_nvidia_smi)
+        told, why = await asyncio.to_thread(figures)
         lost = all(one["set_aside"] is not None for one in state)
         devices = [
             {name: one[name] for name in ("device", "set_aside")}
             | {"ready": len(one["ready"])}
-            | figures_of(told.get(one["facts"].get("uuid")), why)
+            | told.get(one["facts"].get("uuid"), {**NO_FIGURES, "why": why})
             for one in state
         ]
         return 503 if lost else 200, {

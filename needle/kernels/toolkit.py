@@ -1,4 +1,4 @@
-"""The CUDA toolkit: where it may be installed, and where NVRTC, the headers and tools are.
+"""The CUDA toolkit: where it may be installed, where NVRTC, the headers and tools are; nvidia-smi.
 
 The build (building/choices.py) loads this file by its path before needle is built: it imports the
 standard library alone.
@@ -10,9 +10,12 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,3 +91,25 @@ def find_tool(name: str) -> str | None:
     home = os.environ.get("CUDA_HOME")
     places = [f"{home}/bin/{name}", *places] if home else places
     return next((place for place in places if place and os.access(place, os.X_OK)), None)
+
+
+def nvidia_smi(
+    what: str, fields: Sequence[str], seconds: float | None = None
+) -> list[dict[str, str]]:
+    """Return the rows of a query, without the fields that this driver does not know; none without
+    nvidia-smi. RuntimeError where it fails, or takes longer."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    options: dict = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, timeout=seconds, **options)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"nvidia-smi: {error}") from None
+    said = (done.stdout + done.stderr).strip()
+    unknown = re.search(r'Field "(.*?)" is not a valid field', said)
+    if unknown and unknown[1] in fields:
+        return nvidia_smi(what, [field for field in fields if field != unknown[1]], seconds)
+    if done.returncode:
+        raise RuntimeError(f"nvidia-smi: {said}")
+    return [dict(zip(fields, line.split(", "))) for line in done.stdout.splitlines()]
