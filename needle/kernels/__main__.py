@@ -11,15 +11,13 @@ from collections.abc import Sequence
 
 from needle.arguments import Parser, number, path, whole
 from needle.files import read_secret, settings_file
-from needle.kernels.cases import Out
-from needle.kernels.pool import NO_GPU, Pool
+from needle.kernels.pool import Pool
 from needle.processes import program
 
 WARNING = (
     "Compiling and running CUDA is running arbitrary code: a client with the token can do here "
     "what this user can."
 )
-FIRST_KERNEL = "__global__ void one(float *x) { *x = 1.0f; }"
 
 
 def devices(text: str) -> list[int]:
@@ -65,13 +63,6 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[4], family=address[0])
 
 
-def check(pool: Pool) -> None:
-    """Compile and run one kernel. RuntimeError."""
-    result = pool.run(FIRST_KERNEL, "one", 1, 1, [Out((1,))])
-    if result.status != "ok" or result.outputs[0][0] != 1:
-        raise RuntimeError(f"a first kernel does not run: {result.status}: {result.message}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
@@ -98,8 +89,8 @@ def start(args: argparse.Namespace) -> int:
         listen(args.host, args.port) as sock,
         Pool(args.devices, args.timeout, args.memory, args.spares) as pool,
     ):
-        if NO_GPU not in pool.devices:
-            check(pool)
+        for device in pool.devices:
+            pool.reset(device)  # RuntimeError if no process gets ready
         host, port = sock.getsockname()[:2]
         where = f"[{host}]" if ":" in host else host
         print(f"listening on http://{where}:{port}, token in {token_file}", flush=True)

@@ -261,7 +261,8 @@ class Service:
             self.waiting += 1
             try:
                 job, arrays = await read_request(request)
-                if isinstance(job, Problem) or NO_GPU not in self.pool.devices:  # else: refused
+                refused = isinstance(job, Job) and NO_GPU in self.pool.devices
+                if not refused:
                     await held.enter_async_context(self.devices)
             finally:
                 self.waiting -= 1

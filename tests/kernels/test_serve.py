@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -429,7 +429,6 @@ sys.path[:0] = [sys.argv[1] + "/tests/kernels", sys.argv[1] + "/tests", sys.argv
 from fake_pool import FakePool
 from needle.kernels import __main__ as program
 program.Pool = FakePool
-program.FIRST_KERNEL = 'def one(grid, block, x: "float*"): x[0] = 1'
 sys.exit(program.main(sys.argv[2:]))
 """
 
@@ -445,20 +444,19 @@ def command(tmp_path, *flags) -> list[str]:
 def test_the_program_serves_until_sigterm_which_ends_everything(tmp_path):
     words = command(tmp_path, *FLAGS.split())
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, **pipes) as process:
+    with subprocess.Popen(words, **pipes) as process, ExitStack() as failed:
+        failed.callback(process.kill)
         said = process.stdout.readline() + process.stdout.readline()
         port = re.search(r"^listening on http://127\.0\.0\.1:(\d+), token in ", said, re.MULTILINE)
         assert "arbitrary code" in said and port
         token = (tmp_path / "token").read_text().strip()
         client = Client(int(port[1]), token)
         assert client.evaluate(SIMPLE, x=np.zeros(9999))[1]["error"]["limit"] == 20000
-        large = JOB | {
-            "cases": [CASE | {"args": [{"array": "x"}, OUT | {"shape": [1024]}, 2.0, 6]}]
-        }
-        assert "of 4,096 (memory=)" in client.evaluate(large, x=X)[1]["message"]
+        large = JOB | {"cases": [LAUNCH | {"args": [OUT | {"shape": [1025]}]}]}
+        assert "of 4,096 (memory=)" in client.evaluate(large)[1]["message"]
+        wait_for(lambda: client.ask("GET", "/health")[1]["devices"][0]["ready"] == 3)
         hangs = in_thread(client.evaluate, SIMPLE | {"source": SOURCE, "entry": "hangs"})
         wait_for(lambda: client.ask("GET", "/health")[1]["running"])
-        wait_for(lambda: client.ask("GET", "/health")[1]["devices"][0]["ready"] == 2)
         assert client.evaluate(SIMPLE)[1]["error"]["limit"] == 0
         pids = run("pgrep", "-P", process.pid).stdout.split()
         assert pids
@@ -474,19 +472,15 @@ def test_the_program_serves_until_sigterm_which_ends_everything(tmp_path):
 def test_program_does_not_start_unsafely(tmp_path):
     (tmp_path / "open").write_text("o" * 40)
     (tmp_path / "open").chmod(0o644)
-    for flags, said in (
-        (["--host", "0.0.0.0"], "lets in other machines"),
-        (["--token-file", str(tmp_path / "open")], "chmod 600"),
+    for flags, broken, said in (
+        (["--host", "0.0.0.0"], "", "lets in other machines"),
+        (["--token-file", str(tmp_path / "open")], "", "chmod 600"),
+        (["--devices", "0"], str(tmp_path), "3 x + 1 is wrong for 4096"),
     ):
         with naming(*flags):
-            done = run(*command(tmp_path, *flags))
+            done = run(*command(tmp_path, *flags), FAKE_BROKEN=broken)
             assert done.returncode == 1 and done.stderr.startswith("needle: error: ")
             assert said in done.stderr and done.stderr.count("\n") == 1
-    for result in (Result("crashed", "no GPU"), Result("ok", outputs=([2.0],))):
-        pool = MadeUpPool()
-        pool.run = lambda *args, result=result: result
-        with pytest.raises(RuntimeError, match="a first kernel does not run"):
-            program.check(pool)
 
 
 def test_wrong_flags_are_named(capsys, monkeypatch):
