@@ -20,10 +20,10 @@ from typing import overload
 
 from needle._C import Device, cuda
 from needle.kernels.cases import Case, InOut, Out, Random, Reference
-from needle.kernels.compile import Compiled, CompileError, Entry, build
+from needle.kernels.compile import Compiled, CompileError, build
 from needle.kernels.kernel import Kernel, Module, arch_of, load
 from needle.kernels.kernelbench import KernelExecResult, Problem
-from needle.kernels.limits import LaunchError, LaunchReport
+from needle.kernels.limits import Entry, LaunchError, LaunchReport
 from needle.kernels.pool import Pool, Result
 from needle.kernels.timing import Timing
 

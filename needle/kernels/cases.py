@@ -11,9 +11,8 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.kernels.compile import Entry
 from needle.kernels.guard import itemsize
-from needle.kernels.limits import Size, whole_numbers
+from needle.kernels.limits import Entry, Size, whole_numbers
 from needle.kernels.process import Message
 
 # The dtypes that arrays of a job may have. NumPy has no bfloat16: it comes as an NDArray on the

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from needle.kernels import limits
-from needle.kernels.limits import LaunchReport, Resources, Size
+from needle.kernels.limits import Entry
 from needle.kernels.signature import Layout, Parameter, Signature, demangle, short_name
 from needle.kernels.toolkit import Toolkit, find_toolkit
 
@@ -75,29 +75,6 @@ def _nvrtc() -> _Nvrtc:
 
 
 # ---- compiled kernels ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry(Resources):
-    """A compiled kernel: its resources, its name as it was asked for, its symbol, signature, and
-    the architecture that it is compiled for."""
-
-    symbol: str
-    arch: str
-    signature: Signature
-
-    def check(
-        self,
-        grid: Size,
-        block: Size,
-        shared: int = 0,
-        cluster: Size | None = None,
-        cooperative: bool = False,
-    ) -> LaunchReport:
-        """Check a launch by what holds on every GPU of the code's architecture. LaunchError names
-        the limit."""
-        where = limits.of_arch(self.arch)
-        return limits.check(self, where, grid, block, shared, cluster, cooperative)
 
 
 @dataclass(frozen=True)

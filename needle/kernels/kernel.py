@@ -12,8 +12,8 @@ from needle import _C
 from needle._C import Device
 from needle.backend_ndarray import given_device
 from needle.kernels import limits
-from needle.kernels.compile import Compiled, Entry
-from needle.kernels.limits import LaunchReport, Size
+from needle.kernels.compile import Compiled
+from needle.kernels.limits import Entry, LaunchReport, Size
 from needle.kernels.signature import Signature
 
 # Bytes of local memory a thread that launches so far have made the driver keep on each device.

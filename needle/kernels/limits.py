@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from needle._C import CudaError
+from needle.kernels.signature import Signature
 
 Size = int | Sequence[int]  # of a grid, block or cluster: x, (x,), (x, y) or (x, y, z)
 
@@ -32,18 +33,34 @@ class LaunchError(CudaError):
 
 
 @dataclass(frozen=True)
-class Resources:
-    """Needs of a kernel. registers, local_bytes (stack and spilled registers): of a thread;
-    shared_bytes (static), max_threads (__launch_bounds__): of a block; block, cluster: sizes that
-    the source fixes."""
+class Entry:
+    """A compiled kernel: its name as it was asked for, its symbol, the architecture that it is
+    compiled for, its signature and its needs. registers, local_bytes (stack and spilled registers):
+    of a thread; shared_bytes (static), max_threads (__launch_bounds__): of a block; block, cluster:
+    sizes that the source fixes."""
 
     name: str
+    symbol: str
+    arch: str
+    signature: Signature
     registers: int = 0
     shared_bytes: int = 0
     local_bytes: int = 0
     max_threads: int = BLOCK_THREADS
     block: tuple[int, int, int] | None = None
     cluster: tuple[int, int, int] | None = None
+
+    def check(
+        self,
+        grid: Size,
+        block: Size,
+        shared: int = 0,
+        cluster: Size | None = None,
+        cooperative: bool = False,
+    ) -> LaunchReport:
+        """Check a launch by what holds on every GPU of the code's architecture. LaunchError names
+        the limit."""
+        return check(self, of_arch(self.arch), grid, block, shared, cluster, cooperative)
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,7 @@ def triple(what: str, size: Size, most: Sequence[int], remedy: str) -> tuple[int
 
 
 def check(
-    kernel: Resources,
+    kernel: Entry,
     limits: Limits,
     grid: Size,
     block: Size,
@@ -194,7 +211,7 @@ def _up(number: int, unit: int) -> int:
 
 
 def _of_block(
-    kernel: Resources, limits: Limits, block: tuple[int, int, int], threads: int
+    kernel: Entry, limits: Limits, block: tuple[int, int, int], threads: int
 ) -> Iterator[str]:
     if threads > BLOCK_THREADS:
         yield (
@@ -220,7 +237,7 @@ def _of_block(
         )
 
 
-def _of_memory(kernel: Resources, limits: Limits, shared: int, held_local: int) -> Iterator[str]:
+def _of_memory(kernel: Entry, limits: Limits, shared: int, held_local: int) -> Iterator[str]:
     if shared < 0:
         yield f"shared is {shared:,} bytes, and must be 0 or more"
     whole = kernel.shared_bytes + shared
@@ -241,10 +258,7 @@ def _of_memory(kernel: Resources, limits: Limits, shared: int, held_local: int) 
 
 
 def _of_cluster(
-    kernel: Resources,
-    limits: Limits,
-    grid: tuple[int, int, int],
-    shape: tuple[int, int, int] | None,
+    kernel: Entry, limits: Limits, grid: tuple[int, int, int], shape: tuple[int, int, int] | None
 ) -> Iterator[str]:
     if shape is None:
         return

@@ -25,7 +25,8 @@ import numpy as np
 
 from needle import _C
 from needle.kernels import worker
-from needle.kernels.compile import Compiled, Entry
+from needle.kernels.compile import Compiled
+from needle.kernels.limits import Entry
 from needle.kernels.signature import Parameter, Signature
 
 

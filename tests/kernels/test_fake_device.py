@@ -139,7 +139,8 @@ import gc, os, sys
 import numpy as np
 import needle as ndl
 from needle import _C, kernels
-from needle.kernels.compile import Compiled, Entry
+from needle.kernels.compile import Compiled
+from needle.kernels.limits import Entry
 from needle.kernels.signature import Signature
 
 def log():

@@ -6,7 +6,8 @@ from harness import naming
 
 import needle as ndl
 from needle.kernels import limits
-from needle.kernels.limits import LaunchError, Resources
+from needle.kernels.limits import Entry, LaunchError
+from needle.kernels.signature import Signature
 
 H, AMPERE = limits.of_arch("90a"), limits.of_arch("80")
 DEVICE = limits.Limits("cuda()", 90, 132, 2048, block_shared=232448, free_bytes=2**30)
@@ -30,8 +31,8 @@ E, T, V = LaunchError, TypeError, ValueError
 
 
 def checked(kernel, where, launch, **more):
-    needs = {"name": "f", "registers": 32, **kernel}
-    return limits.check(Resources(**needs), where, *launch, **more)
+    made = Entry("f", "f", "90a", Signature("f", ()), **{"registers": 32, **kernel})
+    return limits.check(made, where, *launch, **more)
 
 
 def six_blocks(threads: int, shared: int) -> int:
