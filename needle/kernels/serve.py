@@ -202,7 +202,7 @@ class Service:
     """The answers. body_bytes: of a request; queue: jobs that may wait, beyond one a device."""
 
     def __init__(self, pool: Pool, token: str, body_bytes: int = 64 << 20, queue: int = 16) -> None:
-        self.pool, self.token, self.queue, self.body_bytes = pool, token, queue, body_bytes
+        self.pool, self.token, self.queue = pool, token, queue
         self.devices = asyncio.Semaphore(len(pool.devices))
         self.waiting = self.running = 0
         self.started = time.monotonic()
@@ -244,8 +244,7 @@ class Service:
                 status, said = 500, "an error of the service itself: see its log"
         if said:
             self.refused[status] += 1
-            limit = {413: {"limit": self.body_bytes}, 429: {"limit": self.queue}}.get(status, {})
-            value = {"error": {"status": status, "message": said[:4000], **limit}}
+            value = {"error": {"status": status, "message": said[:4000]}}
         took = time.monotonic() - began
         log.info("%s %s %d, %.3f s", request.method, ascii(request.path)[:200], status, took)
         body = msgspec.json.encode(value, enc_hook=lambda number: number.item())
@@ -254,7 +253,7 @@ class Service:
 
     async def evaluate(self, request: web.Request) -> tuple[int, Any]:
         if self.waiting >= self.queue and self.devices.locked():
-            said = f"{self.waiting} jobs wait, and so many may (--queue)"
+            said = f"{self.waiting} jobs wait, and {self.queue} may (--queue)"
             raise web.HTTPTooManyRequests(text=said, headers={"Retry-After": "1"})
         came = time.monotonic()
         async with contextlib.AsyncExitStack() as held:
