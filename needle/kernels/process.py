@@ -59,7 +59,7 @@ def failure(status: str, error: BaseException) -> Message:
     return {"status": status, "message": (text or type(error).__name__)[:MESSAGE_LETTERS]}
 
 
-def serve(
+def answer_all(
     words: Sequence[str],
     begin: Callable[[], tuple[Message, Callable[[Message, list[bytes]], Answer]]],
 ) -> None:
@@ -179,6 +179,7 @@ class Device:
         self.fill()
 
     def those(self, *states: str) -> list[Process]:
+        """Return its processes in these states."""
         return [process for process in self.processes if process.state in states]
 
     def fill(self) -> None:

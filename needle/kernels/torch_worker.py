@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from needle.kernels.process import MESSAGE_LETTERS, Answer, Message, failure, serve
+from needle.kernels.process import MESSAGE_LETTERS, Answer, Message, answer_all, failure
 from needle.kernels.timing import FLUSH_BYTES
 
 HOST_MILLISECONDS = 0.05  # in which the host sees an idle device and records an event
@@ -233,7 +233,7 @@ def main(words: list[str]) -> None:
         name = torch.cuda.get_device_name(0) if CUDA else "CPU"
         return {"hardware": name, "device": str(DEVICE)}, Side().do
 
-    serve(words, begin)
+    answer_all(words, begin)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from needle.kernels import guard, timing
 from needle.kernels.cases import from_json
 from needle.kernels.compile import Compiled, build
 from needle.kernels.kernel import arch_of, load
-from needle.kernels.process import Answer, Message, failure, serve
+from needle.kernels.process import Answer, Message, answer_all, failure
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or
 # CUDA_ERROR_ILLEGAL_ADDRESS.
@@ -265,7 +265,7 @@ def main(words: list[str], gpu: Gpu | None = None) -> None:
         check(job, own)
         return {**device.properties(), "arch": own.arch(device)}, job.do
 
-    serve(words, begin)
+    answer_all(words, begin)
 
 
 if __name__ == "__main__":

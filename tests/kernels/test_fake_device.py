@@ -193,7 +193,7 @@ def fake(tmp_path_factory):
     return beside
 
 
-def test_a_launch_arrives_as_it_was_asked_for(fake):
+def test_launch_arrives_as_it_was_asked_for(fake):
     fake("""
 fill(3, (4, 5), x, 2.5, 4)
 fill((3, 2, 1), 32, x, 2.5, 4, shared=1 << 17, cluster=(3, 1), cooperative=True)
@@ -212,7 +212,7 @@ assert repr(module) == "<module fill, gone on cuda()>"
 """)
 
 
-def test_a_way_to_launch_is_checked_once(fake):
+def test_way_to_launch_is_checked_once(fake):
     """The last eight are remembered; a refused one is checked again. The driver has the
     occupancy."""
     fake("""
@@ -411,7 +411,7 @@ kernels.load(compiled, device)["fill"](1, 32, y, 1, 4)
 """)
 
 
-def test_it_waits_and_tells_where_that_is_asked_for(fake):
+def test_launch_waits_and_tells_where_that_is_asked_for(fake):
     fake("fill(1, 32, x, 1, 4)\nassert log()[-1] == 'synchronize'\n", NEEDLE_SYNC="1")
     done = fake("fill(1, 32, x, 1, 4)\n", NEEDLE_TRACE="1")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("needle: fill ")]

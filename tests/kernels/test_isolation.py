@@ -26,7 +26,7 @@ def pool():
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_name_and_the_next_job_is_right(pool, name):
+def test_fault_has_its_name_and_the_next_job_is_right(pool, name):
     result = inject(pool, name)
     good(pool)
     if name == "printf flood":
@@ -80,7 +80,7 @@ __global__ void k(const float* x, float* y) {
 
 
 @pytest.mark.parametrize("x", [Random(256), X[:256]], ids=["drawn", "given"])
-def test_a_kernel_that_remembers_gains_nothing(pool, x):
+def test_kernel_that_remembers_gains_nothing(pool, x):
     """A millisecond for each set of inputs that it does not know yet: for each timed call."""
     result = pool.evaluate(REMEMBERS, "k", [Case(1, 256, [x, Out(256)])], lambda x: 2 * x)
     assert (result.status, result.message) == ("ok", "")
@@ -131,14 +131,14 @@ def test_each_tool_reports_and_a_right_kernel_is_right_below_it(pool, tool, sour
 
 
 @needs_sanitizer
-def test_a_fault_is_explained(pool):
+def test_fault_is_explained(pool):
     fault = FAULTS["illegal read"]
     result = pool.run(fault.source, "k", 1, 32, fault.args, explain=True)
     assert result.status == "illegal_address"
     assert "Invalid __global__ read" in result.explanation and "kernel.cu" in result.explanation
 
 
-def test_the_example_of_the_docs(capsys):
+def test_example_of_the_docs(capsys):
     text = (ROOT / "docs" / "kernels.md").read_text()
     (code,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Random(" in b)
     exec(code, {})

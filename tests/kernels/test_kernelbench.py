@@ -83,7 +83,7 @@ def test_values_of_each_kind_travel_in_each_precision(pool, fewer_threads):
 
 
 @pytest.mark.parity
-def test_the_candidates_process_has_nothing_of_the_reference(pool, fewer_threads):
+def test_candidates_process_has_nothing_of_the_reference(pool, fewer_threads):
     """Neither its source nor its folder; and its files are gone with it."""
     source = CPU["right"].source + (
         "\nbeside = set(os.listdir()) - {'__pycache__'}"
@@ -95,12 +95,12 @@ def test_the_candidates_process_has_nothing_of_the_reference(pool, fewer_threads
 
 
 @pytest.mark.parity
-def test_a_reference_that_fails_is_a_wrong_call(pool, fewer_threads):
+def test_reference_that_fails_is_a_wrong_call(pool, fewer_threads):
     with pytest.raises(ValueError, match="original_model_src: failed: .*'Missing' is not defined"):
         pool.evaluate(Problem(REFERENCE.replace("nn.Linear", "Missing"), CPU["right"].source))
 
 
-def test_a_lost_device_is_a_result():
+def test_lost_device_is_a_result():
     with Pool(devices=[]) as pool:
         pool.devices[-1].lose("it is gone")
         result = pool.evaluate(problem(""))
@@ -118,7 +118,7 @@ def test_wrong_problems_are_named(pool, monkeypatch):
 
 
 @pytest.mark.parity
-def test_the_example_of_the_docs(fewer_threads, capsys):
+def test_example_of_the_docs(fewer_threads, capsys):
     text = (ROOT / "docs" / "kernels.md").read_text()
     (code,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Problem(" in b)
     names = {"reference": REFERENCE, "candidate": CPU["right"].source}

@@ -143,7 +143,7 @@ def test_sizes_arrive(own):
 # ---- limits of the device ------------------------------------------------------------------------
 
 
-def test_a_block_that_just_fits_by_registers_runs(own):
+def test_block_that_just_fits_by_registers_runs(own):
     """The most that the check allows, and it is no more than the hardware does."""
     wide = own["many_registers"]
     x = array(np.zeros((160, 64)))
@@ -222,7 +222,7 @@ def test_in_a_graph(own, device):
     np.testing.assert_array_equal(x.numpy(), np.full(1000, want))
 
 
-def test_a_graph_keeps_the_code_it_launches(device):
+def test_graph_keeps_the_code_it_launches(device):
     """It alone holds the module; its code is not overwritten by other code."""
     x = array(np.zeros(4))
     built = kernels.build("__global__ void bump(float *x) { x[threadIdx.x] += 1; }")
@@ -240,7 +240,7 @@ def test_a_graph_keeps_the_code_it_launches(device):
     del others
 
 
-def test_a_module_that_goes_while_a_graph_is_captured(device):
+def test_module_that_goes_while_a_graph_is_captured(device):
     x = array(np.zeros(4))
     built = kernels.build("__global__ void bump(float *x) { x[threadIdx.x] += 1; }")
     spare = [kernels.load(built, device) for _ in range(2)]
@@ -309,7 +309,7 @@ def raised(error, call):
 
 
 @pytest.mark.parametrize("sync", ["0", "1"])
-def test_a_fault_ends_the_process(sync):
+def test_fault_ends_the_process(sync):
     done = python(
         BEGIN
         + """

@@ -136,7 +136,7 @@ def evaluate(pool, entry, cases, reference=lambda x: 2 * x, source=SOURCE, **mor
     return pool.evaluate(source, entry, cases, reference, **{"trials": 3, **more})
 
 
-def test_a_right_kernel_is_timed(pool):
+def test_right_kernel_is_timed(pool):
     cases = [Case(1, 32, [Random(n), Out(n), 2.0, n]) for n in (100, 2000)]
     result = evaluate(pool, "scale", cases, lambda x, a, n: a * x)
     assert (result.status, result.message, len(result.timing)) == ("ok", "", 2)
@@ -341,7 +341,7 @@ def test_wrong_arguments_of_a_pool_are_named(monkeypatch, tmp_path):
         FakePool(devices=[0])
 
 
-def test_a_pool_without_a_gpu_says_so():
+def test_pool_without_a_gpu_says_so():
     import needle as ndl
 
     if not ndl.cuda().enabled():
@@ -352,7 +352,7 @@ def test_a_pool_without_a_gpu_says_so():
         pool.reset(-1)
 
 
-def test_a_process_sees_one_gpu_and_nothing_of_the_current_folder(monkeypatch, tmp_path):
+def test_process_sees_one_gpu_and_nothing_of_the_current_folder(monkeypatch, tmp_path):
     """Modules there have names of Python's own, and of those that a process imports."""
     for name in ("typing.py", "numpy.py", "json.py", "signature.py"):
         (tmp_path / name).write_text("raise SystemExit('of the current folder')")
@@ -367,7 +367,7 @@ def test_a_process_sees_one_gpu_and_nothing_of_the_current_folder(monkeypatch, t
 # ---- devices and their processes -----------------------------------------------------------------
 
 
-def test_a_device_runs_one_job_at_a_time(pool, tmp_path):
+def test_device_runs_one_job_at_a_time(pool, tmp_path):
     source = f"""
 def alone(grid, block, busy: "int*"):
     try: os.mkdir({str(tmp_path / "busy")!r})
@@ -419,7 +419,7 @@ def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):
         assert seen == {0}
 
 
-def test_a_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
+def test_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
     broken = tmp_path / "broken"
     broken.touch()
     with FakePool.with_variable("FAKE_BROKEN", broken)(devices=[0], timeout=SECONDS) as pool:
@@ -435,7 +435,7 @@ def test_a_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
             pool.reset(1)
 
 
-def test_a_device_that_the_driver_reports_lost_is_set_aside():
+def test_device_that_the_driver_reports_lost_is_set_aside():
     with FakePool(devices=[0, 1], timeout=SECONDS, spares=0) as pool:
         lost = run(pool, "fails", 1)
         assert lost.status == "device_lost" and "ECCUncorrectable" in lost.message
@@ -444,7 +444,7 @@ def test_a_device_that_the_driver_reports_lost_is_set_aside():
         assert run(pool, "no_results").device == 1 - lost.device  # on the other
 
 
-def test_a_process_that_outlives_sigkill_holds_its_device(monkeypatch):
+def test_process_that_outlives_sigkill_holds_its_device(monkeypatch):
     monkeypatch.setattr(process, "REAP_SECONDS", 0.1)
     with FakePool(devices=[0], timeout=SHORT, spares=0) as pool:
         with monkeypatch.context() as patched:

@@ -442,7 +442,7 @@ def command(tmp_path, *flags) -> list[str]:
     return [sys.executable, "-W", "error", "-c", STARTED, str(ROOT), *words, *flags]
 
 
-def test_the_program_serves_until_sigterm_which_ends_everything(tmp_path):
+def test_program_serves_until_sigterm_which_ends_everything(tmp_path):
     words = command(tmp_path, *FLAGS.split())
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, **pipes) as process, ExitStack() as failed:

@@ -37,7 +37,7 @@ def pack(text: str, sizes: list[int], *arguments) -> bytes:
 # ---- types ---------------------------------------------------------------------------------------
 
 
-def test_a_symbol_has_the_types_of_its_parameters():
+def test_symbol_has_the_types_of_its_parameters():
     """Symbols are mangled as by g++ (Itanium C++ ABI)."""
     symbol = "_Z5scaleI13__nv_bfloat16EvPKT_PS1_fx1P"
     assert demangle(symbol) == (
@@ -304,7 +304,7 @@ def test_arguments_are_not_kept():
     assert (sys.getrefcount(x), sys.getrefcount(t.cached_data)) == before
 
 
-def test_the_cpu_runs_no_kernels():
+def test_cpu_runs_no_kernels():
     assert not HOST.runs_kernels
     assert ndl.cuda().runs_kernels == ndl.cuda().enabled()
     with pytest.raises(ValueError, match="the CPU backend runs no kernels"):
