@@ -114,9 +114,9 @@ class LaunchReport:
 def of_arch(arch: str) -> Limits:
     """Return those that hold for every GPU of an architecture, "90a" as NVRTC names it after sm_.
     ValueError."""
-    if not re.fullmatch(r"\d{2,3}[af]?", str(arch)):
+    if not isinstance(arch, str) or not re.fullmatch(r"\d{2,3}[af]?", arch):
         raise ValueError(f'arch: must be one as "90a" or "80", not {arch!r}')
-    return Limits(f"sm_{arch}", int(str(arch).rstrip("af")))
+    return Limits(f"sm_{arch}", int(arch.rstrip("af")))
 
 
 def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
