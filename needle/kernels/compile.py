@@ -24,6 +24,9 @@ from needle.kernels.toolkit import Toolkit, find_toolkit
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
 DECLARED = "needle_declared"  # a kernel with the types that a user declares
 COMPILATION, BAD_OPTION = 6, 5  # of nvrtcResult
+# Options, and lines of a source, that make NVRTC read other files than the toolkit's headers.
+READING_OPTION = re.compile(r"-I|--?(pre-)?include|--?(use-)?pch")
+READING_LINE = re.compile(r"#\s*include\s*(?!\s|<[^/])")
 
 
 class CompileError(ValueError):
@@ -156,13 +159,25 @@ def build(
 
     source: the text; it may include the toolkit's headers. entries: names of kernels as C++ spells
     them, `scale<__nv_bfloat16>` makes the template so; none: every kernel that is no template.
-    options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64".
+    options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". The same
+    source, entries, arch and options are compiled once a process, unless they read other headers
+    than the toolkit's (-I, #include "mine.h"), which may have changed.
     CompileError has the log, with the lines of `source`; RuntimeError: there is no NVRTC.
     """
     if isinstance(options, str):
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
     limits.of_arch(arch)  # ValueError
-    names = [entries] if isinstance(entries, str) else [*entries]
+    names = (entries,) if isinstance(entries, str) else tuple(entries)
+    make = _build if reads_files(source, options) else _build_once
+    return make(source, names, arch, tuple(options))
+
+
+def reads_files(source: str, options: Sequence[str] = ()) -> bool:
+    """True if other files than the toolkit's headers may be read."""
+    return bool(READING_LINE.search(source)) or any(map(READING_OPTION.match, options))
+
+
+def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Compiled:
     code, ptx, log, symbols = _compile(source, names, arch, options)
     found = _resources(ptx, log)
     if not names:
@@ -183,11 +198,14 @@ def build(
         signature = Signature.of_symbol(symbol, layout)
         made[name] = Entry(name=name, symbol=symbol, arch=arch, signature=signature, **needs)
     log = PTXAS_INFO.sub("", log).strip()
-    return Compiled(arch, code, log, made, source, tuple(options))
+    return Compiled(arch, code, log, made, source, options)
+
+
+_build_once = functools.lru_cache(maxsize=256)(_build)
 
 
 def _compile(
-    source: str, names: list[str], arch: str, options: Sequence[str]
+    source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]
 ) -> tuple[bytes, str, str, dict[str, str]]:
     """Return (cubin, PTX, log, the symbol of each name)."""
     nvrtc, include = _nvrtc(), find_toolkit().include

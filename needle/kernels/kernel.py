@@ -89,16 +89,16 @@ class Module:
     def __init__(self, compiled: Compiled, device: Device) -> None:
         self.compiled, self.device = compiled, device
         self.code = _C.Module(device, compiled.cubin)
-        self._kernels: dict[Entry, Kernel] = {}
+        self._kernels: dict[tuple[str, str | None], Kernel] = {}
 
     def kernel(self, name: str, signature: str | None = None) -> Kernel:
         """Return the kernel of a name; for one that is `extern "C"` with the types of its
         parameters, "const float*, float* y, int n". KeyError lists the names."""
-        made = self.compiled
-        entry = made[name] if signature is None else made.declared(name, signature)
-        if entry not in self._kernels:
-            self._kernels[entry] = Kernel(self, entry)
-        return self._kernels[entry]
+        key, made = (name, signature), self.compiled
+        if key not in self._kernels:
+            entry = made[name] if signature is None else made.declared(name, signature)
+            self._kernels[key] = Kernel(self, entry)
+        return self._kernels[key]
 
     def __getitem__(self, name: str) -> Kernel:
         return self.kernel(name)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -33,7 +32,7 @@ import numpy as np
 from needle import _C
 from needle.kernels import kernelbench
 from needle.kernels.cases import Case, Launch, Reference, Tolerance, both, whole
-from needle.kernels.compile import Compiled
+from needle.kernels.compile import Compiled, reads_files
 from needle.kernels.kernelbench import KernelExecResult, Problem
 from needle.kernels.limits import Entry, Size
 from needle.kernels.process import START_SECONDS, Device, Message, Process
@@ -47,8 +46,7 @@ FAULTS = "illegal_address misaligned_address assertion launch_failure timeout cr
 SLOWER = 10  # times as long as a plain run may take under compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIME_SECONDS = 0.5  # that the timed calls of a case take
-KEPT_CODES = 256  # compiled kernels that the pool keeps, of sources without headers of their own
-OWN_HEADER = re.compile(r"#\s*include\s*(?!\s|<[^/])")
+KEPT_CODES = 256  # compiled kernels that the pool keeps
 NO_GPU = -1  # the number of the device that is none
 RESOURCES = ("registers", "shared_bytes", "local_bytes", "max_threads")
 
@@ -112,7 +110,7 @@ class Job:
             code = code or self.blocks[0]
             self.entry: Entry = Compiled.unpack(code)[entry]
             self.resources |= {name: getattr(self.entry, name) for name in RESOURCES}
-            if not OWN_HEADER.search(source):
+            if not reads_files(source):
                 codes[key] = code
             if len(codes) > KEPT_CODES:
                 codes.pop(next(iter(codes)), None)

@@ -133,14 +133,18 @@ def test_options_reach_the_compiler_and_headers_are_read_each_time(tmp_path, mon
     concept = "template <class T> concept Any = true;\n"
     for before, options in (
         ('# include "mine.h"', []),
+        (f"#include <{tmp_path}/mine.h>", []),
+        ('#define MINE "mine.h"\n#include MINE', []),
         ("#include <mine.h>", [f"-I{tmp_path}"]),
         ("", ["-include", "mine.h"]),
+        ("#include <mine.h>", [f"--include-path={tmp_path}"]),
         (f"{concept}#include <mine.h>", ["-std=c++20", "-I", str(tmp_path)]),
     ):
         for size in (64, 96):
             (tmp_path / "mine.h").write_text(f"#define SIZE {size}\n")
             entry = build(f"{before}\n{SIZED}", options=options)["f"]
             assert entry.shared_bytes == 4 * size, before
+    assert build(SOURCE, SCALES) is build(SOURCE, tuple(SCALES)) != build(SOURCE, SCALES[:1])
     compiled = build(SOURCE, options=["--maxrregcount=24"])
     assert max(entry.registers for entry in compiled.entries.values()) <= 24
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from harness import copy_needle, run, shared_library
+from kernel_sources import needs_nvrtc
 
 BACKEND = r"""
 #include <stdarg.h>
@@ -209,6 +210,17 @@ fill(1, 32, ndl.Tensor.from_ndarray(y[1:2]), 1.5, 4)
 assert y.numpy()[1].tolist() == [1.5] * 4
 assert repr(fill) == "<kernel fill(float*, float, int) on cuda()>", repr(fill)
 assert repr(module) == "<module fill, gone on cuda()>"
+""")
+
+
+@needs_nvrtc
+def test_declared_kernel_is_compiled_once(fake):
+    fake("""
+declared = module.kernel("fill", "float *x, const float value, int")
+declared(1, 32, x, 1.5, 4)
+assert x.numpy().tolist() == [1.5] * 4
+Compiled.declared = None
+assert module.kernel("fill", "float *x, const float value, int") is declared is not fill
 """)
 
 
