@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a Pythia language model: `needle train`, `--help` for the flags.
 
-The file reads downwards: `train` is the loop, `new_run` makes its data, model and optimizer,
-`resumed_run` reads them from a checkpoint, `main` is the command line. needle/training/ has the
-rest. A run is a folder runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png,
+The file reads downwards: `train` is the loop, `make_run` makes its data, model and optimizer or
+reads them from a checkpoint, `main` is the command line. needle/training/ has the rest. A run is a
+folder runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png,
 tokenizer.json, sample.txt, lock and checkpoints/step_N.safetensors. Its settings determine every
 number: a run that was stopped and resumed writes the same losses, bit for bit, as one that was not.
 """
@@ -34,13 +34,13 @@ from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, Subgroup
 from needle.files import Lock, printable
 from needle.processes import program
-from needle.training import folder, ranks, start, supervise, trackers
+from needle.training import folder, supervise
 from needle.training import run as runs
+from needle.training.evaluate import load_model
 from needle.training.heartbeat import supervised
-from needle.training.held_out import evaluate
 from needle.training.run import Run
-from needle.training.session import Ending, Session
-from needle.training.settings import Settings, check_new, complete, data_of, parse, resumed
+from needle.training.session import Ending, Session, evaluate, join, open_device, starts_ranks
+from needle.training.settings import Settings, check_new, complete, data_of, located, parse, resumed
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -77,10 +77,7 @@ def train(run: Run) -> int:
             due = session.end_step(step, losses, norm)
             if due.evaluation or due.weights or due.checkpoint:
                 with session.evaluating():
-                    found = {}
-                    if due.evaluation:
-                        found = evaluate(model, run.data, settings, parallel)
-                    session.log.finish(**found)
+                    session.log.finish(**evaluate(run) if due.evaluation else {})
             if due.weights:
                 session.save_weights()
             if due.checkpoint:
@@ -112,48 +109,43 @@ def schedule_of(settings: Settings) -> optim.Schedule:
 # ---- data, model, optimizer --------------------------------------------------------------------
 
 
-def new_run(
-    given: Settings, group: Group, path: Path | None = None, lock: Lock | None = None
-) -> Run:
-    """Make a run from flags; of a `path`, the run that has begun there and not saved."""
-    device, out, known = ranks.open_device(given.device, group), Path(given.out), None
-    fingerprint, model = None, None
-    if path is None:
+def make_run(given: Settings, group: Group) -> Run:
+    """Make a new run, or go on with that of --resume: from its checkpoint, or from the beginning by
+    its config.json where it never saved. Flags may then repeat its settings."""
+    given = located(given)
+    path, lock, saved = find_run(given, group)
+    device, out = open_device(given.device, group), Path(given.out)
+    model = fingerprint = None
+    if saved is None:
         check_new(given)
+        if given.init is not None:
+            model, given = runs.from_weights(given, device)
+        settings = complete(given, not device.is_host, group.size)
+        config = new_config(settings, model, group)
     else:
-        begun = runs.Begun(path)
-        runs.check_state(begun)
-        given, fingerprint = resumed(given, begun, path), begun.state["fingerprint"]
-        given.global_batch_size = given.sequences
-    if given.init is not None:
-        model, given = start.from_weights(given, device)
-    settings = complete(given, not device.is_host, group.size)
-
-    # Check the name and the sizes before text is tokenised, which may take long.
-    if path is None and given.name is not None:
-        group.first("the name of the run", lambda: folder.check_free(out / given.name))
-    if path is None and (model is not None or settings.vocab_size is not None):
-        known = group.first("the tokenizer", lambda: start.known_ids(settings))
-    if model is None:
-        config = start.model_config(settings, known)
-    else:
-        config = model.config
-        start.check_vocabulary(settings.init, config, known)
+        folder.check_state(saved)
+        settings, config = resumed(given, saved, path), saved.configuration()
+        fingerprint = saved.state["fingerprint"]
     check(settings, config, device)
     data = open_data(group, settings, path, fingerprint)
-    np.random.seed(settings.seed if settings.init_seed is None else settings.init_seed)
-    if model is None:
-        config = start.model_config(settings, data.vocab_size)
-        model = config.model_class(config, device=device)
-    batches = Prefetch(ranks.own_batches(group, settings, data, config.vocab_size), device)
-    optimizer = optim.AdamW(
-        nn.flatten_parameters(model),
-        lr=settings.lr,
-        beta1=0.9,
-        beta2=0.95,
-        eps=1e-8,
-        weight_decay=settings.weight_decay,
-    )
+    if saved is None and model is None:
+        config = runs.model_config(settings, data.vocab_size)
+    batches = Prefetch(runs.own_batches(group, settings, data, config.vocab_size), device)
+    if isinstance(saved, Checkpoint):
+        model, optimizer = restored(saved, batches, device)
+    else:
+        np.random.seed(settings.seed if settings.init_seed is None else settings.init_seed)
+        if model is None and settings.init is not None:
+            model, _ = load_model(settings.init, device, settings.dtype)
+        model = (model or config.model_class(config, device=device)).train()
+        optimizer = optim.AdamW(
+            nn.flatten_parameters(model),
+            lr=settings.lr,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=settings.weight_decay,
+        )
     parallel = DataParallel(
         group, optimizer.flat, optimizer, settings.grad_accum, settings.context_parallel
     )
@@ -166,11 +158,64 @@ def new_run(
 
     if path is None:
         path = Path(group.first("the folder of the run", take_folder))
-    run_id = runs.id_of(settings, data, optimizer.flat)
-    run = Run(settings, path, lock, run_id, data, model, optimizer, batches, parallel)
+    step = 0 if saved is None else saved.state["step"]
+    run = Run(settings, path, lock, data, model, optimizer, batches, parallel, step)
     if group.rank == 0:
         runs.write_description(run)
+    if isinstance(saved, Checkpoint):
+        print(printable(f"resuming {saved.path} after step {step}"))
+        before, now = saved.state.get("products"), runs.products_of(model)
+        if before not in (None, now):
+            text = f"its steps were multiplied by {before}, these by {now}: bits may differ"
+            print(wrapped(text))
     return run
+
+
+def find_run(given: Settings, group: Group) -> tuple[Path | None, Lock | None, Any]:
+    """Return the folder, the lock and the Checkpoint (or folder.Begun) of the run to resume, None
+    for a new one. Rank 0 looks for it and holds its lock."""
+    found = None  # of rank 0
+
+    def find() -> list[str] | None:
+        nonlocal found
+        found = folder.resume(given.resume, Path(given.out), given.name)
+        return found and [str(found[0]), str(found[2].path)]
+
+    paths = group.first("the run to resume", find) if given.resume else None
+    if paths is None or found is not None:
+        return found or (None, None, None)
+    path, file = map(Path, paths)
+    return path, None, folder.Begun(path) if file.name == "config.json" else Checkpoint(file)
+
+
+def new_config(settings: Settings, model: Any, group: Group) -> models.Config:
+    """Return the configuration of a new model. Check the run's name and the sizes, as far as they
+    are known before text is tokenised, which may take long."""
+    known = None
+    if settings.name is not None:
+        check_free = lambda: folder.check_free(Path(settings.out) / settings.name)
+        group.first("the name of the run", check_free)
+    if model is not None or settings.vocab_size is not None:
+        known = group.first("the tokenizer", lambda: runs.known_ids(settings))
+    if model is None:
+        return runs.model_config(settings, known)
+    runs.check_vocabulary(settings.init, model.config, known)
+    return model.config
+
+
+def restored(
+    checkpoint: Checkpoint, batches: Prefetch, device: Device
+) -> tuple[models.LanguageModel, optim.Optimizer]:
+    """Return the model and the optimizer of a checkpoint; seek its position in the data."""
+    try:
+        batches.seek(checkpoint.state["data"])
+    except DataError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    model, optimizer, _, _ = checkpoint.restore(device)
+    if optimizer.flat is None:
+        raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
+    checkpoint.restore_random_state()
+    return model, optimizer
 
 
 def check(settings: Settings, config: models.Config, device: Device) -> None:
@@ -211,55 +256,7 @@ def set_up(model: Any, parallel: DataParallel, settings: Settings) -> None:
         model.recompute = True
 
 
-def resumed_run(
-    given: Settings, group: Group, path: Path, lock: Lock | None, checkpoint: Checkpoint
-) -> Run:
-    """Make a run from its checkpoint; flags may repeat its settings."""
-    device, saved = ranks.open_device(given.device, group), checkpoint.state
-    runs.check_state(checkpoint)
-    settings, config = resumed(given, checkpoint, path), checkpoint.configuration()
-    check(settings, config, device)
-    data = open_data(group, settings, path, saved["fingerprint"])
-    batches = Prefetch(ranks.own_batches(group, settings, data, config.vocab_size), device)
-    try:
-        batches.seek(saved["data"])
-    except DataError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    model, optimizer, _, _ = checkpoint.restore(device)
-    if optimizer.flat is None:
-        raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
-    checkpoint.restore_random_state()
-    parallel = DataParallel(
-        group, optimizer.flat, optimizer, settings.grad_accum, settings.context_parallel
-    )
-    set_up(model, parallel, settings)
-    step = saved["step"]
-    print(printable(f"resuming {checkpoint.path} after step {step}"))
-    before, now = saved.get("products"), runs.products_of(model)
-    if before not in (None, now):
-        print(wrapped(f"its steps were multiplied by {before}, these by {now}: bits may differ"))
-    return Run(settings, path, lock, saved["run"], data, model, optimizer, batches, parallel, step)
-
-
 # ---- the command line --------------------------------------------------------------------------
-
-
-def make_run(given: Settings, group: Group) -> Run:
-    """Make a new run, or the one that --resume finds. Rank 0 looks for it and holds its lock."""
-    given, found = start.located(given), None  # rank 0 keeps the open lock in `found`
-
-    def find() -> list[str | None] | None:
-        nonlocal found
-        found = folder.resume(given.resume, Path(given.out), given.name)
-        return found and [str(found[0]), found[2] and str(found[2].path)]
-
-    paths = group.first("the run to resume", find) if given.resume else None
-    if paths is None:
-        return new_run(given, group)
-    path, lock, checkpoint = found or (Path(paths[0]), None, paths[1] and Checkpoint(paths[1]))
-    if checkpoint is None:
-        return new_run(given, group, path, lock)
-    return resumed_run(given, group, path, lock, checkpoint)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -270,10 +267,9 @@ def main(argv: list[str] | None = None) -> int:
         place = environment.find()
         if given.supervise and not supervised() and (place is None or place.size == 1):
             return supervise.Supervisor(command, given.hang_seconds, folder.again).run()
-        if ranks.starts_ranks(given, place):
+        if starts_ranks(given, place):
             return spawn.run(command, given.gpus)
-        trackers.check(given)
-        ending.ranks = group = ranks.join(given, words, place, Path(__file__))
+        ending.ranks = group = join(given, words, place, Path(__file__))
         ending.run = run = make_run(given, group)
         print(wrapped(str(run.model)))
         if run.model.fp8:

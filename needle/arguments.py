@@ -76,6 +76,12 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
     return parse
 
 
+def flag_words(name: str, value: object) -> list[str]:
+    """Return the words of a flag and its value, which may look like a flag itself."""
+    text = str(value)
+    return [f"{name}={text}"] if text.startswith("-") else [name, text]
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors, which quote the command line, can be printed."""
 

@@ -36,8 +36,8 @@ from needle.data import DataError
 from needle.distributed import environment, group, nccl
 from needle.distributed.control import Control
 from needle.models import pythia
-from needle.training import ranks, session
 from needle.training import run as run_parts
+from needle.training import session
 from needle.training.log import RunLog
 
 sys.modules["matplotlib"] = None  # whose import takes as long as the training
@@ -146,7 +146,7 @@ def strike(strikes: Strikes) -> None:
 
 def pretend_gpus(library: str) -> None:
     """Four GPUs are visible, and all are the CPU; between them moves this library's NCCL."""
-    ranks.visible_gpus = group.visible_gpus = lambda: 4
+    session.visible_gpus = group.visible_gpus = lambda: 4
     group.choose_device = lambda name: ndl.cpu()
     nccl.find_library = lambda: library
 

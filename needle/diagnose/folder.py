@@ -12,8 +12,7 @@ from needle.checkpoint import CheckpointError, newest_checkpoint
 from needle.diagnose.report import failed, show, trying
 from needle.files import FileError
 from needle.processes import command_line
-from needle.training.folder import again, has_saved
-from needle.training.run import Begun, check_state
+from needle.training.folder import Begun, again, check_state, has_saved
 from needle.training.settings import from_json
 
 PUT_BACK = "put a whole one back from a copy, or begin anew under another --name"

@@ -1,6 +1,6 @@
-"""The log of a run: metrics.jsonl, and the progress bar or plain lines.
+"""The log of a run: metrics.jsonl, the progress bar or plain lines, TensorBoard, W&B.
 
-Trackers (trackers.py) get each line of metrics.jsonl too. A line is an object:
+A line of metrics.jsonl is an object:
 
     step                number of the step, from 1
     tokens              trained on so far
@@ -24,15 +24,18 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from needle import _C
 from needle._C import Device, NDArray
 from needle.arguments import COLUMNS
-from needle.files import Lock, MissingFileError, naming, printable, reading, regular, replacing
+from needle.files import Lock, MissingFileError, naming, printable, reading, replacing
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
+from needle.training.settings import Settings
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
 
@@ -65,10 +68,8 @@ def _is_whole(line: object) -> bool:
     """True for an object of numbers, with those that each step has."""
     if not isinstance(line, dict) or not {"step", "tokens", "loss"} <= line.keys():
         return False
-    whole = {name for name, value in line.items() if type(value) is int and abs(value) < 2**63}
-    return {"step", "tokens"} <= whole and all(
-        name in whole or type(value) is float for name, value in line.items()
-    )
+    numbers = all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in line.values())
+    return numbers and type(line["step"]) is type(line["tokens"]) is int
 
 
 def drop_lines_after(path: Path, step: int) -> tuple[float, float]:
@@ -108,7 +109,7 @@ class RunLog:
         if lock is not None:
             path = lock.folder() / self.path.name
             self.first_loss, self.seconds = drop_lines_after(path, start)
-            self._file = open(path, "a", encoding="utf-8", opener=regular)
+            self._file = open(path, "a", encoding="utf-8")
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._flops_per_token, self._peak = flops_per_token, peak
@@ -297,3 +298,64 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:.{int(number < 10 * size)}f}{letter}"
     return f"{number:.0f}"
+
+
+# ---- trackers ----------------------------------------------------------------------------------
+
+
+class Tracker(NamedTuple):
+    """TensorBoard or Weights & Biases, which get each line of metrics.jsonl."""
+
+    log: Callable[[dict[str, float]], Any]
+    flush: Callable[[], Any]  # before a checkpoint
+    close: Callable[[], Any]
+
+
+def trackers_of(settings: Settings, folder: Path, step: int) -> list[Tracker]:
+    """Return the trackers of the run in `folder`, after `step` steps. ValueError for one that
+    cannot be used.
+
+    TensorBoard hides the later steps that a killed run wrote. A run is one of W&B through all
+    resumes, by the id in its file wandb_id, and steps that a killed run sent are sent again.
+    """
+    found = []
+    if settings.tensorboard:
+        with _needing("tensorboardX", "--tensorboard"):
+            import tensorboardX
+        writer = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+        def add(line: dict[str, float]) -> None:
+            for name, value in line.items():
+                if name != "step":
+                    writer.add_scalar(name, value, line["step"])
+
+        found.append(Tracker(add, writer.flush, writer.close))
+    if settings.wandb is not None:
+        with _needing("wandb", "--wandb"):
+            import wandb
+        kept = folder / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex + "\n")
+        place = {"name": folder.name, "dir": str(folder), "id": kept.read_text().strip()}
+        try:
+            run = wandb.init(
+                project=settings.wandb, **place, resume="allow", config=settings.to_json()
+            )
+            run.define_metric("*", step_metric="step")
+        except Exception as error:  # of many classes: not logged in, no network, a bad name
+            raise ValueError(
+                f"--wandb {settings.wandb}: {error} (WANDB_MODE=offline needs no account and no "
+                "network)"
+            ) from error
+        found.append(Tracker(run.log, lambda: None, run.finish))
+    return found
+
+
+@contextlib.contextmanager
+def _needing(package: str, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"{flag} needs the package {package}: {sys.executable} -m pip install {package}"
+        ) from error

@@ -1,9 +1,8 @@
-"""A run: the parts that its loop works on, its checkpoints and descriptions, and its end."""
+"""A run: its first model, its checkpoints and its description, how to go on with it, its end."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shlex
@@ -14,29 +13,32 @@ from typing import Any
 import numpy as np
 
 from needle import models, optim
-from needle.arguments import wrapped
-from needle.backend_ndarray import as_bytes
+from needle.arguments import flag_words, wrapped
+from needle.backend_ndarray import Device
 from needle.checkpoint import (
-    Checkpoint,
-    CheckpointError,
     checkpoint_path,
     prune_checkpoints,
     save_checkpoint,
     versions,
     weights_path,
 )
-from needle.data import Prefetch, TokenData
+from needle.data import Batches, Prefetch, TokenData, load_tokenizer, run_batches
+from needle.data.readers import open_tokens
+from needle.data.tokenizer import id_limit
 from needle.distributed.data_parallel import DataParallel
+from needle.distributed.group import Ranks
+from needle.distributed.tree import own_micro_batches
 from needle.files import Lock, described, printable, replacing
-from needle.nn import FlatParameters
+from needle.models import Config
+from needle.ops import ring_chunks
 from needle.processes import command_line, silence
-from needle.training import folder as folders
-from needle.training import recipes
-from needle.training.config import described_config
+from needle.training import settings as flags
+from needle.training.evaluate import load_model
+from needle.training.folder import advice_after_divergence, again
 from needle.training.heartbeat import beat, rest, supervised
 from needle.training.log import RunLog
 from needle.training.plot import plot
-from needle.training.settings import Settings, data_of
+from needle.training.settings import FIELDS, SHAPE, Settings, complete, data_of, keeps, option
 
 SAMPLE_TOKENS = 120
 
@@ -48,7 +50,6 @@ class Run:
     settings: Settings
     folder: Path
     lock: Lock | None  # rank 0 holds it
-    id: str  # of config.json and of each checkpoint
     data: TokenData
     model: models.LanguageModel
     optimizer: optim.AdamW
@@ -64,6 +65,115 @@ class Run:
         self.position = self.batches.position  # in the data, after the steps done
 
 
+# ---- the model of a new run --------------------------------------------------------------------
+
+
+def model_config(settings: Settings, needed: int | None = None) -> Config:
+    """Return the configuration of a new model. needed: ids of the tokenizer, if there is one."""
+    fields = dict(settings.config or {})
+    family = fields.pop("model", None)
+    changes = {"max_seq_len": settings.seq_len, **fields, "dtype": settings.dtype}
+    shape = {field: getattr(settings, name) for name, field in SHAPE.items()}
+    changes |= {field: value for field, value in shape.items() if value}
+    if settings.seq_len > changes["max_seq_len"]:
+        raise ValueError(
+            f"--seq-len {settings.seq_len}: max_seq_len of --config is {changes['max_seq_len']}"
+        )
+    if settings.sparse is not None:
+        changes |= {"use_sparse_attention": True, "sparse_pattern": settings.sparse}
+        changes |= {"sparse_window": settings.window} if settings.window is not None else {}
+    if family is None:
+        config = models.preset(settings.model, **changes)
+    else:
+        config = models.model_class(family).config_class.from_dict(changes)
+    if needed is not None and needed > config.vocab_size:
+        if settings.vocab_size is not None:
+            raise ValueError(
+                f"--vocab-size {config.vocab_size}: the tokenizer has {needed:,} tokens: give that "
+                "many or more, or another --tokenizer"
+            )
+        raised = -(-needed // 128) * 128
+        print(f"{needed:,} tokens of the tokenizer: the model's vocabulary becomes {raised:,}")
+        config = dataclasses.replace(config, vocab_size=raised)
+    return config
+
+
+def known_ids(settings: Settings) -> int | None:
+    """Return how many ids the tokenizer has, as far as that is known before the data are read: one
+    that is trained on text has 256 bytes and the end of a text at least. None without one."""
+    if settings.tokenizer is not None:
+        return id_limit(load_tokenizer(settings.tokenizer))
+    return 257 if is_text(settings.data) else None
+
+
+def is_text(data: str | None) -> bool:
+    return data is None or open_tokens(data) is None
+
+
+def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel, Settings]:
+    """Return the model of --init, and the flags with the settings that its weights fix: model,
+    seq_len, and the tokenizer that lies with them, unless a flag names another. Optimizer, schedule
+    and data are fresh. Raise ValueError for contradicting flags."""
+    dtype = given.dtype or FIELDS["dtype"].metadata["default"][not device.is_host]
+    model, tokenizer = load_model(given.init, device, dtype)
+    config, name, problems = model.config, preset_of(model.config), []
+    own = tokenizer and os.path.realpath(tokenizer.source)
+    fixed = dataclasses.replace(given, model=name, tokenizer=given.tokenizer or own)
+    if given.model not in (None, name):
+        problems.append(f"--model {given.model}: its weights are of a {name}")
+    ranks = given.context_parallel or 1  # the length does not depend on how many
+    if complete(fixed, not device.is_host, ranks).seq_len > config.max_seq_len:
+        if given.seq_len is not None:
+            problems.append(f"--seq-len {given.seq_len}: it reads {config.max_seq_len} at most")
+        fixed.seq_len = config.max_seq_len
+    for flag in "config", *SHAPE:
+        if getattr(given, flag):
+            problems.append(f"{option(flag)}: its shape is what its weights have")
+    if given.sparse is not None:
+        problems.append(f"--sparse {given.sparse}: its attention is what it was trained with")
+    if fixed.tokenizer is None and is_text(given.data):
+        problems.append("no tokenizer.json lies with it, and the data is text: give --tokenizer")
+    if problems:
+        raise ValueError(f"--init {given.init}: {model}: {'; '.join(problems)}")
+    return model, fixed
+
+
+def preset_of(config: Config) -> str:
+    """Return the name of the preset of this shape, of any vocabulary; else the registered name."""
+    for name, fields in type(config).presets().items():
+        if all(getattr(config, k) == v for k, v in fields.items() if k != "vocab_size"):
+            return name
+    return config.family
+
+
+def check_vocabulary(path: str, config: Config, needed: int | None) -> None:
+    if needed is not None and needed > config.vocab_size:
+        raise ValueError(
+            f"--init {path}: its vocabulary is {config.vocab_size:,}, but the tokenizer has "
+            f"{needed:,} tokens: give the --tokenizer that it was trained with"
+        )
+
+
+# ---- data --------------------------------------------------------------------------------------
+
+
+def own_batches(ranks: Ranks, settings: Settings, data: TokenData, vocab_size: int) -> Batches:
+    """Return this rank's share of each step's micro-batches."""
+    context, every = settings.context_parallel, settings.grad_accum
+    batches = run_batches(data, data_of(settings), vocab_size)
+    own = own_micro_batches(every, ranks.rank // context, ranks.size // context)
+    batches.share(own, every, own_columns(batches.seq_len, ranks, context))
+    return batches
+
+
+def own_columns(length: int, ranks: Ranks, context: int) -> np.ndarray | None:
+    """Return the columns of this rank in a sequence that `context` ranks share; None: all."""
+    if context == 1:
+        return None
+    runs = ring_chunks(length, ranks.rank % context, context)
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs])
+
+
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
@@ -73,15 +183,13 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
     log.sync()
     settings = run.settings.to_json()
     schedule = {name: settings[name] for name in ("schedule", "lr", "warmup", "steps")}
-    at = run.lock.folder()
-    folder = at / "checkpoints"
+    folder = run.lock.folder() / "checkpoints"
     save_checkpoint(
         run.model,
         run.optimizer,
         run.position["epoch"],
         log.loss,
         checkpoint_path(folder, run.step),
-        run=run.id,
         step=run.step,
         data=run.position,
         fingerprint=run.data.fingerprint,
@@ -89,8 +197,8 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
         settings=settings,
         products=products_of(run.model),
     )
-    if run.step > 0:  # a run of no finished step leaves its name to another
-        folders.note_saved(at)
+    if run.step > 0 and run.saved == 0:  # a run of no finished step leaves its name to another
+        write_description(run)
     beat()
     forever = lambda step: is_kept(run.settings, step)
     prune_checkpoints(folder, run.step, forever=forever, following=prove_after(run))
@@ -98,14 +206,14 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
 
 def is_kept(settings: Settings, step: int) -> bool:
     """True if the whole checkpoint of this step is kept for good."""
-    if settings.keep_optimizer and recipes.keeps(settings.keep)(step):
+    if settings.keep_optimizer and keeps(settings.keep)(step):
         return True
-    return settings.recipe is not None and recipes.keeps(recipes.PUBLISHED)(step)
+    return settings.recipe is not None and keeps(flags.PUBLISHED)(step)
 
 
 def keeps_weights(settings: Settings, step: int) -> bool:
     """True if the weights of this step are kept for good, in a file without the optimizer."""
-    is_named = settings.keep is not None and recipes.keeps(settings.keep)(step)
+    is_named = settings.keep is not None and keeps(settings.keep)(step)
     return is_named and not is_kept(settings, step)
 
 
@@ -113,7 +221,7 @@ def write_weights(run: Run, log: RunLog) -> None:
     """Write the weights of run.step."""
     log.sync()
     path, epoch = weights_path(run.lock.folder() / "checkpoints", run.step), run.position["epoch"]
-    save_checkpoint(run.model, None, epoch, log.loss, path, run=run.id, step=run.step)
+    save_checkpoint(run.model, None, epoch, log.loss, path, step=run.step)
     beat()
 
 
@@ -128,12 +236,12 @@ def write_description(run: Run) -> None:
     files = {} if run.data.tokenizer is None else {**run.data.tokenizer.files}
     special_ids = json.loads(files.pop("config.json", "{}"))
     description = {
-        "id": run.id,
         "settings": run.settings.to_json(),
-        "recipe": recipe and {"name": recipe, "changed": recipes.changes(run.settings)},
+        "recipe": recipe and {"name": recipe, "changed": flags.changes(run.settings)},
         "optimizer": {
             "class": type(optimizer).__name__,
             **{name: getattr(optimizer, name) for name in optimizer.hyperparameters},
+            "lr": run.settings.lr,
         },
         "model": run.model.config.to_dict(),
         "parameters": run.model.num_parameters(),
@@ -145,11 +253,11 @@ def write_description(run: Run) -> None:
         },
         "device": {"name": run.device.properties()["name"], "device": str(run.device)},
         "versions": versions(),
-        "saved": False,
+        "saved": run.step > 0,
         **special_ids,
     }
+    files["config.json"] = json.dumps(description, indent=2) + "\n"
     at = run.lock.folder()
-    folders.write_description(at, description)
     for name, text in files.items():
         with replacing(at / name) as file:
             file.write(text.encode())
@@ -157,52 +265,8 @@ def write_description(run: Run) -> None:
 
 # ---- going on ----------------------------------------------------------------------------------
 
-
-def id_of(settings: Settings, data: TokenData, flat: FlatParameters) -> str:
-    """Return the id of a new run. Runs of equal settings, data and first weights write equal
-    checkpoints and have equal ids; a checkpoint of another id is of another run."""
-    known = json.dumps([settings.to_json(), data.fingerprint], sort_keys=True).encode()
-    found = hashlib.blake2b(known, digest_size=8)
-    if settings.init is not None:
-        found.update(as_bytes(flat.data).numpy())
-    return found.hexdigest()
-
-
-class Begun:
-    """A run that has saved nothing, by its config.json, in the place of a Checkpoint of step 0."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "config.json"
-        state = folders.read_description(folder)
-        data = state["data"] if isinstance(state.get("data"), dict) else {}
-        state |= {"run": state.get("id"), "fingerprint": data.get("fingerprint")}
-        self.state = state | {"step": 0, "data": {"epoch": 0, "batch": 0}}
-
-    def configuration(self) -> models.Config:
-        return described_config(self.path)
-
-
-def check_state(checkpoint: Checkpoint | Begun) -> None:
-    """Raise CheckpointError for the state of another program, which no run can resume."""
-    state = checkpoint.state
-    kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
-    kinds |= {"optimizer": dict, "run": str}
-    missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
-    if "data" not in missing:
-        data = state["data"]
-        missing += [f"{k} of its data" for k in ("epoch", "batch") if type(data.get(k)) is not int]
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.path}: not of a run of needle train: it has no {', '.join(missing)}"
-        )
-
-
-# The environment chooses kernels by these, as cuda/backend.cu and cuda/matmul.cu read them.
-GPU_KERNELS = {
-    "NEEDLE_ARCH": bool,
-    "NEEDLE_ALGORITHM": lambda word: True,
-    "NEEDLE_TF32": lambda word: word == "1",
-}
+# The environment chooses a GPU's kernels by these.
+GPU_KERNELS = ("NEEDLE_ARCH", "NEEDLE_ALGORITHM", "NEEDLE_TF32")
 
 
 def products_of(model: Any) -> str:
@@ -212,8 +276,7 @@ def products_of(model: Any) -> str:
     facts = [properties["products"]]
     if not model.device.is_host:
         facts[0] += f" on {properties['name']}"
-        given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
-        facts += [f"{name}={word}" for name, word in given if GPU_KERNELS[name](word)]
+        facts += [f"{name}={os.environ[name]}" for name in GPU_KERNELS if os.environ.get(name)]
     if model.fp8:
         facts.append(products_in_fp8(model))
     return ", ".join(facts)
@@ -230,7 +293,7 @@ def resume_command(run: Run) -> str:
     if place.launcher not in ("", "needle"):
         words += [*command_line("supervise", "-m", "needle", "supervise"), "--"] * supervised()
         words += [place.launcher] + ["-n", str(place.size)] * (place.launcher == "mpirun")
-    words += [*command_line("train", sys.argv[0]), *folders.again(run.folder)]
+    words += [*command_line("train", sys.argv[0]), *again(run.folder)]
     words += ["--gpus", str(place.size)] if place.launcher == "needle" else []
     words += settings.words("device", "tensorboard", "graph", "recompute", "import_")
     if supervised() and place.launcher in ("", "needle"):
@@ -244,7 +307,7 @@ def longer(run: Run) -> str:
         return f"More --steps go on: {resume_command(run)} --steps N"
     return (
         f"The {run.settings.schedule} schedule ends there; a new run goes on from its weights: "
-        f"{shlex.join(folders.flag('--init', run.folder))}"
+        f"{shlex.join(flag_words('--init', run.folder))}"
     )
 
 
@@ -260,7 +323,7 @@ def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None
 
 def report_divergence(run: Run, error: Exception, finite: int) -> None:
     """Report a loss that is not finite, and which checkpoint is good. finite: the step before."""
-    advice = folders.advice_after_divergence(run.folder, finite, run.saved, prove_after(run))
+    advice = advice_after_divergence(run.folder, finite, run.saved, prove_after(run))
     print(printable(f"{error}. Stopped.\n{advice}"), file=sys.stderr)
 
 
@@ -282,8 +345,8 @@ def finish(run: Run) -> None:
 
 
 def finish_again(run: Run) -> None:
-    """Finish a run that was killed after its last step, before its end, and say how to go on."""
-    if run.lock is not None and not is_finished(run):
+    """Finish a run whose steps are all done: it may have been killed before its end."""
+    if run.lock is not None:
         finish(run)
     text = f"nothing to do: all {run.settings.steps} steps are done. {longer(run)}"
     report(wrapped(text))
@@ -295,12 +358,6 @@ def report(text: str) -> None:
         print(printable(text), flush=True)
     except OSError:
         silence()
-
-
-def is_finished(run: Run) -> bool:
-    """True if `finish` ran after the last step; a kill may fall in between."""
-    sample, numbers = run.folder / "sample.txt", run.folder / "metrics.jsonl"
-    return sample.exists() and sample.stat().st_mtime_ns >= numbers.stat().st_mtime_ns
 
 
 def sample_text(run: Run) -> str:

@@ -1,36 +1,156 @@
-"""The surroundings of a training: of its loop, Session, and of the whole program, Ending."""
+"""The surroundings of a training: its ranks, its loop (Session), and the whole program (Ending).
+
+A single process uses the same code with world size 1.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from needle._C import CudaError, CudaFatalError, NDArray
-from needle.distributed.control import RankError, RankFailed
-from needle.distributed.group import Group
+from needle._C import CudaError, CudaFatalError, Device, NDArray, cuda
+from needle.autograd import no_grad
+from needle.checkpoint import versions
+from needle.data import Batches, DataError, token_bytes
+from needle.distributed.control import Control, RankError, RankFailed
+from needle.distributed.environment import Place
+from needle.distributed.group import Group, visible_gpus
 from needle.files import described, printable
-from needle.training import trackers
-from needle.training.graphed import GraphedStep, worth_recording
-from needle.training.heartbeat import beat
-from needle.training.log import NotFinite, RunLog
+from needle.processes import HEARTBEAT, collecting
+from needle.training.heartbeat import beat, rest
+from needle.training.log import NotFinite, RunLog, trackers_of
+from needle.training.loop import GraphedStep, worth_recording
 from needle.training.peaks import peak
-from needle.training.ranks import Failed, agree, agreed
 from needle.training.run import (
     Run,
     finish,
     is_kept,
     keeps_weights,
+    own_columns,
     report,
     report_divergence,
     report_stop,
     write_checkpoint,
     write_weights,
 )
+from needle.training.settings import Settings
+
+# The most tokens, and the most batches, of an evaluation.
+EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
+EVAL_BATCHES = 32
+
+# ---- ranks -------------------------------------------------------------------------------------
+
+
+def starts_ranks(settings: Settings, place: Place | None) -> bool:
+    """True if --gpus makes this process the one that starts the ranks. Raise ValueError if so many
+    cannot be started here."""
+    count = settings.gpus
+    if count is None or (place is not None and place.launcher == "needle"):
+        return False
+    if place is not None:
+        raise ValueError(
+            f"--gpus {count}: {place.launcher} has started this process as rank {place.rank} of "
+            f"{place.size}: leave --gpus out, and let {place.launcher} start a rank for each GPU"
+        )
+    if settings.device not in ("auto", "cuda"):
+        raise ValueError(
+            f"--gpus {count}: with --device {settings.device} there is nothing to share: leave one "
+            "of them out (CUDA_VISIBLE_DEVICES chooses among GPUs)"
+        )
+    visible = visible_gpus()
+    if count > visible:
+        reason = "" if visible else f" ({cuda().reason()})"
+        raise ValueError(
+            f"--gpus {count}: {visible} can be used here{reason}: give a smaller number, or look "
+            "at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    return count > 1
+
+
+def join(settings: Settings, argv: list[str], place: Place | None, program: Path) -> Group:
+    """Join the ranks that were started together, once their flags, sources and versions agree.
+
+    Rank 0 alone prints, and alone tells the supervisor. program: the file that runs.
+    """
+    if place is None or place.size == 1:
+        return Group()
+    if settings.supervise and place.launcher != "needle":
+        raise ValueError(
+            "--supervise: each rank would have a supervisor of its own: start all under one, "
+            f"needle supervise -- {place.launcher} ..."
+        )
+    if place.rank > 0:
+        os.environ.pop(HEARTBEAT, None)
+        sys.stdout = open(os.devnull, "w")
+    facts = {"flags": shlex.join(argv), "source": source_digest(program), **versions()}
+    return Group(place, Control.join(place, facts))
+
+
+def source_digest(program: Path) -> str:
+    """Hash the program, the package and its core: ranks of other sources may compute other bits."""
+    package = Path(__file__).resolve().parent.parent
+    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".so"))
+    digest = hashlib.blake2b(digest_size=8)
+    for path in [program, *files]:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def open_device(name: str, ranks: Group) -> Device:
+    """Open the device of --device, or this rank's own if there are several, and connect the ranks.
+
+    The supervisor's limit for hangs applies until this returns, then not again until the loop
+    begins, since reading data may take long.
+    """
+    beat(0)
+    device = ranks.device(name)
+    ranks.connect(device)
+    used, visible = ranks.place.local_size, 0 if device.is_host else visible_gpus()
+    if used < visible and ranks.rank == 0:
+        more = f": --gpus {visible} uses all" if ranks.place.launcher in ("", "needle") else ""
+        print(f"{visible} GPUs are visible, {used} {'is' if used == 1 else 'are'} used{more}")
+    rest()
+    return device
+
+
+class Failed(Exception):
+    """An error for which all ranks have agreed to stop, after the same step."""
+
+
+def agree(
+    ranks: Group, name: str, failure: Exception | None, reason: str | None = None
+) -> tuple[str | None, Failed | None]:
+    """Return the reason to stop and the failure of the first rank that has one, on all ranks."""
+    told = ranks.gather(name, [reason, failure and described(failure)])
+    reasons = [theirs for theirs, _ in told if theirs is not None]
+    whose = [f"rank {rank}: " if ranks.size > 1 else "" for rank in range(ranks.size)]
+    failures = [who + theirs for who, (_, theirs) in zip(whose, told) if theirs is not None]
+    return reasons[0] if reasons else None, Failed(failures[0]) if failures else None
+
+
+@contextlib.contextmanager
+def agreed(ranks: Group, name: str) -> Iterator[None]:
+    """Run the block on all ranks; if it fails to read or write on one, raise Failed on all."""
+    failure = None
+    try:
+        yield
+    except (DataError, OSError) as error:
+        failure = error
+    _, failed = agree(ranks, name, failure)
+    if failed is not None:
+        raise failed from failure
+
+
+# ---- the loop ----------------------------------------------------------------------------------
 
 
 class Due(NamedTuple):
@@ -42,27 +162,16 @@ class Due(NamedTuple):
     end: bool
 
 
-class Stop:
-    """Let SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run after the step.
+class Stop(list):
+    """The signals that end the run after the step, in order. mpirun forwards SIGUSR1. A second
+    SIGINT interrupts at once."""
 
-    `reason` names the signal. mpirun forwards SIGUSR1. A second SIGINT interrupts at once. An
-    ignored SIGHUP (nohup) stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        self.reason = signal.Signals(number).name
+    def append(self, number: int) -> None:
+        super().append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Session:
@@ -87,11 +196,12 @@ class Session:
         self._reason: str | None = None  # to stop before the last step
         self._failure: Exception | None = None
         self._where, self._waited = "", 0.0
+        self._stop, self._ends = Stop(), contextlib.ExitStack()
 
     def __enter__(self) -> Session:
         with self.ranks.rank_0_first("the log"):
             self.log = open_log(self.run)
-        self._stop = Stop()
+        self._ends.enter_context(collecting(self._stop, *STOPS))
         beat(self.run.step)
         return self
 
@@ -124,11 +234,9 @@ class Session:
             log.queue(step, losses, norm, run.optimizer.lr, self._where, waited)
         except OSError as error:  # of the line before: this step is done
             failure = error
-        if not log.is_heard:
-            self._stop.reason = self._stop.reason or "a closed pipe"
-        self._reason, self._failure = agree(
-            self.ranks, "the end of the step", failure, self._stop.reason
-        )
+        own = signal.Signals(self._stop[-1]).name if self._stop else None
+        own = own or (None if log.is_heard else "a closed pipe")
+        self._reason, self._failure = agree(self.ranks, "the end of the step", failure, own)
         is_last, settings = step == run.settings.steps, run.settings
         ends = is_last or self._reason is not None or self._failure is not None
         evaluates = is_last or _is_due(step, settings.eval_every)
@@ -177,7 +285,7 @@ class Session:
         finally:
             self.log.close()
             self.run.batches.close()
-            self._stop.restore()
+            self._ends.close()
             if self.run.parallel.context > 1:
                 self.run.model.share_sequences(None)
 
@@ -203,7 +311,7 @@ class Session:
 def open_log(run: Run) -> RunLog:
     settings, opened = run.settings, []
     if run.lock is not None:
-        opened = trackers.start(settings, run.lock.folder(), run.step)
+        opened = trackers_of(settings, run.lock.folder(), run.step)
     return RunLog(
         run.lock,
         run.device,
@@ -218,6 +326,56 @@ def open_log(run: Run) -> RunLog:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+# ---- held-out data -----------------------------------------------------------------------------
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Return val_loss in nats a token, and val_bits_per_byte if the tokenizer is known; of
+    held-out data in batches that the ranks share.
+
+    The result is empty if the held-out data are shorter than a sequence. DataError and OSError are
+    raised after the ranks have met.
+    """
+    model, data, settings, parallel = run.model, run.data, run.settings, run.parallel
+    tokens, length = data.held_out, settings.seq_len
+    rows = min(settings.batch_size, max(len(tokens) - 1, 0) // length)
+    if rows == 0:
+        return {}
+    ranks, context = parallel.group, parallel.context
+    held_out = Batches(tokens, rows, length, vocab_size=model.config.vocab_size)
+    held_out.share(range(1), 1, own_columns(length, ranks, context))
+    most = EVAL_TOKENS["cpu" if model.device.is_host else "cuda"]
+    limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
+    sizes = None if data.tokenizer is None else token_bytes(data.tokenizer)
+    nats, count, text_bytes, failure = [], 0, 0, None
+    model.eval()
+    try:
+        drawn, shares = list(held_out.in_order(limit)), ranks.size // context
+        for number in range(ranks.rank // context, -(-len(drawn) // shares) * shares, shares):
+            if number >= len(drawn) and context == 1:
+                break
+            ids, targets = drawn[min(number, len(drawn) - 1)]
+            with no_grad():
+                loss = float(model.loss(ids, targets).numpy())
+            beat()
+            if number < len(drawn):  # else for ranks that share sequences, which all run the layers
+                nats.append(loss * targets.size)
+                count += targets.size
+                text_bytes += 0 if sizes is None else int(sizes[targets].sum())
+    except (DataError, OSError) as error:
+        failure = error
+    model.train()
+    told = ranks.gather("the evaluation", [nats, count, text_bytes])
+    nats = [part for parts, _, _ in told for part in parts]
+    count, text_bytes = (sum(theirs) for theirs in list(zip(*told))[1:])
+    if failure is not None:
+        raise failure
+    result = {"val_loss": math.fsum(nats) / count} if count else {}
+    if text_bytes:
+        result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
+    return result
 
 
 # ---- the end of the program --------------------------------------------------------------------

@@ -10,26 +10,132 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import math
+import os
 import re
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from needle import models
-from needle.arguments import Parser, number, path_name, told, whole
+from needle.arguments import Parser, flag_words, number, path_name, told, whole
 from needle.backend_ndarray import check_device_name
-from needle.checkpoint import Checkpoint, CheckpointError
+from needle.checkpoint import CheckpointError
 from needle.distributed.tree import fitting_ranks, own_micro_batches
+from needle.files import FileError, read_json, reading
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.models.registry import imported
 from needle.ops import ring_chunks
 from needle.ops.fp8 import MULTIPLE
-from needle.training import recipes
-from needle.training.folder import flag as flag_words
-from needle.training.folder import is_free
 from needle.training.supervise import HANG_SECONDS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# ---- the steps of --keep -----------------------------------------------------------------------
+
+
+@functools.cache
+def keeps(text: str) -> Callable[[int], bool]:
+    """Return the test of a step for --keep: numbers, and "..." for those that follow the pattern of
+    the numbers before it, up to the number after it. Three numbers of one ratio give powers,
+    others of one difference multiples, a single number its own multiples; `log` is 0,1,2,4,...
+    ValueError for any other text.
+
+    >>> from needle.training.settings import keeps
+    >>> [step for step in range(3001) if keeps("1,2,4,...,64,1000,...")(step)]
+    [1, 2, 4, 8, 16, 32, 64, 1000, 2000, 3000]
+    """
+    words = ("0,1,2,4,..." if text == "log" else text).replace(" ", "").split(",")
+    numbers, before, patterns = set(), [], []
+    for at, word in enumerate(words):
+        if word == "...":
+            last = int(words[at + 1]) if at + 1 < len(words) else math.inf
+            patterns.append((*_pattern(before), last))
+            before = []
+        elif not word.isdecimal() or int(word) <= max(numbers, default=-1):
+            raise ValueError(f"{word!r} is no whole number larger than the one before")
+        else:
+            numbers.add(int(word))
+            before = [] if at and words[at - 1] == "..." else [*before, int(word)]
+
+    def kept(step: int) -> bool:
+        return step in numbers or any(_follows(step, *pattern) for pattern in patterns)
+
+    return kept
+
+
+def _pattern(before: list[int]) -> tuple[int, int, int]:
+    """Return (first, ratio, difference) of the sequence that goes on: ratio 1 or difference 0."""
+    end = before[-3:]
+    if len(end) == 3 and end[0] and end[1] % end[0] == 0 and end[1] ** 2 == end[0] * end[2]:
+        return end[2], end[1] // end[0], 0
+    if len(end) == 1 and end[0] > 0:
+        return end[0], 1, end[0]
+    if len(end) > 1 and (len(end) == 2 or end[2] - end[1] == end[1] - end[0]):
+        return end[-1], 1, end[-1] - end[-2]
+    raise ValueError("'...' follows no numbers of one ratio or one difference")
+
+
+def _follows(step: int, first: int, ratio: int, difference: int, last: float) -> bool:
+    if difference:
+        return first <= step <= last and (step - first) % difference == 0
+    while first < step <= last:
+        first *= ratio
+    return first == step <= last
+
+
+# ---- recipes -----------------------------------------------------------------------------------
+
+# The published Pythias (Biderman et al. 2023, table 6, and the configurations in
+# EleutherAI/pythia). Every run has the rest of the recipe: AdamW with betas 0.9 and 0.95 and eps
+# 1e-8, no decay of biases and norms, Pythia's initialisation. Their float16 is not followed.
+RECIPE = {
+    "seq_len": 2048,
+    "steps": 143_000,
+    "warmup": 1_430,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "seed": 1234,
+}
+# `pythia` follows the schedule that GPT-NeoX computed, `pythia-fixed` the one that it announced.
+SCHEDULES = {"pythia": "pythia", "pythia-fixed": "cosine"}
+SEQUENCES = 1024  # a step
+# Peak learning rates; other models have that of the 70m.
+PEAK_LR = {
+    "pythia-160m": 6e-4,
+    "pythia-410m": 3e-4,
+    "pythia-1b": 3e-4,
+    "pythia-1.4b": 2e-4,
+    "pythia-2.8b": 1.6e-4,
+    "pythia-6.9b": 1.2e-4,
+    "pythia-12b": 1.2e-4,
+}
+PUBLISHED = "0,1,2,4,...,512,1000,..."  # checkpoints of the suite; step 0 is before the first
+
+
+def recipe(name: str, model: str) -> dict[str, Any]:
+    """Return the settings of a recipe for a model."""
+    return {**RECIPE, "schedule": SCHEDULES[name], "lr": PEAK_LR.get(model, 1e-3)}
+
+
+def changes(settings: Settings) -> dict[str, dict]:
+    """Return where a run differs from its recipe: {setting: {"recipe": value, "run": value}}."""
+    wanted = {**recipe(settings.recipe, settings.model), "sparse": None}
+    wanted["sequences_per_step"] = SEQUENCES
+    actual = {**vars(settings), "sequences_per_step": settings.sequences}
+    return {
+        name: {"recipe": value, "run": actual[name]}
+        for name, value in wanted.items()
+        if actual[name] != value
+    }
+
 
 # ---- values ------------------------------------------------------------------------------------
 
@@ -45,7 +151,7 @@ def run_name(text: str) -> str:
 
 @told
 def kept_steps(text: str) -> str:
-    recipes.keeps(text)
+    keeps(text)
     return text
 
 
@@ -71,7 +177,7 @@ Import = Annotated[str, Kind("FILE", imported)]
 RunName = Annotated[str, Kind("NAME", run_name)]
 Keep = Annotated[str, Kind("STEPS", kept_steps)]
 DeviceName = Annotated[str, Kind("NAME", told(check_device_name))]
-Recipe = Annotated[str, Kind(choices=recipes.NAMES)]
+Recipe = Annotated[str, Kind(choices=tuple(SCHEDULES))]
 Dtype = Annotated[str, Kind(choices=("float32", "bfloat16"))]
 Schedule = Annotated[str, Kind(choices=("cosine", "linear", "constant", "pythia"))]
 Pattern = Annotated[str, Kind("PATTERN", str, nargs="?", const="mixed", choices=SPARSE_PATTERNS)]
@@ -351,9 +457,17 @@ def parse(argv: Sequence[str] | None) -> Settings:
         )
     if {"steps", "tokens"} <= given.keys():
         top.error("argument --tokens: not allowed with argument --steps")
-    if "hang_seconds" in given and "supervise" not in given:
-        top.error("argument --hang-seconds: needs --supervise")
     return Settings(**given)
+
+
+def located(given: Settings) -> Settings:
+    """Return the flags with what lies in the file of --config, and with paths that stay when the
+    run is resumed from another folder."""
+    paths = {name: getattr(given, name) for name in ("init", "data", "tokenizer")}
+    changes = {name: os.path.abspath(path) for name, path in paths.items() if path is not None}
+    if given.config is not None:
+        changes["config"] = read_config(given.config)
+    return dataclasses.replace(given, **changes)
 
 
 def check_new(given: Settings) -> None:
@@ -372,6 +486,34 @@ def _need(settings: Settings, name: str, needed: str) -> None:
 # ---- a new run ---------------------------------------------------------------------------------
 
 
+def read_config(path: str) -> dict:
+    """Return {"model": registered name, field: value, ...} of --config: a TOML or JSON file of the
+    fields of a configuration (`model`, by default "pythia", chooses it), the config.json of a run,
+    or that of a model of transformers. FileError where it cannot be used."""
+    if path.endswith(".toml"):
+        with reading(Path(path)) as file:
+            try:
+                fields = tomllib.load(file)
+            except ValueError as error:
+                raise FileError(f"{path}: no TOML: {error}") from error
+    else:
+        fields = read_json(Path(path))
+    try:
+        if "model_type" in fields:
+            cls = models.class_of_transformers(fields["model_type"])
+            fields = cls.weight_mapping.config_from_hf(fields)
+        elif isinstance(fields.get("model"), dict):  # of a run
+            name = fields.get("settings", {}).get("model", "pythia")
+            family = models.preset(name).family if name in models.preset_names() else name
+            cls, fields = models.model_class(family), fields["model"]
+        else:
+            cls = models.model_class(fields.pop("model", "pythia"))
+        cls.config_class.from_dict(fields)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FileError(f"{path}: {error}") from error
+    return {"model": cls.config_class.family, **fields}
+
+
 def complete(given: Settings, on_gpu: bool, ranks: int = 1) -> Settings:
     """Return the settings of a new run from those that flags name.
 
@@ -382,11 +524,11 @@ def complete(given: Settings, on_gpu: bool, ranks: int = 1) -> Settings:
     usual = "pythia-70m" if on_gpu or given.recipe else "tiny"
     model = given.model or config.get("model", usual)
     values = {name: _default(name, on_gpu, model == "tiny") for name in KEPT}
-    values["lr"] = recipes.PEAK_LR.get(model, values["lr"])
+    values["lr"] = PEAK_LR.get(model, values["lr"])
     values["dtype"] = config.get("dtype", values["dtype"])
     values["seq_len"] = min(values["seq_len"], config.get("max_seq_len", values["seq_len"]))
     if given.recipe is not None:
-        values |= recipes.values(given.recipe, model)
+        values |= recipe(given.recipe, model)
     context = given.context_parallel or 1
     if ranks % context:
         raise ValueError(
@@ -421,7 +563,7 @@ def _share_step(settings: Settings, given: Settings, ranks: int) -> None:
     """
     wanted, source = given.global_batch_size, "--global-batch-size"
     if wanted is None and given.recipe is not None:
-        wanted, source = recipes.SEQUENCES, f"the recipe {given.recipe}"
+        wanted, source = SEQUENCES, f"the recipe {given.recipe}"
     if wanted is None:
         return
     if given.batch_size is None and given.grad_accum is not None:
@@ -486,39 +628,22 @@ def data_of(settings: Settings) -> dict:
 
 
 def from_json(values: dict[str, Any], path: Path) -> Settings:
-    """Return the settings that the file at `path` holds. CheckpointError names all that are
-    unknown, missing, or of a value that no flag has."""
+    """Return the settings that the file at `path` holds. CheckpointError names all that are unknown
+    or missing."""
     names = {word(name): name for name in KEPT}
     wrong = [f"{name} is unknown" for name in values.keys() - names.keys()]
     for key, name in names.items():
-        value, may_lack = values.get(key), type(None) in get_args(TYPES[name])
-        if value is None and not may_lack:
+        if values.get(key) is None and type(None) not in get_args(TYPES[name]):
             wrong.append(f"{key} is missing")
-        elif value is not None and not _is_of(name, value):
-            wrong.append(f"{key} is {value!r:.40}")
     if wrong:
         raise CheckpointError(f"{path}: its settings cannot be used: {', '.join(sorted(wrong))}")
     return Settings(**{names[key]: value for key, value in values.items()})
 
 
-def _is_of(name: str, value: Any) -> bool:
-    """True if the flag can give this value. No file of Python is run."""
-    keywords = _keywords(name)
-    if name == "config":
-        return isinstance(value, dict)
-    if isinstance(value, bool) or "action" in keywords:
-        return isinstance(value, bool) and "action" in keywords
-    if name == "import_" or "choices" in keywords:
-        return isinstance(value, str) and value in keywords.get("choices", (value,))
-    try:
-        return keywords["type"](str(value)) == value
-    except argparse.ArgumentTypeError:
-        return False
-
-
-def resumed(given: Settings, checkpoint: Checkpoint, folder: Path) -> Settings:
-    """Return the settings of a resumed run. Raise CheckpointError for a flag that changes one that
-    is not FREE; under a constant rate --steps may, since it only says where to end."""
+def resumed(given: Settings, checkpoint: Any, folder: Path) -> Settings:
+    """Return the settings of a resumed run from its Checkpoint, or from its config.json (Begun).
+    Raise CheckpointError for a flag that changes one that is not FREE; under a constant rate
+    --steps may, since it only says where to end."""
     named, differences, path = given.named(), [], checkpoint.path
     saved = from_json(checkpoint.state["settings"], path)
     if saved.import_ and not given.import_:
@@ -545,7 +670,7 @@ def resumed(given: Settings, checkpoint: Checkpoint, folder: Path) -> Settings:
     if differences:
         anew = f", from its weights by {shlex.join(flag_words('--init', folder))}"
         if checkpoint.state["step"] == 0:
-            anew = " without --resume" if is_free(folder) else " under another --name"
+            anew = " under another --name"
         raise CheckpointError(
             f"{path}: this run cannot go on with other settings: {'; '.join(differences)}. "
             f"Leave these flags out, or start anew{anew}"

@@ -8,7 +8,7 @@ from small_runs import flags, numbers_of, run_until, tensors_of
 
 import needle as ndl
 from needle.checkpoint import weights_path
-from needle.training.recipes import keeps
+from needle.training.settings import keeps
 
 
 def test_steps_follow_the_pattern_before_the_dots():

@@ -18,8 +18,9 @@ from small_runs import flags, lines_of
 from needle import Tensor
 from needle.distributed.group import Group
 from needle.models import Pythia
+from needle.processes import collecting
 from needle.training import log as logs
-from needle.training.session import Stop
+from needle.training.session import STOPS, Stop
 from needle.training.settings import parse
 
 STEPS, WARMUP, LR, DECAY, BATCH, TIME, EPOCH = 6, 2, 0.01, 0.3, 2, 16, 12
@@ -52,7 +53,7 @@ def test_each_update_is_that_of_a_plain_loop(
         f"--grad-accum {accumulate} --clip {clip} --lr {LR} --warmup {WARMUP}",
         f"--weight-decay {DECAY}", device=device, steps=STEPS,
     )  # fmt: skip
-    run = train_pythia.new_run(parse(argv), Group())
+    run = train_pythia.make_run(parse(argv), Group())
 
     def now():
         slots = {n: a.numpy() for n, a in run.optimizer.state_dict()["arrays"].items()}
@@ -115,13 +116,16 @@ def test_each_update_is_that_of_a_plain_loop(
                 )
 
 
-def test_hangup_stops_the_loop_unless_it_was_ignored(heeds_hangup):
-    for before, reason in (signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None):
+def test_hangup_is_collected_unless_it_was_ignored_and_a_second_sigint_interrupts(heeds_hangup):
+    for before, wanted in (signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, []):
         signal.signal(signal.SIGHUP, before)
         stop = Stop()
-        try:
+        with collecting(stop, *STOPS):
             signal.raise_signal(signal.SIGHUP)
-            assert stop.reason == reason
-        finally:
-            stop.restore()
+            assert stop == wanted
         assert signal.getsignal(signal.SIGHUP) == before
+    with collecting(stop, *STOPS):
+        signal.raise_signal(signal.SIGINT)
+        assert stop == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

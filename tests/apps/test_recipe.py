@@ -18,8 +18,8 @@ from small_runs import arguments, checkpoint_of, lines_of, run_until, tensors_of
 from needle import optim
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.models import pythia
-from needle.training import recipes
 from needle.training import run as run_parts
+from needle.training import settings as recipes
 from needle.training.settings import Settings, complete, parse
 
 SMALL = (2, 64, 4, 128)  # layers, hidden size, heads, vocabulary
@@ -346,7 +346,7 @@ def reference_run(model, drawn, recipe, precision):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("recipe", recipes.NAMES)
+@pytest.mark.parametrize("recipe", [*recipes.SCHEDULES])
 @pytest.mark.parametrize("device", DEVICES)
 def test_fifty_steps_in_float32_have_pytorchs_losses(tmp_path, tokens, monkeypatch, recipe, device):
     options = dict(recipe=recipe, device=device)

@@ -14,7 +14,7 @@ from needle.backend_ndarray import cpu
 from needle.checkpoint import Checkpoint
 from needle.data import load_tokenizer
 from needle.hf import __main__ as shell
-from needle.training import start
+from needle.training import run as run_parts
 from needle.training.settings import Settings
 
 
@@ -55,7 +55,7 @@ def test_run_starts_from_weights_of_each_kind(tmp_path, texts, trained, monkeypa
         assert state["settings"]["model"] == "tiny" and state["settings"]["init"] == str(source)
         for dtype in "bfloat16", None:
             given = Settings(init=str(source), dtype=dtype, context_parallel=2)
-            model, _ = start.from_weights(given, cpu())
+            model, _ = run_parts.from_weights(given, cpu())
             assert model.config.dtype == (dtype or "float32")
             assert weights_of(model) == weights_of(before.restore_model(cpu(), dtype))
 

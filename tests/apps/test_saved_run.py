@@ -133,8 +133,9 @@ def test_description_that_is_damaged_is_named_and_ends_no_training(tmp_path):
             if text in texts:
                 with pytest.raises(FileError, match="config.json: "):
                     print(run.config)
-                folders.note_saved(tmp_path)
-                assert folders.has_saved(tmp_path) is None and not folders.is_free(tmp_path)
+                assert folders.has_saved(tmp_path) is None
+                with pytest.raises(FileError, match="there is a run of this name already"):
+                    folders.check_free(tmp_path)
 
 
 def test_batches_take_open_data_and_fit_takes_them(tokens):

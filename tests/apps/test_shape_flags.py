@@ -12,8 +12,7 @@ from small_runs import flags, numbers_of, tensors_of, without
 import needle as ndl
 from needle.data import train_tokenizer
 from needle.models import gpt_neox
-from needle.training.config import read_config
-from needle.training.settings import Settings, complete
+from needle.training.settings import Settings, complete, read_config
 
 
 def newest(tmp_path, name):

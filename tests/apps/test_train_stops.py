@@ -2,7 +2,6 @@
 flags, data and folders that are refused."""
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -92,8 +91,8 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
     error = capsys.readouterr().err
     assert "step 5: the loss is nan (epoch 0, batch 4)" in error
     good, last = (checkpoint_of(tmp_path, "a", step) for step in (2, 4))
-    assert f"the last good checkpoint is {good}: 2 finite steps followed\n" in error
-    assert f"the last one is {last}: 0 finite steps followed, and it may have diverged\n" in error
+    assert f"the last good checkpoint is {good} (finite steps after it: 2)\n" in error
+    assert f"the last one is {last}: it may have diverged\n" in error
     assert f"--init {good}\n" in error
     assert [line["step"] for line in lines_of(tmp_path, "a")] == [1, 2, 3, 4]
     assert Checkpoint(good).state["step"] == 2 and Checkpoint(last).state["step"] == 4
@@ -101,14 +100,13 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
         breaking(patch, 4)  # 2 was saved, and 4 was to be
         assert train_pythia.main(flags(tmp_path, tokens, "b")) == 1
     error, last = capsys.readouterr().err, checkpoint_of(tmp_path, "b", 2)
-    assert "no checkpoint is known to be good\n" in error and "--init" not in error
-    assert f"the last one is {last}: 1 finite step followed, " in error
+    assert f"the last one is {last}: it may have diverged\n" in error and "--init" not in error
     # The loss of the last checkpoint's own step is finite: the update after it diverged.
     argv = flags(tmp_path, tokens, "c", "--lr 1e30 --warmup 0 --clip 0 --save-every 1")
     assert train_pythia.main(argv) == 1
     error = capsys.readouterr().err
     last = checkpoint_of(tmp_path, "c", len(lines_of(tmp_path, "c")))
-    assert "Stopped." in error and f"the last one is {last}: 0 finite steps" in error
+    assert "Stopped." in error and f"the last one is {last}: it may" in error
     assert f"the last good checkpoint is {last}" not in error and f"--init {last}" not in error
 
 
@@ -159,7 +157,6 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         ("--device cuda:" + "1" * 31, "auto, cpu, cuda or cuda:INDEX, not 'cuda:1"),
         ("--name a/b", "a name for a folder"),
         ("--steps 2 --tokens 9", "not allowed with"),
-        ("--hang-seconds 5", "argument --hang-seconds: needs --supervise"),
         ("--supervise --hang-seconds 0", "argument --hang-seconds: must be a number above"),
     ]
     for flag in "--out", "--name", "--init":
@@ -295,24 +292,6 @@ def test_user_without_a_home_is_told_what_to_set(tmp_path, texts, monkeypatch, c
         assert main(words) == 1
         assert "no home; set NEEDLE_CACHE to a folder" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "b").exists()
-
-
-@pytest.mark.usefixtures("plots")
-def test_fifo_in_the_folder_is_named(tmp_path, tokens, capsys):
-    """Opened for writing it would wait for a reader."""
-    for name in "lock", "metrics.jsonl":
-        for resumed in False, True:
-            path = tmp_path / "runs" / f"{name}-{resumed}" / name
-            argv = flags(tmp_path, tokens, path.parent.name, "--resume", "auto")
-            if resumed:
-                assert train_pythia.main(argv) == 0
-                path.unlink()
-                (path.parent / "sample.txt").unlink()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.mkfifo(path)
-            assert train_pythia.main(argv) == 1
-            error = capsys.readouterr().err
-            assert f"{path}: cannot be" in error and "it is a FIFO, not a regular file" in error
 
 
 # As a user whom permissions bind: capset(2) with the version of its structures and no rights. Runs

@@ -8,7 +8,7 @@ from ring import tokens_of
 
 from needle.data import Batches, Prefetch
 from needle.distributed.tree import own_micro_batches
-from needle.training.ranks import own_columns
+from needle.training.run import own_columns
 from needle.training.settings import Settings, complete
 
 TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
