@@ -160,7 +160,7 @@ def make_run(given: Settings, group: Group) -> Run:
         path = Path(group.first("the folder of the run", take_folder))
     step = 0 if saved is None else saved.state["step"]
     run = Run(settings, path, lock, data, model, optimizer, batches, parallel, step)
-    if group.rank == 0:
+    if group.rank == 0 and not (step > 0 and folder.is_described(path)):
         runs.write_description(run)
     if isinstance(saved, Checkpoint):
         print(printable(f"resuming {saved.path} after step {step}"))

@@ -66,46 +66,11 @@ def similar(path: Path) -> str:
     return f"; there is {', '.join(str(path.parent / name) for name in near)}" if near else ""
 
 
-KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def not_regular(path: str | os.PathLike | int) -> str | None:
-    """Name the kind of file at `path`, in words, if it is neither a regular file nor a folder; None
-    if it is one of these, does not exist or cannot be accessed."""
-    try:
-        kind = KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
-    except OSError:
-        return None
-    return None if kind is None else f"it is {kind}, not a regular file"
-
-
-def regular(path: str | os.PathLike, flags: int) -> int:
-    """Open a regular file (an `opener`). OSError, which names the kind of file, for any other."""
-    try:
-        # Without O_NONBLOCK a FIFO would wait for a process that may never come.
-        file = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        problem = not_regular(path)
-        if problem is None:
-            raise
-        raise OSError(errno.EINVAL, problem, str(path)) from error
-    problem = not_regular(file)
-    if problem is not None:
-        os.close(file)
-        raise OSError(errno.EINVAL, problem, str(path))
-    return file
-
-
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
     """The file, open for reading. An error of the system within the block becomes a FileError."""
     try:
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb") as file:
             yield file
     except OSError as error:
         kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
@@ -196,7 +161,8 @@ class Lock:
         self.path = Path(folder) / "lock"
         self._file, self._process = None, os.getpid()
         try:
-            self._file = regular(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self._file = os.open(self.path, flags, 0o666)
         except OSError as error:
             raise FileError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
         try:

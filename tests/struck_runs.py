@@ -15,7 +15,7 @@ from harness import OPEN_MPI, ROOT, run, wait_for
 from needle.checkpoint import checkpoint_path
 
 PROGRAM = Path(__file__).with_name("struck_program.py")
-TIMING = ("tokens_per_second", "data_wait_ms", "seconds")
+TIMING = ("tokens_per_second", "seconds")
 ENVIRON = {**OPEN_MPI, "PYTHONPATH": str(ROOT)}
 
 

@@ -50,13 +50,16 @@ def parser() -> argparse.ArgumentParser:
     add("source", metavar="RUN|DATA", help="the folder of a run, or what --data took")
     text = "counted as in metrics.jsonl: the first is 1 (Pythia's batch 0)"
     add("--step", required=True, **count, help=text)
-    add("--batch-size", **count, help="sequences a micro-batch (default: 1024, as the Pythias)")
-    add("--grad-accum", **count, help="(default: 1)")
-    add("--seq-len", **count, help="(default: 2048)")
-    add("--seed", type=whole(0, 2**32 - 1), metavar="N", help="(default: 1234)")
-    text = "of the whole run, on which GPT-NeoX's order depends (default: 143000)"
+    text = "of DATA (a run knows its own): sequences a micro-batch (default: 1024, as the Pythias)"
+    add("--batch-size", **count, help=text)
+    add("--grad-accum", **count, help="of DATA: micro-batches a step (default: 1)")
+    add("--seq-len", **count, help="of DATA: tokens a sequence (default: 2048)")
+    text = "of DATA: of the order of the samples (default: 1234)"
+    add("--seed", type=whole(0, 2**32 - 1), metavar="N", help=text)
+    text = "of DATA: steps of the whole run, on which GPT-NeoX's order depends (default: 143000)"
     add("--steps", **count, help=text)
-    add("--tokenizer", metavar="PATH", help="show text too (default: the run's own)")
+    text = "a tokenizer.json, to show text too (default: the run's own)"
+    add("--tokenizer", metavar="PATH", help=text)
     add("--rows", **count, help="show the first N sequences (default: all)")
     text = "write the ids there as .npy, (sequences, seq_len + 1), instead"
     add("--save", metavar="FILE", help=text)

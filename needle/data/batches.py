@@ -15,19 +15,7 @@ import numpy as np
 
 from needle.data import megatron
 from needle.data.readers import TokenData
-from needle.data.tokens import (
-    DataError,
-    Documents,
-    FlatTokens,
-    Part,
-    check_ids,
-    is_broken,
-    place_of,
-    to_ids,
-)
-
-# Largest order array built for a position from a checkpoint, unless the run itself needs more.
-MOST_ORDER = 1 << 28
+from needle.data.tokens import DataError, Documents, FlatTokens, Part, check_ids, place_of, to_ids
 
 
 class Windows:
@@ -104,14 +92,14 @@ class Packed(Windows):
 
 
 def _in_memory(tokens: Any) -> FlatTokens:
-    """Ids (N,) as integers. DataError for floats that are no whole numbers."""
+    """Integers (N,) as tokens."""
     if isinstance(tokens, (str, os.PathLike)):
         raise TypeError(f"Batches: takes ids, no path: Batches(open_data({str(tokens)!r}), ...)")
     ids = np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens)
-    if ids.ndim != 1 or ids.dtype.kind not in "iuf":
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         found = f"{ids.dtype} of shape {ids.shape}"
-        raise TypeError(f"Batches: tokens must be ids of one axis (N,), but are {found}")
-    return FlatTokens([Part(None, 0, to_ids(ids) if ids.dtype.kind == "f" else ids)])
+        raise TypeError(f"Batches: tokens must be integers of one axis (N,), but are {found}")
+    return FlatTokens([Part(None, 0, ids)])
 
 
 class Batches:
@@ -209,8 +197,7 @@ class Batches:
         passes = position.get("passes")
         if isinstance(samples, Packed) and passes != samples.passes:
             # A run whose length was changed keeps the order that it began with.
-            order = passes * (len(self.tokens.sizes) + len(self.tokens) // self.seq_len)
-            if passes < 1 or (order > MOST_ORDER and passes > samples.passes):
+            if passes < 1:
                 raise DataError(f"no position: passes is {passes}: the run draws {samples.passes}")
             samples = Packed(self.tokens, self.seq_len, self.seed, passes)
         self._go(samples, position["epoch"], position["batch"])
@@ -288,12 +275,7 @@ class Batches:
             yield self.parts(self._rows(np.arange(self.batch_size) + first * self.batch_size))
 
     def _rows(self, chosen: np.ndarray) -> np.ndarray:
-        found = self._samples.rows(chosen)
-        try:
-            rows = to_ids(found)
-        except DataError as error:
-            place = np.argwhere(is_broken(found))[0]
-            raise DataError(f"{self._where(chosen, *place)}: {error}") from error
+        rows = to_ids(self._samples.rows(chosen))
         if self.vocab_size is not None:
             check_ids(rows, self.vocab_size, lambda *place: self._where(chosen, *place))
         return rows

@@ -125,9 +125,9 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
 
 
 def kind_of(path: Path, field: str = "text") -> str:
-    """NPY, FLAT, LINES (objects of JSON, one a line), JSON (other JSON with documents in it), or
-    TEXT, of which some is none. field: of JSON, which holds the text. DataError for shards of llm.c
-    and for tables."""
+    """NPY, FLAT, LINES (objects of JSON, one a line), JSON (any other), or TEXT, of which some is
+    none. field: of JSON lines, which holds the text. DataError for shards of llm.c and for
+    tables."""
     head = head_of(path, 8)
     if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy":
         return NPY
@@ -160,13 +160,19 @@ def kind_of(path: Path, field: str = "text") -> str:
         return LINES  # whose field has another name
     if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in text.replace(" ", ""):
         return LINES  # of which the first goes on
-    return JSON if field in json_object(text.lstrip("[ \t\r\n"), True) else TEXT
+    first = json_object(text.lstrip("[ \t\r\n"), more=True)
+    return JSON if first or isinstance(json_value(text), list) else TEXT
+
+
+def json_value(text: str, more: bool = False) -> Any:
+    """The value of JSON that a text is, or with `more` begins with; None where it is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text)[0] if more else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def json_object(text: str, more: bool = False) -> dict:
-    """The object of JSON that a text is, or with `more` begins with; empty where there is none."""
-    try:
-        value = json.JSONDecoder().raw_decode(text)[0] if more else json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    """The same where it is an object, else an empty one."""
+    value = json_value(text, more)
     return value if isinstance(value, dict) else {}

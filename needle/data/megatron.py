@@ -28,13 +28,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from needle.data.tokens import DataError, Documents, absent, map_part
+from needle.data.tokens import DataError, Documents, map_part
 from needle.files import reading
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
-# 6 and 7 are float and double: 4 or 8 bytes, which depends on the writer.
-TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 ROW_LENGTH = 2049  # Pythia's preshuffled rows
 SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})$")  # after NAME
 BLOCK = 1 << 22  # samples at a time: intermediate arrays stay small
@@ -76,8 +75,6 @@ def open_documents(prefix: Path) -> Documents:
         )
     total, data_size = int(sizes.sum(dtype=np.int64)), sum(file.stat().st_size for file in files)
     dtype = np.dtype(TYPES[code])
-    if dtype.kind == "f" and data_size == total * (12 - dtype.itemsize):
-        dtype = np.dtype(f"<f{12 - dtype.itemsize}")
     starts = map_part(idx, "<i8", HEADER.size + 4 * count, count).ids
     expected = np.cumsum(sizes, dtype=np.int64)
     expected -= sizes  # in place: an index of the Pile has 200 million entries
@@ -106,13 +103,13 @@ def data_files(prefix: Path) -> list[Path]:
     both = f"Megatron's data are two files, {prefix.name}.idx and {prefix.name}.bin"
     whole = Path(f"{prefix}.bin")
     if not Path(f"{prefix}.idx").is_file():
-        raise DataError(f"{prefix}.idx: {absent(f'{prefix}.idx')}; {both}")
+        raise DataError(f"{prefix}.idx: no such file; {both}")
     if whole.is_file():
         return [whole]
     names = prefix.parent.glob(f"{glob.escape(prefix.name)}-*.bin")
     shards = sorted(path for path in names if SHARD.search(path.stem))
     if not shards:
-        raise DataError(f"{whole}: {absent(whole)}; {both} (or {prefix.name}-00000-of-N.bin, ...)")
+        raise DataError(f"{whole}: no such file; {both} (or {prefix.name}-00000-of-N.bin, ...)")
     last = SHARD.search(shards[0].stem)[2]
     count = max(len(shards), int(last))  # they are numbered from 0 to N, or to N - 1
     for number in range(count):

@@ -10,7 +10,6 @@ next() has waited for the thread: where it grows, reading is slower than the ste
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -53,7 +52,6 @@ class Prefetch:
                 "Prefetch: batches for a GPU need vocab_size: the device does not check ids"
             )
         self.batches, self.position = batches, batches.position
-        self.waited = 0.0  # seconds, in all
         self._slots = [
             _Slot((batches.batch_size, batches.width), device) if on_gpu else None
             for _ in range(depth + 1 if on_gpu else depth)
@@ -68,25 +66,16 @@ class Prefetch:
     def batch(self) -> int:
         return self.position["batch"]
 
-    def __repr__(self) -> str:
-        return (
-            f"Prefetch({self.batches.batch_size} x {self.batches.seq_len}, {len(self):,} an "
-            f"epoch; next is epoch {self.epoch}, batch {self.batch}; waited {self.waited:.3f} "
-            "s)"
-        )
-
     def __len__(self) -> int:
         """Batches an epoch."""
         return len(self.batches)
 
     def next(self) -> tuple:
         """(inputs, targets), integers (batch_size, batches.width); goes on for ever."""
-        began = time.perf_counter()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "needle.data.Prefetch")
             self._ahead = deque(map(self._submit, self._slots))
         slot, batch, position = self._ahead[0].result()  # its error again at each next()
-        self.waited += time.perf_counter() - began
         if slot is not None:
             batch = slot.send()
         self.position = position

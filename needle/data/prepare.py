@@ -14,8 +14,6 @@ from needle.data.tokenizer import id_limit, load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import named, replacing
 
-LONGEST = 2**31 - 1  # tokens of a document: sizes are int32
-
 
 def input_files(inputs: Sequence[str], field: str) -> list[Path]:
     """The files that the command line names: files, folders, patterns; in that order."""
@@ -56,11 +54,6 @@ def prepare(
         for ids, last in encode(model, read, dtype):
             file.write(ids)
             size += len(ids)
-            if size > LONGEST:
-                raise DataError(
-                    f"document {len(sizes):,}, counted from 0, has more than {LONGEST:,} tokens, "
-                    "more than an .idx can hold: split it"
-                )
             if last and size:  # of a text that has no ids there is nothing to say
                 sizes.append(size)
             size = 0 if last else size

@@ -30,7 +30,7 @@ from needle.data.identity import SAMPLED, Stretch, content_hash
 from needle.data.kinds import FLAT, NPY, files_at, kind_of, walk
 from needle.data.text import check_json, standard_library, text_kind
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
-from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, map_part
+from needle.data.tokens import DataError, Documents, FlatTokens, Part, map_part
 from needle.files import MissingFileError, named
 
 TRUSTED = "trusted"  # in the place of a hash, by earlier versions of needle
@@ -117,8 +117,7 @@ def matching(path: Path) -> list[Path]:
     """The files at `path`: DataError where there are none, or a single one that is empty."""
     files = files_at(path)
     if not files:
-        kind = DataError if os.path.lexists(path) else MissingFileError
-        raise kind(f"{path}: {absent(path, 'file or folder')}; {TAKES}")
+        raise MissingFileError(f"{path}: no such file or folder; {TAKES}")
     if len(files) == 1 and files[0].stat().st_size == 0:
         raise DataError(f"{files[0]}: an empty file")
     return files

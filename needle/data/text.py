@@ -200,19 +200,21 @@ def shown(chunks: Iterable[Chunk], doing: str) -> Iterator[Chunk]:
 
 
 def check_json(files: Sequence[Path], field: str = "text") -> None:
-    """DataError for a file that was named itself and holds documents of JSON, not one a line. In a
-    folder such a file is a text."""
+    """DataError for a file of JSON that was named itself and is not one object a line. Among others
+    such a file is a text."""
     if len(files) == 1 and kind_of(files[0], field) == JSON:
         raise DataError(
-            f"{files[0]}: JSON, but not one object a line, as needle reads it: jq -c '.[]' of an "
-            "array, or jq -c . of objects, writes them so"
+            f"{files[0]}: JSON, but not one object a line with a string `{field}`, as needle reads "
+            "it: jq -c '.[]' of an array, or jq -c . of objects, writes lines"
         )
 
 
 def text_kind(files: Sequence[Path]) -> str:
-    if all(kind_of(file) == LINES for file in files):
+    kinds = [kind_of(file) for file in files]
+    if {*kinds} == {LINES}:
         return "JSON lines"
-    return "packed text" if all(map(is_packed, files)) else "text"
+    kind, count = "packed text" if all(map(is_packed, files)) else "text", kinds.count(JSON)
+    return f"{kind}, JSON in {count:,} file(s) read as text" if count else kind
 
 
 # ---- tokenizers -------------------------------------------------------------------------------

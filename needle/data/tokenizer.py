@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from needle.data.tokens import DataError, absent
+from needle.data.tokens import DataError
 from needle.files import FileError, named, read_json, reading
 from needle.safetensors import read_header
 
@@ -205,7 +205,7 @@ def _read(path: Path) -> Tokenizer:
         path = path / "tokenizer.json"
     if not path.is_file():
         raise DataError(
-            f"{path}: {absent(path, 'tokenizer file')}; give a tokenizer.json as the package "
+            f"{path}: no such tokenizer file; give a tokenizer.json as the package "
             "`tokenizers` saves it"
         )
     with reading(path) as file:

@@ -16,14 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from needle.files import FileError, not_regular, reading
+from needle.files import FileError, reading
 
 DataError = FileError  # data that cannot be used; the message names it and says what to do
-
-
-def absent(path: str | os.PathLike, what: str = "file") -> str:
-    """Return why `path` cannot be read: no such file, or something else than a file."""
-    return not_regular(path) or f"no such {what}"
 
 
 class Part(NamedTuple):
@@ -145,23 +140,9 @@ def place_of(tokens: Any, position: int) -> str:
     return f"{part.path}: offset {part.offset:,}"
 
 
-def is_broken(values: np.ndarray) -> np.ndarray:
-    """bool: True where a float is no whole number."""
-    with np.errstate(all="ignore"):  # a signalling NaN warns
-        return ~(np.isfinite(values) & (np.floor(values) == values) & (abs(values) < 2.0**53))
-
-
 def to_ids(values: np.ndarray) -> np.ndarray:
     """int32 where every value of the type fits, else int64: a broken id must not wrap into a good
-    one before it is checked. Floats must be whole numbers."""
-    if values.dtype.kind == "f":
-        broken = is_broken(values)
-        if broken.any():
-            raise DataError(
-                f"tokens are {values.dtype}, and one of them is "
-                f"{values[broken].flat[0]}: no whole number"
-            )
-        return values.astype(np.int64)
+    one before it is checked."""
     small = values.dtype.itemsize < 4 or values.dtype.newbyteorder("=") == np.int32
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         values = np.minimum(values, np.uint64(2**63 - 1))

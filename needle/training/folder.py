@@ -63,6 +63,14 @@ def described_config(path: Path) -> Config:
     return models.model_class(fields.pop("model")).config_class.from_dict(fields)
 
 
+def is_described(folder: Path) -> bool:
+    """True if the config.json in a folder is one of a run."""
+    try:
+        return isinstance(read_description(folder).get("settings"), dict)
+    except FileError:
+        return False
+
+
 def has_saved(folder: Path) -> bool | None:
     """Return whether the run in a folder ever had a checkpoint; without a readable config.json,
     whether it has trained. None if no run has begun there."""

@@ -7,7 +7,6 @@ A line of metrics.jsonl is an object:
     loss                mean over the step's tokens, in nats
     lr, grad_norm       of the step; the norm is that before clipping
     tokens_per_second   of the step, without evaluating and saving
-    data_wait_ms        how long the step waited for the thread that reads its batches
     seconds             of training so far, over all parts of a resumed run
     val_loss, val_bits_per_byte     if the step was followed by an evaluation
 
@@ -121,13 +120,7 @@ class RunLog:
         self.is_heard = True  # False once the reader of the output is gone
 
     def queue(
-        self,
-        step: int,
-        losses: Sequence[NDArray],
-        norm: NDArray,
-        lr: float,
-        where: str,
-        data_wait_ms: float,
+        self, step: int, losses: Sequence[NDArray], norm: NDArray, lr: float, where: str
     ) -> None:
         """Take a step that the device still computes, and write the line of the step before it."""
         before = self._pending
@@ -137,7 +130,6 @@ class RunLog:
             "norm": _C.AsyncCopy(norm),
             "lr": lr,
             "where": where,
-            "data_wait_ms": data_wait_ms,
         }
         if before is not None:
             self._write(before)
@@ -186,7 +178,6 @@ class RunLog:
             "lr": step["lr"],
             "grad_norm": step["grad_norm"],
             "tokens_per_second": round(self._tokens_per_step / step["duration"], 1),
-            "data_wait_ms": round(step["data_wait_ms"], 3),
             "seconds": round(self.seconds, 3),
             **evaluated,
         }

@@ -195,7 +195,7 @@ class Session:
             self.gradient = GraphedStep(compute, shape, run.device)
         self._reason: str | None = None  # to stop before the last step
         self._failure: Exception | None = None
-        self._where, self._waited = "", 0.0
+        self._where = ""
         self._stop, self._ends = Stop(), contextlib.ExitStack()
 
     def __enter__(self) -> Session:
@@ -217,7 +217,7 @@ class Session:
         """Compute the micro-batches of a step; data that break off raise Failed on all ranks."""
         batches = self.run.batches
         self._where = f"epoch {batches.epoch}, batch {batches.batch}"
-        self._waited, self.ranks.control.step = batches.waited, step
+        self.ranks.control.step = step
         with agreed(self.ranks, "the gradients"):
             yield
 
@@ -228,10 +228,9 @@ class Session:
         """
         run, log, failure = self.run, self.log, None
         run.step, run.position = step, run.batches.position
-        waited = 1e3 * (run.batches.waited - self._waited)
         losses = run.parallel.losses(losses)
         try:
-            log.queue(step, losses, norm, run.optimizer.lr, self._where, waited)
+            log.queue(step, losses, norm, run.optimizer.lr, self._where)
         except OSError as error:  # of the line before: this step is done
             failure = error
         own = signal.Signals(self._stop[-1]).name if self._stop else None

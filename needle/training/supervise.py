@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from needle.arguments import Parser, number
-from needle.files import BusyError, FileError, Lock, described, printable, regular
+from needle.files import BusyError, FileError, Lock, described, printable
 from needle.processes import (
     HEARTBEAT,
     collecting,
@@ -190,7 +190,7 @@ class Supervisor:
             try:
                 lock = Lock(folder)
                 path = lock.folder() / "faults.jsonl"
-                with open(path, "a", encoding="utf-8", opener=regular) as file:
+                with open(path, "a", encoding="utf-8") as file:
                     file.writelines(json.dumps(fault) + "\n" for fault in self._faults)
                 lock.release()
                 self._faults.clear()

@@ -19,35 +19,31 @@ from token_files import IDS, TEXTS, json_lines, write_megatron
 
 from needle.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from needle.data import Batches, DataError, __main__, open_data, text
-from needle.data.tokens import to_ids
 from needle.models import Pythia, PythiaConfig
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_damaged_index_is_named_with_its_offset(tmp_path):
+def test_damaged_index_is_named_with_its_offset(tmp_path):
     write_megatron(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     good = (tmp_path / "x.idx").read_bytes()
     for offset, values, said in [
         (0, b"X", "wrong magic at offset 0"),
         (9, b"\2", "version 2 at offset 9"),
-        (17, b"\11", "type 9 at offset 17"),
+        (17, b"\6", "type 6 at offset 17"),
         (18, b"\4", "is truncated: its header promises 4"),
         (18, b"\2", "is too long"),
-        (25, b"\x7f", "is truncated"),
         (38, b"\0", "a document of 0 ids, number 1, at offset 38"),
         (41, b"\xff", "a document of -1677"),
         (54, b"\x7f", "document 1 begins at byte 127 (offset 54), not where the one before"),
-        (42, b"\x40", "it is truncated"),
         (17, b"\4", "document 1 begins at byte 6 (offset 54)"),
-        (17, b"\1", "document 1 begins at byte 6 (offset 54)"),
     ]:
         content = bytearray(good)
         content[offset : offset + len(values)] = values
         (tmp_path / "x.idx").write_bytes(content)
         with naming(offset, values), pytest.raises(DataError, match="/x[.]") as caught:
             open_data(tmp_path / "x")
-        assert said in str(caught.value) or offset == 42, (offset, str(caught.value))
+        assert said in str(caught.value)
 
 
 def test_ids_outside_the_vocabulary_are_named_with_file_and_offset(tmp_path):
@@ -72,10 +68,7 @@ def test_ids_outside_the_vocabulary_are_named_with_file_and_offset(tmp_path):
             negative.next()
 
 
-def test_floats_that_are_no_ids():
-    for bad in (0.5, np.nan, np.inf, 1e300):
-        with pytest.raises(DataError, match="no whole number"):
-            to_ids(np.array([1.0, bad]))
+# ---- random damage -------------------------------------------------------------------------------
 
 
 def good_files():
@@ -97,15 +90,13 @@ FIELDS = {
     + [(46 + 8 * i, 8) for i in range(7)],
     "c.safetensors": [(0, 8)],
 }
-
-
 WORDS = [b"\n", b'""', b"{", b"\xff", b"60", b"-1", b"1e99", b"null", b'{"text": ""}\n']
 
 
 def damage(draw, name, content):
     content = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(["field", "field", "flip", "cut", "insert", "word", "end"]))
+        kind = draw(st.sampled_from(["field", "field", "flip", "cut", "word", "end"]))
         # Mostly where the numbers of a format are.
         place = draw(st.integers(0, min(len(content), 80)) | st.integers(0, len(content)))
         if kind == "field":
@@ -118,8 +109,6 @@ def damage(draw, name, content):
             content[place] ^= 1 << draw(st.integers(0, 7))
         elif kind == "cut":
             del content[place:]
-        elif kind == "insert":
-            content[place:place] = draw(st.binary(max_size=20))
         elif kind == "word":
             word = draw(st.sampled_from(WORDS))
             content[place : place + len(word)] = word
@@ -129,25 +118,19 @@ def damage(draw, name, content):
 
 
 def megatron_says(idx, data):
-    """(ids) that an index and its .bin hold by the format's description, or None: to be refused."""
+    """The ids that an index and its .bin hold by the format's description, or None: refused."""
     if len(idx) < 34 or idx[:9] != b"MMIDIDX\0\0":
         return None
     version, code, count, entries = struct.unpack("<QBQQ", idx[9:34])
-    if version != 1 or not 1 <= code <= 8 or count < 1 or len(idx) != 34 + 12 * count + 8 * entries:
+    dtype = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.get(code)
+    if version != 1 or dtype is None or count < 1 or len(idx) != 34 + 12 * count + 8 * entries:
         return None
     sizes = struct.unpack(f"<{count}i", idx[34 : 34 + 4 * count])
     starts = struct.unpack(f"<{count}q", idx[34 + 4 * count : 34 + 12 * count])
-    if min(sizes) < 1:
+    item = np.dtype(dtype).itemsize
+    if min(sizes) < 1 or [item * sum(sizes[:i]) for i in range(count)] != list(starts):
         return None
-    for dtype in {6: ("<f8", "<f4"), 7: ("<f4", "<f8")}.get(
-        code, ({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.get(code),)
-    ):
-        item = np.dtype(dtype).itemsize
-        if [item * sum(sizes[:i]) for i in range(count)] == list(starts) and len(
-            data
-        ) == item * sum(sizes):
-            return np.frombuffer(data, dtype)
-    return None
+    return np.frombuffer(data, dtype) if len(data) == item * sum(sizes) else None
 
 
 def lines_say(content):
@@ -203,13 +186,10 @@ def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
         return
     batches = Batches(found.train, 1, 8, samples=200, vocab_size=60)
     drawn = expected[: len(found.train)]
-    with np.errstate(all="ignore"):
-        good = ((drawn >= 0) & (drawn < 60) & (drawn == np.floor(drawn))).all()
-    with (
-        contextlib.nullcontext()
-        if good
-        else pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*: offset ")
-    ):
+    good = contextlib.nullcontext()
+    if not ((drawn >= 0) & (drawn < 60)).all():
+        good = pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*: offset ")
+    with good:
         for _ in range(len(batches)):
             ids, targets = batches.next()
             assert 0 <= min(ids.min(), targets.min()) and max(ids.max(), targets.max()) < 60

@@ -1,4 +1,4 @@
-"""The identity of data: which changes it sees, and which runs of earlier versions go on."""
+"""The identity of data, by which runs go on and cached text is found: which changes it sees."""
 
 import hashlib
 import os
@@ -38,36 +38,22 @@ def write_kind(folder, kind):
     return folder / "m", folder / "m.bin"
 
 
-KINDS = ("npy", "flat", "nanoGPT", "rows", "documents")
-
-
-def test_fingerprint_one_byte_in_place_differs(tmp_path):
-    """One byte anywhere, with size, inode and time of modification as they were."""
-    for kind in KINDS:
+def test_fingerprint_sees_one_byte_in_place_and_borders_of_documents(tmp_path):
+    """One byte, with size, inode and time of modification as they were; not where a file lies."""
+    for kind in "npy", "flat", "nanoGPT", "rows", "documents":
         (tmp_path / kind).mkdir()
         path, file = write_kind(tmp_path / kind, kind)
         with naming(kind):
             before, byte = open_data(path).fingerprint, file.read_bytes()[60_001]
-            assert open_data(path).fingerprint == before
+            shutil.copytree(tmp_path / kind, tmp_path / f"{kind}2")
+            copy = tmp_path / f"{kind}2" / ("" if kind == "nanoGPT" else path.name)
+            assert open_data(copy).fingerprint == before
             overwrite(file, 60_001, bytes([byte ^ 1]))
             assert open_data(path).fingerprint != before
-            overwrite(file, 60_001, bytes([byte]))
-            assert open_data(path).fingerprint == before
-
-
-def test_fingerprint_borders_of_documents_differ(tmp_path):
     for name, cuts in ("a", [500, 1000]), ("b", [501, 1000]):
         write_megatron(tmp_path / name, np.split(IDS, cuts))
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
     assert open_data(tmp_path / "a").fingerprint != open_data(tmp_path / "b").fingerprint
-
-
-def test_fingerprint_same_bytes_elsewhere_are_the_same(tmp_path):
-    for number in (0, 1):
-        np.save(tmp_path / f"{number}.npy", IDS + number)
-    (tmp_path / "link.npy").symlink_to(tmp_path / "1.npy")
-    found = [open_data(tmp_path / f"{name}.npy").fingerprint for name in ("0", "1", "link")]
-    assert found[0] != found[1] == found[2]
 
 
 def test_hash_is_that_of_blocks_whatever_files_hold_them(tmp_path, monkeypatch):
@@ -97,12 +83,8 @@ def test_hash_is_that_of_blocks_whatever_files_hold_them(tmp_path, monkeypatch):
             sampled = identity.content_hash(stretches)
             assert sampled == "sampled-" + expected(starts, 30)
             assert identity.content_hash(stretches, every=True) == whole
-
-
-def test_hash_of_a_file_that_shrinks_meanwhile_is_an_error(tmp_path):
-    path, _ = write_kind(tmp_path, "flat")
-    data = open_data(path)
-    os.truncate(path, 70_000)
+    data = open_data(write_kind(tmp_path, "flat")[0])
+    os.truncate(tmp_path / "x.bin", 70_000)
     with pytest.raises(DataError, match="x.bin: has shrunk while it was read"):
         _ = data.fingerprint
 
@@ -116,6 +98,7 @@ def test_runs_of_earlier_versions_go_on(tmp_path, monkeypatch):
     blocks = hashlib.sha256(hashlib.sha256(file.read_bytes()).digest()).hexdigest()
     assert whole == f"{shape}-{blocks}"
     monkeypatch.setattr(identity, "ALL", 70_000)
+    monkeypatch.setattr(identity, "SAMPLES", 16)
     monkeypatch.setattr(identity, "SAMPLE", 100)
     sampled = run_data(described).fingerprint
     assert sampled.startswith(f"{shape}-sampled-")
@@ -128,59 +111,47 @@ def test_runs_of_earlier_versions_go_on(tmp_path, monkeypatch):
 
 # ---- the cache of text -------------------------------------------------------------------------
 
+LINE = "one two three four five six\n"
+
 
 def words(data):
     return data.tokenizer.decode(data.train.tolist() + data.held_out.tolist())
 
 
-def write_texts(tmp_path, kind):
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of three texts."""
     (tmp_path / "t").mkdir()
-    paths = [tmp_path / "t" / f"{n}.{'jsonl' if kind == 'lines' else 'txt'}" for n in range(3)]
-    for path in paths:
-        line = "one two three four five six\n"
-        path.write_text('{"text": "one two three four"}\n' * 99 if kind == "lines" else line * 99)
-    return (paths[1] if kind == "file" else tmp_path / "t"), paths[1]
+    for number in range(3):
+        (tmp_path / "t" / f"{number}.txt").write_text(LINE * 99)
+    return tmp_path / "t"
 
 
-def test_text_that_changed_in_place_is_tokenised_again(tmp_path, tokenizer, capsys):
-    for kind in ("file", "folder", "lines"):
-        (tmp_path / kind).mkdir()
-        path, file = write_texts(tmp_path / kind, kind)
-        with naming(kind):
-            assert "owt" not in words(open_data(path, tokenizer))
-            overwrite(file, file.read_bytes().index(b"two", 1000), b"owt")
-            assert "one owt three" in words(open_data(path, tokenizer))
-            capsys.readouterr()
-            assert "one owt three" in words(open_data(path, tokenizer))
-            assert "tokenising" not in capsys.readouterr().out
+def test_text_is_tokenised_once_and_again_when_bytes_or_their_order_change(
+    tmp_path, tokenizer, folder, capsys
+):
+    file, lines = folder / "1.txt", tmp_path / "a.jsonl"
+    lines.write_text('{"text": "one two three four"}\n' * 99)
 
+    def said(path):
+        found = words(open_data(path, tokenizer))
+        return found, "tokenising" in capsys.readouterr().out
 
-def test_text_of_the_same_bytes_elsewhere_is_in_the_cache(tmp_path, tokenizer, capsys):
-    path, file = write_texts(tmp_path, "folder")
-    (path / "0.txt").write_text("six five\n" * 99)
-    open_data(path, tokenizer)
-    shutil.copytree(path, tmp_path / "copy")
+    for path, changed in (file, file), (folder, file), (lines, lines):
+        with naming(path):
+            before, made = said(path)
+            assert made and not said(path)[1]
+            overwrite(changed, changed.read_bytes().index(b"two", 1000), b"owt")
+            after, made = said(path)
+            assert made and before != after and "one owt three" in after and not said(path)[1]
     os.utime(file)
-    capsys.readouterr()
-    for one in path, tmp_path / "copy":
-        assert "one two three" in words(open_data(one, tokenizer))
-    assert "tokenising" not in capsys.readouterr().out
-    (path / "0.txt").rename(path / "4.txt")  # the order of the documents
-    open_data(path, tokenizer)
-    assert "tokenising" in capsys.readouterr().out
-
-
-def test_text_whose_files_are_cut_elsewhere_is_other_text(tmp_path, tokenizer):
-    path, _ = write_texts(tmp_path, "folder")
-    first, second, ends = path / "0.txt", path / "1.txt", []
-    for _ in range(2):
-        found = open_data(path, tokenizer)
-        end = found.tokenizer.token_to_id("<|endoftext|>")
-        ends.append(found.train.tolist().index(end))
-        moved = first.read_bytes()[-28:]
-        second.write_bytes(moved + second.read_bytes())
-        os.truncate(first, first.stat().st_size - len(moved))
-    assert ends[1] < ends[0]
+    assert not said(folder)[1] and not said(shutil.copytree(folder, tmp_path / "copy"))[1]
+    (folder / "1.txt").rename(folder / "4.txt")
+    assert said(folder)[1]
+    moved = (folder / "0.txt").read_bytes()[-28:]  # a border of documents
+    (folder / "2.txt").write_bytes(moved + (folder / "2.txt").read_bytes())
+    os.truncate(folder / "0.txt", 98 * 28)
+    assert said(folder)[1]
 
 
 def changing(monkeypatch, change):
@@ -189,27 +160,27 @@ def changing(monkeypatch, change):
     monkeypatch.setattr(cache, "_tokenise", lambda *given: (real(*given), change()))
 
 
-def test_text_that_changes_while_it_is_tokenised_is_an_error(tmp_path, tokenizer, monkeypatch):
-    path, file = write_texts(tmp_path, "folder")
-    changing(monkeypatch, lambda: file.write_text("other"))
-    with pytest.raises(DataError, match="t: changed while it was read"):
-        open_data(path, tokenizer)
+def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
+    """Of a text that changes meanwhile, and of two that tokenise one at once."""
+    with monkeypatch.context() as patch:
+        changing(patch, lambda: (folder / "1.txt").write_text("other"))
+        with pytest.raises(DataError, match="t: changed while it was read"):
+            open_data(folder, tokenizer)
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_cache_of_two_that_tokenise_one_text_is_whole(tmp_path, tokenizer, monkeypatch):
-    path, _ = write_texts(tmp_path, "file")
     changing(monkeypatch, lambda: time.sleep(0.3))  # the other is at it too
     with ThreadPoolExecutor(2) as pool:
-        found = [*pool.map(lambda _: words(open_data(path, tokenizer)), range(2))]
-    assert found[0] == found[1] == "one two three four five six\n" * 99
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+        found = [*pool.map(lambda _: words(open_data(folder / "0.txt", tokenizer)), range(2))]
+    assert found[0] == found[1] == LINE * 99
+    (made,) = (tmp_path / "cache").iterdir()
+    (made / "facts.json").write_bytes(b"[]")
+    with pytest.raises(DataError, match="a damaged cache of tokens .*; delete"):
+        open_data(folder / "0.txt", tokenizer)
 
 
-def test_cache_that_cannot_be_is_named(tmp_path, tokenizer, monkeypatch):
-    path, _ = write_texts(tmp_path, "file")
+def test_cache_that_cannot_be_is_named(tmp_path, tokenizer, folder, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "file").touch()
+    monkeypatch.setattr("pwd.getpwuid", dict().__getitem__)  # a user that nothing knows
     for settings, said in (
         ({"NEEDLE_CACHE": str(tmp_path / "file" / "x")}, "cannot be written .Not a directory."),
         ({"NEEDLE_CACHE": "", "HOME": str(tmp_path / "file")}, "cannot be written .Not a dir"),
@@ -217,8 +188,7 @@ def test_cache_that_cannot_be_is_named(tmp_path, tokenizer, monkeypatch):
     ):
         for name, value in settings.items():
             monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-        monkeypatch.setattr("pwd.getpwuid", dict().__getitem__)  # a user that nothing knows
         with naming(settings), pytest.raises(DataError, match=said):
-            open_data(path, tokenizer)
+            open_data(folder, tokenizer)
     np.save(tmp_path / "x.npy", IDS)
     assert open_data(tmp_path / "x.npy").fingerprint  # tokens need no cache

@@ -13,7 +13,7 @@ from needle.data.tokens import FlatTokens, map_part, to_ids
 
 def test_megatron_of_every_type(tmp_path):
     documents, _ = documents_of(RANDOM.randint(1, 30, 40))
-    for dtype in ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"):
+    for dtype in ("u1", "i1", "<i2", "<i4", "<i8", "<u2"):
         write_megatron(tmp_path / "x", documents, dtype)
         for name in ("x", "x.bin", "x.idx", ""):
             with naming(dtype, name):
@@ -24,11 +24,6 @@ def test_megatron_of_every_type(tmp_path):
                 np.testing.assert_array_equal(data.train.sizes, [len(d) for d in documents[:39]])
         ids, targets = Batches(data.train, 2, 8).next()
         assert ids.dtype in (np.int32, np.int64) and ids.shape == targets.shape == (2, 8)
-    write_megatron(tmp_path / "x", documents, "<f8")
-    content = bytearray((tmp_path / "x.idx").read_bytes())
-    content[17] = 7  # of the two float types, as some writers number them
-    (tmp_path / "x.idx").write_bytes(content)
-    np.testing.assert_array_equal(open_data(tmp_path / "x").held_out[:], documents[39])
     write_megatron(tmp_path / "y", documents)
     with pytest.raises(DataError, match="2 Megatron files are in it; name one of them"):
         open_data(tmp_path)
@@ -79,20 +74,14 @@ def test_published_shards_need_not_be_joined(tmp_path, last):
         np.testing.assert_array_equal(ids, rows[:, :-1])
     assert data.train.where(5001)[:2] == (files[1], 0)
 
-    files[1].write_bytes(content[10_002:20_001])
-    files[2].write_bytes(content[20_001:])
-    with pytest.raises(DataError, match="00001-of-.*9,999 bytes are no whole number of uint16"):
-        open_data(tmp_path / "document")
-    files[2].write_bytes(content[20_001:-1])
-    with pytest.raises(DataError, match=r"document-\*.bin: ends at offset 28,685, .* truncated"):
+    files[2].write_bytes(content[20_000:-2])
+    with pytest.raises(DataError, match=r"document-\*.bin: ends at offset 28,684, .* truncated"):
         open_data(tmp_path / "document")
     files[1].unlink()
     with pytest.raises(DataError, match=f"00001-of-0000{last}.bin: no such file, and others"):
         open_data(tmp_path / "document")
-    files[2].unlink()
-    with pytest.raises(DataError, match=f"00001-of-0000{last}.bin: no such file, and others"):
-        open_data(tmp_path / "document")
-    files[0].unlink()
+    for path in files[0], files[2]:
+        path.unlink()
     with pytest.raises(DataError, match="document.bin: no such file"):
         open_data(tmp_path / "document")
 

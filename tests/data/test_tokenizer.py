@@ -122,12 +122,10 @@ def test_ordinary_token_called_like_an_end_is_none(tmp_path):
 def test_damaged_files_beside_a_tokenizer_are_named(tmp_path):
     path = write(tmp_path / "a", trained("</s>"), config=[1])  # no file of a model: left alone
     assert load_tokenizer(path).stops == (0,)
-    for name in "tokenizer_config", "special_tokens_map", "generation_config":
-        for content in (b"{", b"[]", b"\xff"):
-            (path.parent / f"{name}.json").write_bytes(content)
-            with naming(name, content), pytest.raises(DataError, match=f"/{name}.json: "):
-                load_tokenizer(path)
-        (path.parent / f"{name}.json").unlink()
+    for content in (b"{", b"[]", b"\xff"):
+        (path.parent / "tokenizer_config.json").write_bytes(content)
+        with naming(content), pytest.raises(DataError, match="/tokenizer_config.json: "):
+            load_tokenizer(path)
 
 
 # ---- truncation and padding ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ TEXTS = [f"document {i}: ünïcode\n" + "one two three four " * (i % 7 + 1) for 
 
 
 def write_megatron(prefix, documents, dtype="<u2"):
-    code = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}[dtype]
+    code = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}[dtype]
     item = np.dtype(dtype).itemsize
     with open(f"{prefix}.bin", "wb") as file:
         for document in documents:
