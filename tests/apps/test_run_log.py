@@ -33,7 +33,7 @@ def now(monkeypatch):
 
 def queue(log, step, loss):
     loss = full((), loss, "float32", ndl.cpu())
-    log.queue(step, [loss], loss, 1e-3, "", 0.0)
+    log.queue(step, [loss], loss, 1e-3, "")
 
 
 class Terminal(io.StringIO):
@@ -79,49 +79,35 @@ def test_bar_fits_80_columns(tmp_path, monkeypatch, now, steps, done, speed, beg
     assert "█" in cells or done / steps < 1 / len(cells)
 
 
-class Pipe(io.StringIO):
-    """Knows the text that was flushed."""
+def test_plain_lines_are_flushed_one_by_one_and_fit_80_columns(tmp_path, monkeypatch, now):
+    class Pipe(io.StringIO):
+        sent = ""
 
-    sent = ""
+        def flush(self):
+            self.sent = self.getvalue()
 
-    def flush(self):
-        self.sent = self.getvalue()
-
-
-def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
-    pipe = Pipe()
-    monkeypatch.setattr(sys, "stdout", pipe)
-    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, 2, 100, 1e6, 1e9)
-    for step, speed, share in ((1, 100, 10), (2, 50, 5)):
-        now[0] += step
-        queue(log, step, 3.5)
-        log.finish()
-        line = pipe.sent.splitlines()[-1]
-        assert line.startswith(f"step {step}/2 loss 3.5000 lr 1.0e-03 norm 3.50 {speed} tok/s")
-        assert f" MFU {share}% " in line and re.search(r" \d\S* GiB left 0:0\d$", line)
-    log.close()
-
-
-def test_plain_lines_fit_80_columns(tmp_path, monkeypatch, now):
-    for steps, done, seconds, tokens, norm in (
-        (600, 50, 0.24, 4096, 1.234),
-        (143_000, 1000, 0.94, 1 << 20, 3.5e8),
-        (143_000, 100_000, 9.4, 1 << 20, 3.5),
+    for steps, done, seconds, tokens, norm, flops, speed, mfu in (
+        (600, 50, 0.25, 4096, 1.234, 1e9, "16k", "2%"),
+        (143_000, 1000, 1, 1 << 20, 3.5e8, 1e9, "1.0M", "105%"),
+        (143_000, 100_000, 10, 1 << 20, 3.5, 1e9, "105k", "10%"),
     ):
         pipe = Pipe()
         monkeypatch.setattr(sys, "stdout", pipe)
         (tmp_path / str(done)).mkdir()
-        log = logs.RunLog(Lock(tmp_path / str(done)), ndl.cpu(), done - 1, steps, tokens, 1e9, 1e15)
+        lock = Lock(tmp_path / str(done))
+        log = logs.RunLog(lock, ndl.cpu(), done - 1, steps, tokens, flops, 1e15)
         monkeypatch.setattr(logs, "PLAIN_LINES", steps)
         monkeypatch.setattr(log, "_memory", lambda: 70.12 * 2**30)
         now[0] += seconds
         loss = full((), 10.8251, "float32", ndl.cpu())
-        log.queue(done, [loss], full((), norm, "float32", ndl.cpu()), 1e-3, "", 0.0)
+        log.queue(done, [loss], full((), norm, "float32", ndl.cpu()), 1e-3, "")
         log.finish(val_loss=10.5, val_bits_per_byte=2.25)
-        for line in pipe.sent.splitlines():
-            assert len(line) <= 80, line
-        line = pipe.sent.splitlines()[0]
-        for fact in f"step {done}/{steps}", "loss 10.8251", "lr 1.0e-03", " tok/s", "MFU ", "left ":
+        line, held_out = pipe.sent.splitlines()
+        assert max(len(line), len(held_out)) <= 80 and "10.5000, 2.2500 bits" in held_out
+        for fact in (
+            f"step {done}/{steps}", "loss 10.8251", "lr 1.0e-03", f" {speed} tok/s", f"MFU {mfu} ",
+            " 70", "left ",
+        ):  # fmt: skip
             assert fact in line, line
         log.close()
 
@@ -136,7 +122,7 @@ def write_metrics(folder, losses, tokens, every, end=""):
     (folder / "metrics.jsonl").write_text(text + end)
 
 
-def test_figure_of_several_runs_and_of_one(tmp_path, monkeypatch, capsys):
+def test_figure_of_several_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot
 
@@ -144,49 +130,42 @@ def test_figure_of_several_runs_and_of_one(tmp_path, monkeypatch, capsys):
     for name, losses in curves.items():
         write_metrics(tmp_path / name, losses, 32, 3, '{"step": 99, "los')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    assert plots.main(["a", "b", "--out", "two.svg"]) == 0
-    axes = pyplot.gcf().axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
-    drawn = [line.get_ydata() for line in axes.lines]
-    for name in "a", "b":
-        assert any(
-            len(y) == len(curves[name]) and np.allclose(y, plots.smoothed(curves[name]))
-            for y in drawn
-        )
-    dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "o"]
-    assert [list(x[:2]) for x in dots] == [[96, 192], [96, 192]]
-    assert (tmp_path / "two.svg").read_text().startswith("<?xml")
-    assert plots.main(["a", "c/a"]) == 0 and (tmp_path / "loss.png").exists()
-    names = [text.get_text() for text in pyplot.gcf().axes[0].get_legend().get_texts()]
-    assert names == ["a", "c/a"]
-    assert plots.main(["b"]) == 0 and (tmp_path / "b" / "loss.png").exists()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        assert plots.main(["a", "b", "c/a", "--out", "two.svg"]) == 0
+        axes = pyplot.gcf().axes[0]
     pyplot.close("all")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b", "c/a"]
+    drawn = [line.get_ydata() for line in axes.lines]
+    for losses in curves.values():
+        smooth = plots.smoothed(losses)
+        assert any(len(y) == len(losses) and np.allclose(y, smooth) for y in drawn)
+    dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "o"]
+    assert [list(x[:2]) for x in dots] == [[96, 192]] * 3
+    assert (tmp_path / "two.svg").read_text().startswith("<?xml")
+    assert plots.main(["a", "b"]) == 0 and (tmp_path / "loss.png").exists()
+    assert plots.main(["b"]) == 0 and (tmp_path / "b" / "loss.png").exists()
     capsys.readouterr()
-    (tmp_path / "other").mkdir()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.json").touch()
-    for folder, text in (
-        ("no", "no: no such folder\n"),
-        ("new", "new: no step yet\n"),
-        ("other", "other: no step yet, or not a run\n"),
+    for words, code, said in (
+        (["no"], 1, "no: no such folder\n"),
+        (["new"], 1, "new: no step yet\n"),
+        (["."], 1, ".: no step yet, or not a run\n"),
+        ([""], 2, "an empty name ('') of a file or folder: the current folder is '.'\n"),
+        (
+            ["a", "--out", ""],
+            2,
+            "an empty name ('') of a file or folder: the current folder is '.'\n",
+        ),
     ):
-        assert plots.main([str(tmp_path / folder)]) == 1
-        assert capsys.readouterr().err.endswith(text)
-
-
-def test_tokenising_shows_a_bar_on_a_terminal_alone(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("one two three\n" * 500)
-    for columns, name in ((80, "a"), (None, "b")):
-        monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / name))
-        screen = Terminal(columns) if columns else io.StringIO()
-        monkeypatch.setattr(sys, "stderr", screen)
-        data = ndl.data.open_data(text, vocab_size=300)
-        shown = screen.getvalue()
-        assert ("tokenising" in shown and "training a tokenizer" in shown) == bool(columns)
-    assert len(data.train) > 0
+        with naming(words):
+            if code == 1:
+                assert plots.main(words) == 1
+            else:
+                with pytest.raises(SystemExit, match="2"):
+                    plots.main(words)
+            assert capsys.readouterr().err.endswith(said)
 
 
 def test_resumed_log_continues_at_its_checkpoint(tmp_path, now):
@@ -264,31 +243,22 @@ def test_smoothed_line_has_no_spike_at_its_ends():
     np.testing.assert_array_equal(plots.smoothed([4.0]), [4.0])
 
 
-def test_plot_takes_no_empty_name_for_the_current_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 9.0}\n')
-    for words in ([""], [".", "--out", ""]):
-        with pytest.raises(SystemExit) as caught:
-            plots.main(words)
-        assert caught.value.code == 2 and "an empty name ('')" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 @pytest.mark.parametrize("steps", [49, 50])
-def test_plot_has_short_ticks_and_a_smoothed_line_of_many_steps(tmp_path, monkeypatch, steps):
+def test_plot_of_a_run_has_its_name_short_ticks_and_a_smoothed_line(tmp_path, monkeypatch, steps):
+    """$ in a name begins no formula, of which this is none."""
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot
 
-    losses = [9 - n / 20 + n % 3 for n in range(1, steps + 1)]
-    write_metrics(tmp_path, losses, 4096, 25)
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    assert plots.plot(tmp_path) == f"plot: {tmp_path / 'loss.png'}"
-    axes = pyplot.gcf().axes[0]
-    ticks = {tick.get_text() for tick in axes.get_xticklabels()}
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    monkeypatch.undo()
+    losses, folder = [9 - n / 20 + n % 3 for n in range(1, steps + 1)], tmp_path / "a$b_{$"
+    write_metrics(folder, losses, 4096, 25)
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        assert plots.plot(folder) == f"plot: {folder / 'loss.png'}"
+        axes = pyplot.gcf().axes[0]
+        ticks = {tick.get_text() for tick in axes.get_xticklabels()}
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
     pyplot.close("all")
-    assert {"100k", "200k"} <= ticks
+    assert {"100k", "200k"} <= ticks and axes.get_title() == folder.name
     *training, points = axes.lines
     assert list(points.get_xdata()) == [n * 4096 for n in (25, 50) if n <= steps]
     np.testing.assert_allclose(training[0].get_ydata(), losses)
@@ -299,26 +269,3 @@ def test_plot_has_short_ticks_and_a_smoothed_line_of_many_steps(tmp_path, monkey
     raw, smooth = training
     assert raw.get_alpha() < 0.5 and smooth.get_alpha() is None and points.get_linestyle() == "None"
     assert not np.allclose(smooth.get_ydata(), losses)
-
-
-def test_plot_is_titled_by_names_as_they_are(tmp_path, monkeypatch):
-    """A run draws by a descriptor of its folder; $ begins no formula, of which this is none."""
-    pytest.importorskip("matplotlib")
-    from matplotlib import pyplot
-
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    names = "a$b_{$", "c$\\$d"
-    for name in names:
-        write_metrics(tmp_path / name, [9.0, 8.0], 32, 2)
-        descriptor = os.open(tmp_path / name, os.O_RDONLY)
-        plots.plot(logs.Path(f"/proc/self/fd/{descriptor}"))
-        os.close(descriptor)
-        assert pyplot.gcf().axes[0].get_title() == name
-        assert (tmp_path / name / "loss.png").exists()
-    monkeypatch.chdir(tmp_path)
-    assert plots.main([*names, "--out", "two.svg"]) == 0
-    axes = pyplot.gcf().axes[0]
-    monkeypatch.undo()
-    pyplot.close("all")
-    assert axes.get_title() == "a$b_{$, c$\\$d"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [*names]

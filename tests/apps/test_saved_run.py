@@ -1,18 +1,19 @@
 """Runs in Python: open_run, folders of runs where a model is asked for, models of one's own."""
 
 import json
-import os
 import re
+import sys
 
 import generate
 import numpy as np
 import pytest
 import train_pythia
 from harness import ROOT, naming, python
-from small_runs import flags, lines_of, numbers_of, tensors_of, without
+from harness import run as run_program
+from small_runs import flags, lines_of, numbers_of, without
 
 import needle as ndl
-from needle.data import Batches, open_data
+from needle.data import open_data
 from needle.files import FileError
 from needle.training import evaluate
 from needle.training import folder as folders
@@ -138,71 +139,62 @@ def test_description_that_is_damaged_is_named_and_ends_no_training(tmp_path):
                     folders.check_free(tmp_path)
 
 
-def test_batches_take_open_data_and_fit_takes_them(tokens):
-    data = open_data(tokens)
-    batches, wanted = Batches(data, 2, 16, seed=3), Batches(data.train, 2, 16, seed=3)
-    for _, (ids, targets) in zip(range(len(batches) + 2), batches):  # on into the second epoch
-        for got, expected in zip((ids, targets), wanted.next()):
-            np.testing.assert_array_equal(got, expected)
-    config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
-    losses = [
-        ndl.fit(ndl.Pythia(config), Batches(data, 2, 16), steps=steps, progress=False)
-        for steps in (None, 2 * len(batches) + 1)
-    ]
-    assert [len(run) for run in losses] == [len(batches), 2 * len(batches) + 1]
+COMMANDS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import importlib
+for module, words in json.loads(sys.argv[2]):
+    print(importlib.import_module(module).main(words), file=sys.stderr)
+"""
 
 
-def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
-    """Commands run in their own processes, where nothing has registered the model."""
-    folder = tmp_path / "models"
+def test_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
+    """In processes of their own: one has not registered the model."""
+    folder, run = tmp_path / "models", str(tmp_path / "runs" / "x")
     folder.mkdir()
     (folder / "helper.py").write_text("WIDTH = 24\n")
     (folder / "mine.py").write_text(OWN_MODEL)
     given = ["--import", str(folder / "mine.py")]
     argv = [word if word != "tiny" else "bigram" for word in flags(tmp_path, tokens, "x")]
 
-    def command(module, words):
-        done = python(
-            f"import sys; sys.path.insert(0, {str(ROOT / 'apps')!r}); sys.argv[0] = {module!r}\n"
-            f"import {module} as m; sys.exit(m.main({words!r}))",
-            NEEDLE_CACHE=os.environ["NEEDLE_CACHE"],
+    def commands(*several):
+        """The exit codes, and what was said."""
+        words = [[module, [*map(str, words)]] for module, words in several]
+        done = run_program(
+            *(sys.executable, "-c", COMMANDS, ROOT / "apps", json.dumps(words)),
+            PYTHONPATH=ROOT,
+            PYTHONWARNINGS="ignore",
         )
-        return done.returncode, done.stdout + done.stderr
+        codes = re.findall(r"^(\d)$", done.stderr, re.M)
+        return "".join(codes), done.stdout + done.stderr
 
-    run = str(tmp_path / "runs" / "x")
-    code, text = command("train_pythia", [*argv, *given])
-    assert code == 0, text
-    whole = tensors_of(ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[0])
-    numbers = numbers_of(tmp_path, "x")
-    assert len(numbers) == 6
-
-    for path in ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[:1]:
-        path.unlink()
-    code, text = command("train_pythia", ["--resume", run])
-    assert code == 1 and f"--import {folder / 'mine.py'}" in text
-    code, text = command("train_pythia", ["--resume", run, *given])
-    assert code == 0, text
-    assert numbers_of(tmp_path, "x") == numbers
-    assert tensors_of(ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[0]) == whole
-
-    code, text = command("needle.training.evaluate", [run, "--data", str(tokens), *given])
-    assert code == 0 and "perplexity" in text, text
-    code, text = command("needle.training.evaluate", [run, "--data", str(tokens)])
-    assert code == 1 and "no model 'bigram-family' is registered" in text and "--import" in text
-    code, text = command("needle.hf.__main__", ["export", run, str(tmp_path / "out"), *given])
-    assert code == 1 and "a Bigram has no weight_mapping" in text and "Traceback" not in text
-    described = ["--config", f"{run}/config.json", "--layers", "2", *given, "--name", "y"]
-    code, text = command("train_pythia", [*without(argv, "--model"), *described])
-    assert code == 1 and "BigramConfig: unknown fields num_layers; there are vocab_size," in text
+    config = [*without(argv, "--model"), "--config", f"{run}/config.json", "--layers", "2"]
+    codes, text = commands(
+        ("train_pythia", [*argv, *given, "--steps", "5", "--schedule", "constant"]),
+        ("train_pythia", ["--resume", run, *given, "--steps", "6"]),
+        ("needle.training.evaluate", [run, "--data", tokens, *given]),
+        ("needle.hf.__main__", ["export", run, tmp_path / "out", *given]),
+        ("train_pythia", [*config, *given, "--name", "y"]),
+    )
+    assert codes == "00011" and "perplexity" in text and "Traceback" not in text, text
+    assert "a Bigram has no weight_mapping" in text
+    assert "BigramConfig: unknown fields num_layers; there are vocab_size," in text
+    codes, text = commands(
+        ("train_pythia", ["--resume", run]), ("needle.training.evaluate", [run, "--data", tokens])
+    )
+    assert codes == "11" and f"--import {folder / 'mine.py'}" in text
+    assert "no model 'bigram-family' is registered" in text
+    assert len(numbers_of(tmp_path, "x")) == 6
     none = ["--import", str(tmp_path / "none.py")]
-    for words, says in (argv, "--import FILE"), (none, "none.py: cannot be read"):
+    for main, words, says in (
+        (train_pythia.main, argv, "--import FILE"),
+        (train_pythia.main, none, "none.py: cannot be read"),
+        (generate.main, [run, *none], "none.py: cannot be read"),
+        (evaluate.main, [run, "--data", str(tokens), *none], "none.py: cannot be read"),
+    ):
         with pytest.raises(SystemExit, match="2"):
-            train_pythia.main(words)
+            main(words)
         assert says in capsys.readouterr().err
-    for main in generate.main, evaluate.main:
-        with pytest.raises(SystemExit, match="2"):
-            main([run, "--data", str(tokens), "--import", str(tmp_path / "none.py")])
-    assert "none.py: cannot be read" in capsys.readouterr().err
 
 
 def test_models_of_the_hub_by_name_from_its_cache(tmp_path):

@@ -97,26 +97,24 @@ def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run
 def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, capsys, monkeypatch):
     assert run("a") == 0
     folder = folder_of(tmp_path, "a")
-    newest = list_checkpoints(folder)[0]
-    before = {path: path.read_bytes() for path in list_checkpoints(folder)}
+    newest, listdir = list_checkpoints(folder)[0], os.listdir
 
-    def refusing(function, victim, number):
+    def refusing(function, victim):
         def call(path, *args, **options):
             if str(path) == str(victim):
-                raise OSError(number, os.strerror(number), str(path))
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
             return function(path, *args, **options)
 
         return call
 
+    before = {path: path.read_bytes() for path in list_checkpoints(folder)}
     for victim in newest, folder:
-        for number in errno.EACCES, errno.EIO:
-            with naming(victim, number), monkeypatch.context() as patch:
-                patch.setattr(os, "listdir", refusing(os.listdir, victim, number))
-                opening = refusing(open, victim, number)
-                patch.setattr("needle.files.open", opening, raising=False)
-                assert run("a", "--resume", "auto") == 1
-                err = capsys.readouterr().err
-                assert f"{victim}: cannot be" in err and os.strerror(number) in err
+        with naming(victim), monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", refusing(listdir, victim))
+            patch.setattr("needle.files.open", refusing(open, victim), raising=False)
+            assert run("a", "--resume", "auto") == 1
+            err = capsys.readouterr().err
+            assert f"{victim}: cannot be" in err and os.strerror(errno.EIO) in err
     assert {path: path.read_bytes() for path in list_checkpoints(folder)} == before
     for path in before:
         damage(path)
@@ -158,33 +156,30 @@ def test_run_that_saved_does_not_begin_anew(tmp_path, run, capsys):
 
 
 @pytest.mark.usefixtures("heeds_hangup")
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
-def test_signal_saves_the_last_step(tmp_path, process, run, capsys, number):
+def test_signal_or_closed_pipe_saves_the_last_step(tmp_path, process, run, capsys):
     """Meanwhile another process is refused."""
-    child = process("a", "--save-every 0 --grad-accum 3")
-    assert run("a", "--resume", "auto") == 1
+    ends = [signal.SIGHUP, signal.SIGTERM, signal.SIGINT, "pipe"]
+    children = [process(f"a{end}", "--save-every 0 --grad-accum 3") for end in ends]
+    assert run(f"a{signal.SIGINT}", "--resume", "auto") == 1
     said = capsys.readouterr().err
-    assert f"process {child.pid} on" in said and "is working in this folder" in said
-    child.send_signal(number)
-    out, _ = child.communicate(timeout=60)
-    assert child.returncode == 0 and f"stopped by {number.name} after step" in out
-    step = int(out.split("after step ")[1].split()[0])
-    assert f"after step {step} of 20000, and saved" in out
-    [saved] = list_checkpoints(folder_of(tmp_path, "a"))
-    assert Checkpoint(saved).state["step"] == step == lines_of(tmp_path, "a")[-1]["step"]
-    command = out.splitlines()[-1]
-    started = "needle train" if shutil.which("needle") else str(Path(sys.executable).parent)
-    assert started in command and "--resume auto --name a" in command
-    assert command.endswith(" --device cpu")
-
-
-def test_closed_pipe_saves_the_last_step(tmp_path, process):
-    child = process("a", "--save-every", "0")
-    child.stdout.close()
-    assert child.wait(60) == 0
-    [saved] = list_checkpoints(folder_of(tmp_path, "a"))
-    lines = lines_of(tmp_path, "a")
-    assert Checkpoint(saved).state["step"] == len(lines) == lines[-1]["step"] >= 1
+    assert f"process {children[2].pid} on" in said and "is working in this folder" in said
+    for end, child in zip(ends, children):
+        with naming(end):
+            out = (
+                "" if end == "pipe" else child.send_signal(end) or child.communicate(timeout=60)[0]
+            )
+            child.stdout.close()
+            assert child.wait(60) == 0
+            lines = lines_of(tmp_path, f"a{end}")
+            [saved] = list_checkpoints(folder_of(tmp_path, f"a{end}"))
+            assert Checkpoint(saved).state["step"] == len(lines) == lines[-1]["step"] >= 1
+            if end == "pipe":
+                continue
+            assert f"stopped by {end.name} after step {len(lines)} of 20000, and saved" in out
+            command = out.splitlines()[-1]
+            started = "needle train" if shutil.which("needle") else str(Path(sys.executable).parent)
+            assert started in command and f"--resume auto --name a{end}" in command
+            assert command.endswith(" --device cpu")
 
 
 # ---- refusals of the system ---------------------------------------------------------------------
@@ -229,25 +224,26 @@ class RefusedOnce:
         return getattr(self.file, name)
 
 
-@pytest.mark.parametrize("evaluates", [0, 1])
-def test_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsys, evaluates):
+def test_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsys):
     """The checkpoint is then that of the last step whose line is written."""
-    real, more = logs.RunLog.__init__, f"--save-every 0 --eval-every {evaluates}"
-    assert run("whole", more) == 0
-    for at in 1, 3, 5:
-        name = f"a{at}"
+    real = logs.RunLog.__init__
+    for evaluates in 0, 1:
+        more = f"--save-every 0 --eval-every {evaluates}"
+        assert run(f"whole{evaluates}", more) == 0
+        for at in 1, 5:
+            name = f"a{at}{evaluates}"
 
-        def refusing(self, *args, at=at):
-            real(self, *args)
-            self._file = RefusedOnce(self._file, at)
+            def refusing(self, *args, at=at):
+                real(self, *args)
+                self._file = RefusedOnce(self._file, at)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(logs.RunLog, "__init__", refusing)
-            assert run(name, more) == 1
-        err = capsys.readouterr().err
-        assert "metrics.jsonl" in err and "and saved" in err
-        assert run(name, more, "--resume auto") == 0
-        assert_same_run(tmp_path, name, "whole")
+            with naming(name), monkeypatch.context() as patch:
+                patch.setattr(logs.RunLog, "__init__", refusing)
+                assert run(name, more) == 1
+            err = capsys.readouterr().err
+            assert "metrics.jsonl" in err and "and saved" in err
+            assert run(name, more, "--resume auto") == 0
+            assert_same_run(tmp_path, name, f"whole{evaluates}")
 
 
 def test_lack_of_memory_or_disk_is_said_and_the_run_goes_on(tmp_path, run, monkeypatch, capsys):

@@ -93,14 +93,13 @@ def test_trackers_get_each_line_through_a_kill(tmp_path, tokens, monkeypatch, ca
     assert calls()[0][3] != first[1][3]
 
 
-def test_tracker_that_cannot_end_is_reported(tmp_path, tokens, calls, capsys):
-    argv = flags(tmp_path, tokens, "a", "--tensorboard", "--wandb", "offline", steps=2)
+def test_tracker_that_cannot_be_used_or_ended_says_why(
+    tmp_path, tokens, monkeypatch, calls, capsys
+):
+    argv = flags(tmp_path, tokens, "c", "--tensorboard", "--wandb", "offline", steps=2)
     assert train_pythia.main(argv) == 0 and calls()[-2:] == [["close"], ["close"]]
     said, error = capsys.readouterr()
     assert "needle train: no network\n" in error and "sample (" in said
-
-
-def test_tracker_that_cannot_be_used_says_why(tmp_path, tokens, monkeypatch, calls, capsys):
     argv = flags(tmp_path, tokens, "a", "--tensorboard", "--wandb", "forbidden")
     assert train_pythia.main(argv) == 1
     assert "--wandb forbidden: not logged in (WANDB_MODE=offline" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""Models without MLPs, and of the shapes that presets and create_pythia_70m make."""
+
+import numpy as np
+import pytest
+
+import needle as ndl
+
+
+def test_attention_only_is_the_model_whose_mlps_write_nothing(tmp_path):
+    shape = {"vocab_size": 50, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
+    bare = ndl.Pythia(ndl.PythiaConfig(**shape, attention_only=True))
+    for parallel in True, False:
+        whole = ndl.Pythia(ndl.PythiaConfig(**shape, use_parallel_residual=parallel))
+        own = dict(bare.named_parameters())
+        for name, parameter in whole.named_parameters():
+            if name in own:
+                parameter.cached_data = own[name].cached_data
+            elif "dense_4h_to_h" in name:
+                parameter.cached_data.fill(0.0)
+        ids = np.random.RandomState(0).randint(0, 50, (2, 11))
+        names = [name for name in ndl.hooks.hook_names(bare) if "rot_" not in name]
+        logits, cache = bare.run_with_cache(ids, names)
+        wanted, other = whole.run_with_cache(ids, names)
+        np.testing.assert_allclose(logits.numpy(), wanted.numpy(), atol=2e-5)
+        for name in names:
+            assert not {"mlp", "ln2"} & set(name.replace("_", ".").split(".")), name
+            np.testing.assert_allclose(cache[name].numpy(), other[name].numpy(), atol=2e-5)
+    np.testing.assert_allclose(bare(ids)[0].numpy(), logits.numpy(), atol=2e-5)  # no hooks
+    every = bare.run_with_cache(ids)[1]
+    labels = every.decompose_resid(return_labels=True)[1]
+    assert labels == ["embed", "0_attn_out", "1_attn_out", "2_attn_out"]
+    total = every.decompose_resid().numpy().sum(0)
+    np.testing.assert_allclose(total, every["resid_post", 2].numpy(), atol=2e-5)
+
+    path = ndl.save_checkpoint(bare, None, 0, 1.0, tmp_path / "a.safetensors")
+    again = ndl.load_checkpoint(path)[0]
+    assert (again(ids)[0].numpy() == bare(ids)[0].numpy()).all() and again.config.attention_only
+    prompt = ids[0, :4]
+    tokens = bare.generate(prompt, 6, temperature=0.0)
+    for length in range(4, 10):  # with the cache, as without it
+        assert tokens[length] == bare(tokens[None, :length])[0].numpy()[0, -1].argmax()
+    with pytest.raises(ValueError, match="no MLPs .attention_only."):
+        bare.save_pretrained(tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_create_pythia_70m_takes_pattern_and_window():
+    for sparse, window in (("local", 128), ("strided", 192)):
+        with ndl.init.meta_device():
+            _, config = ndl.create_pythia_70m(max_seq_len=512, sparse=sparse, window=window)
+        assert config.use_sparse_attention
+        assert (config.sparse_pattern, config.sparse_window) == (sparse, window)
+    with ndl.init.meta_device():
+        assert not ndl.create_pythia_70m()[1].use_sparse_attention
+    with pytest.raises(ValueError, match="sparse_pattern"):
+        ndl.create_pythia_70m(sparse="round")
+
+
+def test_preset_of_another_width_has_mlps_of_four_times_that_width():
+    config = ndl.PythiaConfig.preset("70m", hidden_size=64, num_heads=4)
+    assert config.intermediate_size == 256
