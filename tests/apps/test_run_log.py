@@ -153,11 +153,7 @@ def test_figure_of_several_runs(tmp_path, monkeypatch, capsys):
         (["new"], 1, "new: no step yet\n"),
         (["."], 1, ".: no step yet, or not a run\n"),
         ([""], 2, "an empty name ('') of a file or folder: the current folder is '.'\n"),
-        (
-            ["a", "--out", ""],
-            2,
-            "an empty name ('') of a file or folder: the current folder is '.'\n",
-        ),
+        (["a", "--out", ""], 2, "('') of a file or folder: the current folder is '.'\n"),
     ):
         with naming(words):
             if code == 1:

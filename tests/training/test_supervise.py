@@ -78,11 +78,16 @@ def faults_of(folder):
 # ---- restarts -----------------------------------------------------------------------------------
 
 
-def test_other_exit_codes_are_passed_on(run, capfd):
+def test_other_exit_codes_are_passed_on(run, tmp_path, capfd):
     for code in (0, 1, 74, 76, 130, 143):
         with naming("exit code", code):
             assert run(f"say('here'); sys.exit({code})") == (code, ["here"], [])
     assert capfd.readouterr() == ("", "")
+    (tmp_path / "data.txt").write_text("")
+    for name, code in [("no-such-command", 127), ("data.txt", 126)]:
+        assert supervise.main(["--", str(tmp_path / name)]) == code
+        err = capfd.readouterr().err
+        assert f"supervise: {tmp_path / name}: " in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -175,28 +180,12 @@ sys.exit(0 if step == 99 else 75)
     assert (ended in capfd.readouterr().err) == (code == 75)
 
 
-def test_command_that_cannot_be_run_ends_with_127_or_126(tmp_path, capfd):
-    (tmp_path / "data.txt").write_text("")
-    for name, code in [("no-such-command", 127), ("data.txt", 126)]:
-        assert supervise.main(["--", str(tmp_path / name)]) == code
-        err = capfd.readouterr().err
-        assert f"supervise: {tmp_path / name}: " in err and err.count("\n") == 1
-
-
-def test_faults_of_an_unknown_folder_are_written_when_it_is_known(run):
+def test_faults_are_written_when_the_folder_is_known_and_end_no_training(run, capfd):
     done, _, faults = run("os.unlink(PATH + '.run') if not attempt else 0; sys.exit(75)")
     assert done == 75 and [fault["step"] for fault in faults] == [None] * 3
-
-
-def test_log_that_cannot_be_written_ends_no_training(run, capfd):
-    for make, said in [
-        ("os.mkfifo('faults.jsonl')", "it is a FIFO, not a regular file"),
-        ("os.mkdir('faults.jsonl')", "Is a directory"),
-    ]:
-        begin = f"if not attempt:\n    os.mkdir('a'); os.chdir('a'); {make}; os.chdir('..')\n"
-        with naming(make):
-            assert run(begin + "write(PATH + '.run', 'a'); sys.exit(0 if attempt else 75)")[0] == 0
-            assert f"supervise: a/faults.jsonl: {said}" in capfd.readouterr().err
+    body = "if not attempt: os.makedirs('a/faults.jsonl')\nwrite(PATH + '.run', 'a'); "
+    assert run(body + "sys.exit(0 if attempt else 75)")[0] == 0
+    assert "supervise: a/faults.jsonl: Is a directory" in capfd.readouterr().err
 
 
 def test_folder_of_another_process_is_not_written_and_the_run_ends(run, tmp_path, capfd):
