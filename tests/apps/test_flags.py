@@ -13,8 +13,8 @@ import generate
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT, naming, run
-from small_runs import SMALL, checkpoint_of, flags, lines_of, numbers_of, tensors_of, without
+from harness import naming
+from small_runs import checkpoint_of, flags, lines_of, numbers_of, tensors_of, without
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
@@ -251,44 +251,6 @@ def test_data_that_cannot_be_used_and_a_user_without_a_home(tmp_path, texts, mon
         assert main(words) == 1
         assert "no home; set NEEDLE_CACHE to a folder" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "b").exists()
-
-
-# As a user whom permissions bind: capset(2) with the version of its structures and no rights. Runs
-# commands, and prints the exit code of each.
-POWERLESS = """
-import ctypes, json, sys
-header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-if ctypes.CDLL(None).capset(header, none) != 0:
-    sys.exit(77)
-sys.path.insert(0, sys.argv[1])
-import generate, train_pythia as train
-from needle.models import pythia
-pythia.PRESETS["tiny"] = eval(sys.argv[2])
-for name, *words in json.loads(sys.argv[3]):
-    print(globals()[name].main(words), file=sys.stderr)
-"""
-
-
-def test_folder_that_may_not_be_read_is_named(tmp_path, tokens):
-    assert train_pythia.main(flags(tmp_path, tokens, "a", steps=1)) == 0
-    folder = tmp_path / "runs" / "a"
-    argv = ["train", *flags(tmp_path, tokens, "a")]
-    resumes = ["--resume", "auto"], ["--resume", str(folder)]
-    commands = [["generate", str(folder)], argv, *([*argv, *more] for more in resumes)]
-    folder.chmod(0)
-    try:
-        words = ROOT / "apps", repr(SMALL), json.dumps(commands)
-        done = run(sys.executable, "-c", POWERLESS, *words)
-    finally:
-        folder.chmod(0o755)
-    if done.returncode == 77:
-        pytest.skip("the system does not let a process give up its rights")
-    lines = done.stderr.splitlines()
-    assert len(lines) == 8 and lines[1::2] == ["1"] * 4
-    for (name, *_), line in zip(commands, lines[::2]):
-        program, path, *_, reason = line.split(": ")
-        assert program == f"needle {name}" and Path(path).is_relative_to(folder)
-        assert re.fullmatch("Permission denied(; see to its permissions)?", reason)
 
 
 # ---- the command that goes on -----------------------------------------------------------------

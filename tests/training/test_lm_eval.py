@@ -30,40 +30,9 @@ SENTENCES = [
 ]
 
 
-TASKS = {
-    "needle_choice": """output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: answer
-target_delimiter: " "
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-""",
-    "needle_text": """output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list:
-  - metric: word_perplexity
-  - metric: byte_perplexity
-  - metric: bits_per_byte
-""",
-    "needle_write": """output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{text}}"
-generation_kwargs:
-  until: ["e"]
-  max_gen_toks: 12
-  do_sample: false
-metric_list:
-  - metric: bypass
-""",
-}
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """step_1.safetensors, exported/ (for transformers), and the tasks."""
+    """step_1.safetensors, and exported/ for transformers."""
     pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
     pytest.importorskip(
         "accelerate",
@@ -81,26 +50,7 @@ def folder(tmp_path_factory):
         parameter.data = ndl.Tensor(parameter.numpy() + noise)
     ndl.save_checkpoint(model, None, 0, 1.0, top / "step_1.safetensors")
     model.save_pretrained(top / "exported", top / "tokenizer.json")
-    write_tasks(top)
     return top
-
-
-def write_tasks(top) -> None:
-    random = np.random.default_rng(2)
-    with open(top / "questions.jsonl", "w") as file:
-        for i, sentence in enumerate(SENTENCES):
-            choices = [sentence[j : j + int(random.integers(1, 30))] for j in (0, 5, 12)]
-            row = {"question": SENTENCES[i - 1], "choices": choices, "answer": i % 3}
-            row["text"] = " ".join(SENTENCES[: i + 1])
-            file.write(json.dumps(row) + "\n")
-    head = f"""dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {top}/questions.jsonl
-test_split: test
-"""
-    for name, body in TASKS.items():
-        (top / f"{name}.yaml").write_text(f"task: {name}\n{head}{body}")
 
 
 @pytest.fixture(scope="session", params=DEVICES)
@@ -243,58 +193,59 @@ def test_special_tokens_are_those_of_the_files_or_of_the_flag(folder, tmp_path):
     assert ours.eot_token_id == ours.prefix_token_id == 0
 
 
-# ---- whole tasks ---------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
-
-def command(folder, tmp_path, start: str, model: str, model_args: str) -> tuple[dict, dict]:
-    """(metrics, what was answered) of the harness' command line."""
-    settings = {"HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "HF_HOME": tmp_path / "cache"}
-    out = tmp_path / model
-    words = ["--model", model, "--model_args", model_args, "--tasks", ",".join(TASKS)]
-    words += ["--include_path", folder, "--device", "cpu", "--batch_size", 3]
-    words += ["--output_path", out, "--log_samples"]
-    done = run(sys.executable, "-m", start, *words, PYTHONWARNINGS="ignore", **settings)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
-    answers = {}
-    for task in TASKS:
-        lines = next(out.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
-        samples = sorted(map(json.loads, lines), key=lambda sample: sample["doc_id"])
-        answers[task] = [sample["filtered_resps"] for sample in samples]
-    return results, answers
-
-
-def test_command_line(folder, tmp_path):
-    hf, own = f"{folder}/exported,dtype=float32", f"{folder}/step_1.safetensors"
-    theirs = command(folder, tmp_path, "lm_eval", "hf", f"pretrained={hf}")
-    ours = command(folder, tmp_path, "needle.training.lm_eval", "needle", f"pretrained={own}")
-    for task, metrics in theirs[0].items():
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                assert ours[0][task][name] == pytest.approx(value, rel=1e-5), (task, name)
-    assert ours[1]["needle_write"] == theirs[1]["needle_write"]
-    for a, b in zip(ours[1]["needle_choice"], theirs[1]["needle_choice"]):
-        for (score, greedy), (expected, was_greedy) in zip(a, b):
-            assert float(score) == pytest.approx(float(expected), abs=1e-3)
-            assert str(greedy) == str(was_greedy)
-    assert ours[0]["needle_text"]["word_perplexity,none"] > 1
-    words = ["--tasks", "needle_text", "--include_path", folder, "--model_args", "pretrained=none"]
-    done = run(sys.executable, "-m", "needle", "lm_eval", "--model", "needle", *words)
-    said = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and said.startswith("needle lm_eval: none: no such file or folder")
-
-
-def test_importing_registers_the_model():
-    """`import needle.training.lm_eval` is enough for the harness' own functions."""
-    code = """
-import needle.training.lm_eval
-from lm_eval.api.registry import MODEL_REGISTRY, get_model
-assert "needle" in MODEL_REGISTRY and get_model("needle") is needle.training.lm_eval.NeedleLM
-assert get_model("dummy").__name__ == "DummyLM"
+TASK = """task: needle_text
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/texts.jsonl
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: bits_per_byte
 """
-    pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
-    done = run(sys.executable, "-c", code, PYTHONWARNINGS="ignore")
-    assert done.returncode == 0, done.stderr
-    done = run(sys.executable, "-m", "needle", "lm_eval", "--help", PYTHONWARNINGS="ignore")
-    assert "--model needle" in done.stdout and "pretrained: " in done.stdout, done.stderr
+
+
+def test_command_registers_the_model_and_runs_a_task(folder, tmp_path):
+    """Its numbers are those of `hf`; `import needle.training.lm_eval` is enough for the harness."""
+    lines = [json.dumps({"text": " ".join(SENTENCES[: i + 1])}) + "\n" for i in range(6)]
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
+    (tmp_path / "task.yaml").write_text(TASK.format(folder=tmp_path))
+    models = {
+        "hf": f"pretrained={folder}/exported,dtype=float32",
+        "needle": f"pretrained={folder}/step_1.safetensors",
+    }
+    code = f"""
+import json, sys, lm_eval, needle.training.lm_eval
+from lm_eval.api.registry import MODEL_REGISTRY, get_model
+from lm_eval.tasks import TaskManager
+assert get_model("needle") is needle.training.lm_eval.NeedleLM
+assert get_model("dummy").__name__ == "DummyLM"
+tasks = TaskManager(include_path={str(tmp_path)!r}, include_defaults=False)
+for model, given in {models!r}.items():
+    found = lm_eval.simple_evaluate(
+        model, given, tasks=["needle_text"], task_manager=tasks, device="cpu"
+    )
+    print("found:" + json.dumps(found["results"]["needle_text"]))
+from needle.command import main
+sys.argv = ["needle", "lm_eval", "--model", "needle", "--tasks", "needle_text",
+            "--include_path", {str(tmp_path)!r}, "--model_args", "pretrained=none"]
+code = main(None)
+sys.argv = ["needle", "lm_eval", "--help"]
+print(code, flush=True)
+main(None)
+"""
+    offline = {"HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "HF_HOME": tmp_path / "cache"}
+    done = run(sys.executable, "-c", code, PYTHONWARNINGS="ignore", **offline)
+    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line[:6] == "found:"]
+    assert len(found) == 2, done.stderr[-2000:]
+    for name in "word_perplexity,none", "bits_per_byte,none":
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5)
+    assert found[1]["word_perplexity,none"] > 1
+    assert "\n1\n" in done.stdout and "needle lm_eval: none: no such file or folder" in done.stderr
+    assert "--model needle" in done.stdout and "pretrained: " in done.stdout
     assert "hellaswag" in done.stdout  # the harness' own help follows
