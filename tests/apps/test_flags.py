@@ -198,6 +198,8 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
     shown = [line for line in capsys.readouterr().out.split("\n") if "Pythia(" in line]
     assert shown and max(map(len, shown)) <= 80
     folder = str(tmp_path / "runs" / "preset")
+    repeated = "--hidden 32 --heads 2 --vocab-size 64"  # which the preset gave
+    assert train_pythia.main(["--resume", folder, "--device", "cpu", *repeated.split()]) == 0
     for more in ("--layers 2", "--hidden 16", "--no-mlp", f"--config {toml}", "--init-seed 3"):
         with naming(more):
             assert train_pythia.main(["--resume", folder, *more.split()]) == 1

@@ -218,6 +218,7 @@ def test_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsy
     for evaluates in 0, 1:
         more = f"--save-every 0 --eval-every {evaluates}"
         assert run(f"whole{evaluates}", more) == 0
+        assert "val_loss" in lines_of(tmp_path, f"whole{evaluates}")[-1]
         for at in 1, 5:
             name = f"a{at}{evaluates}"
 
