@@ -55,7 +55,8 @@ def test_run_starts_from_weights_of_each_kind(tmp_path, texts, trained, monkeypa
         assert state["settings"]["model"] == "tiny" and state["settings"]["init"] == str(source)
         for dtype in "bfloat16", None:
             given = Settings(init=str(source), dtype=dtype, context_parallel=2)
-            model, _ = run_parts.from_weights(given, cpu())
+            model, fixed = run_parts.from_weights(given, cpu())
+            assert (fixed.model, fixed.seq_len) == ("tiny", 16)  # the most it reads
             assert model.config.dtype == (dtype or "float32")
             assert weights_of(model) == weights_of(before.restore_model(cpu(), dtype))
 
