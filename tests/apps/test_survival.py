@@ -82,6 +82,18 @@ def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run, monk
     assert_same_run(tmp_path, "a", "whole")
 
 
+def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run):
+    assert run("a", "--save-every", "0") == 0
+    whole = checkpoint_of(tmp_path, "a", 6).read_bytes()
+    for step in (1, 2, 3, 4, 8, 9):
+        checkpoint_of(tmp_path, "a", step).write_bytes(whole)
+    for step in (4, 8):
+        damage(checkpoint_of(tmp_path, "a", step))
+    run_parts.prune_checkpoints(folder_of(tmp_path, "a"), 6)
+    names = [int(path.stem[5:]) for path in list_checkpoints(folder_of(tmp_path, "a"))]
+    assert names == [9, 8, 6, 4, 3]  # 6 and 3 are whole; 4 stands between them
+
+
 def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, capsys, monkeypatch):
     assert run("a") == 0
     folder = folder_of(tmp_path, "a")
