@@ -15,10 +15,10 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
     checkout.choose()
 
-from needle.arguments import Defaults, Parser, number, path_name, told, whole
+from needle.arguments import Defaults, Parser, number, path_name, reporting, told, whole
 from needle.backend_ndarray import FLOAT_DTYPES, check_device_name, choose_device
 from needle.data import load_tokenizer
-from needle.files import described, printable
+from needle.files import printable
 from needle.generation import stream_text
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
@@ -57,40 +57,32 @@ def parser() -> Parser:
     return top
 
 
+@reporting("needle generate")
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        model, beside = load_model(args.model, choose_device(args.device), args.dtype)
-        if args.tokenizer is None and beside is None:
-            raise ValueError(f"{args.model}: no tokenizer.json lies with it; give --tokenizer")
-        tokenizer = load_tokenizer(args.tokenizer or beside, args.end_of_text)
-        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        chunks = stream_text(
-            model,
-            tokenizer,
-            prompt,
-            args.max_new_tokens,
-            stop_strings=args.stop,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-            repetition_penalty=args.repetition_penalty,
-        )
-        first = next(chunks)  # an error of the prompt shows here
-        print(printable(prompt + first), end="", flush=True)
-        for chunk in chunks:
-            print(printable(chunk), end="", flush=True)
-        print()
-        return 0
-    except BrokenPipeError:
-        raise
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle generate: {described(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print()
-        return 130
+    model, beside = load_model(args.model, choose_device(args.device), args.dtype)
+    if args.tokenizer is None and beside is None:
+        raise ValueError(f"{args.model}: no tokenizer.json lies with it; give --tokenizer")
+    tokenizer = load_tokenizer(args.tokenizer or beside, args.end_of_text)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    chunks = stream_text(
+        model,
+        tokenizer,
+        prompt,
+        args.max_new_tokens,
+        stop_strings=args.stop,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        repetition_penalty=args.repetition_penalty,
+    )
+    first = next(chunks)  # an error of the prompt shows here
+    print(printable(prompt + first), end="", flush=True)
+    for chunk in chunks:
+        print(printable(chunk), end="", flush=True)
+    print()
+    return 0
 
 
 if __name__ == "__main__":

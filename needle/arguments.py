@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from needle.files import named, printable
+from needle.files import described, named, printable
 
 MOST = 2**63 - 1
 COLUMNS = 80  # of a line
@@ -80,6 +82,29 @@ def flag_words(name: str, value: object) -> list[str]:
     """Return the words of a flag and its value, which may look like a flag itself."""
     text = str(value)
     return [f"{name}={text}"] if text.startswith("-") else [name, text]
+
+
+def reporting(name: str) -> Callable[[Callable[[Any], int]], Callable[..., int]]:
+    """Have a `main` say its errors that users meet in a line, and return the exit code: 1, and 130
+    after a Ctrl-C. name: of the command."""
+
+    def decorate(main: Callable[[Any], int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def run(argv: Sequence[str] | None = None) -> int:
+            try:
+                return main(argv)
+            except BrokenPipeError:  # which ends a program, see processes.program
+                raise
+            except (ValueError, OSError, RuntimeError) as error:
+                print(f"{name}: {described(error)}", file=sys.stderr)
+                return 1
+            except KeyboardInterrupt:
+                print(f"{name}: interrupted", file=sys.stderr)
+                return 130
+
+        return run
+
+    return decorate
 
 
 class Parser(argparse.ArgumentParser):

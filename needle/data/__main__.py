@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from needle.arguments import Parser, whole, wrapped
+from needle.arguments import Parser, reporting, whole, wrapped
 from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, open_data, open_tokens
@@ -18,7 +18,7 @@ from needle.data.runs import open_run_data
 from needle.data.text import LeftOut, check_json, documents, text_kind, warn
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
-from needle.files import described, named, naming, printable, reading
+from needle.files import named, naming, printable, reading
 from needle.processes import program
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
@@ -174,28 +174,19 @@ def show_step(args: argparse.Namespace) -> None:
             print(printable(data.tokenizer.decode(row.tolist(), skip_special_tokens=False)))
 
 
+@reporting("needle data")
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        if args.command == "prepare":
-            tokenizer = load_tokenizer(args.tokenizer, args.end_of_text)
-            made = prepare(args.inputs, tokenizer, args.out, args.field, args.skip_bad_lines)
-            text = f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens"
-            print(printable(text))
-            print(printable(str(tokenizer)))
-        elif args.command == "inspect":
-            show_file(args.file, args.tokenizer)
-        else:
-            show_step(args)
-        return 0
-    except BrokenPipeError:
-        raise
-    except (ValueError, OSError) as error:
-        print(f"needle data: {described(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("needle data: interrupted", file=sys.stderr)
-        return 130
+    if args.command == "prepare":
+        tokenizer = load_tokenizer(args.tokenizer, args.end_of_text)
+        made = prepare(args.inputs, tokenizer, args.out, args.field, args.skip_bad_lines)
+        text = f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens"
+        print(printable(f"{text}\n{tokenizer}"))
+    elif args.command == "inspect":
+        show_file(args.file, args.tokenizer)
+    else:
+        show_step(args)
+    return 0
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from needle import _C, data, models
-from needle.arguments import Defaults, Parser, whole, wrapped
+from needle.arguments import Defaults, Parser, reporting, whole, wrapped
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
-from needle.files import described, naming
+from needle.files import naming
 from needle.models import LanguageModel
 from needle.models.registry import IMPORT, imported
 from needle.processes import program, terminal_bar
@@ -339,21 +339,16 @@ def evaluate(args: argparse.Namespace) -> Scores:
     )
 
 
+@reporting("needle evaluate")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        if args.per_token and not Path(args.per_token).absolute().parent.is_dir():
-            raise data.DataError(f"--per-token {args.per_token}: there is no such folder")
-        scores = evaluate(args)
-        if args.per_token:
-            # np.save by name would add a suffix.
-            with naming(args.per_token), open(args.per_token, "wb") as file:
-                np.save(file, scores.per_token)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle evaluate: {described(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    if args.per_token and not Path(args.per_token).absolute().parent.is_dir():
+        raise data.DataError(f"--per-token {args.per_token}: there is no such folder")
+    scores = evaluate(args)
+    if args.per_token:
+        # np.save by name would add a suffix.
+        with naming(args.per_token), open(args.per_token, "wb") as file:
+            np.save(file, scores.per_token)
     if args.json:
         print(json.dumps(scores.to_dict()))
         return 0

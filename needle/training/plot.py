@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from needle.arguments import Parser, path
+from needle.arguments import Parser, path, reporting
 from needle.files import described, printable, replacing
 from needle.processes import program
 from needle.training.log import read_lines
@@ -97,27 +97,24 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+@reporting("needle plot")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "loss.png"
+    found = {}
+    for run in args.runs:
+        if not run.is_dir():
+            raise ValueError(f"{run}: no such folder")
+        lines = read_lines(run / "metrics.jsonl")
+        if not lines:
+            is_run = (run / "config.json").exists()
+            raise ValueError(f"{run}: no step yet{'' if is_run else ', or not a run'}")
+        name = run.resolve().name
+        found[str(run) if name in found else name] = lines
     try:
-        found = {}
-        for run in args.runs:
-            if not run.is_dir():
-                raise ValueError(f"{run}: no such folder")
-            lines = read_lines(run / "metrics.jsonl")
-            if not lines:
-                is_run = (run / "config.json").exists()
-                raise ValueError(f"{run}: no step yet{'' if is_run else ', or not a run'}")
-            name = run.resolve().name
-            found[str(run) if name in found else name] = lines
         draw(found, out)
     except ImportError:
-        print("needle plot: needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 1
-    except (ValueError, OSError, RuntimeError) as error:  # without a home, the last of matplotlib's
-        print(f"needle plot: {described(error)}", file=sys.stderr)
-        return 1
+        raise RuntimeError("needs matplotlib: pip install matplotlib") from None
     print(printable(str(out)))
     return 0
 
