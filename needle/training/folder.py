@@ -220,9 +220,8 @@ def advice_after_divergence(folder: Path, finite: int, saved: int, following: in
     good, last = proven_checkpoint(places, finite, following), checkpoint_path(places, saved)
     advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
     if good is not None:
-        lines.append(
-            f"the last good checkpoint is {good} (finite steps after it: {finite - step_of(good)})"
-        )
+        followed = f"{finite - step_of(good)} finite steps followed"
+        lines.append(f"the last good checkpoint is {good}: {followed}")
         advice += f", in a new run from its weights: {shlex.join(flag_words('--init', good))}"
     if last.exists() and last != good:
         lines.append(f"the last one is {last}: it may have diverged")

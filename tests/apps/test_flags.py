@@ -320,7 +320,7 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
     error = capsys.readouterr().err
     assert "step 5: the loss is nan (epoch 0, batch 4)" in error
     good, last = (checkpoint_of(tmp_path, "a", step) for step in (2, 4))
-    assert f"the last good checkpoint is {good} (finite steps after it: 2)\n" in error
+    assert f"the last good checkpoint is {good}: 2 finite steps followed\n" in error
     assert f"the last one is {last}: it may have diverged\n" in error
     assert f"--init {good}\n" in error
     assert [line["step"] for line in lines_of(tmp_path, "a")] == [1, 2, 3, 4]
