@@ -219,12 +219,14 @@ def advice_after_divergence(folder: Path, finite: int, saved: int, following: in
     places, lines = folder / "checkpoints", []
     good, last = proven_checkpoint(places, finite, following), checkpoint_path(places, saved)
     advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
+    followed = "finite steps followed"
     if good is not None:
-        followed = f"{finite - step_of(good)} finite steps followed"
-        lines.append(f"the last good checkpoint is {good}: {followed}")
+        lines.append(f"the last good checkpoint is {good}: {finite - step_of(good)} {followed}")
         advice += f", in a new run from its weights: {shlex.join(flag_words('--init', good))}"
     if last.exists() and last != good:
-        lines.append(f"the last one is {last}: it may have diverged")
+        lines.append(
+            f"the last one is {last}: {finite - saved} {followed}, and it may have diverged"
+        )
     return "\n".join([*lines, advice])
 
 

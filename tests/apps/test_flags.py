@@ -321,7 +321,7 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
     assert "step 5: the loss is nan (epoch 0, batch 4)" in error
     good, last = (checkpoint_of(tmp_path, "a", step) for step in (2, 4))
     assert f"the last good checkpoint is {good}: 2 finite steps followed\n" in error
-    assert f"the last one is {last}: it may have diverged\n" in error
+    assert f"the last one is {last}: 0 finite steps followed, and it may have diverged\n" in error
     assert f"--init {good}\n" in error
     assert [line["step"] for line in lines_of(tmp_path, "a")] == [1, 2, 3, 4]
     assert Checkpoint(good).state["step"] == 2 and Checkpoint(last).state["step"] == 4
@@ -329,13 +329,13 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
         breaking(patch, 4)  # 2 was saved, and 4 was to be
         assert train_pythia.main(flags(tmp_path, tokens, "b")) == 1
     error, last = capsys.readouterr().err, checkpoint_of(tmp_path, "b", 2)
-    assert f"the last one is {last}: it may have diverged\n" in error and "--init" not in error
+    assert f"the last one is {last}: 1 finite steps" in error and "--init" not in error
     # The loss of the last checkpoint's own step is finite: the update after it diverged.
     argv = flags(tmp_path, tokens, "c", "--lr 1e30 --warmup 0 --clip 0 --save-every 1")
     assert train_pythia.main(argv) == 1
     error = capsys.readouterr().err
     last = checkpoint_of(tmp_path, "c", len(lines_of(tmp_path, "c")))
-    assert "Stopped." in error and f"the last one is {last}: it may" in error
+    assert "Stopped." in error and f"the last one is {last}: 0 finite" in error
     assert f"the last good checkpoint is {last}" not in error and f"--init {last}" not in error
 
 
