@@ -247,6 +247,8 @@ class Operators(Generic[Result]):
         self.fill_(0)
         base, views = views_below(self)
         if base.op is not None and base.cached_data.size == self.cached_data.size:
+            for x in views:
+                x.viewed = x.op, x.inputs[0]
             for x in (base, *views):
                 x.op, x.inputs, x.requires_grad = None, (), False
         return self  # type: ignore[return-value]
