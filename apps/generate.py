@@ -15,8 +15,8 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 
     checkout.choose()
 
-from needle.arguments import Defaults, Parser, number, path_name, reporting, told, whole
 from needle.backend_ndarray import FLOAT_DTYPES, check_device_name, choose_device
+from needle.command import Defaults, Parser, number, path_name, reporting, told, whole
 from needle.data import load_tokenizer
 from needle.files import printable
 from needle.generation import stream_text

@@ -24,10 +24,10 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
 import numpy as np
 
 from needle import models, nn, optim
-from needle.arguments import wrapped
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, full
 from needle.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from needle.command import wrapped
 from needle.data import DataError, Prefetch, TokenData, run_data
 from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from needle import core as _core
-from needle import instead as _instead
 
 _core.find()  # first: it says that a checkout is not built, also where NumPy is missing
 
@@ -68,6 +67,7 @@ from needle.init import (
 )
 from needle.nn import utils as _utils  # above optim, so that nn itself does not import it
 from needle.ops import *
+from needle.ops import instead as _instead
 from needle.ops import linalg
 from needle.ops.spellings import CASTS as _CASTS
 

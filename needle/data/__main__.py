@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from needle.arguments import Parser, reporting, whole, wrapped
+from needle.command import Parser, reporting, whole, wrapped
 from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, open_data, open_tokens

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from needle.arguments import wrapped
+from needle.command import wrapped
 from needle.data.identity import content_hash
 from needle.data.kinds import kind_of
 from needle.data.text import LeftOut, documents, encode, shown, train_tokenizer

@@ -28,8 +28,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from needle.arguments import Parser, path, whole, wrapped
 from needle.backend_ndarray import cpu
+from needle.command import Parser, path, whole, wrapped
 from needle.diagnose.parts import run
 from needle.diagnose.report import FAILED, row
 from needle.distributed import environment

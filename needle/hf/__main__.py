@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from needle import hf, models
-from needle.arguments import Parser
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import find_checkpoint, save_checkpoint
+from needle.command import Parser
 from needle.files import FileError, described, named, printable
 from needle.models.registry import IMPORT, imported
 from needle.processes import program

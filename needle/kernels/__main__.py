@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from needle.arguments import Parser, number, path, whole
+from needle.command import Parser, number, path, whole
 from needle.files import read_secret, settings_file
 from needle.kernels.pool import Pool
 from needle.processes import program

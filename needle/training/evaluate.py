@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from needle import _C, data, models
-from needle.arguments import Defaults, Parser, reporting, whole, wrapped
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
+from needle.command import Defaults, Parser, reporting, whole, wrapped
 from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
 from needle.files import naming

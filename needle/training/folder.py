@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from needle import models
-from needle.arguments import flag_words, wrapped
 from needle.backend_ndarray import Device
 from needle.checkpoint import (
     Checkpoint,
@@ -34,6 +33,7 @@ from needle.checkpoint import (
     step_of,
     weights_path,
 )
+from needle.command import flag_words, wrapped
 from needle.data import DataError, Tokenizer, load_tokenizer
 from needle.data.tokenizer import TEXT_FILES
 from needle.files import (

@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 from tqdm import tqdm
 
-from needle.arguments import wrapped
+from needle.command import wrapped
 from needle.data import load_tokenizer
 from needle.files import FileError
 from needle.generation import generate_text

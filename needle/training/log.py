@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.arguments import COLUMNS
+from needle.command import COLUMNS
 from needle.files import Lock, MissingFileError, naming, printable, reading, replacing
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat

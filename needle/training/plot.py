@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from needle.arguments import Parser, path, reporting
+from needle.command import Parser, path, reporting
 from needle.files import described, printable, replacing
 from needle.processes import program
 from needle.training.log import read_lines

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from needle import models, optim
-from needle.arguments import flag_words, wrapped
 from needle.backend_ndarray import Device
 from needle.checkpoint import (
     checkpoint_path,
@@ -22,6 +21,7 @@ from needle.checkpoint import (
     versions,
     weights_path,
 )
+from needle.command import flag_words, wrapped
 from needle.data import Batches, Prefetch, TokenData, load_tokenizer, run_batches
 from needle.data.readers import open_tokens
 from needle.data.tokenizer import id_limit

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from needle import models
-from needle.arguments import Parser, flag_words, number, path_name, told, whole
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import CheckpointError
+from needle.command import Parser, flag_words, number, path_name, told, whole
 from needle.distributed.tree import fitting_ranks, own_micro_batches
 from needle.files import FileError, read_json, reading
 from needle.models.pythia import SPARSE_PATTERNS

@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from needle.arguments import Parser, number
+from needle.command import Parser, number
 from needle.files import BusyError, FileError, Lock, described, printable
 from needle.processes import (
     HEARTBEAT,

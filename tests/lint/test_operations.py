@@ -5,7 +5,8 @@ import inspect
 import re
 from pathlib import Path
 
-from needle import instead, ops
+from needle import ops
+from needle.ops import instead
 from needle.ops.spellings import SPELLINGS, Spelling
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"

@@ -7,8 +7,9 @@ import pytest
 from harness import naming
 
 import needle as ndl
-from needle import instead, nn
+from needle import nn
 from needle import ops as F
+from needle.ops import instead
 from needle.ops.spellings import SPELLINGS as TABLE
 
 SPELLINGS = """
