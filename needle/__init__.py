@@ -65,7 +65,6 @@ from needle.init import (
     zeros,
     zeros_like,
 )
-from needle.nn import utils as _utils  # above optim, so that nn itself does not import it
 from needle.ops import *
 from needle.ops import instead as _instead
 from needle.ops import linalg

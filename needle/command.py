@@ -141,8 +141,16 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "generate": ("apps/generate.py", (), "continue a prompt"),
     "evaluate": ("needle.training.evaluate:main", (), "loss, perplexity and bits per byte on text"),
     "lm_eval": ("needle.training.lm_eval:main", (), "the LM evaluation harness on a needle model"),
-    "export": ("needle.hf.__main__:main", ("export",), "write a folder that transformers opens"),
-    "import": ("needle.hf.__main__:main", ("import",), "read a GPT-NeoX folder of transformers"),
+    "export": (
+        "needle.training.export:main",
+        ("export",),
+        "write a folder that transformers opens",
+    ),
+    "import": (
+        "needle.training.export:main",
+        ("import",),
+        "read a GPT-NeoX folder of transformers",
+    ),
     "data": ("needle.data.__main__:main", (), "prepare text as tokens, inspect and view them"),
     "plot": ("needle.training.plot:main", (), "draw the loss of one run or several"),
     "diagnose": ("needle.diagnose.__main__:main", (), "examine this machine, its GPUs, a run"),

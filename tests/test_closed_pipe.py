@@ -13,11 +13,8 @@ from needle.processes import EXIT_CLOSED_PIPE, program
 
 pytestmark = pytest.mark.slow
 
-PROGRAMS = [ROOT / "needle" / "training" / name for name in ("evaluate.py", "lm_eval.py")]
-PROGRAMS += [
-    ROOT / "needle" / "training" / "supervise.py",
-    *(ROOT / "needle").glob("*/__main__.py"),
-]
+PROGRAMS = [*(ROOT / "needle" / "training").glob("*.py")]
+PROGRAMS += [*(ROOT / "needle").glob("*/__main__.py")]
 PROGRAMS += [*(ROOT / "apps").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
 PROGRAMS += [*(ROOT / "examples").glob("*.py")]
 
@@ -53,7 +50,7 @@ def end_of(words, folder):
         ["-m", "needle.data", "inspect", "t.npy"],
         ["-m", "needle.data", "view", "t.npy", *"--step 1 --batch-size 2 --seq-len 8".split()],
         ["-m", "needle", "evaluate", "--help"],
-        ["-m", "needle.hf", "--help"],
+        ["-m", "needle.training.export", "--help"],
         ["-m", "needle.kernels", "serve", "--help"],
         ["-m", "needle", "supervise", "--help"],
         [ROOT / "apps" / "generate.py", "--help"],

@@ -304,7 +304,7 @@ def test_the_norm_of_a_chunk_does_not_depend_on_its_neighbours(device):
     """Ranks sum parts: counts around those at which a GPU has splits of long rows to spare, which
     are 352, 528 and 1056 on 132 multiprocessors."""
     most = 1060
-    g = np.random.default_rng(3).standard_normal((most, optim.NORM_CHUNK), np.float32)
+    g = np.random.default_rng(3).standard_normal((most, nn.utils.NORM_CHUNK), np.float32)
     whole = ndl._C.array(g.reshape(-1), "float32", device)
     found = ndl._C.empty((most,), "float32", device)
     optim.chunk_norms(whole, found)
@@ -313,7 +313,7 @@ def test_the_norm_of_a_chunk_does_not_depend_on_its_neighbours(device):
     for begin, end in [(0, 1), (5, 8), (100, 297), (0, 351), (9, 361), (500, 929), (0, 527),
                        (2, 530), (1, 859), (0, 1055), (3, 1059)]:  # fmt: skip
         norms = ndl._C.empty((end - begin,), "float32", device)
-        part = whole[begin * optim.NORM_CHUNK : end * optim.NORM_CHUNK]
+        part = whole[begin * nn.utils.NORM_CHUNK : end * nn.utils.NORM_CHUNK]
         optim.chunk_norms(part, norms)
         assert_same_bits(norms, found[begin:end].compact(), f"{begin} to {end}")
 

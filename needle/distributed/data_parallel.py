@@ -31,7 +31,8 @@ from needle.backend_ndarray import as_bytes
 from needle.distributed.group import Group
 from needle.distributed.tree import merges, own_micro_batches, tree_sum
 from needle.nn import FlatParameters
-from needle.optim import NORM_CHUNK, AdamW, chunk_norms, total_norm
+from needle.nn.utils import NORM_CHUNK, chunk_norms, total_norm
+from needle.optim import AdamW
 
 
 def shards(size: int, ranks: int) -> list[slice]:

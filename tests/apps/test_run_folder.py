@@ -23,9 +23,9 @@ from small_runs import (
 import needle as ndl
 from needle.data import DataError, train_tokenizer
 from needle.files import FileError
-from needle.hf.__main__ import main as hf
 from needle.training import folder as folders
 from needle.training import session as sessions
+from needle.training.export import main as hf
 from needle.training.log import RunLog
 from needle.training.settings import parse
 

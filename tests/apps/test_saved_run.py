@@ -173,7 +173,7 @@ def test_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
         ("train_pythia", [*argv, *given, "--steps", "5", "--schedule", "constant"]),
         ("train_pythia", ["--resume", run, *given, "--steps", "6"]),
         ("needle.training.evaluate", [run, "--data", tokens, *given]),
-        ("needle.hf.__main__", ["export", run, tmp_path / "out", *given]),
+        ("needle.training.export", ["export", run, tmp_path / "out", *given]),
         ("train_pythia", [*config, *given, "--name", "y"]),
     )
     assert codes == "00011" and "perplexity" in text and "Traceback" not in text, text

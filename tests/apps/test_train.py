@@ -26,11 +26,11 @@ import needle as ndl
 from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints
 from needle.data.__main__ import main as data
 from needle.files import printable
-from needle.hf.__main__ import main as hf
 from needle.training import evaluate
 from needle.training import folder as folders
 from needle.training import plot as plots
 from needle.training import run as run_parts
+from needle.training.export import main as hf
 from needle.training.settings import Settings, complete, from_json
 
 # ---- a whole run ------------------------------------------------------------------------------
