@@ -121,14 +121,16 @@ def _shifted(
 class LogSumExp(TensorOp):
     reads_result = False
 
-    def __init__(self, axes: Axes = None) -> None:
+    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = fixed_axes(axes)
+        self.keepdims = keepdims
 
     def compute(self, a: NDArray) -> NDArray:
         axes = normal_axes("logsumexp", self.axes, a.ndim)
         m, _, s = _shifted(a, axes, LARGEST)  # inf, where the others are NaN
-        out = tuple(n for i, n in enumerate(a.shape) if i not in axes)
-        return _C.add(m, _C.log(s)).astype(a.dtype).reshape(out)
+        out = _C.add(m, _C.log(s)).astype(a.dtype)
+        left = tuple(n for i, n in enumerate(a.shape) if i not in axes)
+        return out if self.keepdims else out.reshape(left)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0]
@@ -136,14 +138,15 @@ class LogSumExp(TensorOp):
         return multiply(spread(out_grad, a.shape, axes), softmax(a, axes))
 
 
-def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
-    """log(sum(exp(a))) over `axes` (None: all), which disappear; the maximum is taken out first, so
-    that no value overflows. A slice of only -inf gives -inf, and no gradient.
+def logsumexp(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """log(sum(exp(a))) over `axes` (None: all), which disappear, or with keepdims stay with size 1;
+    the maximum is taken out first, so that no value overflows. A slice of only -inf gives -inf, and
+    no gradient.
 
     >>> print(ndl.logsumexp(ndl.Tensor([1e10, 1e10])))
     1e+10
     """
-    return LogSumExp(axes)(as_floats(a))
+    return LogSumExp(axes, keepdims)(as_floats(a))
 
 
 class Softmax(TensorOp):
