@@ -17,6 +17,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # pip runs this file without its folder
 from building import choices  # noqa: E402
@@ -97,8 +98,20 @@ class BuildExt(build_ext):
                 print(f"needle: removed {backend.name} of an earlier build: it need not fit this")
 
 
+class Sdist(sdist):
+    """sdist with the stubs, which a build writes."""
+
+    def run(self) -> None:
+        if not (ROOT / "needle" / "_C.pyi").exists():
+            self.reinitialize_command("build_ext", inplace=True)
+            self.run_command("build_ext")
+        super().run()
+
+
 if __name__ == "__main__":
     if sys.platform != "linux":
         fail(f"needle needs Linux, and this is {sys.platform}: on Windows it builds in WSL 2")
     # The Extension only tells setuptools that the wheel depends on the platform.
-    setup(ext_modules=[Extension("needle._C", [])], cmdclass={"build_ext": BuildExt})
+    setup(
+        ext_modules=[Extension("needle._C", [])], cmdclass={"build_ext": BuildExt, "sdist": Sdist}
+    )
