@@ -7,12 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from needle import BlockMask
+from needle import _C, BlockMask
 from needle.distributed.group import Group
+from needle.ops.random import drawing_from
 from needle.testing import normal
 from needle.testing.attention import pair_products, rotary, softmax_attention, visible, weighted
 from needle.testing.elementwise import erf, gelu, gelu_tanh
 from needle.testing.layers import cross_entropy_fwd, layernorm_fwd
+from needle.testing.random import philox
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,18 @@ def positive(*shape):
 def away_from_zero(*shape):
     """Move elements away from a kink, where central differences see both sides."""
     return lambda rng: rng.choice([-1.0, 1.0], shape) * (rng.random(shape) + 0.2)
+
+
+STATE = np.array([7, 8, 9])
+
+
+def dropout_of_a_state(ops, a):
+    with drawing_from(_C.array(STATE, "int64", a.device)):
+        return ops.dropout(a, 0.3)
+
+
+def dropped(a):
+    return a * (philox(STATE, a.size).reshape(a.shape) >= round(0.3 * 2**32)) / 0.7
 
 
 def logsumexp(x, axis):
@@ -354,6 +368,7 @@ GRADIENTS = [
         log_target=True,
     ),
     by_name("dropout", lambda a: a * 1, MATRIX, p=0.3, training=False),
+    Gradient("dropout-drawn", dropout_of_a_state, dropped, (normal(3, 40),)),
     by_name("matmul", np.matmul, MATRIX, normal(4, 2)),
     by_name("matmul-batched", np.matmul, normal(2, 3, 4), normal(2, 4, 2)),
     Gradient("matmul-rank", lambda ops, a, b: a @ b, np.matmul, (normal(2, 2, 3, 4), normal(4, 2))),

@@ -26,6 +26,7 @@ from needle.autograd import (
     no_grad,
 )
 from needle.nn.module import Module
+from needle.ops.random import drawing, drawing_from
 
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 SETTINGS = ("training", "p")  # of modules: those that dropout reads
@@ -77,6 +78,7 @@ class Recomputed(FusedOp):
         values = [value for own, _ in self.settings for value in own.values()]
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
         self.random = self._random_states()
+        self.drawn = None if drawing.state is None else drawing.state.copy()
         with no_grad():
             out = self.module(Tensor.make_const(x), *self.rest)
         if not isinstance(out, Tensor):
@@ -96,7 +98,7 @@ class Recomputed(FusedOp):
         try:
             for own, before in self.settings:
                 own.update(before)
-            with enable_grad():
+            with enable_grad(), drawing_from(None if self.drawn is None else self.drawn.copy()):
                 out = self.module(x, *self.rest)
         finally:
             for own, after in settings:

@@ -23,6 +23,7 @@ from needle.ops import (
     normalization,
     order,
     pointwise,
+    random,
     rearrange,
     reduce,
     ring_attention,

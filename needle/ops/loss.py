@@ -1,5 +1,5 @@
 """Losses: of each element, composed of ops; cross-entropy over a vocabulary, fused: the softmax is
-never stored. Dropout."""
+never stored."""
 
 from __future__ import annotations
 
@@ -103,22 +103,6 @@ def kl_div(input: Tensor, target: Any, reduction: str = "mean", log_target: bool
     if reduction == "batchmean":
         return summation(loss) / (input.shape[0] if input.ndim else 1)
     return _reduced("kl_div", loss, reduction)
-
-
-def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """x with each element zeroed with probability p, and the others divided by 1 - p; x itself if
-    not `training` or for p = 0. Drawn from NumPy's global generator.
-
-    >>> np.random.seed(0)
-    >>> print(ndl.ops.dropout(ndl.ones(6)))
-    [0. 0. 0. 0. 2. 0.]
-    """
-    if isinstance(p, str) or not 0 <= p < 1:
-        raise ValueError(f"dropout: p must be in [0, 1), but is {p}")
-    if not training or p == 0:
-        return x
-    mask = _C.array(np.random.rand(*x.shape) <= 1 - p, "bool", x.device)
-    return multiply(x, Tensor.from_ndarray(mask)) / (1 - p)
 
 
 class CrossEntropy(FusedOp):

@@ -106,7 +106,7 @@ TABLE = (
     ("divide", "elementwise.divide", "=", "=", "method"),
     ("divide_scalar", "elementwise.divide_scalar", "-", "-", ""),
     ("dot", "einsum.dot", "=", "=", "method"),
-    ("dropout", "loss.dropout", "=", "-", ""),
+    ("dropout", "random.dropout", "=", "-", ""),
     ("einsum", "einsum.einsum", "=", "=", ""),
     ("elu", "pointwise.elu", "=", "-", ""),
     ("embedding", "embedding.embedding", "=", "-", ""),

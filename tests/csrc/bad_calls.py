@@ -164,6 +164,19 @@ BAD = {
         ),
         "rotates more than D": (angles(37, 9), "cos"),
     },
+    "random_bits": {
+        "two numbers": ({"state": np.zeros(2)}, "state: axis S is 2, but .* 3 numbers")
+    },
+    "dropout_fwd": {
+        "p 1": ({"p": 1.0}, r"p: must be in \[0, 1\), but is 1"),
+        "p below 0": ({"p": -0.5}, r"p: must be in \[0, 1\), but is -0.5"),
+        "p NaN": ({"p": np.nan}, r"p: must be in \[0, 1\), but is -?nan"),
+        "four numbers": ({"state": np.zeros(4)}, "state: axis S is 4, but .* 3 numbers"),
+    },
+    "dropout_bwd": {
+        "p 1": ({"p": 1.0}, r"p: must be in \[0, 1\), but is 1"),
+        "no number": ({"drawn": np.zeros(0)}, "drawn: axis S is 0, but .* 3 numbers"),
+    },
     "decode_greedy": {"no tokens": ({"logits": ones(31, 0)}, "log")},
     "adamw": {"step 0": ({"step": 0}, "step")},
 }

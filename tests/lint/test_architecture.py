@@ -26,7 +26,9 @@ def is_python_side(path: Path) -> bool:
 
 
 COMPOSITES = {"csrc/composite.h", "csrc/layer.h"}  # above the ops, below Python
-SHARED = {"csrc/decode.h", "csrc/fp8.h", "csrc/sort_key.h"}  # by both backends
+SHARED = {
+    "csrc/decode.h", "csrc/fp8.h", "csrc/philox.h", "csrc/sort_key.h",
+}  # fmt: skip  # by both backends
 
 
 def allowed_includes(path: Path) -> set[str]:

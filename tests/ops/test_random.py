@@ -1,0 +1,190 @@
+"""Philox, against its published vectors; dropout of many elements; masks that are drawn again."""
+
+import numpy as np
+import pytest
+from harness import device_of
+
+import needle as ndl
+from needle import _C, Tensor, nn, ops, training
+from needle.ops.random import DRAWN_BY_NUMPY, drawing_from
+from needle.testing.random import philox
+
+SHAPE = 3, 11, 2048  # more than NumPy draws for
+# Known answers of Random123 (Salmon et al. 2011), kat_vectors: philox4x32 10.
+KNOWN = {
+    "0" * 32 + " " + "0" * 16: "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "f" * 32 + " " + "f" * 16: "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "243f6a8885a308d313198a2e03707344 a4093822299f31d0": "d16cfe09 94fdcceb 5001e420 24126ea1",
+}
+
+
+def words_of(text):
+    return np.array([int(text[i : i + 8], 16) for i in range(0, len(text), 8)], np.uint32)
+
+
+def state_of(array, device):
+    return _C.array(np.asarray(array, np.int64), "int64", device)
+
+
+def mask_of(key, shape, p):
+    """Which elements stay."""
+    kept = philox((key, 0, 0), int(np.prod(shape))) >= round(p * 2**32)
+    return kept.reshape(shape)
+
+
+@pytest.mark.parametrize("given", KNOWN)
+def test_bits_are_the_published_ones(device, given):
+    counter, key = map(words_of, given.split())
+    state = state_of(np.concatenate([key, counter]).view(np.int64), device)
+    bits = _C.array(np.zeros(4), "int32", device)
+    _C.random_bits(state, bits)
+    assert " ".join(f"{word:08x}" for word in bits.numpy().view(np.uint32)) == KNOWN[given]
+
+
+def test_bits_go_on_where_they_ended(device):
+    """A draw ends with the block of four words that it begins."""
+    whole, state = philox((5, -1, 3), 2008), state_of([5, -1, 3], device)
+    for start, size in [(0, 1), (4, 4), (8, 1027), (1036, 0), (1036, 972)]:
+        bits = _C.array(np.zeros(size), "int32", device)
+        _C.random_bits(state, bits)
+        np.testing.assert_array_equal(bits.numpy().view(np.uint32), whole[start : start + size])
+    np.testing.assert_array_equal(state.numpy(), [5, 501, 4])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 2.0**-20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+def test_large_dropout_is_keyed_by_one_number_of_numpy(device, dtype, p):
+    values = np.random.default_rng(1).integers(-8, 9, SHAPE)
+    x = Tensor(values, device=device, dtype=dtype)
+    np.random.seed(4)
+    y = ops.dropout(x, p)
+    after = np.random.rand()
+    np.random.seed(4)
+    key = np.random.randint(-(2**63), 2**63, dtype=np.int64)
+    assert after == np.random.rand()
+    expected = Tensor(values * mask_of(key, SHAPE, p), dtype="float32") * np.float32(1 / (1 - p))
+    found = "float32" if dtype == "int32" else dtype
+    assert y.dtype == found
+    np.testing.assert_array_equal(y.numpy(), expected.astype(found).numpy())
+
+
+def test_dropout_up_to_the_limit_is_drawn_by_numpy(device):
+    for size in (DRAWN_BY_NUMPY, DRAWN_BY_NUMPY + 1):
+        np.random.seed(6)
+        y = ops.dropout(ndl.ones(size, device=device), 0.5)
+        np.random.seed(6)
+        expected = (np.random.rand(size) <= 0.5) * 2
+        assert (y.numpy() == expected).all() == (size == DRAWN_BY_NUMPY)
+
+
+def test_dropout_is_near_p_and_independent_of_place():
+    np.random.seed(0)
+    kept = ops.dropout(ndl.ones(1 << 20), 0.25).numpy() != 0
+    off = 6 * (0.25 * 0.75 / kept.size) ** 0.5
+    assert abs(kept.mean() - 0.75) < off
+    for step in (1, 2, 4, 64, 1024):
+        both = (kept[step:] & kept[:-step]).mean()
+        assert abs(both - 0.75**2) < 2 * off
+
+
+def test_gradient_of_a_view_has_the_mask_of_the_forward(device):
+    x = Tensor(np.random.default_rng(2).standard_normal(SHAPE), device=device)
+    wide = ops.dropout(x.permute((2, 0, 1)), 0.4)
+    scale = np.random.default_rng(3).standard_normal(wide.shape).astype(np.float32)
+    (wide * Tensor(scale, device=device)).sum().backward()
+    kept = (wide.numpy() != 0) / 0.6
+    expected = (scale * kept.astype(np.float32)).transpose(1, 2, 0)
+    np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-6)
+    np.testing.assert_array_equal(x.grad.numpy() == 0, expected == 0)
+
+
+class Dropping(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64, device=device), nn.Dropout(0.5))
+
+    def forward(self, x, recomputed):
+        for _ in range(2):
+            x = nn.recompute(self.inner, x) if recomputed else self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize("state", [None, (3, -5, 0)])
+@pytest.mark.parametrize("rows", [8, 1040])
+def test_recompute_draws_the_same_masks(device, rows, state):
+    values, found = np.random.default_rng(5).standard_normal((rows, 64)), []
+    for recomputed in (False, True):
+        np.random.seed(2)
+        model, x = Dropping(device), Tensor(values, device=device)
+        drawn = None if state is None else state_of(state, device)
+        with drawing_from(drawn):
+            y = model(x, recomputed)
+            y.sum().backward()
+        end = 0 if drawn is None else drawn.numpy()
+        weight = model.inner.modules[0].weight.grad
+        found.append([y.numpy(), x.grad.numpy(), weight.numpy(), end, np.random.rand()])
+    for one, other in zip(*found):
+        np.testing.assert_array_equal(one, other)
+
+
+class Again:
+    """A _C.Graph that does the step each time, for a device that records none."""
+
+    def __init__(self, device, step):
+        self.replay = step
+        step()
+
+
+@pytest.mark.parametrize("rows", [8, 1040])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_replays_drop_anew_by_a_key_of_numpy(monkeypatch, device, rows, recomputed):
+    if not device.records_graphs:
+        monkeypatch.setattr(_C, "Graph", Again)
+    model = Dropping(device)
+    weight, given = model.inner.modules[0].weight, _C.array(np.ones((rows, 64)), device=device)
+    nn.flatten_parameters(model)
+    first = _C.empty((rows, 64), "float32", device)
+
+    def compute(ids, targets):
+        weight.grad_buffer.fill(0)
+        y = model(Tensor.from_ndarray(given), recomputed)
+        first[:] = y.cached_data
+        loss = y.sum()
+        loss.backward()
+        return loss.cached_data
+
+    step, found = training.GraphedStep(compute, (1, 1), device), []
+    for seed in (1, 2, 3, 4, 3):
+        np.random.seed(seed)
+        step([[0]], [[0]])
+        found.append((first.numpy(), weight.grad.numpy(), np.random.rand()))
+    masks = [y != 0 for y, _, _ in found]
+    for i in range(1, 4):
+        assert 0.45 < (masks[i] == masks[i - 1]).mean() < 0.55
+    for one, other in zip(found[2], found[4]):
+        np.testing.assert_array_equal(one, other)
+    np.random.seed(3)
+    key = np.random.randint(-(2**63), 2**63, dtype=np.int64)
+    after = philox((key, rows * 16, 0), rows * 64) >= 2**31
+    np.testing.assert_array_equal(masks[2], after.reshape(rows, 64))  # of the second layer
+    assert found[2][2] == np.random.rand()
+
+
+@pytest.mark.cuda
+def test_a_state_advances_in_a_recorded_graph():
+    device = device_of("cuda")
+    state, x = state_of([1, 2, 3], device), _C.array(np.ones(70000), device=device)
+    kept = [_C.empty((70000,), "float32", device) for _ in range(2)]
+
+    def step():
+        y, drawn = _C.dropout_fwd(state, x, 0.5)
+        kept[0][:] = y
+        kept[1][:] = _C.dropout_bwd(drawn, x, 0.5)
+
+    graph = _C.Graph(device, step)
+    for replay in range(4):
+        expected = philox((1, 2 + 17500 * replay, 3), 70000) >= 2**31
+        for y in kept:
+            np.testing.assert_array_equal(y.numpy() != 0, expected)
+        graph.replay()
+    np.testing.assert_array_equal(state.numpy(), [1, 2 + 5 * 17500, 3])
