@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import shlex
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from needle import nn
 from needle._C import CudaError, CudaFatalError, Device, NDArray, cuda
 from needle.autograd import no_grad
 from needle.checkpoint import versions
@@ -193,6 +197,8 @@ class Session:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
         if recorded:
             self.gradient = GraphedStep(compute, shape, run.device)
+        if any(isinstance(part, nn.Dropout) for part in run.model.modules()):
+            self.gradient = self._seeded(self.gradient)
         self._reason: str | None = None  # to stop before the last step
         self._failure: Exception | None = None
         self._where = ""
@@ -205,6 +211,21 @@ class Session:
         beat(self.run.step)
         return self
 
+    def _seeded(self, compute: Callable[[Any, Any], NDArray]) -> Callable[[Any, Any], NDArray]:
+        """compute, with NumPy's generator seeded by the run's seed, the step, the micro-batch and
+        the part of its sequences: dropout is the same on any number of ranks."""
+
+        def gradient(ids: Any, targets: Any) -> NDArray:
+            before, parallel = np.random.get_state(), self.run.parallel
+            part = parallel.group.rank % parallel.context
+            np.random.seed([self.run.settings.seed, *next(self._micro_batches), part])
+            try:
+                return compute(ids, targets)
+            finally:
+                np.random.set_state(before)
+
+        return gradient
+
     def begin(self) -> None:
         """Save what is kept of step 0."""
         if self.run.step == 0 and is_kept(self.run.settings, 0):
@@ -216,6 +237,7 @@ class Session:
     def reading(self, step: int) -> Iterator[None]:
         """Compute the micro-batches of a step; data that break off raise Failed on all ranks."""
         batches = self.run.batches
+        self._micro_batches = itertools.product([step], self.run.parallel.own_micro_batches)
         self._where = f"epoch {batches.epoch}, batch {batches.batch}"
         self.ranks.control.step = step
         with agreed(self.ranks, "the gradients"):

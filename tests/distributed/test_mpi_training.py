@@ -7,6 +7,7 @@ Real processes, on the CPU; `struck_program.py` is what each of them runs.
 import re
 import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +36,21 @@ def runs(tmp_path, tokens):
 def test_ranks_change_no_byte(runs, alone, ranks):
     runs.run("a", ranks)
     assert runs.written("a") == alone
+
+
+@pytest.mark.slow
+def test_ranks_drop_the_same_elements(runs):
+    """Masks follow from the seed, the step and the micro-batch; so also after a resume."""
+    model = ["--import", str(Path(__file__).with_name("dropping.py")), "--model", "dropping"]
+    runs.run("one", 0, *model)
+    runs.run("two", 2, *model)
+    plan = [{"rank": 1, "step": 25, "what": "term"}]
+    runs.run("cut", 2, *model, plan=plan)
+    found = runs.written("one")
+    assert runs.written("two") == runs.resumed("cut", 4, *model) == found
+    runs.run("seed", 0, *model, "--seed", "7", "--init-seed", "1234", "--data-seed", "1234")
+    first, other = (lines[0] for lines in (found[1], runs.written("seed")[1]))
+    assert first["loss"] != other["loss"]
 
 
 @pytest.mark.slow
