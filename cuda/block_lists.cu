@@ -1,20 +1,53 @@
-/* block_lists.cu - the lists of kept blocks that attention reads, from masks.
+/* block_lists.cu - the blocks that masks keep, and their lists, which attention reads.
  *
- * A warp counts the kept columns of a row; a scan over all rows says where each list begins; a warp
+ * Blocks: a thread block looks at some rows of tokens of one, all its columns, and sets what memset
+ * cleared: all that set a block write the same. Lists: a warp counts the kept columns of a row; a scan over all rows says where each list begins; a warp
  * writes a row's list, a lane's entries after those of the lanes below it. The order of work is a
  * stable radix sort of the rows by (mask, falling count). Integers, no atomics: the same bits each
  * time.
- * Bytes: G R C of kept twice, 4 E of entries, some 100 a row.
+ * Bytes: G T S of a dense mask; G R C of kept twice, 4 E of entries, some 100 a row.
  */
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 
+#include "../csrc/block_lists.h"
 #include "common.cuh"
 
 namespace {
 
 constexpr int threads = 256;
 constexpr int warps = threads / 32;
+constexpr int64_t part_rows = 64; /* of tokens that a thread block looks at */
+
+struct Dense {
+    const uint8_t *data;
+    int64_t times, keys, block;
+    int64_t rows, columns, parts; /* of blocks; of a block, part_rows each */
+    int64_t mask_stride, row_stride, column_stride;
+};
+
+__global__ void __launch_bounds__(threads) kept_kernel(Dense d, int64_t items, uint8_t *kept) {
+    await_previous();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const int64_t part = item % d.parts, at = item / d.parts, column = at % d.columns;
+        const int64_t mask = at / d.columns / d.rows, row = at / d.columns % d.rows;
+        const int64_t top = row * d.block + part * part_rows;
+        const int64_t bottom = min(min(top + part_rows, (row + 1) * d.block), d.times);
+        const int64_t right = min((column + 1) * d.block, d.keys);
+        uint32_t found = 0;
+        for (int64_t i = top + warp; i < bottom; i += warps) {
+            const uint8_t *from = d.data + mask * d.mask_stride + i * d.row_stride;
+#pragma unroll 4
+            for (int64_t j = column * d.block + lane; j < right; j += 32) {
+                found |= checked(from + j * d.column_stride);
+            }
+        }
+        if (__syncthreads_or((int)found) && threadIdx.x == 0) {
+            checked(kept + at) = 1;
+        }
+    }
+}
 
 struct Kept {
     const uint8_t *data;
@@ -92,6 +125,32 @@ __global__ void __launch_bounds__(threads)
 }
 
 } // namespace
+
+nd_status cuda_kept_blocks(int device, const kept_blocks_args *a) {
+    const char *op = "kept_blocks";
+    ND_TRY(nd_check_kept_blocks(a->dense, a->block, a->kept));
+    const int64_t *shape = a->dense->shape, *strides = a->dense->strides;
+    const int64_t rows = a->kept->shape[1], columns = a->kept->shape[2];
+    const int64_t all = shape[0] * rows * columns;
+    if (all == 0) {
+        return ND_OK;
+    }
+    CUDA_TRY(op, cudaMemsetAsync(a->kept->data, 0, (size_t)all, cuda_stream(device)));
+    const int64_t parts = ceil_div(a->block < shape[1] ? a->block : shape[1], part_rows);
+    const Dense dense = {data_of<uint8_t>(a->dense),
+                         shape[1],
+                         shape[2],
+                         a->block,
+                         rows,
+                         columns,
+                         parts,
+                         strides[0],
+                         strides[1],
+                         strides[2]};
+    const unsigned grid = cuda_grid(device, all * parts, 64);
+    return cuda_launch(op, device, kept_kernel, grid, threads, 0, dense, all * parts,
+                       data_of<uint8_t>(a->kept));
+}
 
 nd_status cuda_block_lists(int device, const block_lists_args *a) {
     const char *op = "block_lists";

@@ -403,26 +403,31 @@ def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
     dense_mask: bool (T, S), or (H, T, S) for one mask a head: a NumPy array, NDArray, Tensor or
     nested list; numbers count as true when above 0. T and S need not be multiples of `block`. A
     mask that is added to scores, 0 where a query sees a key and -inf or -1e9 elsewhere, has
-    negative numbers and is refused: pass mask == 0.
+    negative numbers and is refused: pass mask == 0. An NDArray or Tensor is read on its device.
 
     >>> ndl.convert_to_block_mask(np.tri(4, dtype=bool), block=2)
     BlockMask(T=4, S=4, block=2, density=0.750)
     """
     block = _positive("block", block)
-    dense = np.asarray(dense_mask)
-    if dense.ndim not in (2, 3) or 0 in dense.shape:
+    dense = getattr(dense_mask, "cached_data", dense_mask)
+    if not isinstance(dense, NDArray):
+        dense = np.asarray(dense)
+    if len(dense.shape) not in (2, 3) or 0 in dense.shape:
         raise ValueError(
             f"convert_to_block_mask: the mask must be (T, S) or (H, T, S) and not empty, "
             f"but its shape is {dense.shape}"
         )
-    if dense.dtype.kind not in "biuf":
+    if isinstance(dense, np.ndarray) and dense.dtype.kind not in "biuf":
         raise ValueError(f"convert_to_block_mask: the mask must be bool, but is {dense.dtype}")
-    if dense.dtype.kind in "if" and not (dense >= 0).all():
+    if dense.dtype != "bool" and not (dense >= 0).min().item():
         raise ValueError(
             "convert_to_block_mask: the mask has negative numbers or NaN, so it seems to be added "
             "to scores; pass mask == 0 or another bool mask"
         )
     T, S = dense.shape[-2:]
-    kept = np.logical_or.reduceat(dense.astype(bool), np.arange(0, T, block), axis=-2)
-    kept = np.logical_or.reduceat(kept, np.arange(0, S, block), axis=-1)
-    return BlockMask(kept, block, T, S)
+    if isinstance(dense, np.ndarray):
+        dense = _C.array(dense.astype(bool, copy=False), "bool", _C.cpu())
+    dense = dense.astype("bool").reshape((dense.size // (T * S), T, S))
+    kept = _C.empty((dense.shape[0], -(-T // block), -(-S // block)), "bool", dense.device)
+    _C.kept_blocks(dense, block, kept)
+    return BlockMask(kept.numpy(), block, T, S)

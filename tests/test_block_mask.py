@@ -4,6 +4,7 @@ import pickle
 import re
 import sys
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import needle as ndl
 from needle import _C, ops
 from needle.block_mask import BlockMask, convert_to_block_mask
+from needle.testing import FLOATS, INTEGERS
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 lengths, blocks_, sizes = st.integers(1, 70), st.integers(1, 20), st.integers(1, 40)
@@ -228,11 +230,24 @@ def test_strides_leave_blocks_out():
 
 
 @pytest.mark.parametrize(
-    "form", [lambda d: d, lambda d: ndl.NDArray(d), lambda d: ndl.Tensor(d), lambda d: d.tolist()]
+    "form",
+    [
+        lambda d, device: d,
+        lambda d, device: d.tolist(),
+        lambda d, device: d.T.copy().T,
+        lambda d, device: ndl.Tensor(d, device=device),
+        lambda d, device: ndl.Tensor(d.T.copy(), device=device).transpose(),
+        *(partial(ndl.NDArray, dtype=dtype) for dtype in (*FLOATS, *INTEGERS)),
+    ],
 )
-def test_dense_masks_of_any_kind(form):
+def test_dense_masks_of_any_kind(device, form):
     dense = np.tril(np.ones((7, 7)))
-    assert convert_to_block_mask(form(dense), 3) == BlockMask(np.tril(np.ones((3, 3), bool)), 3, 7)
+    mask = BlockMask(np.tril(np.ones((3, 3), bool)), 3, 7)
+    assert convert_to_block_mask(form(dense, device), 3) == mask
+    both = np.stack([dense, np.flip(dense)])
+    both = convert_to_block_mask(_C.array(both, "bool", device).permute((0, 2, 1)), 4)
+    expected = np.array([[[1, 1], [0, 1]], [[1, 0], [1, 1]]], bool)
+    np.testing.assert_array_equal(both.blocks, expected)
 
 
 @pytest.mark.parametrize("hidden", [-np.inf, np.nan, np.finfo("float32").min, -1e9, -1e4, -1])

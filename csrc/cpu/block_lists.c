@@ -1,12 +1,59 @@
-/* block_lists.c - from the blocks that masks keep to the lists that attention reads.
+/* block_lists.c - from masks to the blocks that they keep, and from those to the lists that attention
+ * reads.
  *
- * Rows are counted, the counts summed up to where each list begins, then the columns written: both
+ * Blocks: the rows of tokens of a row of blocks are joined, a run of columns at a time, then the
+ * columns of each block. Threads take rows of blocks.
+ * Lists: rows are counted, the counts summed up to where each list begins, then the columns written: both
  * passes over `kept` split the rows among threads. The order of work is a counting sort by length,
  * which keeps equal rows in their order.
  */
 #include <limits.h>
 
+#include "../block_lists.h"
 #include "cpu.h"
+
+enum { JOINED = 4096 };
+
+/* joined[j] |= dense[j] of n elements of a row of tokens. */
+static void join_row(const uint8_t *restrict dense, int64_t stride, int64_t n,
+                     uint8_t *restrict joined) {
+    if (stride == 1) {
+        for (int64_t j = 0; j < n; j++) {
+            joined[j] |= dense[j];
+        }
+    } else {
+        for (int64_t j = 0; j < n; j++) {
+            joined[j] |= dense[j * stride];
+        }
+    }
+}
+
+nd_status cpu_kept_blocks(int device, const kept_blocks_args *args) {
+    ND_TRY(nd_check_kept_blocks(args->dense, args->block, args->kept));
+    const nd_array *dense = args->dense;
+    const int64_t *strides = dense->strides, block = args->block;
+    int64_t rows = args->kept->shape[1], columns = args->kept->shape[2];
+    int64_t t = dense->shape[1], s = dense->shape[2], all = dense->shape[0] * rows;
+#pragma omp parallel for schedule(static) \
+    num_threads(cpu_threads()) if (all * block * s > CPU_GRAIN)
+    for (int64_t row = 0; row < all; row++) {
+        uint8_t *kept = (uint8_t *)args->kept->data + row * columns;
+        const uint8_t *data = (const uint8_t *)dense->data + row / rows * strides[0];
+        int64_t top = row % rows * block, end = min_of(top + block, t);
+        memset(kept, 0, (size_t)columns);
+        for (int64_t first = 0; first < s; first += JOINED) {
+            uint8_t joined[JOINED] = {0};
+            int64_t n = min_of(JOINED, s - first);
+            for (int64_t i = top; i < end; i++) {
+                join_row(data + i * strides[1] + first * strides[2], strides[2], n, joined);
+            }
+            for (int64_t j = 0; j < n; j++) {
+                kept[(first + j) / block] |= joined[j] != 0;
+            }
+        }
+    }
+    return ND_OK;
+}
 
 /* Where a row of all begins; an empty array has no memory to point into. */
 static int64_t row_at(const nd_array *kept, int64_t row) {

@@ -118,6 +118,14 @@ def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, cos, sin, dq, dk, dv,
     return summed_up(r, rotated_back(r, gradients, cos, sin), db)
 
 
+def kept_blocks(r, dense, block, kept):
+    """dense (G, T, S): of each block, whether an element is true."""
+    kept = np.zeros_like(kept)
+    for g, i, j in zip(*np.nonzero(dense)):
+        kept[g, i // block, j // block] = 1
+    return {"kept": kept}
+
+
 def block_lists(r, kept, offsets, entries):
     """kept (G, R, C): of each row its columns, and the rows of each mask by falling length."""
     offsets, found, order = np.zeros_like(offsets), [], []
@@ -313,6 +321,21 @@ def attention_inputs(
     return inputs
 
 
+def dense_inputs(g, t, s, block, kept=0.02):
+    """kept: the share of true elements, or the place of the one that is; blocks are overwritten."""
+
+    def inputs(rng):
+        dense = np.zeros((g, t, s), bool)
+        if isinstance(kept, tuple):
+            dense[(g - 1, *kept)] = True
+        else:
+            dense = rng.random((g, t, s)) < kept
+        blocks = np.ones((g, -(-t // block), -(-s // block)), bool)
+        return {"dense": dense, "block": block, "kept": blocks}
+
+    return inputs
+
+
 def kept_inputs(g, r, c, density=0.4):
     """offsets and entries are overwritten: whatever is in them must not matter."""
 
@@ -498,6 +521,24 @@ CASES = [
         attention_inputs,
         {"negative-scale": (1, 70, 70, 2, 16, 1, -0.5)},
         forward_terms,
+    ),
+    *cases_of(
+        kept_blocks,
+        dense_inputs,
+        {
+            "odd": (3, 70, 45, 16),
+            "one": (1, 1, 1, 1, 1.0),
+            "tokens": (2, 31, 17, 1, 0.3),
+            "wide": (1, 5, 9000, 64),
+            "tall": (2, 700, 5, 300),
+            "one-block": (1, 257, 40, 1000),
+            "none-kept": (2, 40, 40, 8, 0.0),
+            "last": (2, 130, 70, 64, (-1, -1)),
+            "first": (2, 130, 70, 64, (0, 0)),
+            "no-rows": (2, 0, 5, 8),
+            "no-columns": (2, 5, 0, 8),
+            "no-masks": (0, 3, 5, 8),
+        },
     ),
     *cases_of(
         block_lists,

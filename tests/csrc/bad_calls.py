@@ -164,6 +164,14 @@ BAD = {
         ),
         "rotates more than D": (angles(37, 9), "cos"),
     },
+    "kept_blocks": {
+        "block 0": ({"block": 0}, "block: is 0, but must be above 0"),
+        "too few rows of blocks": (
+            {"kept": ones(3, 4, 3)},
+            "kept: axis R is 4, but 70 tokens need 5",
+        ),
+        "too many columns": ({"kept": ones(3, 5, 4)}, "kept: axis C is 4, but 45 tokens need 3"),
+    },
     "random_bits": {
         "two numbers": ({"state": np.zeros(2)}, "state: axis S is 2, but .* 3 numbers")
     },
