@@ -9,7 +9,7 @@ import numpy as np
 
 from needle import _C, BlockMask
 from needle.distributed.group import Group
-from needle.ops.random import drawing_from
+from needle.ops.random import Source, drawing_from
 from needle.testing import normal
 from needle.testing.attention import pair_products, rotary, softmax_attention, visible, weighted
 from needle.testing.elementwise import erf, gelu, gelu_tanh
@@ -48,7 +48,7 @@ STATE = np.array([7, 8, 9])
 
 
 def dropout_of_a_state(ops, a):
-    with drawing_from(_C.array(STATE, "int64", a.device)):
+    with drawing_from(Source(_C.array(STATE, "int64", a.device))):
         return ops.dropout(a, 0.3)
 
 

@@ -78,7 +78,7 @@ class Recomputed(FusedOp):
         values = [value for own, _ in self.settings for value in own.values()]
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
         self.random = self._random_states()
-        self.drawn = None if drawing.state is None else drawing.state.copy()
+        self.source = drawing.source and drawing.source.copy()
         with no_grad():
             out = self.module(Tensor.make_const(x), *self.rest)
         if not isinstance(out, Tensor):
@@ -98,7 +98,7 @@ class Recomputed(FusedOp):
         try:
             for own, before in self.settings:
                 own.update(before)
-            with enable_grad(), drawing_from(None if self.drawn is None else self.drawn.copy()):
+            with enable_grad(), drawing_from(self.source and self.source.copy()):
                 out = self.module(x, *self.rest)
         finally:
             for own, after in settings:

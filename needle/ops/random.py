@@ -19,29 +19,43 @@ from needle.ops.elementwise import multiply
 DRAWN_BY_NUMPY = 65536  # elements of a dropout, at most
 
 
-class _Drawing(threading.local):
-    state: NDArray | None = None  # of drawing_from
-    masks = 0  # drawn by this thread
-
-
-drawing = _Drawing()
-
-
 def new_state(device: Device, random: Any = np.random) -> NDArray:
     """Return a state, int64 (3,), whose key is one number of `random`, a generator of NumPy."""
     key = random.randint(-(2**63), 2**63, dtype=np.int64)
     return _C.array(np.array([key, 0, 0]), "int64", device)
 
 
+class Source:
+    """One state for all that a block draws; by default made by the first draw."""
+
+    def __init__(self, state: NDArray | None = None) -> None:
+        self.state = state
+
+    def state_on(self, device: Device) -> NDArray:
+        if self.state is None:
+            self.state = new_state(device)
+        return self.state
+
+    def copy(self) -> Source:
+        return Source(None if self.state is None else self.state.copy())
+
+
+class _Drawing(threading.local):
+    source: Source | None = None
+
+
+drawing = _Drawing()
+
+
 @contextlib.contextmanager
-def drawing_from(state: NDArray | None) -> Iterator[None]:
-    """Draw from this state, of any size, in the thread and the block: what a recorded graph draws
-    is then new in each replay. None: as outside."""
-    before, drawing.state = drawing.state, state
+def drawing_from(source: Source | None) -> Iterator[None]:
+    """Let dropout of any size draw from the source, in the thread and the block, as a recorded
+    graph must: each replay goes on from the state. None: as without the block."""
+    before, drawing.source = drawing.source, source
     try:
         yield
     finally:
-        drawing.state = before
+        drawing.source = before
 
 
 class Dropped(TensorOp):
@@ -55,8 +69,8 @@ class Dropped(TensorOp):
     def compute(self, x: NDArray) -> NDArray:
         flat = x.reshape((x.size,))
         if self.drawn is None:
-            state = new_state(x.device) if drawing.state is None else drawing.state
-            y, self.drawn = _C.dropout_fwd(state, flat, self.p)
+            source = drawing.source or Source()
+            y, self.drawn = _C.dropout_fwd(source.state_on(x.device), flat, self.p)
         else:
             y = _C.dropout_bwd(self.drawn, flat, self.p)
         return y.reshape(x.shape)
@@ -80,8 +94,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         raise ValueError(f"dropout: p must be in [0, 1), but is {p}")
     if not training or p == 0:
         return x
-    drawing.masks += 1
-    if x.size > DRAWN_BY_NUMPY or drawing.state is not None:
+    if x.size > DRAWN_BY_NUMPY or drawing.source is not None:
         return Dropped(p)(x if x.dtype in FLOATS else astype(x, "float32"))
     mask = _C.array(np.random.rand(*x.shape) <= 1 - p, "bool", x.device)
     return multiply(x, Tensor.from_ndarray(mask)) / (1 - p)

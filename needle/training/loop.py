@@ -22,7 +22,7 @@ from needle.autograd import Tensor, find_topo_sort
 from needle.models.language import LanguageModel
 from needle.nn import Module, flatten_parameters
 from needle.ops.loss import CrossEntropy, LinearCrossEntropy
-from needle.ops.random import drawing, drawing_from, new_state
+from needle.ops.random import Source, drawing_from, new_state
 from needle.optim import AdamW, Optimizer, Schedule, clip_grad_norm
 
 
@@ -204,8 +204,7 @@ def worth_recording(device: Device, tokens: int) -> bool:
 
 class GraphedStep:
     """Replay compute(ids, targets) as one graph, so that the host does not hold up small batches.
-    The bits are the same, but of dropout: all masks of a call have one key, a number that NumPy
-    draws before it.
+    The bits are the same, but of dropout: all masks of a call have one key, a number of NumPy.
 
     compute: takes int32 NDArrays of `shape`, leaves gradients in buffers that stay where they are,
     and returns the loss, a scalar; each call does the same (`_C.Graph`). ids and targets may be any
@@ -221,7 +220,7 @@ class GraphedStep:
         self._inputs = [_C.empty(shape, "int32", device) for _ in range(2)]
         self._loss = _C.empty((), "float32", device)
         self._has_computed, self._graph = False, None
-        self._state: NDArray | None = None  # of random numbers, where dropout draws some
+        self._source = Source()  # of dropout
 
     def __call__(self, ids: Any, targets: Any) -> NDArray:
         """Return the loss, float32, on the device."""
@@ -229,20 +228,17 @@ class GraphedStep:
             if not isinstance(array, NDArray):
                 array = _C.array(array, "int32", self._device)
             _C.assign(place, array)
-        if self._state is not None:
-            _C.assign(self._state, new_state(self._device))
+        if self._source.state is not None:
+            _C.assign(self._source.state, new_state(self._device))
         if self._graph is not None:
             self._graph.replay()
         elif self._has_computed:
             self._graph = _C.Graph(self._device, self._step)
         else:
-            masks = drawing.masks
             self._step()
             self._has_computed = True
-            if drawing.masks > masks:
-                self._state = _C.empty((3,), "int64", self._device)
         return self._loss.copy()
 
     def _step(self) -> None:
-        with drawing_from(self._state):
+        with drawing_from(self._source):
             _C.assign(self._loss, self._compute(*self._inputs))

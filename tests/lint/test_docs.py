@@ -94,7 +94,8 @@ def untyped(body: list[ast.stmt], owner: str = "") -> list[str]:
 
 # References are formulas of operands, whose kinds are those of the table.
 REFERENCES = {
-    PACKAGE / "testing" / f"{name}.py" for name in ("attention", "elementwise", "fp8", "layers")
+    PACKAGE / "testing" / f"{name}.py"
+    for name in ("attention", "elementwise", "fp8", "layers", "random")
 }
 
 
