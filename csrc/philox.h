@@ -69,6 +69,16 @@ ND_FN float nd_dropped(float x, uint32_t word, uint32_t cut, float scale) {
     return x * (word < cut ? 0.0f : scale);
 }
 
+/* In [0, 1), with 53 bits. */
+ND_FN double nd_uniform(nd_philox_words words) {
+    return ((words.word[0] >> 5) * 67108864.0 + (words.word[1] >> 6)) * 0x1p-53;
+}
+
+/* Of a token, where `top` is the largest logit. */
+ND_FN float nd_token_weight(float logit, float top, double temperature) {
+    return nd_exp((float)(((double)logit - (double)top) / temperature));
+}
+
 /* The share p of all words is below it. */
 static inline uint32_t nd_dropout_cut(double p) {
     double cut = rint(p * 0x1p32);
@@ -79,6 +89,20 @@ static inline nd_status nd_check_state(const char *op, const char *name, const n
     if (state->shape[0] != ND_STATE_SIZE) {
         return nd_error(ND_EVALUE, "%s: %s: axis S is %lld, but a state is 3 numbers", op, name,
                         (long long)state->shape[0]);
+    }
+    return ND_OK;
+}
+
+static inline nd_status nd_check_random_tokens(const nd_array *state, const nd_array *logits,
+                                               double temperature) {
+    ND_TRY(nd_check_state("random_tokens", "state", state));
+    if (logits->shape[1] == 0 || logits->shape[1] > INT32_MAX) {
+        return nd_error(ND_EVALUE, "random_tokens: logits: %lld tokens to choose from",
+                        (long long)logits->shape[1]);
+    }
+    if (!(temperature > 0 && temperature < (double)INFINITY)) {
+        return nd_error(ND_EVALUE, "random_tokens: temperature: must be above 0, but is %g",
+                        temperature);
     }
     return ND_OK;
 }

@@ -7,7 +7,7 @@ values.
 
 Both are the model's own forward: its attention hands q, k and v to the cache, which attends. On
 CUDA the step is recorded once as a graph and replayed (`_C.Graph`): tokens and positions live on
-the device, and the step advances them itself. The likeliest token (temperature 0, no penalty) is
+the device, and the step advances them itself. Without top_k, top_p and a penalty the token is
 chosen there too, so that the host reads tokens a step late and the device never waits. Otherwise
 the logits come to the host, and `sampling` draws.
 
@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from needle import _C, nn
-from needle._C import NDArray
+from needle._C import Device, NDArray
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array, full, zeros
 from needle.data.tokenizer import Tokenizer, load_tokenizer
 from needle.ops.attention import qkv_parts
+from needle.ops.random import new_state
 from needle.sampling import BROKEN, check_sampling, penalized, sample
 
 # A cache holds a multiple of so many positions.
@@ -69,9 +70,10 @@ def stream(
     temperature 0 takes the likeliest token. top_k keeps the k likeliest, then top_p the fewest that
     have probability p together. repetition_penalty divides positive logits of tokens that the row
     holds already, prompt included, and multiplies negative ones.
-    Random numbers are NumPy's global stream, one a row and step, or an own one where a seed is
-    given. Of a context beyond max_seq_len the last part is read. Raises ValueError for ids outside
-    the vocabulary, empty prompts, no prompts, and settings that are not allowed.
+    Random numbers are NumPy's global stream, or an own one where a seed is given: one a row and
+    step with top_k, top_p or a penalty, else one for all, the key of Philox on the device. Of a
+    context beyond max_seq_len the last part is read. Raises ValueError for ids outside the
+    vocabulary, empty prompts, no prompts, and settings that are not allowed.
 
     >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
     >>> model = ndl.Pythia(config)
@@ -90,7 +92,7 @@ def stream(
     vocabulary = model.config.vocab_size
     rows = prompt_rows(ids, vocabulary, attention_mask)
     settings = temperature, top_k, top_p
-    chooser = _Chooser(settings, seed, repetition_penalty, rows, vocabulary)
+    chooser = _Chooser(settings, seed, repetition_penalty, rows, vocabulary, model.device)
     contexts = [row.tolist() for row in rows]
     stopped = np.zeros(len(rows), bool)
     tokens = _tokens(model, contexts, max_new_tokens, chooser)
@@ -351,11 +353,20 @@ class _Chooser:
     seen."""
 
     def __init__(
-        self, settings: tuple, seed: int | None, penalty: float, rows: list[np.ndarray], vocab: int
+        self,
+        settings: tuple,
+        seed: int | None,
+        penalty: float,
+        rows: list[np.ndarray],
+        vocab: int,
+        device: Device,
     ) -> None:
         self.settings, self.penalty = settings, penalty
         self.random = np.random if seed is None else np.random.RandomState(seed)
-        self.on_device = settings[0] == 0 and penalty == 1
+        self.on_device = penalty == 1 and (settings[0] == 0 or settings[1:] == (None, None))
+        self.state: NDArray | None = None  # of what the device draws from
+        if self.on_device and settings[0] > 0:
+            self.state = new_state(device, self.random)
         if penalty != 1:
             self.seen = np.zeros((len(rows), vocab), bool)
             for seen, row in zip(self.seen, rows):
@@ -363,12 +374,32 @@ class _Chooser:
 
     def choose(self, logits: np.ndarray) -> np.ndarray:
         """float32 logits (B, V) -> ids (B,)."""
+        if self.state is not None:
+            tokens = zeros((len(logits),), "int32", self.state.device)
+            given = array(logits, "float32", self.state.device)
+            self.choose_there(given, tokens, zeros(tokens.shape, "int32", tokens.device))
+            return checked(tokens.numpy())
         if self.penalty != 1:
             logits = penalized(logits, self.seen, self.penalty)
         drawn = sample(logits, *self.settings, self.random)
         if self.penalty != 1:
             self.seen[np.arange(len(drawn)), drawn] = True
         return drawn
+
+    def choose_there(self, logits: NDArray, tokens: NDArray, positions: NDArray) -> None:
+        """tokens = those of logits (B, V), -1 where they are broken; positions += 1. On the device
+        alone, so that it can be recorded."""
+        if self.state is None:
+            _C.decode_greedy(logits, tokens, positions)
+        else:
+            _C.random_tokens(self.state, logits, self.settings[0], tokens, positions)
+
+
+def checked(drawn: np.ndarray) -> np.ndarray:
+    """Return the tokens. ValueError if the logits of a row were broken."""
+    if (drawn < 0).any():
+        raise ValueError(BROKEN)
+    return drawn
 
 
 def _tokens(
@@ -496,10 +527,7 @@ class _Decoder:
             if ahead and left > 1:  # the device starts on the next token before this one is read
                 self._advance(left - 1)
                 coming = _C.AsyncCopy(self.tokens_now)
-            drawn = now.wait().numpy()
-            if (drawn < 0).any():
-                raise ValueError(BROKEN)
-            yield drawn
+            yield checked(now.wait().numpy())
             if not ahead and left > 1:
                 self._advance(left - 1)
                 coming = _C.AsyncCopy(self.tokens_now)
@@ -531,11 +559,11 @@ class _Decoder:
         self._finish(x.reshape((self.batch, x.shape[2])))
 
     def _finish(self, x: NDArray) -> None:
-        """x (B, C), as the head reads it -> the likeliest tokens, or the logits, and the next
+        """x (B, C), as the head reads it -> the chosen tokens, or the logits, and the next
         positions."""
         logits = self.model.embed_out(Tensor.from_ndarray(x)).cached_data
         if self.chooser.on_device:
-            _C.decode_greedy(logits, self.tokens_now, self.positions)
+            self.chooser.choose_there(logits, self.tokens_now, self.positions)
         else:
             self.logits[:] = logits
             self.positions += 1

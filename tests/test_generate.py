@@ -18,6 +18,7 @@ from harness import small_pythia as model_of
 import needle as ndl
 from needle import _C, Tensor, generation, nn, sampling
 from needle.files import printable
+from needle.testing.random import philox
 
 GREEDY = {"temperature": 0.0}
 one_layer = importlib.import_module("needle.ops.layer")  # ops.layer is a function
@@ -219,6 +220,37 @@ def test_seeds(device):
         )
         np.testing.assert_array_equal(one, other)
         assert (one != third).any()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_temperature_draws_by_philox_with_and_without_the_cache(device, temperature):
+    """One number of NumPy is the key; row b of step n has block 2 n + b of the words."""
+    model, rows = model_of(device, seed=5), prompts(4, 8)
+    found = model.generate(rows, 20, temperature, seed=3)
+    with model.hooks({"hook_embed": lambda x: None}):
+        slow = model.generate(rows, 20, temperature, seed=3)
+    key = np.random.RandomState(3).randint(-(2**63), 2**63, dtype=np.int64)
+    words = philox((key, 0, 0), 4 * 2 * 20).reshape(20, 2, 4).astype(np.float64)
+    for (b, got), step in itertools.product([*enumerate(found), *enumerate(slow)], range(20)):
+        at = len(rows[b]) + step
+        logits = full_logits(model, got[:at]).astype(np.float64)
+        upto = np.cumsum(np.exp((logits - logits.max()) / temperature))
+        u = (words[step, b, 0] // 32 * 2**26 + words[step, b, 1] // 64) / 2**53
+        below = upto[got[at] - 1] if got[at] else 0
+        assert below - 1e-4 * upto[-1] <= u * upto[-1] <= upto[got[at]] + 1e-4 * upto[-1]
+
+
+def test_device_draws_tokens_by_their_probabilities(device):
+    logits = np.array([2.0, -np.inf, 1.0, 0.0, -1.0])
+    probability = np.exp(logits / 1.5)
+    probability /= probability.sum()
+    state = _C.array([8, 0, 0], "int64", device)
+    wide = _C.array(np.tile(logits, (100_000, 1)), "float32", device)
+    tokens, positions = (_C.array(np.zeros(100_000), "int32", device) for _ in range(2))
+    _C.random_tokens(state, wide, 1.5, tokens, positions)
+    found = np.bincount(tokens.numpy(), minlength=5) / 100_000
+    off = 5 * np.sqrt(probability * (1 - probability) / 100_000)
+    assert (np.abs(found - probability) <= off).all()
 
 
 def test_sample_smallest_temperatures_draw_the_likeliest():

@@ -1,4 +1,4 @@
-/* random.c - random bits and dropout, from the words of philox.h.
+/* random.c - random bits, dropout and tokens, from the words of philox.h.
  *
  *   y[i] = x[i] m[i],  m[i] = 1 / (1 - p) where word i is at least 2^32 p, else 0
  * The backward draws m again, so that no mask is kept. Threads take blocks; a run of words stays in
@@ -87,5 +87,67 @@ nd_status cpu_dropout_fwd(int device, const dropout_fwd_args *args) {
 nd_status cpu_dropout_bwd(int device, const dropout_bwd_args *args) {
     ND_TRY(nd_check_dropout("dropout_bwd", "drawn", args->drawn, args->p));
     drop(nd_philox_read(args->drawn->data), args->dy, args->p, args->dx);
+    return ND_OK;
+}
+
+/* The largest logit of a row; NaN where there is no token to draw. */
+static float top_of(const nd_array *logits, int64_t row, int64_t v) {
+    float top = -INFINITY;
+    bool drawable = true;
+    for (int64_t first = 0; first < v; first += CPU_RUN) {
+        cpu_run run;
+        int64_t n = min_of(CPU_RUN, v - first);
+        const float *x = cpu_read(logits, row * v + first, n, run.f32);
+        for (int64_t i = 0; i < n; i++) {
+            drawable &= x[i] < INFINITY;
+            top = x[i] > top ? x[i] : top;
+        }
+    }
+    return drawable && top > -INFINITY ? top : NAN;
+}
+
+/* The sum of a row's weights; with `most` the first token at which it exceeds that, or the last of
+ * any weight. */
+static double weigh(const nd_array *logits, int64_t row, int64_t v, float top, double temperature,
+                    const double *most, int32_t *token) {
+    double sum = 0;
+    for (int64_t first = 0; first < v; first += CPU_RUN) {
+        cpu_run run;
+        _Alignas(64) float weights[CPU_RUN];
+        int64_t n = min_of(CPU_RUN, v - first);
+        const float *x = cpu_read(logits, row * v + first, n, run.f32);
+        for (int64_t i = 0; i < n; i++) {
+            weights[i] = nd_token_weight(x[i], top, temperature);
+        }
+        for (int64_t i = 0; i < n; i++) {
+            sum += (double)weights[i];
+            if (most != NULL && weights[i] > 0) {
+                *token = (int32_t)(first + i);
+                if (sum > *most) {
+                    return sum;
+                }
+            }
+        }
+    }
+    return sum;
+}
+
+nd_status cpu_random_tokens(int device, const random_tokens_args *args) {
+    ND_TRY(nd_check_random_tokens(args->state, args->logits, args->temperature));
+    int64_t rows = args->logits->shape[0], v = args->logits->shape[1];
+    int32_t *tokens = args->tokens->data, *positions = args->positions->data;
+    nd_philox_state state = nd_philox_read(args->state->data);
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (rows * v > CPU_GRAIN)
+    for (int64_t row = 0; row < rows; row++) {
+        float top = top_of(args->logits, row, v);
+        tokens[row] = -1;
+        if (top == top) {
+            double all = weigh(args->logits, row, v, top, args->temperature, NULL, NULL);
+            double most = nd_uniform(nd_philox(state, (uint64_t)row)) * all;
+            weigh(args->logits, row, v, top, args->temperature, &most, tokens + row);
+        }
+        positions[row] += 1;
+    }
+    nd_philox_advance(args->state->data, rows * ND_PHILOX_WORDS);
     return ND_OK;
 }

@@ -51,6 +51,40 @@ def dropout_bwd(r, drawn, dy, p):
     return {"dx": r(dy * keeps / (1 - p))}
 
 
+def random_tokens(r, state, logits, temperature, tokens, positions):
+    words = philox(state, 4 * len(logits)).astype(np.float64)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        weights = np.exp((logits - logits.max(1, keepdims=True)) / temperature)
+    found = []
+    for row, (high, low) in zip(weights, words.reshape(-1, 4)[:, :2]):
+        u = (high // 32 * 2**26 + low // 64) / 2**53
+        found.append((np.cumsum(row) > u * row.sum()).argmax() if np.isfinite(row).all() else -1)
+    return {
+        "state": advanced(state, 4 * len(logits)),
+        "tokens": np.array(found, np.int64),
+        "positions": positions + 1,
+    }
+
+
+def token_inputs(b, v, temperature=1.0, bad=(), masked=()):
+    """bad: values at the middle of the rows 0, 1 ...; masked: columns of -inf."""
+
+    def inputs(rng):
+        logits = rng.standard_normal((b, v)) * 2
+        logits[:, list(masked)] = -np.inf
+        for row, value in enumerate(bad):
+            logits[row, v // 2 :: v] = value
+        return {
+            "state": state_of("odd"),
+            "logits": logits,
+            "temperature": temperature,
+            "tokens": np.full(b, 7),
+            "positions": np.arange(b),
+        }
+
+    return inputs
+
+
 # Of a counter whose low half carries into the high one, and of one that starts again at 0.
 STATES = {
     "odd": (1, 0, 0),
@@ -88,5 +122,21 @@ CASES = [
         dropout_fwd,
         lambda p: draw(state=state_of("next"), x=normal(1000), p=p),
         {"all": (0.0,), "few": (1 - 2.0**-20,), "half": (0.5,)},
+    ),
+    *cases_of(
+        random_tokens,
+        token_inputs,
+        {
+            "odd": (31, 257),
+            "one": (1, 1),
+            "many": (3, 50304),
+            "tile": (2, 1024),
+            "few": (5, 31, 3.0),
+            "cold": (7, 300, 0.05),
+            "coldest": (4, 300, 5e-324),
+            "broken": (4, 70, 1.0, (np.nan, np.inf, -np.inf)),
+            "masked": (6, 1100, 1.0, (), range(40, 1100)),
+            "none": (0, 7),
+        },
     ),
 ]

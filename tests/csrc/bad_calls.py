@@ -175,6 +175,12 @@ BAD = {
     "random_bits": {
         "two numbers": ({"state": np.zeros(2)}, "state: axis S is 2, but .* 3 numbers")
     },
+    "random_tokens": {
+        "no tokens": ({"logits": ones(31, 0)}, "logits: 0 tokens"),
+        "no temperature": ({"temperature": 0.0}, "temperature: must be above 0, but is 0"),
+        "temperature NaN": ({"temperature": np.nan}, "temperature: must be above 0"),
+        "two numbers": ({"state": np.zeros(2)}, "state: axis S is 2, but .* 3 numbers"),
+    },
     "dropout_fwd": {
         "p 1": ({"p": 1.0}, r"p: must be in \[0, 1\), but is 1"),
         "p below 0": ({"p": -0.5}, r"p: must be in \[0, 1\), but is -0.5"),
