@@ -129,6 +129,25 @@ def test_dtypes_beside_numbers_are_those_of_the_table(name, device):
                     close(got, expected(name, *values, dtype), dtype)
 
 
+@pytest.mark.parametrize("name", ["neg", "pos", "abs", "invert"])
+def test_dtypes_of_one_operand(name, device):
+    apply = getattr(operator, name)
+    for dtype in (*FLOATS, *INTEGERS, "bool"):
+        x = drawn(dtype)
+        array = nd.array(x, dtype, device)
+        for a in (array, Tensor.from_ndarray(array)):
+            with naming(name, dtype, type(a).__name__):
+                if name == "invert" and dtype in FLOATS:
+                    with pytest.raises(TypeError, match="needs integers or bool"):
+                        apply(a)
+                    continue
+                got = apply(a)
+                negates = dtype == "bool" and name == "neg"
+                assert got.dtype == ("int32" if negates else dtype)
+                wanted = apply(x.astype("int32") if negates else x) if name != "pos" else x
+                close(got, wanted, dtype)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_products_take_array_likes_of_whole_numbers(dtype):
     x, y = drawn(dtype)[:4].reshape(2, 2), np.array([[1, 2], [3, 4]])
