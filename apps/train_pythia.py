@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,7 @@ def train(run: Run) -> int:
     settings, model, optimizer = run.settings, run.model, run.optimizer
     batches, parallel, schedule = run.batches, run.parallel, schedule_of(run.settings)
     share = full((), 1 / (settings.grad_accum * parallel.context), "float32", run.device)
-    loss_scale = Tensor.from_ndarray(share)
-
-    def gradient(ids: Any, targets: Any) -> NDArray:
-        optimizer.reset_grad()
-        return forward_backward(model, ids, targets, loss_scale)
-
+    gradient = partial(forward_backward, model, optimizer, Tensor.from_ndarray(share))
     with Session(run, gradient) as session:
         session.begin()
         for step in range(run.step + 1, settings.steps + 1):
@@ -88,10 +84,11 @@ def train(run: Run) -> int:
 
 
 def forward_backward(
-    model: models.LanguageModel, ids: Any, targets: Any, loss_scale: Tensor
+    model: models.LanguageModel, optimizer: optim.AdamW, loss_scale: Tensor, ids: Any, targets: Any
 ) -> NDArray:
-    """Add the gradient of loss_scale times the loss to the buffers; return the loss, which stays on
-    the device. All activations are free then."""
+    """Leave the gradient of loss_scale times the loss in the buffers; return the loss, which stays
+    on the device. All activations are free then."""
+    optimizer.reset_grad()
     loss = model.loss(ids, targets)
     loss.backward(loss_scale)
     return loss.cached_data

@@ -272,15 +272,35 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The layer as one operation, or part by part where something is hooked in, replaced or
         shared. fp8, recompute: as in ops.layer; the parts know no FP8."""
-        if self.is_one_operation() and (cache is None or self._has_joined_weights()):
-            if self._hooks is None:
-                return self._as_one(x, rotary, mask, cache, fp8, recompute)
+        if not self.is_one_operation() or not (cache is None or self._has_joined_weights()):
+            if recompute:
+                return nn.recompute(self, x, rotary, mask)
+            return self._by_parts(x, rotary, mask, cache)
+        if self._hooks is not None:
             x = self.hook("hook_resid_pre", x)
-            return self.hook(
-                "hook_resid_post", self._as_one(x, rotary, mask, cache, fp8, recompute)
-            )
-        if recompute:
-            return nn.recompute(self, x, rotary, mask)
+        norm1, norm2 = self.input_layernorm, self.post_attention_layernorm
+        attention, mlp = self.attention, self.mlp
+        qkv, out = attention.query_key_value, attention.dense
+        up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
+        weights = (norm1.weight, norm1.bias, norm2.weight, norm2.bias, qkv.weight, qkv.bias)
+        weights += (out.weight, out.bias, up.weight, up.bias, down.weight, down.bias)
+        heads, eps, form = attention.heads, norm1.eps, mlp.approximate
+        if cache is None:
+            cos, sin = rotary[0][: x.shape[1]], rotary[1][: x.shape[1]]
+            y = ops.layer(x, *weights, heads, cos, sin, eps, form, mask, fp8, recompute)
+        else:
+            arrays = [weight.cached_data for weight in weights]
+            found = ops.cached_layer(cache, x.cached_data, arrays, heads, *rotary, eps, form)
+            y = Tensor.from_ndarray(found)
+        return y if self._hooks is None else self.hook("hook_resid_post", y)
+
+    def _by_parts(
+        self,
+        x: Tensor,
+        rotary: tuple[NDArray, NDArray],
+        mask: BlockMask | None,
+        cache: nn.attention.Cached | None,
+    ) -> Tensor:
         norm1 = self.input_layernorm
         x = self.hook("hook_resid_pre", x)
         if self.mlp is None:
@@ -329,29 +349,6 @@ class Layer(nn.Module):
         if first.cached_data.joined(last.cached_data) is None:
             nn.place_neighbours(self)
         return first.cached_data.joined(last.cached_data) is not None
-
-    def _as_one(
-        self,
-        x: Tensor,
-        rotary: tuple[NDArray, NDArray],
-        mask: BlockMask | None,
-        cache: nn.attention.Cached | None,
-        fp8: bool,
-        recompute: bool,
-    ) -> Tensor:
-        norm1, norm2 = self.input_layernorm, self.post_attention_layernorm
-        attention, mlp = self.attention, self.mlp
-        qkv, out = attention.query_key_value, attention.dense
-        up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
-        weights = (norm1.weight, norm1.bias, norm2.weight, norm2.bias, qkv.weight, qkv.bias)
-        weights += (out.weight, out.bias, up.weight, up.bias, down.weight, down.bias)
-        heads, eps, form = attention.heads, norm1.eps, mlp.approximate
-        if cache is None:
-            cos, sin = rotary[0][: x.shape[1]], rotary[1][: x.shape[1]]
-            return ops.layer(x, *weights, heads, cos, sin, eps, form, mask, fp8, recompute)
-        arrays = [weight.cached_data for weight in weights]
-        y = ops.cached_layer(cache, x.cached_data, arrays, heads, *rotary, eps, form)
-        return Tensor.from_ndarray(y)
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
         """Return x + part(*operands), added by the part's last product unless it has a hook."""
