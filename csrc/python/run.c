@@ -22,7 +22,7 @@
 /* The operands of entries that write none out. */
 #define OF_ANY ANY
 #define OF_FLOAT F
-#define OF_WHOLE ANY
+#define OF_WHOLE W
 #define X(types) OPERAND(IN_ANY, x, "*", OF_##types)
 #define RESULT(types) OPERAND(OUT, out, "*", OF_##types)
 #define EW1(name, types, formula) OP(name, X(types) RESULT(types))

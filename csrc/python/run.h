@@ -39,6 +39,7 @@ typedef enum {
     CLASS_u1,
     CLASS_b1,
     CLASS_T,
+    CLASS_W, /* of elementwise ops of type WHOLE */
     CLASS_ANY
 } dtype_class;
 typedef enum { TYPES_ANY, TYPES_FLOAT, TYPES_WHOLE } op_types;

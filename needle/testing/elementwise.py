@@ -22,7 +22,6 @@ class Elementwise:
     unit: Callable | None = None  # the quantity that an ulp is of; default the result
     second: tuple[float, float] | None = None  # the domain of y, where it is another
     integers: bool = False  # also computed on integer dtypes, where it gives integers
-    floats: bool = True
 
 
 SQRT_2_PI = math.sqrt(2 / math.pi)
@@ -91,7 +90,7 @@ ELEMENTWISE = {
     "minimum": Elementwise(np.minimum, integers=True),
     "floor_divide": Elementwise(quiet(np.floor_divide), second=(1, 5), integers=True),
     "remainder": Elementwise(quiet(np.remainder), second=(1, 5), integers=True),
-    **{name: Elementwise(getattr(np, name), integers=True, floats=False) for name in BITWISE},
+    **{name: Elementwise(getattr(np, name), integers=True) for name in BITWISE},
     "gelu_bwd": Elementwise(
         lambda x, y: gelu_grad(x) * y,
         (-6, 6),

@@ -76,7 +76,7 @@ def prepare(case: Case, dtype: str, layouts: dict[str, str] | None = None) -> di
             stored = dtype_of(operand, dtype)
             if stored in FLOATS:
                 value = rounder(stored)(value)
-            elif operand.dtype in ("ANY", "T"):
+            elif operand.dtype in ("ANY", "T", "W"):
                 value = value.astype(stored)
             values[operand.name] = value
     return values

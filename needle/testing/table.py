@@ -17,7 +17,7 @@ class Operand:
     mode: str  # IN, IN_ROWS, OPT, IO, OUT, F64, ...
     name: str
     axes: str
-    dtype: str  # F, T, ANY or one of STORED
+    dtype: str  # F, T, ANY, W (integers and bool) or one of STORED
 
     @property
     def is_array(self) -> bool:
@@ -52,6 +52,8 @@ OPS = {
 
 def dtype_of(operand: Operand, dtype: str) -> str:
     """The dtype of an operand in a computation in `dtype`."""
+    if operand.dtype == "W" and dtype in FLOATS:
+        return "int32"
     return STORED.get(operand.dtype, dtype)
 
 

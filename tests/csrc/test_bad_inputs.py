@@ -167,7 +167,7 @@ def test_values_that_cuda_cannot_look_at():
 
 @pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(OPS[op].inputs) == 2])
 def test_shapes_that_do_not_broadcast(op):
-    dtype = "float32" if ELEMENTWISE[op].floats else "int32"
+    dtype = dtype_of(OPS[op].inputs[0], "float32")
     x, y = (_C.array(np.ones(shape), dtype) for shape in ((3, 4), (3, 5)))
     refuse(op, [x, y], ValueError, rf"{op}: .*(4|5)")
     refuse(op, [1.0, 2.0], TypeError, op)
