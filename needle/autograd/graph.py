@@ -214,6 +214,7 @@ def joins_the_graph(view: Any) -> bool:
     has gradients: the view comes too."""
     _, base = view.viewed
     joins = base.op is not None or base.viewed is not None and joins_the_graph(base)
+    joins = joins and shares_memory(view, base)  # or it is a copy
     if joins:
         take_place(view)
         view.requires_grad, view.writes = True, _C.writes(view.operands)

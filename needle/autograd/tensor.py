@@ -44,7 +44,6 @@ from needle.autograd.graph import (
     find_topo_sort,
     joins_the_graph,
     memory_of,
-    shares_memory,
 )
 from needle.autograd.operators import Operators
 from needle.backend_ndarray import given_device, ones, zeros
@@ -309,7 +308,7 @@ class Value:
                     value.requires_grad = True
                     break
             else:
-                if op.is_view and shares_memory(value, inputs[0]):
+                if op.is_view:
                     value.viewed = op, inputs[0]
         return value
 
