@@ -26,10 +26,10 @@ from needle.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia, PythiaConfig
 from needle.safetensors import Entry, pack, read_header, unpack
 from needle.training import evaluate
+from needle.training import export as shell
 
 CONFIG = PythiaConfig(
     vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12, rotary_pct=0.5

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from needle import _C, Tensor, hf, nn, optim, safetensors
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia, PythiaConfig
+from needle.training import export as shell
 
 # No two axes are equal, so that none can be confused.
 CONFIG = PythiaConfig(

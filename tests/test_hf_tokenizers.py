@@ -16,8 +16,8 @@ from test_hf import (
 
 import needle as ndl
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia
+from needle.training import export as shell
 
 
 def test_the_tokenizer_comes_along(tmp_path):

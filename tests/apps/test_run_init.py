@@ -13,7 +13,7 @@ from needle import hf
 from needle.backend_ndarray import cpu
 from needle.checkpoint import Checkpoint
 from needle.data import load_tokenizer
-from needle.hf import __main__ as shell
+from needle.training import export as shell
 from needle.training import run as run_parts
 from needle.training.settings import Settings
 

@@ -28,10 +28,10 @@ from harness import assert_same_parameters
 
 import needle as ndl
 from needle import hf, nn, optim
-from needle.hf import __main__ as shell
 from needle.models import gpt_neox
 from needle.models.pythia import PRESETS, Pythia, PythiaConfig
 from needle.testing.bounds import EPS32
+from needle.training import export as shell
 
 pytestmark = pytest.mark.parity
 
