@@ -48,6 +48,7 @@ def end_of(words, folder):
         ["-m", "needle", "--version"],
         ["-m", "needle.diagnose"],
         ["-m", "needle.data", "inspect", "t.npy"],
+        ["-u", "-m", "needle.data", "inspect", "t.npy"],  # each line is written at once
         ["-m", "needle.data", "view", "t.npy", *"--step 1 --batch-size 2 --seq-len 8".split()],
         ["-m", "needle", "evaluate", "--help"],
         ["-m", "needle.training.export", "--help"],

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, wait_until_gone
+from harness import ROOT, naming, wait_until_gone
 
-from needle.processes import ends_within, signal_group, start
+from needle.processes import command_line, ends_within, signal_group, start
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +49,21 @@ def test_child_ends_with_its_parent():
         assert os.path.exists(f"/proc/{pid}")
         parent.kill()
     wait_until_gone(pid)
+
+
+def test_command_is_spelt_as_it_reaches_this_environment(tmp_path, monkeypatch):
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in own, other:
+        folder.mkdir()
+        (folder / "needle").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    for path, spelt in (
+        (f"{own}:{other}", "needle"),
+        (f"{other}:{own}", str(own / "needle")),  # where that is another environment's
+        (str(tmp_path), str(own / "needle")),
+    ):
+        monkeypatch.setenv("PATH", path)
+        with naming(path):
+            assert command_line("data", "-m", "needle.data") == [spelt, "data"]
+    (own / "needle").unlink()
+    assert command_line("data", "-m", "needle.data") == [sys.executable, "-m", "needle.data"]

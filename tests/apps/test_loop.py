@@ -20,6 +20,7 @@ from needle.distributed.group import Group
 from needle.models import Pythia
 from needle.processes import collecting
 from needle.training import log as logs
+from needle.training import session as sessions
 from needle.training.session import STOPS, Stop
 from needle.training.settings import parse
 
@@ -114,6 +115,38 @@ def test_each_update_is_that_of_a_plain_loop(
                 np.testing.assert_allclose(
                     got, wanted, rtol=2e-6, atol=atol, err_msg=f"{step} {name}"
                 )
+
+
+def test_speed_of_a_step_counts_neither_evaluating_nor_saving(tmp_path, run, monkeypatch):
+    """A step takes a second, and each of the others 100."""
+    now = [0.0]
+
+    def slow(place, name, seconds):
+        do = getattr(place, name)
+
+        def slowed(*args):
+            now[0] += seconds
+            return do(*args)
+
+        monkeypatch.setattr(place, name, slowed)
+
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
+    slow(logs.RunLog, "queue", 1.0)
+    slow(train_pythia, "evaluate", 100.0)
+    slow(sessions, "write_checkpoint", 100.0)
+    slow(sessions, "write_weights", 100.0)
+    assert run("a", "--keep 1,2,...") == 0
+    lines = lines_of(tmp_path, "a")
+    assert [line["tokens_per_second"] for line in lines] == [BATCH * TIME] * STEPS
+    assert [line["seconds"] for line in lines] == [*range(1, STEPS + 1)]
+
+
+def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatch):
+    run, beats = train_pythia.make_run(parse(flags(tmp_path, tokens, "a")), Group()), []
+    run.data.held_out = run.data.train
+    monkeypatch.setattr(sessions, "beat", lambda: beats.append(1))
+    assert sessions.evaluate(run)["val_loss"] > 0
+    assert len(beats) == EPOCH
 
 
 def test_hangup_is_collected_unless_it_was_ignored_and_a_second_sigint_interrupts(heeds_hangup):

@@ -1,6 +1,7 @@
 """A trainer writes only into the folder that it holds; the name that a run gets, and the run that
 --resume means."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -295,6 +296,18 @@ def test_resume_of_a_mistyped_name_starts_anew_and_names_the_runs_there_are(tmp_
         assert run(name, "--resume", "auto") == 0
         assert said in " ".join(capsys.readouterr().out.split())
     assert_same_run(tmp_path, "base", "other")
+
+
+def test_folders_are_in_the_order_in_which_their_runs_saved(tmp_path):
+    """A plot is written after the last save. Without checkpoints the time of the folder counts."""
+    for name, saved, written in ("a", 3, 4), ("b", 1, 9), ("c", None, 2), ("d", 5, 5):
+        (tmp_path / name).mkdir()
+        if saved is not None:
+            (tmp_path / name / "checkpoints").mkdir()
+            os.utime(tmp_path / name / "checkpoints", (saved, saved))
+        os.utime(tmp_path / name, (written, written))
+    assert [folder.name for folder in folders.newest_first(tmp_path)] == ["d", "a", "c", "b"]
+    assert folders.newest_first(tmp_path / "none") == []
 
 
 def test_words_that_resume_a_run_are_read_as_they_are_meant(monkeypatch, tmp_path):

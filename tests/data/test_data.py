@@ -20,6 +20,13 @@ def test_batches_in_order():
         np.testing.assert_array_equal(np.concatenate([b[1].numpy() for b in batches]), y)
 
 
+def test_batches_have_the_dtype_of_their_loader():
+    dataset = data.NDArrayDataset(np.ones((3, 2)), np.arange(3))
+    for more, dtype in ({}, "float32"), ({"dtype": "bfloat16"}, "bfloat16"):
+        loader = data.DataLoader(dataset, batch_size=2, **more)
+        assert {part.dtype for batch in loader for part in batch} == {dtype}
+
+
 def test_shuffle_is_one_numpy_shuffle():
     dataset = data.NDArrayDataset(np.arange(10.0))
     loader = data.DataLoader(dataset, batch_size=3, shuffle=True)

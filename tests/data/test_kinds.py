@@ -153,6 +153,7 @@ def test_tokens_are_told_by_their_bytes_and_flat_ones_by_name(tmp_path):
     for name, ids in ("a", IDS[:700]), ("b.bin", IDS[700:]):
         with open(tmp_path / "d" / name, "wb") as file:
             np.save(file, ids)
+    (tmp_path / "d" / ".hidden").write_bytes(b"\0")
     for path in tmp_path / "d", tmp_path / "d" / "*":
         data = open_data(path)
         assert ".npy, 2 files" in data.source

@@ -85,6 +85,12 @@ def test_in_order_with_a_limit_above_the_epoch_gives_each_batch_once():
     np.testing.assert_array_equal(every, wanted)
 
 
+def test_in_order_spreads_few_batches_evenly_from_the_first_to_the_last():
+    batches = Batches(np.arange(16 * 18 + 1), 2, 16)
+    for limit, wanted in (1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (4, [0, 2, 5, 8]):
+        assert [ids[0, 0] // 32 for ids, _ in batches.in_order(limit)] == wanted
+
+
 def test_tokens_of_a_rank():
     plain, own = Batches(TOKENS, 2, 16), Batches(TOKENS, 2, 16)
     columns = np.array([0, 1, 14, 15])

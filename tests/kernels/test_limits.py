@@ -50,6 +50,7 @@ def test_launch_beyond_a_limit_names_both_numbers():
         (H, {"max_threads": 128}, (1, 129), E, r"129 threads, and the source promises at most 128"),
         (H, {"block": (64, 2, 1)}, (1, 64), E, r"block is \(64, 1, 1\), and the source fixes it a"),
         (H, {"registers": 96}, (1, 1024), E, REGISTERS),
+        (H, {"registers": 96}, (1, 672), E, r"needs 73,728 registers"),  # 21 warps take those of 24
         (H, {}, (1, 32, -1), E, r"shared is -1 bytes"),
         (DEVICE, {"shared_bytes": 40000}, (1, 32, 200000), E, SHARED),
         (AMPERE, {}, (4, 32, 0, 2), E, "needs compute capability 9.0, and sm_80 has 8.0"),

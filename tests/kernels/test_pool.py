@@ -253,10 +253,13 @@ def test_other_bits_in_a_second_run_are_reported(pool):
     source = """
 def k(grid, block, x: "float const*", y: "float*", calls=[]):
     calls.append(1)
-    y[:] = 2 * x + 1e-6 * (len(calls) % 2)
+    y[:] = 2 * x + 1e-6 * (x.size == 6) * (len(calls) % 2)
 """
-    result = evaluate(pool, "k", [CASE], source=source)
-    assert (result.status, result.deterministic) == ("ok", False)
+    steady = Case(1, 32, [Random(9), Out(9)])
+    for cases in [CASE], [CASE, steady], [steady, CASE]:
+        with naming(cases):
+            result = evaluate(pool, "k", cases, source=source)
+            assert (result.status, result.deterministic) == ("ok", False)
 
 
 SIZED = """
@@ -433,6 +436,19 @@ def test_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
         assert_next_is_right(pool)
         with pytest.raises(KeyError):
             pool.reset(1)
+
+
+def test_device_is_kept_when_starts_fail_that_are_not_in_a_row(tmp_path):
+    """A start that finds the file removes it and fails."""
+    file = tmp_path / "fails"
+    start = ("sh", "-c", 'rm "$0" 2>/dev/null && exit 1; exec "$@"', str(file), *FakePool.worker)
+    made = type("FakePool", (FakePool,), {"worker": start})
+    with made(devices=[0], timeout=SECONDS, spares=0) as pool:
+        for _ in range(2):
+            file.touch()
+            assert_next_is_right(pool)
+            wait_for(lambda: not file.exists() and not pool.devices[0].those("starting"))
+        assert_next_is_right(pool)
 
 
 def test_device_that_the_driver_reports_lost_is_set_aside():

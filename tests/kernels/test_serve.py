@@ -302,6 +302,7 @@ def test_errors_of_the_pool_have_a_status(client, caplog):
         got, answer = client.evaluate(SIMPLE | {"source": "fail", "entry": entry})
         assert got == status and ("told so" in answer["error"]["message"]) == (status != 500)
     assert "KeyError" in caplog.text
+    assert client.service.waiting == client.service.running == 0
 
 
 def test_full_queue_refuses_jobs_and_health_answers(client):
@@ -370,6 +371,11 @@ def test_health_has_the_figures_of_each_gpu(client, tmp_path, monkeypatch):
     client.service.pool.lost = "set aside"
     status, answer, _ = client.ask("GET", "/health")
     assert (status, answer["status"], answer["uptime_seconds"] > 0) == (503, "device_lost", True)
+    (lost,) = client.service.pool.state()
+    left = lost | {"device": 1, "set_aside": None}
+    monkeypatch.setattr(client.service.pool, "state", lambda: [lost, left])
+    status, answer, _ = client.ask("GET", "/health")
+    assert (status, answer["status"]) == (200, "ok")
 
 
 def test_statistics_count_and_never_fall(fake, client):

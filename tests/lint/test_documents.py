@@ -214,6 +214,10 @@ def test_examples_of_docstrings_render_as_code():
             assert "<blockquote>" not in page, f"{path}: {text}"
             shown += len(prompts)
     assert shown > 200
+    own = "```\n>>> 'of a fence'\n```\n\n>>> 1 + 1\n2\n"
+    page = html.unescape(markdown.markdown(own, extensions=[Examples(), "fenced_code"]))
+    code = re.findall(r"<code.*?>(.*?)</code>", page, re.S)
+    assert code == [">>> 'of a fence'\n", ">>> 1 + 1\n2\n"]
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
