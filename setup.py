@@ -90,7 +90,7 @@ class BuildExt(build_ext):
                 write(objects / f"{name}.mk", "".join(lines))
             write(objects / "built.h", facts(self.distribution.get_version(), chosen["core"], cuda))
             sanitized = "-fsanitize" in os.environ.get("CFLAGS", "")
-            if (package / "autograd").exists() and not sanitized:  # that core needs its library
+            if (package / "autograd" / "operators.py").exists() and not sanitized:  # that core needs its library
                 goals.append(package / "_C.pyi")
             make(objects, goals)
             if backend not in goals and backend.exists():

@@ -307,14 +307,14 @@ def test_the_norm_of_a_chunk_does_not_depend_on_its_neighbours(device):
     g = np.random.default_rng(3).standard_normal((most, nn.utils.NORM_CHUNK), np.float32)
     whole = ndl._C.array(g.reshape(-1), "float32", device)
     found = ndl._C.empty((most,), "float32", device)
-    optim.chunk_norms(whole, found)
+    nn.utils.chunk_norms(whole, found)
     exact = np.sqrt((g.astype(np.float64) ** 2).sum(1))
     np.testing.assert_allclose(found.numpy(), exact, rtol=1e-6)
     for begin, end in [(0, 1), (5, 8), (100, 297), (0, 351), (9, 361), (500, 929), (0, 527),
                        (2, 530), (1, 859), (0, 1055), (3, 1059)]:  # fmt: skip
         norms = ndl._C.empty((end - begin,), "float32", device)
         part = whole[begin * nn.utils.NORM_CHUNK : end * nn.utils.NORM_CHUNK]
-        optim.chunk_norms(part, norms)
+        nn.utils.chunk_norms(part, norms)
         assert_same_bits(norms, found[begin:end].compact(), f"{begin} to {end}")
 
 

@@ -118,9 +118,11 @@ class CrossEntropy(FusedOp):
         return _C.cross_entropy_fwd(logits, self.targets)[1]
 
     def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
-        dlogits = node.operands[0].copy()
+        logits = node.operands[0]
+        dlogits = logits.copy() if logits.dtype == "float32" else logits.astype("float32")
         _, _, share = _C.cross_entropy_fwd_bwd(dlogits, self.targets)
-        return ((dlogits * (share * dout)).astype(dlogits.dtype),)
+        dlogits *= share * dout
+        return (dlogits.astype(logits.dtype),)  # rounded once
 
 
 def _target_ids(op: str, targets: Any, rows: int, vocabulary: int, device: _C.Device) -> NDArray:
