@@ -103,8 +103,8 @@ def test_gpu_is_right():
     assert re.search(r"^GPU \d+          ok: NVIDIA", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.cuda
 @pytest.mark.slow
-def test_gpu_is_right_at_every_point():
-    done = run(*DIAGNOSE, "--full", "--device", "0")
+@pytest.mark.parametrize("words", [(), pytest.param(("--device", "0"), marks=pytest.mark.cuda)])
+def test_device_is_right_at_every_point(words):
+    done = run(*DIAGNOSE, "--full", *words)
     assert done.returncode == 0, done.stdout + done.stderr

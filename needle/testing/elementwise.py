@@ -55,6 +55,14 @@ def quiet(f):
     return np.errstate(all="ignore")(lambda x, y: f(x, y))
 
 
+def power(x, y):
+    """x^y; of whole numbers its whole part, and 0 where x is 0 and y negative."""
+    if np.asarray(x).dtype.kind == "f":
+        return np.power(x, y)
+    z = np.power(np.asarray(x, np.float64), y)
+    return np.where((x == 0) & (y < 0), 0, np.trunc(z)).astype(np.int64)
+
+
 BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
 ELEMENTWISE = {
     "negate": Elementwise(lambda x: -x, integers=True),
@@ -84,7 +92,7 @@ ELEMENTWISE = {
     "multiply": Elementwise(lambda x, y: x * y, integers=True),
     "divide": Elementwise(lambda x, y: x / y, (0.1, 8), 0.51),
     "power": Elementwise(
-        np.power, (0.1, 5), 4, lambda z, x, y: z * (1 + np.abs(y * np.log(np.abs(x)))), (-3, 3)
+        power, (0.1, 5), 4, lambda z, x, y: z * (1 + np.abs(y * np.log(np.abs(x)))), (-3, 3)
     ),
     "maximum": Elementwise(np.maximum, integers=True),
     "minimum": Elementwise(np.minimum, integers=True),
