@@ -89,8 +89,9 @@ class BuildExt(build_ext):
                 lines = (f"{variable} := {text}\n" for variable, text in variables.items())
                 write(objects / f"{name}.mk", "".join(lines))
             write(objects / "built.h", facts(self.distribution.get_version(), chosen["core"], cuda))
+            # A core under the sanitizers needs their library, which the stubs' process lacks.
             sanitized = "-fsanitize" in os.environ.get("CFLAGS", "")
-            if (package / "autograd" / "operators.py").exists() and not sanitized:  # that core needs its library
+            if (package / "autograd" / "operators.py").exists() and not sanitized:
                 goals.append(package / "_C.pyi")
             make(objects, goals)
             if backend not in goals and backend.exists():
