@@ -46,7 +46,7 @@ $(O)/_cuda.so: $(CUDA_OBJECTS) $(O)/csrc/status.o $(O)/csrc/array.o cuda/exports
 # The stubs of the package, which it writes itself; _C.pyi is the last. OpenBLAS need not lie yet where
 # the core will look for it.
 $(OUT)/_C.pyi: $(OBJECT_GOALS) building/stubs.py $(wildcard $(OUT)/autograd/operators.py $(OUT)/ops/*.py)
-	@LD_LIBRARY_PATH=$(patsubst -L%,%,$(filter -L%,$(BLAS_LINK))) PYTHONPATH=$(OUT)/.. \
+	@LD_LIBRARY_PATH=$(patsubst -L%,%,$(filter -L%,$(BLAS_LINK))) PYTHONPATH=$(OUT)/..$${PYTHONPATH:+:$$PYTHONPATH} \
 	    $(PYTHON) building/stubs.py $(OUT)
 
 $(O)/csrc/python/%.o: csrc/python/%.c $(O)/core.mk
