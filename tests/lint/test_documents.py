@@ -40,7 +40,7 @@ def note(frame, event, argument):
     if event == "c_call" and inside:
         called.add("_C." + argument.__name__)
     elif event == "call" and (inside or name == "train"):
-        called.add(file.removeprefix(root).removeprefix(package) + " " + name)
+        called.add(file.removeprefix(package).removeprefix(root) + " " + name)
     elif event == "return" and name == "step" and file.endswith("/data_parallel.py"):
         inside = False
 sys.path[:0] = [root, root + "apps"]
