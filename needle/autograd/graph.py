@@ -1,6 +1,6 @@
 """The graph that a backward walks: its order, whether its arrays were written to since the forward,
 the buffers that gradients are added into, and the threads at its leaves. Nodes are Values
-(autograd.py): op, inputs, cached_data, operands, kept, writes."""
+(tensor.py): op, inputs, cached_data, operands, kept, writes."""
 
 from __future__ import annotations
 
