@@ -11,12 +11,12 @@ static inline nd_status nd_check_kept_blocks(const nd_array *dense, int64_t bloc
                         (long long)block);
     }
     for (int axis = 1; axis < 3; axis++) {
-        const int64_t want = (dense->shape[axis] - 1) / block + 1;
-        if (kept->shape[axis] != (dense->shape[axis] ? want : 0)) {
+        int64_t tokens = dense->shape[axis], found = kept->shape[axis];
+        int64_t wanted = tokens > 0 ? (tokens - 1) / block + 1 : 0;
+        if (found != wanted) {
             return nd_error(ND_EVALUE,
                             "kept_blocks: kept: axis %c is %lld, but %lld tokens need %lld",
-                            "GRC"[axis], (long long)kept -> shape[axis],
-                            (long long)dense -> shape[axis], (long long)want);
+                            "GRC"[axis], (long long)found, (long long)tokens, (long long)wanted);
         }
     }
     return ND_OK;

@@ -56,8 +56,6 @@ nd_array *nd_temporary(nd_frame *f, nd_dtype dtype, int ndim, const int64_t *sha
     return a;
 }
 
-void nd_drop(nd_array *temporary) { nd_array_clear(temporary); }
-
 nd_array *nd_keep(nd_frame *f, nd_kept *kept, int i, nd_dtype dtype, int ndim,
                   const int64_t *shape) {
     kept->device = f->device;

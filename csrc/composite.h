@@ -45,9 +45,8 @@ void nd_frame_run(nd_frame *f, nd_op id, const void *args);
 #define SHAPE(...) \
     (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 void nd_output(nd_frame *f, nd_dtype dtype, int ndim, const int64_t *shape, nd_array *out);
+/* Freed when the frame ends, or before it by nd_array_clear(): its memory serves the next. */
 nd_array *nd_temporary(nd_frame *f, nd_dtype dtype, int ndim, const int64_t *shape);
-/* Free a temporary array before the frame ends: its memory serves the next. */
-void nd_drop(nd_array *temporary);
 
 /* Arrays that a forward keeps for its backward, by their number. */
 #define ND_MAX_KEPT 24

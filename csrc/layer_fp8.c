@@ -93,8 +93,8 @@ static last activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
         .q2_t = w2.q_t, .scale2 = w2.scale, .bound = bound);
 
     product(f, x1, w_qkv, FLAT(a->b_qkv), NULL, false, ROWS(qkv));
-    nd_drop(x1.q);
-    nd_drop(w_qkv.q_t);
+    nd_array_clear(x1.q);
+    nd_array_clear(w_qkv.q_t);
     RUN(f, rotary, .x = V(nd_by_heads(qkv, 2, &s)), .cos = a->cos, .sin = a->sin, .parts = 2,
         .sign = 1.0);
     nd_attend(f, a, qkv, V(nd_heads_of(z, &s)), lse);
@@ -107,23 +107,23 @@ static last activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
         product(f, x2, w1, FLAT(a->b1), NULL, false, pre);
         RUN(f, fp8_quantize, .x = pre, .gelu = 1 + a->tanh, .dgelu = dgelu,
             .largest = s.dtype == ND_F16 ? NULL : bound, .q = g.q, .q_t = g.q_t, .scale = g.scale);
-        nd_drop(pre);
+        nd_array_clear(pre);
     } else {
         RUN(f, fp8_linear_gelu_fwd, .x = x2.q, .x_scale = x2.scale, .w = w1.q_t,
             .w_scale = w1.scale, .b = FLAT(a->b1), .largest = bound, .tanh = a->tanh, .y = g.q,
             .y_t = g.q_t, .scale = g.scale, .dgelu = dgelu);
     }
-    nd_drop(x2.q);
-    nd_drop(w1.q_t);
+    nd_array_clear(x2.q);
+    nd_array_clear(w1.q_t);
     return (last){.z = zq, .w_o = w_o, .g = g, .w2 = w2};
 }
 
 void nd_layer_activations_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
     last operands = activations(f, a, kept);
-    nd_drop(operands.z.q);
-    nd_drop(operands.w_o.q_t);
-    nd_drop(operands.g.q);
-    nd_drop(operands.w2.q_t);
+    nd_array_clear(operands.z.q);
+    nd_array_clear(operands.w_o.q_t);
+    nd_array_clear(operands.g.q);
+    nd_array_clear(operands.w2.q_t);
 }
 
 void nd_layer_forward_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
