@@ -35,8 +35,8 @@ nd_status nd_frame_end(nd_frame *f);
 void nd_require(nd_frame *f, bool fits, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Run one op. The function, csrc/python/run.c's, takes operands in the layout that ops.def says, traces,
- * waits under NEEDLE_SYNC=1, and names the op in a failure. */
+/* Run one op. The function is csrc/python/run.c's: it takes operands in the layout that ops.def
+ * says, traces, waits under NEEDLE_SYNC=1, and names the op in a failure. */
 extern nd_status (*nd_run_inner)(nd_op id, nd_device *device, const void *args);
 void nd_frame_run(nd_frame *f, nd_op id, const void *args);
 #define RUN(f, op, ...) nd_frame_run(f, OP_##op, &(op##_args){__VA_ARGS__})
@@ -72,7 +72,7 @@ typedef struct {
 void nd_space_open(nd_frame *f, nd_space *space);
 nd_array nd_place(nd_space *space, nd_dtype dtype, int ndim, const int64_t *shape);
 
-/* ---- views; they borrow. V(view) is the address of one, for the block around ------------------ */
+/* ---- views; they borrow. V(view) is the address of one, for the block around ----------------- */
 #define V(view) ((nd_array[1]){view})
 #define ROWS(a) V(nd_merged(a, (a)->ndim - 1))
 #define FLAT(a) V(nd_merged(a, 0))

@@ -6,9 +6,9 @@
  *   g      = gelu(n2 w1 + b1)                        (B, T, M)
  *   y      = x + [z g] [w_o; w2] + (b_o + b2)        `both` is [z g], (B, T, K + M)
  *
- * z and g lie side by side, so that y is one product of depth K + M where w2 follows w_o in memory, as
- * in a flattened model, and so is the gradient of both weights. All of it is ops of ops.def: the same
- * for each backend and dtype. layer_fp8.c has the products in FP8.
+ * z and g lie side by side, so that y is one product of depth K + M where w2 follows w_o in memory,
+ * as in a flattened model, and so is the gradient of both weights. All of it is ops of ops.def, the
+ * same for each backend and dtype. layer_fp8.c has the products in FP8.
  */
 #include "layer.h"
 

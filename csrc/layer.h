@@ -11,7 +11,7 @@ typedef struct {
     int64_t b, t, n, c, heads, d, k, q, m; /* n = B T, k = heads D, q = 3 k */
 } nd_layer_sizes;
 
-/* The gradients that a backward writes: where they are not wanted, memory that a kernel may write. */
+/* Where a backward writes gradients: those that are not wanted go into temporary arrays. */
 typedef struct {
     nd_array w_n1, b_n1, w_n2, b_n2; /* (C,) */
     nd_array b1;                     /* (M,) */
@@ -43,7 +43,7 @@ nd_vector_grads nd_vectors(nd_frame *f, const layer_bwd_args *a);
 void nd_norm_grads(nd_frame *f, const layer_bwd_args *a, nd_vector_grads *into, nd_array *dn1,
                    nd_array *dn2, const nd_array *mean, const nd_array *rstd);
 
-/* ---- layer_fp8.c: the same in FP8, where all sizes are multiples of 16 ------------------------- */
+/* ---- layer_fp8.c: the same in FP8, where all sizes are multiples of 16 ----------------------- */
 bool nd_takes_fp8(const nd_layer_sizes *s);
 void nd_layer_forward_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kept);
 void nd_layer_activations_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kept);

@@ -1,7 +1,7 @@
-/* layer_fp8.c - layer.c with its products in FP8 (fp8.h): each operand a power of two times e4m3, the
- * gradients that they multiply e5m2. Norms, weights and GELU's result are quantized where they are
- * made; attention, sums and the residual stay as in layer.c. y is rounded between the products of w_o
- * and w2, and no weight needs a neighbour.
+/* layer_fp8.c - layer.c with its products in FP8 (fp8.h): each operand a power of two times e4m3,
+ * the gradients that they multiply e5m2. Norms, weights and GELU's result are quantized where they
+ * are made; attention, sums and the residual stay as in layer.c. y is rounded between the products
+ * of w_o and w2, and no weight needs a neighbour.
  */
 #include "layer.h"
 

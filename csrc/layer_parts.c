@@ -1,5 +1,5 @@
-/* layer_parts.c - what a layer has alike in each precision: sizes, views, attention, and the gradients of
- * biases and norms (layer.h).
+/* layer_parts.c - what a layer has alike in each precision: sizes, views, attention, and the
+ * gradients of biases and norms (layer.h).
  */
 #include "layer.h"
 

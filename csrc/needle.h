@@ -119,8 +119,8 @@ void nd_contiguous_strides(int ndim, const int64_t *shape, int64_t *strides);
 /* A C-contiguous array as a matrix, its first `lead` axes in one and the others in one; as a vector
  * where lead is 0. Borrows the storage: never cleared. */
 nd_array nd_merged(const nd_array *a, int lead);
-/* One view over both along the first axis. Borrows, as nd_merged. False where b does not follow a in
- * memory, or is not C-contiguous or of another shape beyond that axis. */
+/* One view over both along the first axis, which borrows as nd_merged does. False where b does not
+ * follow a in memory, is of another shape beyond that axis, or one is not C-contiguous. */
 bool nd_joined(const nd_array *a, const nd_array *b, nd_array *out);
 /* Stretch `a` to `shape` with zero strides, NumPy's rule. ND_EVALUE names the axis that cannot,
  * or says what is wrong with the shape. */

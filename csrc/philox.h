@@ -1,9 +1,9 @@
 /* philox.h - random bits from a key and a counter, for the C compiler and nvcc.
  *
  * Philox 4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2,
- * 3"): four words from a counter of 128 bits and a key of 64, so that each element of an array has
- * bits of its own, whoever computes it. A state is three int64 in the memory of a device: key, low
- * and high half of the counter. Word i of what is drawn from it is word i mod 4 of counter + i / 4.
+ * 3"): four words from a counter of 128 bits and a key of 64. Word i of what is drawn is word
+ * i mod 4 of counter + i / 4: it depends on i alone, not on the device or the thread. A state is
+ * three int64 in the memory of a device: key, low and high half of the counter.
  */
 #ifndef NEEDLE_PHILOX_H
 #define NEEDLE_PHILOX_H

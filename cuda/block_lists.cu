@@ -1,10 +1,11 @@
 /* block_lists.cu - the blocks that masks keep, and their lists, which attention reads.
  *
  * Blocks: a thread block looks at some rows of tokens of one, all its columns, and sets what memset
- * cleared: all that set a block write the same. Lists: a warp counts the kept columns of a row; a scan over all rows says where each list begins; a warp
- * writes a row's list, a lane's entries after those of the lanes below it. The order of work is a
- * stable radix sort of the rows by (mask, falling count). Integers, no atomics: the same bits each
- * time.
+ * cleared; all that set a block write the same.
+ * Lists: a warp counts the kept columns of a row; a scan over all rows says where each list begins;
+ * a warp writes a row's list, a lane's entries after those of the lanes below it. The order of work
+ * is a stable radix sort of the rows by (mask, falling count). Integers, no atomics: the same bits
+ * each time.
  * Bytes: G T S of a dense mask; G R C of kept twice, 4 E of entries, some 100 a row.
  */
 #include <cub/device/device_radix_sort.cuh>

@@ -4,7 +4,7 @@
  *             loss = sum(losses) / count, count = the number of targets >= 0 (loss 0 when none)
  *   both      logits[n, v] = exp(logits[n, v] - lse[n]) - (v == targets[n]); share = 1 / count
  *
- * A negative target gives losses 0, and of both zeros. A target >= V gives losses NaN, and zeros.
+ * A negative target gives losses 0, a target >= V losses NaN; their logits become 0.
  * Computed in float32. A block takes a row. Forward: each thread keeps a running maximum and the
  * sum of exponentials relative to it, rescaled when the maximum grows, so one read of the row is
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(most_threads)
     }
 }
 
-/* One block: the mean over the rows whose target counts; 1 by how many those are. */
+/* One block: the mean over the rows whose target counts; 1 divided by how many those are. */
 __global__ void __launch_bounds__(1024) mean_kernel(const float *losses, const int32_t *targets,
                                                     float *loss, float *share, int64_t rows) {
     await_previous();

@@ -5,8 +5,8 @@
  * kernel of one thread copies it and advances it, and the kernel after that reads the copy, so that
  * no block reads a state that has moved on. A thread takes 16 bytes, or an element of the last few:
  * words of whole blocks of 4.
- * Tokens: a thread block takes a row of logits, each of its warps a part. The warp in whose part the
- * drawn sum falls looks for it there, 32 weights at a time.
+ * Tokens: a thread block takes a row of logits, each of its warps a part. The warp in whose part
+ * the drawn sum falls looks for it there, 32 weights at a time.
  * Bytes: x read, y written, once each; 80 operations on integers for 4 elements; logits twice.
  */
 #include "../csrc/philox.h"

@@ -1,10 +1,9 @@
-/* block_lists.c - from masks to the blocks that they keep, and from those to the lists that attention
- * reads.
+/* block_lists.c - from masks to the blocks that they keep, and to the lists that attention reads.
  *
  * Blocks: the rows of tokens of a row of blocks are joined, a run of columns at a time, then the
  * columns of each block. Threads take rows of blocks.
- * Lists: rows are counted, the counts summed up to where each list begins, then the columns written: both
- * passes over `kept` split the rows among threads. The order of work is a counting sort by length,
+ * Lists: rows are counted, the counts summed up to where each list begins, then the columns
+ * written; threads share the rows in both passes. The order of work is a counting sort by length,
  * which keeps equal rows in their order.
  */
 #include <limits.h>

@@ -1,11 +1,11 @@
 /* cross_entropy.c - softmax cross-entropy over a large vocabulary.
  *
  *   forward    lse = log sum exp(logits),  losses = lse - logits[target],  loss = mean of the valid
- *   both       logits become exp(logits - lse) - onehot(target), and share = 1 by the valid rows
- * Rows with a negative target are ignored: losses 0, and of both zeros. The forward walks a row once,
- * in runs that stay in the first-level cache, with a running maximum; the backward of a row follows,
- * and reads and writes each logit once. Threads take rows; the mean is added up in float64 in the
- * order of the rows.
+ *   both       logits become exp(logits - lse) - onehot(target), and share = 1 / count of the valid
+ * Rows with a negative target are ignored: losses 0, and logits become 0. The forward walks a row
+ * once, in runs that stay in the first-level cache, with a running maximum; the backward of a row
+ * follows, and reads and writes each logit once. Threads take rows; the mean is added up in float64
+ * in the order of the rows.
  */
 #include "cpu.h"
 

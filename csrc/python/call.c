@@ -162,7 +162,7 @@ static int take_array(call *c, const field *f, PyObject *object, operand *o) {
     return nd_is_changed(f->kind) ? nd_check_writable(op, f->name, &o->array) : 0;
 }
 
-/* ---- what a composite keeps ------------------------------------------------------------------- */
+/* ---- what a composite keeps ------------------------------------------------------------------ */
 #define KEPT_NAME "needle.kept"
 
 static void free_kept(PyObject *capsule) {
@@ -198,7 +198,7 @@ static int take_kept(const call *c, const field *f, PyObject *object, nd_slot *s
     return 0;
 }
 
-/* ---- operands, one after the other ------------------------------------------------------------ */
+/* ---- operands, one after the other ----------------------------------------------------------- */
 /* Does the caller pass it? */
 static bool is_given(field_kind kind) {
     return kind != KIND_OUT && kind != KIND_NEW && kind != KIND_KEEP;

@@ -401,9 +401,8 @@ static PyMethodDef functions[] = {
      "or a memoryview hold, those into the operands count."},
     {"array", KEYWORD_METHOD(module_array),
      "array($module, obj, dtype='float32', device=None)\n--\n\nA new NDArray with a copy of a "
-     "NumPy array of any real dtype, an NDArray, a number or nested lists. dtype None: the one "
-     "that "
-     "it has in a sum with an NDArray."},
+     "NumPy array of any real dtype, an NDArray, a number or nested lists. dtype None: that "
+     "which it has beside an NDArray."},
     {"empty", KEYWORD_METHOD(module_empty),
      "empty($module, shape, dtype='float32', device=None)\n--\n\nA new NDArray whose elements are "
      "not set."},

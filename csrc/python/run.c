@@ -142,7 +142,7 @@ void nd_trace_copy(const char *op, const char *operand, const nd_array *a) {
     }
 }
 
-/* The array of field i, NULL where there is none: two numbers lie before the output of EW2 and CMP. */
+/* The array of field i, or NULL: two numbers lie before the output of EW2 and CMP. */
 static nd_array *array_of(const nd_op_info *info, const nd_slot *slots, int i) {
     bool two = info->kind == OP_KIND_EW2 || info->kind == OP_KIND_CMP;
     return nd_is_number(info->fields[i].kind) ? NULL : slots[two && i == 2 ? 4 : i].array;

@@ -77,8 +77,8 @@ typedef struct {
 #pragma GCC visibility push(hidden)
 /* ---- run.c ----------------------------------------------------------------------------------- */
 extern const nd_op_info nd_ops[NUM_OPS];
-/* Has the view the layout of an operand of this kind? Strides of axes of size 1 say nothing, so they
- * are set to what a kernel expects to see. */
+/* Has the view the layout of an operand of this kind? Strides of axes of size 1 say nothing, so
+ * they are set to what a kernel expects to see. */
 bool nd_has_layout(field_kind kind, nd_array *a);
 /* Kernels of contiguous operands may read whole vectors, from a boundary of the backend's on. */
 bool nd_is_aligned(const nd_device *device, field_kind kind, const nd_array *a);
