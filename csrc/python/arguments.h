@@ -35,7 +35,10 @@ int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *sl
 
 /* ---- array_likes.c --------------------------------------------------------------------------- */
 int nd_array_likes_init(void);
-bool nd_is_array_like(PyObject *object); /* NumPy's array, or a list */
+bool nd_is_numpy_array(PyObject *object);
+static inline bool nd_is_array_like(PyObject *object) {
+    return nd_is_numpy_array(object) || PyList_Check(object);
+}
 /* A Python or NumPy number: 1; 0 when it is something else. */
 int nd_number_from(PyObject *object, nd_number *out);
 /* Any array-like into a fresh array. natural: keep NumPy's dtype where we have it (float64

@@ -26,7 +26,7 @@ int nd_array_likes_init(void) {
     return 0;
 }
 
-bool nd_is_array_like(PyObject *object) { return PyArray_Check(object) || PyList_Check(object); }
+bool nd_is_numpy_array(PyObject *object) { return PyArray_Check(object); }
 
 int nd_number_from(PyObject *object, nd_number *out) {
     *out = (nd_number){.is_float = false};

@@ -324,7 +324,7 @@ static int take_unknown(const place *w, PyObject *object, char *to) {
                      "module.kernel(\"%U\", signature=\"const float*, int\")",
                      w->of->name);
     }
-    if (nd_is_array_like(object) && !PyList_Check(object)) {
+    if (nd_is_numpy_array(object)) {
         return wrong(w, PyExc_TypeError,
                      "a NumPy array lies in the host's memory, where no kernel reads it; make an "
                      "NDArray of it");
