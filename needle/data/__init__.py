@@ -9,6 +9,8 @@ cache.py     the tokens of a text, made once
 megatron.py  .bin/.idx, and GPT-NeoX's order of samples
 readers.py   open_data: finds out what a path holds
 batches.py   Batches: which sample comes when; position and seek
+edits.py     the file of edits of a training, checked
+edited.py    Edits: the batches that edits change
 prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
 runs.py      the data of a training run, as its config.json describes them
 prepare.py   text to .bin/.idx

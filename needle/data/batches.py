@@ -7,8 +7,9 @@ Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,8 @@ class Batches:
         self._go(samples_of_run, 0, 0)
         self._own, self._every = range(1), 1
         self.columns: np.ndarray | None = None
+        # (rows, epoch, batch) -> the rows to draw instead; a target without a loss is ~id.
+        self.edits: Callable[[np.ndarray, int, int], np.ndarray] | None = None
 
     def _go(self, samples: Windows, epoch: int, batch: int) -> None:
         """Go to a batch of `samples`; DataError where they have none such."""
@@ -231,6 +234,8 @@ class Batches:
     def parts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets) of rows (batch_size, seq_len + 1), (batch_size, width) each."""
         inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self.edits is not None:
+            inputs = np.maximum(inputs, ~inputs)
         if self.columns is None:
             return inputs, targets
         return inputs[:, self.columns], targets[:, self.columns]
@@ -254,7 +259,9 @@ class Batches:
             self._skip(self._own.start)
         self._turn()
         chosen = self._order[self.batch * self.batch_size : (self.batch + 1) * self.batch_size]
-        rows = self._rows(chosen)
+        rows = self.read(self._samples, chosen)
+        if self.edits is not None:
+            rows = self.edits(rows, self.epoch, self.batch)
         self.batch += 1
         self._drawn = (self._drawn + 1) % len(self._own)
         if self._drawn == 0:
@@ -271,14 +278,21 @@ class Batches:
 
     def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield at most `limit` batches for evaluation, evenly spread and always the same."""
+        own = np.arange(self.batch_size)
         for first in np.linspace(0, len(self) - 1, min(limit, len(self))).astype(int):
-            yield self.parts(self._rows(np.arange(self.batch_size) + first * self.batch_size))
+            yield self.parts(self.read(self._samples, first * self.batch_size + own))
 
-    def _rows(self, chosen: np.ndarray) -> np.ndarray:
-        rows = to_ids(self._samples.rows(chosen))
+    def drawn_in(self, epoch: int) -> tuple[Windows, np.ndarray]:
+        """(samples, the numbers of those that are drawn, in order) of an epoch."""
+        if epoch == self.epoch:
+            return self._samples, self._order
+        samples = copy.copy(self._samples)
+        return samples, samples.order(epoch)
+
+    def read(self, samples: Windows, chosen: np.ndarray) -> np.ndarray:
+        """integers (len(chosen), seq_len + 1), int32 or int64: samples by their numbers."""
+        rows = to_ids(samples.rows(chosen))
         if self.vocab_size is not None:
-            check_ids(rows, self.vocab_size, lambda *place: self._where(chosen, *place))
+            place = lambda row, column: samples.position(int(chosen[row]), column)
+            check_ids(rows, self.vocab_size, lambda *at: place_of(self.tokens, place(*at)))
         return rows
-
-    def _where(self, chosen: np.ndarray, row: int, column: int) -> str:
-        return place_of(self.tokens, self._samples.position(int(chosen[row]), int(column)))
