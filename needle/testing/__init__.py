@@ -15,7 +15,7 @@ one. `bounds` has the error model. The package needs NumPy alone and is imported
 `import needle`.
 """
 
-from needle.testing import attention, fp8, layers, random
+from needle.testing import attention, fp8, hashes, layers, random
 from needle.testing.bounds import assert_near, assert_within, rounder
 from needle.testing.case import Case, cases_of, draw, normal
 from needle.testing.elementwise import COMPARISONS, ELEMENTWISE, REDUCTIONS, copy_case, formula_case
@@ -30,4 +30,4 @@ from needle.testing.operands import (
 )
 from needle.testing.table import FLOATS, INTEGERS, OPS, dtype_of
 
-CASES = layers.CASES + attention.CASES + fp8.CASES + random.CASES
+CASES = layers.CASES + attention.CASES + fp8.CASES + random.CASES + hashes.CASES

@@ -172,6 +172,10 @@ BAD = {
         ),
         "too many columns": ({"kept": ones(3, 5, 4)}, "kept: axis C is 4, but 45 tokens need 3"),
     },
+    "leaf_hashes": {
+        "a leaf too few": ({"hashes": np.zeros((292, 8))}, r"hashes: is \(292, 8\), but 300001"),
+        "4 words": ({"hashes": np.zeros((293, 4))}, r"hashes: is \(293, 4\), but"),
+    },
     "random_bits": {
         "two numbers": ({"state": np.zeros(2)}, "state: axis S is 2, but .* 3 numbers")
     },

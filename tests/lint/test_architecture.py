@@ -27,7 +27,8 @@ def is_python_side(path: Path) -> bool:
 
 COMPOSITES = {"csrc/composite.h", "csrc/layer.h"}  # above the ops, below Python
 SHARED = {
-    "csrc/block_lists.h", "csrc/decode.h", "csrc/fp8.h", "csrc/philox.h", "csrc/sort_key.h",
+    "csrc/blake2s.h", "csrc/block_lists.h", "csrc/decode.h", "csrc/fp8.h", "csrc/philox.h",
+    "csrc/sort_key.h",
 }  # fmt: skip  # by both backends
 
 
