@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from needle.training import folder, supervise
 from needle.training import run as runs
 from needle.training.evaluate import load_model
 from needle.training.heartbeat import supervised
+from needle.training.replay import read_replay
 from needle.training.run import Run
 from needle.training.session import Ending, Session, evaluate, join, open_device, starts_ranks
 from needle.training.settings import Settings, check_new, complete, data_of, located, parse, resumed
@@ -55,13 +57,15 @@ def train(run: Run) -> int:
     A step is `grad_accum` micro-batches, of which each rank computes its own. The host queues a
     step before it reads the loss of the one before, so that the device never waits.
     """
-    settings, model, optimizer = run.settings, run.model, run.optimizer
-    batches, parallel, schedule = run.batches, run.parallel, schedule_of(run.settings)
+    settings, optimizer, batches, parallel = run.settings, run.optimizer, run.batches, run.parallel
+    loss, schedule = run.model.loss, schedule_of(settings)
+    if run.replay is not None:
+        loss, schedule = run.replay.loss(loss), run.replay.rates(schedule)
     share = full((), 1 / (settings.grad_accum * parallel.context), "float32", run.device)
-    gradient = partial(forward_backward, model, optimizer, Tensor.from_ndarray(share))
+    gradient = partial(forward_backward, loss, optimizer, Tensor.from_ndarray(share))
     with Session(run, gradient) as session:
         session.begin()
-        for step in range(run.step + 1, settings.steps + 1):
+        for step in range(run.step + 1, run.until + 1):
             optimizer.lr, losses = schedule(step), []
             with session.reading(step):
                 for _ in parallel.own_micro_batches:
@@ -70,7 +74,7 @@ def train(run: Run) -> int:
             norm, scale = parallel.reduce(settings.clip)
             parallel.step(scale)
 
-            due = session.end_step(step, losses, norm)
+            due = session.end_step(step, losses, norm, scale)
             if due.evaluation or due.weights or due.checkpoint:
                 with session.evaluating():
                     session.log.finish(**evaluate(run) if due.evaluation else {})
@@ -84,14 +88,14 @@ def train(run: Run) -> int:
 
 
 def forward_backward(
-    model: models.LanguageModel, optimizer: optim.AdamW, loss_scale: Tensor, ids: Any, targets: Any
+    loss: Callable, optimizer: optim.AdamW, loss_scale: Tensor, ids: Any, targets: Any
 ) -> NDArray:
     """Leave the gradient of loss_scale times the loss in the buffers; return the loss, which stays
     on the device. All activations are free then."""
     optimizer.reset_grad()
-    loss = model.loss(ids, targets)
-    loss.backward(loss_scale)
-    return loss.cached_data
+    value = loss(ids, targets)
+    value.backward(loss_scale)
+    return value.cached_data
 
 
 def schedule_of(settings: Settings) -> optim.Schedule:
@@ -156,7 +160,10 @@ def make_run(given: Settings, group: Group) -> Run:
     if path is None:
         path = Path(group.first("the folder of the run", take_folder))
     step = 0 if saved is None else saved.state["step"]
-    run = Run(settings, path, lock, data, model, optimizer, batches, parallel, step)
+    replay = read_replay(path, step)
+    run = Run(settings, path, lock, data, model, optimizer, batches, parallel, step, replay)
+    if replay is not None:
+        replay.begin(run)
     if group.rank == 0 and not (step > 0 and folder.is_described(path)):
         runs.write_description(run)
     if isinstance(saved, Checkpoint):
@@ -275,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         if run.data.tokenizer is not None:
             print(wrapped(str(run.data.tokenizer)))
         print(wrapped(f"{run.data.source}\nrun: {run.folder}"), flush=True)
-        if run.step < run.settings.steps:
+        if run.step < run.until:
             ending.code = train(run)
         else:
             runs.finish_again(run)

@@ -138,6 +138,7 @@ class Defaults(argparse.ArgumentDefaultsHelpFormatter):
 # word: the program, the words that it gets first, and what it does
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
+    "replay": ("needle.training.replay:main", (), "repeat a run from a step on, with edits"),
     "generate": ("apps/generate.py", (), "continue a prompt"),
     "evaluate": ("needle.training.evaluate:main", (), "loss, perplexity and bits per byte on text"),
     "lm_eval": ("needle.training.lm_eval:main", (), "the LM evaluation harness on a needle model"),

@@ -88,6 +88,7 @@ class Runs:
         """The last checkpoint, and the lines of the log but for their times."""
         lines = self.lines_of(name, "metrics.jsonl")
         lines = [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+        lines = [line for line in lines if "loss" in line]  # proofs come with each checkpoint
         return checkpoint_path(self.out / name / "checkpoints", self.steps).read_bytes(), lines
 
     def lines_of(self, name: str, file: str) -> list[dict]:
@@ -99,7 +100,7 @@ class Runs:
 
         def has_come() -> bool:
             assert process.poll() is None, process.communicate()[0]
-            return log.exists() and log.read_bytes().count(b"\n") >= step
+            return log.exists() and log.read_bytes().count(b'"loss"') >= step
 
         wait_for(has_come, 120)
 

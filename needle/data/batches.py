@@ -210,6 +210,16 @@ class Batches:
         epoch, batch = divmod(number, len(self))
         self.seek({**self.position, "epoch": epoch, "batch": batch})
 
+    def copy(self) -> Batches:
+        """Return batches at the same position, of which none are left to other ranks."""
+        other = copy.copy(self)
+        other._samples = copy.copy(self._samples)  # which holds the order of an epoch
+        if self.edits is not None:
+            other.edits = copy.copy(self.edits)
+            other.edits.batches = other
+        other.share(range(1), 1)
+        return other
+
     def share(self, own: range, every: int, columns: np.ndarray | None = None) -> None:
         """Draw from here on, of each `every` batches in a row, those numbered `own`: the share of
         one of several ranks. After a rank's last own batch, `position` skips to the end of the

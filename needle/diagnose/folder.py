@@ -28,7 +28,8 @@ def examine(path: str) -> None:
     show("run", f"ok: {holder or 'no process'} works in {folder}")
     for name in "metrics.jsonl", "faults.jsonl":
         if (folder / name).is_file():
-            for line in (folder / name).read_text(errors="replace").splitlines()[-1:]:
+            lines = (folder / name).read_text(errors="replace").splitlines()
+            for line in [line for line in lines if '"digest"' not in line][-1:]:  # no proof
                 show("run", f"ok: the last line of {name}: {line[:300]}")
     damaged = lambda text: failed("run", text, "put it back from a copy, or remove it")
     try:

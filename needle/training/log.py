@@ -10,6 +10,8 @@ A line of metrics.jsonl is an object:
     seconds             of training so far, over all parts of a resumed run
     val_loss, val_bits_per_byte     if the step was followed by an evaluation
 
+Between these lie the lines of proof (proofs.py).
+
 On a GPU the host runs ahead of the device. The copies of a step's loss and norm to the host start
 when the step is queued (`queue`) and are awaited when the next one is, or at `wait`.
 """
@@ -31,9 +33,10 @@ from typing import Any, NamedTuple
 from needle import _C
 from needle._C import Device, NDArray
 from needle.command import COLUMNS
-from needle.files import Lock, MissingFileError, naming, printable, reading, replacing
+from needle.files import Lock, naming, printable, replacing
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
+from needle.training.proofs import Chain, is_proof, parsed
 from needle.training.settings import Settings
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
@@ -48,19 +51,8 @@ class NotFinite(ArithmeticError):
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl without damaged ones (a kill, a full disk)."""
-    try:
-        with reading(path) as file:
-            texts = file.read().splitlines()
-    except MissingFileError:
-        return []
-    lines = []
-    for text in texts:
-        with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            if _is_whole(line):
-                lines.append(line)
-    return lines
+    """Return the lines of metrics.jsonl that tell of a step, without damaged ones."""
+    return [line for _, line in parsed(path) if _is_whole(line)]
 
 
 def _is_whole(line: object) -> bool:
@@ -71,16 +63,26 @@ def _is_whole(line: object) -> bool:
     return numbers and type(line["step"]) is type(line["tokens"]) is int
 
 
-def drop_lines_after(path: Path, step: int) -> tuple[float, float]:
+def lines_until(path: Path, step: int) -> list[str]:
+    """Return the lines of metrics.jsonl up to a step, those of proof too, without damaged ones."""
+    return [
+        text
+        for text, line in parsed(path)
+        if (_is_whole(line) or is_proof(line)) and line["step"] <= step
+    ]
+
+
+def drop_lines_after(path: Path, step: int) -> tuple[float, float, Chain]:
     """Cut metrics.jsonl back to `step`: later steps were not saved and are computed again.
 
-    Return the first loss (nan if there is none) and the seconds trained."""
-    kept = [line for line in read_lines(path) if line["step"] <= step]
+    Return the first loss (nan if there is none), the seconds trained, and the chain of proofs."""
+    kept = lines_until(path, step)
     with replacing(path) as file:
-        file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
-    if not kept:
-        return math.nan, 0.0
-    return kept[0]["loss"], kept[-1].get("seconds", 0.0)
+        file.write("".join(f"{line}\n" for line in kept).encode())
+    steps = [line for line in map(json.loads, kept) if _is_whole(line)]
+    if not steps:
+        return math.nan, 0.0, Chain(kept)
+    return steps[0]["loss"], steps[-1].get("seconds", 0.0), Chain(kept)
 
 
 class RunLog:
@@ -107,7 +109,7 @@ class RunLog:
         self.loss = math.nan
         if lock is not None:
             path = lock.folder() / self.path.name
-            self.first_loss, self.seconds = drop_lines_after(path, start)
+            self.first_loss, self.seconds, self._chain = drop_lines_after(path, start)
             self._file = open(path, "a", encoding="utf-8")
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
@@ -135,6 +137,10 @@ class RunLog:
             self._write(before)
         if self._device.is_host:
             self.wait()
+
+    def prove(self, proof: Callable[[], dict]) -> None:
+        """Have a line of proof follow that of the queued step. proof: waits for what it holds."""
+        self._pending["proof"] = proof
 
     def wait(self) -> None:
         """Wait for the queued step. Raise NotFinite, which names step and batch."""
@@ -181,7 +187,9 @@ class RunLog:
             "seconds": round(self.seconds, 3),
             **evaluated,
         }
-        self._file.write(json.dumps(line) + "\n")
+        self._add(json.dumps(line))
+        if "proof" in step:
+            self._add(json.dumps({**step["proof"](), "previous": self._chain.previous}))
         self._flush()
         for tracker in self._trackers:
             tracker.log(line)
@@ -190,6 +198,10 @@ class RunLog:
         except BrokenPipeError:
             self.is_heard, self._bar = False, None
             silence()
+
+    def _add(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._chain.add(line)
 
     def settle(self) -> None:
         """Write the line of the queued step, and lines that the system refused before."""

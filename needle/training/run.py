@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +38,11 @@ from needle.training.folder import advice_after_divergence, again
 from needle.training.heartbeat import beat, rest, supervised
 from needle.training.log import RunLog
 from needle.training.plot import plot
+from needle.training.proofs import digest, manifest
 from needle.training.settings import FIELDS, SHAPE, Settings, complete, data_of, keeps, option
+
+if TYPE_CHECKING:
+    from needle.training.replay import Replay
 
 SAMPLE_TOKENS = 120
 
@@ -56,8 +60,10 @@ class Run:
     batches: Prefetch
     parallel: DataParallel  # this rank's share of a step
     step: int = 0  # steps done
+    replay: Replay | None = None  # of another run
 
     def __post_init__(self) -> None:
+        self.until = self.settings.steps if self.replay is None else self.replay.until
         self.device = self.model.device
         if self.data.tokenizer is not None:
             self.model.tokenizer = self.data.tokenizer
@@ -231,7 +237,7 @@ def prove_after(run: Run) -> int:
 
 
 def write_description(run: Run) -> None:
-    """Write config.json, and the tokenizer's files."""
+    """Write config.json, the tokenizer's files, and of a run at its beginning manifest.json."""
     recipe, optimizer = run.settings.recipe, run.optimizer
     files = {} if run.data.tokenizer is None else {**run.data.tokenizer.files}
     special_ids = json.loads(files.pop("config.json", "{}"))
@@ -257,6 +263,11 @@ def write_description(run: Run) -> None:
         **special_ids,
     }
     files["config.json"] = json.dumps(description, indent=2) + "\n"
+    if run.step == 0:
+        tokenizer, products = files.get("tokenizer.json"), products_of(run.model)
+        weights = digest(run.parallel.flat.data)
+        more = {} if run.replay is None else {"replay": dataclasses.asdict(run.replay)}
+        files["manifest.json"] = manifest(description | more, products, tokenizer, weights)
     at = run.lock.folder()
     for name, text in files.items():
         with replacing(at / name) as file:
@@ -315,7 +326,7 @@ def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None
     if failure is not None:
         print(f"needle train: {described(failure)}", file=sys.stderr)
     text = (
-        f"stopped by {reason or 'this error'} after step {run.step} of {run.settings.steps}, "
+        f"stopped by {reason or 'this error'} after step {run.step} of {run.until}, "
         f"and saved. Go on with\n    {resume_command(run)}"
     )
     print(printable(text), file=sys.stdout if failure is None else sys.stderr)
@@ -348,7 +359,7 @@ def finish_again(run: Run) -> None:
     """Finish a run whose steps are all done: it may have been killed before its end."""
     if run.lock is not None:
         finish(run)
-    text = f"nothing to do: all {run.settings.steps} steps are done. {longer(run)}"
+    text = f"nothing to do: all {run.until} steps are done. {longer(run)}"
     report(wrapped(text))
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from needle import nn
+from needle import _C, nn
 from needle._C import CudaError, CudaFatalError, Device, NDArray, cuda
 from needle.autograd import no_grad
 from needle.checkpoint import versions
@@ -33,6 +33,7 @@ from needle.training.heartbeat import beat, rest
 from needle.training.log import NotFinite, RunLog, trackers_of
 from needle.training.loop import GraphedStep, worth_recording
 from needle.training.peaks import peak
+from needle.training.proofs import batch_hash, digests
 from needle.training.run import (
     Run,
     finish,
@@ -236,19 +237,23 @@ class Session:
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[None]:
         """Compute the micro-batches of a step; data that break off raise Failed on all ranks."""
-        batches = self.run.batches
+        batches, replay = self.run.batches, self.run.replay
+        if replay is not None and step == replay.start + 1:
+            replay.change(self.run)
         self._micro_batches = itertools.product([step], self.run.parallel.own_micro_batches)
         self._where = f"epoch {batches.epoch}, batch {batches.batch}"
         self.ranks.control.step = step
         with agreed(self.ranks, "the gradients"):
             yield
 
-    def end_step(self, step: int, losses: list[NDArray], norm: NDArray) -> Due:
-        """Count and log a step, and agree on the actions after it.
+    def end_step(self, step: int, losses: list[NDArray], norm: NDArray, scale: NDArray) -> Due:
+        """Count, log and prove a step, and agree on the actions after it. norm, scale: of the
+        gradient.
 
         A signal that arrives during the agreement counts for the next step.
         """
         run, log, failure = self.run, self.log, None
+        before = run.position
         run.step, run.position = step, run.batches.position
         losses = run.parallel.losses(losses)
         try:
@@ -258,11 +263,23 @@ class Session:
         own = signal.Signals(self._stop[-1]).name if self._stop else None
         own = own or (None if log.is_heard else "a closed pipe")
         self._reason, self._failure = agree(self.ranks, "the end of the step", failure, own)
-        is_last, settings = step == run.settings.steps, run.settings
+        is_last, settings = step == run.until, run.settings
         ends = is_last or self._reason is not None or self._failure is not None
         evaluates = is_last or _is_due(step, settings.eval_every)
         saves = ends or _is_due(step, settings.save_every) or is_kept(settings, step)
+        if saves or _is_due(step, settings.prove):
+            log.prove(self._proof(before, scale))
         return Due(evaluates, keeps_weights(settings, step), saves, ends)
+
+    def _proof(self, before: dict[str, int], scale: NDArray) -> Callable[[], dict]:
+        """Begin the proof of a step that began at this position of the data."""
+        run, wait, scale = self.run, digests(self.run.parallel), _C.AsyncCopy(scale)
+        known = {"step": run.step, "position": run.position}
+        if run.lock is not None:
+            every = run.settings.grad_accum
+            known["batch"] = batch_hash(run.batches.batches, before, every)
+        known["lr"] = run.optimizer.lr.hex()
+        return lambda: {**known, "scale": float(scale.wait()).hex(), "digest": wait()}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -315,7 +332,7 @@ class Session:
         run, log = self.run, self.log
         if isinstance(self._failure, NotFinite):
             return 1
-        if run.step < run.settings.steps or self._failure is not None:
+        if run.step < run.until or self._failure is not None:
             if self.ranks.rank == 0:
                 report_stop(run, self._reason, self._failure)
             return 0 if self._failure is None else 1
@@ -337,7 +354,7 @@ def open_log(run: Run) -> RunLog:
         run.lock,
         run.device,
         run.step,
-        settings.steps,
+        run.until,
         settings.sequences * settings.seq_len,
         run.model.flops_per_token(settings.seq_len),
         peak(run.device.properties()["name"], settings.dtype),

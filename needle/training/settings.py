@@ -310,6 +310,13 @@ class Settings:
     save_every: CountOrZero = of_output(
         "steps between checkpoints; 0: only at the end", (25, 100, 50)
     )
+    prove: CountOrZero = of_output(
+        """
+        steps between lines of proof in metrics.jsonl, by which needle verify repeats the run; 0: at
+        checkpoints alone
+    """,
+        100,
+    )
     keep: Keep | None = of_output("""
         weights kept for good, as 1,2,4,...,512 or log; "..." stands for the numbers that follow, as
         in 1,2,4,...,512,1000,..., and log for 0 and the powers of two
@@ -367,7 +374,8 @@ PASSING = {"global_batch_size", "tokens", "device", "gpus", "recompute", "graph"
 PASSING |= {"tensorboard", "wandb", "resume", "supervise", "hang_seconds"}
 KEPT = [name for name in FIELDS if name not in PASSING]
 # Kept settings that a resumed run may have otherwise. Data are compared by their tokens.
-FREE = {"eval_every", "save_every", "keep", "keep_optimizer", "data", "tokenizer", "import_"}
+FREE = {"eval_every", "save_every", "prove", "keep", "keep_optimizer"}
+FREE |= {"data", "tokenizer", "import_"}
 # Flags of the model's shape, by fields of its configuration.
 SHAPE = {
     "layers": "num_layers",
@@ -631,6 +639,7 @@ def from_json(values: dict[str, Any], path: Path) -> Settings:
     """Return the settings that the file at `path` holds. CheckpointError names all that are unknown
     or missing."""
     names = {word(name): name for name in KEPT}
+    values = {"prove": FIELDS["prove"].metadata["default"], **values}  # older runs have none
     wrong = [f"{name} is unknown" for name in values.keys() - names.keys()]
     for key, name in names.items():
         if values.get(key) is None and type(None) not in get_args(TYPES[name]):

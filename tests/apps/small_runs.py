@@ -37,9 +37,20 @@ def without(argv, flag):
     return argv[:at] + argv[at + 2 :]
 
 
-def lines_of(tmp_path, name):
+def all_lines_of(tmp_path, name):
     path = tmp_path / "runs" / name / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lines_of(tmp_path, name):
+    """Return the lines of steps."""
+    return [line for line in all_lines_of(tmp_path, name) if "loss" in line]
+
+
+def proofs_of(tmp_path, name):
+    """Return what the lines of proof say, by their steps, but for what depends on times."""
+    proofs = [line for line in all_lines_of(tmp_path, name) if "digest" in line]
+    return {proof["step"]: {**proof, "previous": None} for proof in proofs}
 
 
 def numbers_of(tmp_path, name):

@@ -40,7 +40,8 @@ from needle.training.settings import Settings, complete, from_json
 def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, capsys):
     assert train_pythia.main(flags(tmp_path, texts, "a")) == 0
     folder = tmp_path / "runs" / "a"
-    files = "config.json metrics.jsonl loss.png tokenizer.json sample.txt checkpoints lock"
+    files = "config.json manifest.json metrics.jsonl loss.png tokenizer.json sample.txt lock "
+    files += "checkpoints"
     assert {path.name for path in folder.iterdir()} == set(files.split())
     lines = lines_of(tmp_path, "a")
     assert [(line["step"], line["tokens"]) for line in lines] == [(n, 32 * n) for n in range(1, 7)]

@@ -1,0 +1,316 @@
+"""needle replay RUN --from STEP --edit FILE --steps N --name NEW
+
+A replay is a run that goes on from a step of another one, its parent, with edits. Its folder is
+that of a run to resume: it begins with the parent's checkpoint and lines of metrics.jsonl, and
+`needle train --resume` does the rest. replay.json, written once, makes the difference:
+
+    parent   the folder of the parent
+    manifest SHA-256 of the parent's manifest.json, null where it has none
+    base     step of the checkpoint that it begins with; 0: of the first model
+    start    the last step without edits
+    until    its last step
+    edits    as needle/data/edits.py checks them, with the numbers of documents
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from needle import _C
+from needle._C import NDArray, cpu
+from needle.autograd import Tensor
+from needle.checkpoint import checkpoint_path, find_checkpoint, list_checkpoints, step_of
+from needle.command import Parser, find, path, reporting, whole, wrapped
+from needle.data import DataError
+from needle.data.edited import Edits
+from needle.data.edits import TRAINING, read_edits
+from needle.data.runs import open_run_data
+from needle.data.tokenizer import TEXT_FILES
+from needle.files import MissingFileError, read_json, replacing
+from needle.training.folder import SavedRun, begin, open_run, read_description
+from needle.training.log import lines_until
+from needle.training.proofs import differences, to_text
+from needle.training.run import Run
+from needle.training.settings import run_name
+
+CONTROL = 20  # steps that are repeated without edits before a replay
+
+
+@dataclasses.dataclass
+class Replay:
+    """What replay.json holds, and what it does to the training."""
+
+    parent: str
+    manifest: str | None
+    base: int
+    start: int
+    until: int
+    edits: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        self.edits_data = any(edit["do"] not in TRAINING for edit in self.edits)
+
+    def begin(self, run: Run) -> None:
+        """Have the run read its data with the edits."""
+        if self.edits_data:
+            batches, every = run.batches.batches, run.settings.grad_accum
+            first, last = self.start + 1, self.until
+            batches.edits = Edits(self.edits, run.data, batches, every, first, last)
+
+    def rates(self, schedule: Callable[[int], float]) -> Callable[[int], float]:
+        """Return a schedule with the edits of the rate."""
+        for edit in self.edits:
+            if edit["do"] == "rate":
+                schedule = _edited_rate(edit, schedule)
+        return schedule
+
+    def loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a loss in which tokens without one count as 0: the weight of the others stays."""
+        if not self.edits_data:
+            return loss
+
+        def counted(ids: Any, targets: Any) -> Tensor:
+            if isinstance(targets, NDArray):
+                share = Tensor.from_ndarray((targets >= 0).astype("float32").mean())
+            else:
+                share = float(np.float32((np.asarray(targets) >= 0).mean()))
+            return loss(ids, targets) * share
+
+        return counted
+
+    def change(self, run: Run) -> None:
+        """Make the edits of moments and weights, before the first step with edits."""
+        flat, state = run.optimizer.flat, run.optimizer.kept()
+        own = run.parallel.shards[run.parallel.group.rank]
+        for edit in self.edits:
+            sizes = {name: p.size for name, p in zip(flat.names, flat.parameters)}
+            for (slot, name), value in values_of(edit, sizes).items():
+                at = flat.offsets[flat.names.index(name)]
+                if slot == "weights":
+                    _write(flat.data, 0, at, value)
+                elif slot in state:
+                    _write(state[slot], own.start, at, value)
+
+
+def _edited_rate(edit: dict[str, Any], schedule: Callable[[int], float]) -> Callable[[int], float]:
+    first, last = edit["steps"]
+
+    def rate(step: int) -> float:
+        if not first <= step <= last:
+            return schedule(step)
+        if "value" in edit:
+            return float(edit["value"])
+        if "factor" in edit:
+            return schedule(step) * edit["factor"]
+        done = (step - first + 1) / (last - first + 1)
+        return schedule(first - 1) * (1 - (1 - edit["to"]) * done)
+
+    return rate
+
+
+def values_of(edit: dict[str, Any], sizes: dict[str, int]) -> dict[tuple[str, str], np.ndarray]:
+    """Return what an edit of moments or weights writes, by slot of the optimizer, or `weights`, and
+    name of the parameter; nothing for another edit. sizes: of the parameters. DataError for a
+    pattern that names no parameter, and for a source without one of them."""
+    if edit["do"] not in ("moments", "weights"):
+        return {}
+    chosen = fnmatch.filter(sizes, edit.get("parts", "*"))
+    if not chosen:
+        raise DataError(
+            f"parts: {edit['parts']!r} names no parameter; there are {', '.join(sizes)}"
+        )
+    if edit.get("to") == "zero":
+        return {(slot, name): np.zeros(sizes[name]) for slot in ("m", "v") for name in chosen}
+    model, optimizer, _, _ = find_checkpoint(edit["from"]).restore(cpu())
+    arrays = {} if optimizer is None else optimizer.state_dict()["arrays"]
+    weights = dict(model.named_parameters())
+    arrays |= {f"weights.{name}": p for name, p in weights.items()}
+    arrays = {f"master.{name}": p for name, p in weights.items()} | arrays
+    slots = ("m", "v") if edit["do"] == "moments" else ("weights", "master")
+    found = {(slot, name): arrays.get(f"{slot}.{name}") for slot in slots for name in chosen}
+    wrong = [name for (_, name), x in found.items() if x is None or x.size != sizes[name]]
+    if wrong:
+        raise DataError(f"from: {edit['from']} has no such {edit['do']} of {', '.join(wrong)}")
+    return {key: value.numpy().reshape(-1) for key, value in found.items()}
+
+
+def _write(buffer: NDArray, start: int, at: int, value: np.ndarray) -> None:
+    """Write numbers to place `at` of a flat array, of which `buffer` is the part from `start`."""
+    low, high = max(at, start), min(at + value.size, start + buffer.size)
+    if low < high:
+        part = _C.array(value[low - at : high - at], "float32", buffer.device)
+        _C.assign(buffer[low - start : high - start], part)
+
+
+# ---- the folder of a replay --------------------------------------------------------------------
+
+
+def read_replay(folder: Path, step: int) -> Replay | None:
+    """Return what makes the run in a folder a replay; None of any other run. step: steps done.
+    DataError where the folder was not made whole."""
+    file = folder / "replay.json"
+    try:
+        replay = Replay(**read_json(file))
+    except MissingFileError:
+        return None
+    except TypeError as error:
+        raise DataError(f"{file}: not of a replay: {error}") from error
+    if step < replay.base:
+        raise DataError(
+            f"{folder}: a replay that lacks its first checkpoint: remove it, begin again"
+        )
+    return replay
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """Return the steps from which the run in a folder can be repeated, ascending: 0, and those of
+    its whole checkpoints."""
+    return [0, *(step_of(file) for file in reversed(list_checkpoints(folder / "checkpoints")))]
+
+
+def planned(parent: SavedRun, start: int, steps: int | None, edits: list[dict]) -> Replay:
+    """Return the replay of a run from a step on; steps: that follow, by default to its end.
+    DataError for a step that it does not have."""
+    settings, last = parent.settings, parent.settings["steps"]
+    until = last if steps is None else start + steps
+    if not 0 <= start < until:
+        raise DataError(f"--from {start}: {parent.folder} has the steps 0 to {last}")
+    if until > last and settings["schedule"] != "constant":
+        raise DataError(
+            f"--steps {steps}: the {settings['schedule']} schedule of {parent.folder} ends at step "
+            f"{last}: give {last - start} or less"
+        )
+    if (of := read_replay(parent.folder, last)) is not None and of.edits:
+        raise DataError(f"{parent.folder}: a replay with edits: replay {of.parent}, with all edits")
+    base = max(step for step in whole_steps(parent.folder) if step <= start)
+    with contextlib.suppress(MissingFileError):
+        text = (parent.folder / "manifest.json").read_bytes()
+        manifest = hashlib.sha256(text).hexdigest()
+    return Replay(str(parent.folder.resolve()), manifest, base, start, until, edits)
+
+
+def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
+    """Make the folder in which a replay begins. replay.json comes first and the checkpoint last, so
+    that a folder which is not whole is no other run."""
+    parent = Path(replay.parent)
+    folder, lock = begin(out, name, f"{parent.name}-replay")
+    try:
+        _write_text(folder / "replay.json", json.dumps(dataclasses.asdict(replay), indent=2) + "\n")
+        description = read_description(parent) | {"saved": replay.base > 0}
+        _write_text(folder / "config.json", json.dumps(description, indent=2) + "\n")
+        for file in {*TEXT_FILES} - {"config.json"}:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(parent / file, folder / file)
+        lines = lines_until(parent / "metrics.jsonl", replay.base)
+        _write_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
+        if replay.base:
+            facts = json.loads((parent / "manifest.json").read_text()) if replay.manifest else {}
+            text = to_text({**facts, "replay": dataclasses.asdict(replay)})
+            _write_text(folder / "manifest.json", f"{text}\n")
+            theirs, own = (
+                checkpoint_path(f / "checkpoints", replay.base) for f in (parent, folder)
+            )
+            try:
+                os.link(theirs, own)
+            except OSError:  # on another disk
+                shutil.copyfile(theirs, own)
+    finally:
+        lock.release()
+    return folder
+
+
+def _write_text(file: Path, text: str) -> None:
+    with replacing(file) as target:
+        target.write(text.encode())
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool = False) -> int:
+    """Train the run in a folder to its end, as `needle train --resume` does; return the exit code.
+    launch: the words before the command, as "mpirun -n 2"."""
+    program = [*shlex.split(launch), sys.executable, str(find("apps/train_pythia.py"))]
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.run([*program, "--resume", str(folder), *flags], stdout=output).returncode
+
+
+def control(replay: Replay, launch: str, flags: Sequence[str]) -> list[str]:
+    """Repeat the first steps without edits; return what differs from the parent's."""
+    until = min(replay.start + CONTROL, replay.until)
+    null, parent = dataclasses.replace(replay, until=until, edits=[]), Path(replay.parent)
+    with tempfile.TemporaryDirectory(prefix="needle-control-") as made:
+        folder = make_folder(null, Path(made), "control")
+        if code := train(folder, launch, flags, quiet=True):
+            return [f"the control ended with exit code {code}"]
+        steps = range(replay.base + 1, until + 1)
+        return differences(parent / "metrics.jsonl", folder / "metrics.jsonl", steps)
+
+
+def check(replay: Replay, parent: SavedRun) -> tuple[Replay, list[str]]:
+    """Find the places of the edits. Return the replay that names them, and the plan in lines.
+    DataError for an edit that names nothing."""
+    data, batches, settings = open_run_data(parent.folder)
+    first, every = replay.start + 1, settings["micro_batches"]
+    edits = Edits(replay.edits, data, batches, every, first, replay.until)
+    sizes = {name: p.size for name, p in parent.config.meta_model(cpu()).named_parameters()}
+    for edit in replay.edits:
+        values_of(edit, sizes)
+    return dataclasses.replace(replay, edits=edits.checked), edits.describe()
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="needle replay", description="Repeat a run from a step on, with edits.")
+    top.epilog = "Other flags are those of needle train: --device, --gpus, --supervise ..."
+    top.add_argument("run", type=path, metavar="RUN", help="the folder of the run")
+    top.add_argument("--from", dest="start", type=whole(0), required=True, metavar="STEP",
+                     help="the last step without edits")  # fmt: skip
+    top.add_argument(
+        "--edit", type=path, metavar="FILE", help="edits (docs/replay.md); none: equal"
+    )
+    top.add_argument("--steps", type=whole(1), metavar="N", help="to train (default: to the end)")
+    top.add_argument("--name", type=run_name, help="of the new run's folder (default: RUN-replay)")
+    top.add_argument("--out", type=path, help="where it is written (default: beside RUN)")
+    top.add_argument("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
+    top.add_argument("--dry-run", action="store_true", help="check the edits and print the plan")
+    top.add_argument("--no-control", action="store_true",
+                     help=f"do not repeat {CONTROL} steps without edits first")  # fmt: skip
+    return top
+
+
+@reporting("needle replay")
+def main(argv: Sequence[str] | None = None) -> int:
+    args, flags = parser().parse_known_args(argv)
+    parent = open_run(args.run)
+    edits = [] if args.edit is None else read_edits(args.edit)
+    replay, lines = check(planned(parent, args.start, args.steps, edits), parent)
+    more = replay.start - replay.base
+    if more:
+        where = f"the checkpoint of step {replay.base}" if replay.base else "the first model"
+        lines.append(f"it begins with {where}: {more:,} steps more, which --keep-optimizer saves")
+    print(wrapped("\n".join(lines)), flush=True)
+    if args.dry_run:
+        return 0
+    if replay.edits and not args.no_control:
+        if wrong := control(replay, args.launch, flags):
+            raise DataError(f"the control differs from {parent.folder}: {'; '.join(wrong)}")
+        print(f"control: {CONTROL} steps without edits have equal bits", flush=True)
+    return train(
+        make_folder(replay, args.out or parent.folder.parent, args.name), args.launch, flags
+    )
