@@ -163,7 +163,7 @@ def make_run(given: Settings, group: Group) -> Run:
     replay = read_replay(path, step)
     run = Run(settings, path, lock, data, model, optimizer, batches, parallel, step, replay)
     if replay is not None:
-        replay.begin(run)
+        replay.begin(data, batches.batches, settings.grad_accum)
     if group.rank == 0 and not (step > 0 and folder.is_described(path)):
         runs.write_description(run)
     if isinstance(saved, Checkpoint):

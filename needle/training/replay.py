@@ -37,16 +37,16 @@ from needle._C import NDArray, cpu
 from needle.autograd import Tensor
 from needle.checkpoint import checkpoint_path, find_checkpoint, list_checkpoints, step_of
 from needle.command import Parser, find, path, reporting, whole, wrapped
-from needle.data import DataError
+from needle.data import Batches, DataError, TokenData
 from needle.data.edited import Edits
 from needle.data.edits import TRAINING, read_edits
 from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
+from needle.distributed.data_parallel import DataParallel
 from needle.files import MissingFileError, read_json, replacing
 from needle.training.folder import SavedRun, begin, open_run, read_description
 from needle.training.log import lines_until
 from needle.training.proofs import differences, to_text
-from needle.training.run import Run
 from needle.training.settings import run_name
 
 CONTROL = 20  # steps that are repeated without edits before a replay
@@ -66,12 +66,11 @@ class Replay:
     def __post_init__(self) -> None:
         self.edits_data = any(edit["do"] not in TRAINING for edit in self.edits)
 
-    def begin(self, run: Run) -> None:
-        """Have the run read its data with the edits."""
+    def begin(self, data: TokenData, batches: Batches, micro_batches: int) -> None:
+        """Have batches draw the edited data. micro_batches: of a step."""
         if self.edits_data:
-            batches, every = run.batches.batches, run.settings.grad_accum
             first, last = self.start + 1, self.until
-            batches.edits = Edits(self.edits, run.data, batches, every, first, last)
+            batches.edits = Edits(self.edits, data, batches, micro_batches, first, last)
 
     def rates(self, schedule: Callable[[int], float]) -> Callable[[int], float]:
         """Return a schedule with the edits of the rate."""
@@ -94,10 +93,10 @@ class Replay:
 
         return counted
 
-    def change(self, run: Run) -> None:
+    def change(self, parallel: DataParallel) -> None:
         """Make the edits of moments and weights, before the first step with edits."""
-        flat, state = run.optimizer.flat, run.optimizer.kept()
-        own = run.parallel.shards[run.parallel.group.rank]
+        flat, state = parallel.flat, parallel.optimizer.kept()
+        own = parallel.shards[parallel.group.rank]
         for edit in self.edits:
             sizes = {name: p.size for name, p in zip(flat.names, flat.parameters)}
             for (slot, name), value in values_of(edit, sizes).items():

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +39,8 @@ from needle.training.heartbeat import beat, rest, supervised
 from needle.training.log import RunLog
 from needle.training.plot import plot
 from needle.training.proofs import digest, manifest
+from needle.training.replay import Replay
 from needle.training.settings import FIELDS, SHAPE, Settings, complete, data_of, keeps, option
-
-if TYPE_CHECKING:
-    from needle.training.replay import Replay
 
 SAMPLE_TOKENS = 120
 

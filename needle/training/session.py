@@ -239,7 +239,7 @@ class Session:
         """Compute the micro-batches of a step; data that break off raise Failed on all ranks."""
         batches, replay = self.run.batches, self.run.replay
         if replay is not None and step == replay.start + 1:
-            replay.change(self.run)
+            replay.change(self.run.parallel)
         self._micro_batches = itertools.product([step], self.run.parallel.own_micro_batches)
         self._where = f"epoch {batches.epoch}, batch {batches.batch}"
         self.ranks.control.step = step
