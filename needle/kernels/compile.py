@@ -205,16 +205,19 @@ _build_once = functools.lru_cache(maxsize=256)(_build)
 
 
 def _compile(
-    source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]
+    source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...], whole: bool = False
 ) -> tuple[bytes, str, str, dict[str, str]]:
-    """Return (cubin, PTX, log, the symbol of each name)."""
+    """Return (cubin, PTX, log, the symbol of each name). whole: also of a source without headers,
+    which takes a fifth less time without textures and the device's runtime, where it needs none.
+    """
     nvrtc, include = _nvrtc(), find_toolkit().include
     flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", "--ptxas-options=-v"]
     flags += [f"-I{folder}" for folder in include]
     flags += [] if any("-std" in option for option in options) else ["-std=c++17"]
     # Since 12.9 NVRTC caches its results on the disk, and opens the driver for that.
     flags += ["--no-cache"] if nvrtc.version() >= (12, 9) else []
-    flags += options
+    whole = whole or "#include" in source
+    flags += [*options] if whole else [*options, "--minimal"]
     program = ctypes.c_void_p()
     text, name = source.encode(), SOURCE.encode()
     nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
@@ -223,6 +226,8 @@ def _compile(
             nvrtc.call("nvrtcAddNameExpression", program, entry.encode())
         given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = nvrtc.functions.nvrtcCompileProgram(program, len(flags), given)
+        if status in (COMPILATION, BAD_OPTION) and not whole:
+            return _compile(source, names, arch, options, whole=True)
         log = nvrtc.data("ProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
         if status in (COMPILATION, BAD_OPTION):
             raise CompileError(f"{SOURCE} does not compile (sm_{arch}):", log)

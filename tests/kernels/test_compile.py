@@ -128,6 +128,12 @@ def test_source_that_does_not_compile_is_explained():
 
 
 @needs_nvrtc
+def test_source_that_reads_a_texture_compiles():
+    source = "__global__ void f(cudaTextureObject_t t, float *y) { y[0] = tex1D<float>(t, 0); }"
+    assert str(build(source)["f"].signature) == "f(unsigned long long, float*)"
+
+
+@needs_nvrtc
 def test_options_reach_the_compiler_and_headers_are_read_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     concept = "template <class T> concept Any = true;\n"
