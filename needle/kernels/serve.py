@@ -13,7 +13,6 @@ can. It listens on loopback; other machines come by ssh, or through a proxy that
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import statistics
@@ -30,7 +29,7 @@ from msgspec import Meta, Struct
 
 from needle.kernels.cases import Case, InOut, Out, Random, Reference, host_array, readable
 from needle.kernels.kernelbench import Problem
-from needle.kernels.pool import NO_GPU, TOOLS, Pool, ReferenceFails, Result
+from needle.kernels.pool import TOOLS, Pool, ReferenceFails, Result
 from needle.kernels.toolkit import nvidia_smi
 from needle.safetensors import pack, unpack
 
@@ -256,21 +255,18 @@ class Service:
             said = f"{self.waiting} jobs wait, and {self.queue} may (--queue)"
             raise web.HTTPTooManyRequests(text=said, headers={"Retry-After": "1"})
         came = time.monotonic()
-        async with contextlib.AsyncExitStack() as held:
-            self.waiting += 1
-            try:
-                job, arrays = await read_request(request)
-                refused = isinstance(job, Job) and NO_GPU in self.pool.devices
-                if not refused:
-                    await held.enter_async_context(self.devices)
-            finally:
-                self.waiting -= 1
-            self.running += 1
-            began = time.monotonic()
-            try:
-                result: Any = await asyncio.to_thread(do, job, self.pool, arrays)
-            finally:
-                self.running -= 1
+        self.waiting += 1
+        try:
+            job, arrays = await read_request(request)
+            await self.devices.acquire()
+        finally:
+            self.waiting -= 1
+        self.running, began = self.running + 1, time.monotonic()
+        try:
+            result: Any = await asyncio.to_thread(do, job, self.pool, arrays)
+        finally:
+            self.running -= 1
+            self.devices.release()
         if self.pool.closed:
             raise web.HTTPServiceUnavailable(text="the service ends")
         seconds = {"queued": began - came, "ran": time.monotonic() - began}
