@@ -37,7 +37,7 @@ from needle.kernels.process import Process
 from needle.kernels.toolkit import nvidia_smi
 
 HUNG_SECONDS = 120  # without a job that ends
-QUIET_SECONDS = 20  # in which a GPU must become idle
+FIGURES = ("memory.used", "utilization.gpu")
 SPARES = 3
 MEBIBYTES_LEFT = 64  # that host or GPU may have more at the end
 
@@ -289,40 +289,30 @@ def costs(runs: int) -> None:
 # ---- a thousand mixed jobs -----------------------------------------------------------------------
 
 
-def quiet(uuid: str) -> tuple[int, bool]:
-    """Return the MiB of a GPU in use, by all, and whether it is idle: both at once, or after
-    QUIET_SECONDS. (0, True) where nvidia-smi does not tell."""
-    end = time.monotonic() + QUIET_SECONDS
-    while True:
-        rows = nvidia_smi("gpu", ["uuid", "memory.used", "utilization.gpu"])
-        used, busy = next(
-            ((row["memory.used"], row["utilization.gpu"]) for row in rows if row["uuid"] == uuid),
-            ("", ""),
-        )
-        idle = not busy.isdigit() or int(busy) == 0
-        if idle or time.monotonic() > end:
-            return int(used) if used.isdigit() else 0, idle
-        time.sleep(0.5)
+def gpu(uuid: str) -> tuple[int, int]:
+    """Return MiB in use and percent of the last second at work of a GPU, for all programs; zeros
+    where nvidia-smi has no figures."""
+    time.sleep(2.0)
+    for row in nvidia_smi("gpu", ["uuid", *FIGURES]):
+        if row["uuid"] == uuid:
+            used, busy = (int(row[name]) if row[name].isdigit() else 0 for name in FIGURES)
+            return used, busy
+    return 0, 0
 
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
-def held() -> tuple[int, int, int]:
-    """Return the numbers of open files, children and threads."""
+def held() -> tuple[int, bool, int]:
+    """Return the number of open files, whether there are child processes, and that of threads."""
     gc.collect()
-    children = [
-        stat for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == os.getpid()
-    ]
-    return len(os.listdir("/proc/self/fd")), len(children), threading.active_count()
-
-
-def parent_of(stat: Path) -> int:
+    children = True
     try:
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it is gone
-        return 0
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        children = False
+    return len(os.listdir("/proc/self/fd")), children, threading.active_count()
 
 
 def kill_one(pool: Pool) -> None:
@@ -336,7 +326,8 @@ def kill_one(pool: Pool) -> None:
 def mixed(count: int, seed: int, uuid: str) -> int:
     """Print a line a kind of job, and what is left; return the number of wrong answers."""
     rng = random.Random(seed)
-    before, (gpu_before, _) = held(), quiet(uuid)
+    gpu_before, _ = gpu(uuid)
+    before = held()
     seen: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     kills = threading.Semaphore(0)  # each may end one job, of any thread, which is repeated
@@ -386,8 +377,8 @@ def mixed(count: int, seed: int, uuid: str) -> int:
         took = time.monotonic() - began
         good(pool)
         late, state = resident(), pool.state()[0]
-    time.sleep(1.0)
-    after, (gpu_after, idle) = held(), quiet(uuid)
+    gpu_after, busy = gpu(uuid)
+    after = held()
     for name, times in sorted(seen.items()):
         print(f"{times:5}  {name}")
     total = sum(seen.values())
@@ -395,12 +386,12 @@ def mixed(count: int, seed: int, uuid: str) -> int:
         f"{total} jobs in {took:.0f} s, {total / took:.1f} a second, {len(wrong)} wrong; "
         f"{state['faults']} faults, {state['started']} processes, set aside: {state['set_aside']}"
     )
-    print(f"files, processes, threads: {before} before, {after} after")
-    print(f"host memory: {late - early:+} MiB; GPU: {gpu_after - gpu_before:+} MiB, idle: {idle}")
+    print(f"files, processes left, threads: {before} before, {after} after")
+    print(f"host memory: {late - early:+} MiB; GPU: {gpu_after - gpu_before:+} MiB, {busy} % busy")
     for line in wrong[:20]:
         print("wrong:", line)
     grown = max(late - early, gpu_after - gpu_before) > MEBIBYTES_LEFT
-    return len(wrong) + (before != after) + grown + (not idle)
+    return len(wrong) + (before != after) + grown + (busy > 0)
 
 
 def main() -> int:
@@ -413,7 +404,7 @@ def main() -> int:
     with Pool(devices=[0], spares=0) as pool:
         good(pool)
         uuid = pool.state()[0]["facts"]["uuid"]
-    if not quiet(uuid)[1]:
+    if gpu(uuid)[1] > 0:
         print(f"another program keeps {uuid} busy, and would be measured too: wait, or end it")
         return 1
     if args.runs:
