@@ -44,7 +44,7 @@ from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
 from needle.files import MissingFileError, read_json, replacing
-from needle.training.folder import SavedRun, begin, open_run, read_description
+from needle.training.folder import SavedRun, again, begin, open_run, read_description
 from needle.training.log import lines_until
 from needle.training.proofs import differences, to_text
 from needle.training.settings import run_name
@@ -247,7 +247,7 @@ def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool
     launch: the words before the command, as "mpirun -n 2"."""
     program = [*shlex.split(launch), sys.executable, str(find("apps/train_pythia.py"))]
     output = subprocess.DEVNULL if quiet else None
-    return subprocess.run([*program, "--resume", str(folder), *flags], stdout=output).returncode
+    return subprocess.run([*program, *again(folder), *flags], stdout=output).returncode
 
 
 def control(replay: Replay, launch: str, flags: Sequence[str]) -> list[str]:
