@@ -112,16 +112,6 @@ class Edits:
     Edits follow one another: first all of documents, then those of sequences. Text that is put into
     a place is taken from the unedited data; swap and reorder exchange what stands there by then.
     `checked` holds the edits again, with the numbers of documents in the place of patterns.
-
-    >>> from needle.data import Batches, TokenData
-    >>> batches = Batches(np.arange(100, 117), batch_size=2, seq_len=4, seed=1)
-    >>> data = TokenData(batches.tokens, batches.tokens, "")
-    >>> edit = {"do": "drop", "where": {"step": [[2, 2]], "row": [[0, 0]]}, "fill": "mask"}
-    >>> batches.edits = ndl.data.edited.Edits([edit], data, batches, 1, first=1, last=2)
-    >>> _ = batches.next()
-    >>> batches.next()[1]
-    array([[-110, -111, -112, -113],
-           [ 113,  114,  115,  116]])
     """
 
     def __init__(
@@ -174,9 +164,10 @@ class Edits:
             raise DataError("the tokenizer names no end of text: --end-of-text does")
         return end
 
-    def _places(self, where: dict[str, Any]) -> tuple[Places, np.ndarray]:
-        """Return the places that a table names, by their numbers."""
-        limits = {"step": (self.first, self.last), "row": (0, self.rows - 1)}
+    def _places(self, where: dict[str, Any], first: int | None = None) -> tuple[Places, np.ndarray]:
+        """Return the places that a table names, by their numbers. first: the lowest step, by
+        default that of the run."""
+        limits = {"step": (first or self.first, self.last), "row": (0, self.rows - 1)}
         named = {key: value for key, value in where.items() if key != "text"}
         for key, pairs in named.items():
             low, high = limits.get(key) or (0, len(self.borders) - 2)
@@ -198,7 +189,7 @@ class Edits:
 
     def _one(self, edit: dict[str, Any], key: str) -> int:
         """Return the number of the one place that a table names."""
-        numbers = self._places(edit[key])[1]
+        numbers = self._places(edit[key], 1 if edit["do"] == "repeat" else None)[1]
         if len(numbers) != 1:
             raise DataError(f"{key} must name one place, but names {len(numbers):,}")
         return int(numbers[0])
@@ -233,7 +224,7 @@ class Edits:
             end = self.tokenizer.eos_token_id
             ids = [*ids, end] if place is not None and place.read()[-1] == end else ids
         limit = self.batches.vocab_size
-        if limit is not None and max(ids) >= limit:
+        if limit is not None and max(ids, default=0) >= limit:
             raise DataError(f"id {max(ids)} is outside the vocabulary of {limit}")
         return Text(len(ids), lambda: np.array(ids, np.int64))
 
@@ -275,7 +266,7 @@ class Edits:
             if key in edit and "step" not in edit[key]:
                 numbers = self._places(edit[key])[1].tolist()
                 edit = {**edit, key: {"document": merged([i, i] for i in numbers)}}
-        places, numbers = self._places(edit["where"])
+        places, numbers = self._places(edit["where"], 1 if do == "repeat" else None)
         if do == "reorder":
             order = np.random.Generator(np.random.PCG64(edit["seed"])).permutation(numbers)
             places.update(zip(numbers.tolist(), [places[i] for i in order.tolist()]))

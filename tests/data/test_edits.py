@@ -148,7 +148,7 @@ def model(kind, documents, edits, batches):
         return found[: LAST * ROWS]
 
     rows = drawn(documents)[: (FIRST - 1) * ROWS] + drawn(texts)[(FIRST - 1) * ROWS :]
-    before = list(rows)
+    before = drawn(texts)
     for edit in edits:
         if edit["do"] == "reorder":
             chosen = numbers_of_rows(edit["where"])
@@ -197,6 +197,8 @@ def cases(draw):
             edit["to"] = {"document": [[j, j]]} if is_document else draw(place)
         if do == "repeat":
             edit["to"] = draw(place)
+            if not is_document:
+                edit["where"] = {"step": [[1, 1]], "row": [[j % ROWS, j % ROWS]]}
             if is_document and lengths[i] > T + 1:
                 continue
         if do == "reorder":
