@@ -221,7 +221,11 @@ def sequence(step, row):
 
 MASK, SHIFT = {"fill": "mask"}, {"fill": "shift"}
 DROP = {"do": "drop", "where": document(4), **MASK}
-ENDS = [DROP | {"where": document(0, 1, 13)}, DROP | {"where": document(11), "fill": "blank"}]
+ENDS = [
+    DROP | {"where": document(0, 1, 13)},
+    DROP | {"where": document(10), "fill": "blank"},
+    DROP | {"where": document(5, 11), "fill": "reserve", "seed": 1},  # round all held-out tokens
+]
 
 
 @given(cases())
@@ -246,7 +250,7 @@ def test_edited_batches_are_those_of_the_model_and_the_plan_covers_them(case):
         assert len(steps) == 0 and "reads what is edited" in str(error)
         return
     assert plan["rows"] >= len(steps) and plan["tokens"] >= (got != plain).sum()
-    assert plan["steps"] >= len(set(steps))
+    assert len(set(steps)) <= plan["steps"] and plan["rows"] <= ROWS * plan["steps"]
     if len(steps):
         assert FIRST <= plan["first"] <= steps[0] and steps[-1] <= plan["last"] <= LAST
 
@@ -296,6 +300,7 @@ def test_ranks_positions_columns_and_prefetch_draw_the_same_rows(kind):
     data = data_of(kind)[0]
     edits = EDITS if kind == "rows" else [*EDITS, DROP | {"where": document(9)} | SHIFT]
     batches = batches_of(data, edits, 1)
+    assert batches.edits.plan()["later_equal"] == (kind == "rows")
     whole, positions = [], []
     for _ in range(LAST * MICRO):
         positions.append(batches.position)
@@ -376,6 +381,7 @@ def rows_of_epoch(batches):
         ("windows", {"do": "insert", "where": document(1), "at": 0, "with": "~"}, "id 30 is outs"),
         ("windows", EQUAL | {"to": document(3, 5)}, "to must name one place, but names 2"),
         ("windows", {"do": "rate", "steps": [2, 5], "factor": 0.5}, "there are 3 to 12"),
+        ("windows", {"do": "rate", "steps": [5, 13], "factor": 0.5}, "there are 3 to 12"),
     ],
 )
 def test_edits_that_name_nothing_are_errors(kind, edit, says):
@@ -405,17 +411,18 @@ def test_documents_that_no_step_reads_are_said_and_an_error_if_they_are_all():
 
 
 def test_data_without_documents_a_tokenizer_or_held_out_tokens_are_errors():
-    ids = FlatTokens([Part(None, 0, np.arange(1, 27))])
+    ids, wrong = (FlatTokens([Part(None, 0, np.array(x))]) for x in (range(1, 27), [27]))
+    reserve = DROP | {"where": sequence(3, 0), "fill": "reserve", "seed": 1}
     for tokenizer, held_out, edit, says in (
         (None, ids, DROP, "need a tokenizer"),
         (Letters(), ids, DROP, "no end of text within"),
         (None, ids, DROP | {"where": sequence(3, 0), "fill": "blank"}, "need a tokenizer"),
-        (None, ids.between(0, 0), DROP | {"where": sequence(3, 0), "fill": "reserve", "seed": 1},
-         "no token is held out"),
-    ):  # fmt: skip
-        batches = batches_of(TokenData(ids, held_out, "letters"))
+        (None, ids.between(0, 0), reserve, "no token is held out"),
+        (None, wrong, reserve, "the edited data, sequence 0 of micro-batch 4: id 27 is outside"),
+    ):
+        data = TokenData(ids, held_out, "letters", tokenizer)
         with naming(says), pytest.raises(DataError, match=says):
-            Edits([edit], TokenData(ids, held_out, "letters", tokenizer), batches, 1, 3, 4)
+            rows_of(batches_of(data, [edit]))
 
 
 # ---- the file ------------------------------------------------------------------------------------
