@@ -266,6 +266,8 @@ def check(replay: Replay, parent: SavedRun) -> tuple[Replay, list[str]]:
     """Find the places of the edits. Return the replay that names them, and the plan in lines.
     DataError for an edit that names nothing."""
     data, batches, settings = open_run_data(parent.folder)
+    if replay.base:  # its position knows the order of the data
+        batches.seek(parent.checkpoint(replay.base).state["data"])
     first, every = replay.start + 1, settings["micro_batches"]
     edits = Edits(replay.edits, data, batches, every, first, replay.until)
     sizes = {name: p.size for name, p in parent.config.meta_model(cpu()).named_parameters()}
