@@ -233,8 +233,8 @@ class Launch:
             self.plain.append(None)
         self.nbytes = self.written + sum(array.nbytes for array in self.arrays)
         self.way: Message = {
-            "grid": _sizes("grid", case.grid),
-            "block": _sizes("block", case.block),
+            "grid": whole_numbers("grid", case.grid),
+            "block": whole_numbers("block", case.block),
             "shared": whole("shared", case.shared, -(2**63)),
             "arguments": self.plain,
         }
@@ -322,11 +322,3 @@ def from_json(value: Any) -> bool | int | float | bytes | np.generic:
     if isinstance(value, str):
         return bytes.fromhex(value)
     return np.dtype(value[0]).type(value[1]) if isinstance(value, list) else value
-
-
-def _sizes(what: str, size: Size) -> list[int]:
-    """Return a size as JSON. The process checks it against the device."""
-    sizes = whole_numbers(what, size)
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"{what}: must be a whole number or 1 to 3 of them, not {len(sizes):,}")
-    return list(sizes)

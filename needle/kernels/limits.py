@@ -120,20 +120,23 @@ def of_arch(arch: str) -> Limits:
 
 
 def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
-    """Return a size as Python's numbers. TypeError."""
+    """Return a size as one to three of Python's numbers. TypeError, ValueError."""
     with contextlib.suppress(TypeError):  # an array of NumPy's has __index__, and refuses
         return (operator.index(size),)  # type: ignore[arg-type]
-    with contextlib.suppress(TypeError):
-        return tuple(map(operator.index, size))  # type: ignore[arg-type]
-    raise TypeError(f"{what}: must be a whole number or a tuple of up to three, not {size!r}")
+    said = f"{what}: must be a whole number or a tuple of up to three, not"
+    try:
+        sizes = tuple(map(operator.index, size))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{said} {size!r}") from None
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{said} of {len(sizes):,}")
+    return sizes
 
 
 def triple(what: str, size: Size, most: Sequence[int], remedy: str) -> tuple[int, int, int]:
     """Return a size as three numbers, each from 1 to its limit. LaunchError, TypeError or
     ValueError."""
     sizes = whole_numbers(what, size)
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"{what}: {len(sizes)} sizes; there are x, y and z")
     sizes += (1,) * (3 - len(sizes))
     for axis, n, limit in zip("xyz", sizes, most):
         if n < 1:

@@ -215,16 +215,14 @@ class Device:
             if answer["status"] == "ok" and not self.closed:
                 self.failures, self.facts, process.state = 0, answer["facts"], "ready"
             else:
-                self._failed(f"{answer.get('message', '')}\n{process.printed()}".strip())
+                self.failures += 1
+                if self.failures >= STARTS:
+                    why = f"{answer.get('message', '')}\n{process.printed()}".strip()
+                    self.lose(f"a process for cuda({self.number}) does not start: {why}")
                 self._kill(process)
                 self.fill()
             self.changed.notify_all()
         self._follow(process)
-
-    def _failed(self, why: str) -> None:
-        self.failures += 1
-        if self.failures >= STARTS:
-            self.lose(f"a process for cuda({self.number}) does not start: {why}")
 
     def _follow(self, process: Process) -> None:
         """Wait for the end of a process."""

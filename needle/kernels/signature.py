@@ -145,11 +145,7 @@ def short_name(symbol: str) -> str:
     ('scale<float>', 'plain')
     """
     parts = _function_parts(symbol)
-    if parts is None:
-        return symbol
-    head, _ = parts
-    spaces = _top_level(head, " ")
-    return head[spaces[-1] + 1 :] if spaces else head  # a template's result stands before its name
+    return symbol if parts is None else parts[0].removeprefix("void ")  # of a template
 
 
 # ---- reading types -------------------------------------------------------------------------------
@@ -168,23 +164,16 @@ def _function_parts(symbol: str) -> tuple[str, str] | None:
     return plain[:start], plain[start + 1 : -1]
 
 
-def _top_level(text: str, sought: str) -> list[int]:
-    """Return the places of a letter outside of all brackets."""
-    found, depth = [], 0
-    for i, letter in enumerate(text):
-        depth += (letter in "<([{") - (letter in ">)]}")
-        if letter == sought and depth == 0:
-            found.append(i)
-    return found
-
-
 def _split(text: str) -> list[str]:
     """Return the types between the commas outside of all brackets."""
-    if text in ("", "void"):
-        return []
-    ends = [*_top_level(text, ","), len(text)]
-    starts = [0, *(end + 1 for end in ends[:-1])]
-    return [text[start:end].strip() for start, end in zip(starts, ends)]
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "<([{") - (letter in ">)]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [] if text in ("", "void") else [part.strip() for part in parts]
 
 
 def read_type(text: str, offset: int, size: int) -> Parameter:

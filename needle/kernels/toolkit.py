@@ -87,10 +87,8 @@ def find_toolkit() -> Toolkit:
 
 def find_tool(name: str) -> str | None:
     """Return the path of a program of the toolkit, such as compute-sanitizer; None without it."""
-    places = [shutil.which(name), *(str(root / "bin" / name) for _, root in toolkit_roots())]
-    home = os.environ.get("CUDA_HOME")
-    places = [f"{home}/bin/{name}", *places] if home else places
-    return next((place for place in places if place and os.access(place, os.X_OK)), None)
+    folders = [str(root / "bin") for _, root in toolkit_roots()]
+    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
 
 
 def nvidia_smi(

@@ -62,7 +62,7 @@ def test_launch_beyond_a_limit_names_both_numbers():
         (DEVICE, {"local_bytes": LOCAL + 1}, (1, 32), E, TOO_MUCH_LOCAL),
         (H, {}, ("4", 32), T, "grid: must be a whole number or .* up to three, not '4'"),
         (H, {}, (4, (32, 1.0)), T, "block: must be"),
-        (H, {}, ((1, 1, 1, 1), 32), V, "grid: 4 sizes"),
+        (H, {}, ((1, 1, 1, 1), 32), V, "grid: must be .* not of 4"),
         (H, {}, (np.array([4, 2.5]), 32), T, "grid: must be"),
         (H, {}, (4, 32, 1.5), T, "shared: must be a whole number of bytes"),
         (H, {}, (4, 32, 0, "2"), T, "cluster: must be"),

@@ -301,7 +301,7 @@ def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
         (TypeError, r"args\[0\]: an array of dtype >f4", launch, {"args": [X.astype(">f4")]}),
         (ValueError, "sanitizer: must be one of memch", launch, {"sanitizer": "x"}),
         (TypeError, "grid: must be a whole number", launch, {"grid": (1, 2.5)}),
-        (ValueError, "grid: .* not 0", launch, {"grid": []}),
+        (ValueError, "grid: .* not of 0", launch, {"grid": []}),
         (TypeError, "shared: must be a whole number", launch, {"shared": "x"}),
         (TypeError, "source and entry must be text", launch, {"source": b"k"}),
         (ValueError, "surrogates not allowed", launch, {"source": "k \ud800"}),
