@@ -39,6 +39,7 @@ from needle.kernels.toolkit import nvidia_smi
 HUNG_SECONDS = 120  # without a job that ends
 FIGURES = ("memory.used", "utilization.gpu")
 SPARES = 3
+SECONDS = 2.0  # that a launch may take: the driver reports some faults after half a second
 MEBIBYTES_LEFT = 64  # that host or GPU may have more at the end
 
 # ---- jobs, and what is right ---------------------------------------------------------------------
@@ -267,7 +268,7 @@ def costs(runs: int) -> None:
             good(pool)
 
     row("a pool, its first job, and its end", start, 3, lambda: None)
-    with Pool(devices=[0], timeout=0.5, spares=SPARES) as pool:
+    with Pool(devices=[0], timeout=SECONDS, spares=SPARES) as pool:
         sources = iter(f"{GOOD}// of this run: {n}" for n in range(10**6))
         kinds: dict[str, Callable[[], None]] = {
             "source cached": lambda: good(pool),
@@ -355,7 +356,7 @@ def mixed(count: int, seed: int, uuid: str) -> int:
             kills.acquire(blocking=False)
         seen[name] += 1
 
-    with Pool(devices=[0], timeout=1.0, spares=SPARES) as pool:
+    with Pool(devices=[0], timeout=SECONDS, spares=SPARES) as pool:
         good(pool)
         early, began = resident(), time.monotonic()
         while sum(seen.values()) < count:

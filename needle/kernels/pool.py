@@ -42,10 +42,12 @@ from needle.kernels.toolkit import find_tool
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")  # of compute-sanitizer
 NO_SANITIZER = "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)"
 ERRORS_FOUND = "exited with code 99"  # its end
-FAULTS = "illegal_address misaligned_address assertion launch_failure timeout crashed".split()
+ANSWERED = "illegal_address misaligned_address assertion launch_failure".split()
+FAULTS = [*ANSWERED, "timeout", "crashed"]
 SLOWER = 10  # times as long as a plain run may take under compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIME_SECONDS = 0.5  # that the timed calls of a case take
+SMALL_BYTES = 64 << 20  # of arrays, which a process may hold when the next job runs
 KEPT_CODES = 256  # compiled kernels that the pool keeps
 NO_GPU = -1  # the number of the device that is none
 RESOURCES = ("registers", "shared_bytes", "local_bytes", "max_threads")
@@ -86,6 +88,7 @@ class Job:
     def __init__(self, pool: Pool, device: Device, process: Process) -> None:
         self.pool, self.device, self.process = pool, device, process
         self.resources: dict[str, Any] = {}
+        self.most_bytes = 0  # of a launch
 
     def ask(self, message: Message, arrays: Sequence[Any], seconds: float) -> Result:
         """Return what the process answers; `answer` and `blocks` have all of it."""
@@ -123,6 +126,7 @@ class Job:
         if launch.nbytes > most:
             said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
             return Result("out_of_memory", said, device=self.device.number)
+        self.most_bytes = max(self.most_bytes, launch.nbytes)
         message = {"do": "run", **launch.message(self.entry)}
         result = self.ask(message, launch.arrays, seconds)
         return replace(result, outputs=launch.read(self.blocks))
@@ -292,7 +296,8 @@ class Pool:
                             result = do(job)
                         return replace(result, printed=process.printed())
                     finally:
-                        device.finish(process, result.status in FAULTS)
+                        later = result.status in ANSWERED and job.most_bytes <= SMALL_BYTES
+                        device.finish(process, result.status in FAULTS, later)
         except _AllLost as error:
             return Result("device_lost", str(error))
 

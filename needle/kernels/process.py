@@ -3,7 +3,9 @@
 A message is JSON, then arrays as raw bytes. Nothing is pickled or unpickled, so a process can at
 most send wrong numbers. A process does one job and is killed. Others wait meanwhile, with a context
 and a kernel run, so that the next job need not wait for a start. A start would disturb what is
-timed: processes start while their device is idle, or when none is ready.
+timed: processes start while their device is idle, or when none is ready. The end of a context holds
+up the driver for some 25 ms, and with it the next job: a process that answered with a fault waits
+until the device is idle, and one that had to be killed is gone before its job ends.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -93,13 +94,14 @@ def answer_all(
 
 class Process:
     """A process in a session of its own, its connection, and its output. It is killed with the
-    thread that starts it (needle.processes.die_with). state: starting, ready, used or dying."""
+    thread that starts it (needle.processes.die_with). state: starting, ready, used, done (to be
+    killed later) or dying."""
 
     def __init__(
         self, command: Sequence[str], environment: dict[str, str], cwd: str | None = None
     ) -> None:
         self.command, self.environment, self.cwd = command, environment, cwd
-        self.state, self.killed = "starting", 0.0
+        self.state = "starting"
         self.process: subprocess.Popen | None = None
         ours, self.theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
@@ -191,8 +193,9 @@ class Device:
         return [process for process in self.processes if process.state in states]
 
     def fill(self) -> None:
-        """Start the processes that are missing."""
+        """Kill the processes that are done, and start those that are missing."""
         with self.changed:
+            self._kill(*self.those("done"))
             there = len(self.those("starting", "ready", "used"))
             for _ in range(0 if self.lost or self.closed else self.size - there):
                 new = self._new(self.command, None, **VARIABLES)
@@ -241,9 +244,10 @@ class Device:
             if not self.those("used"):  # else the end of that job asks again
                 self.fill()
 
-    def _kill(self, process: Process) -> None:
-        process.state, process.killed = "dying", time.monotonic()
-        process.kill()
+    def _kill(self, *processes: Process) -> None:
+        for process in processes:
+            process.state = "dying"
+            process.kill()
 
     # ---- used by the Pool ------------------------------------------------------------------------
 
@@ -256,7 +260,6 @@ class Device:
     def take(self) -> Process | None:
         """Wait for a process that is ready. None if the device is lost or the pool closed."""
         with self.changed:
-            self._check_ends()
             if not self.those("ready"):
                 self.fill()
             self.changed.wait_for(lambda: self.those("ready") or self.lost or self.closed)
@@ -276,12 +279,17 @@ class Device:
         threading.Thread(target=self._follow, args=(process,), daemon=True).start()
         return process
 
-    def finish(self, process: Process, fault: bool = False) -> None:
-        """Kill a process after its job."""
+    def finish(self, process: Process, fault: bool = False, later: bool = False) -> None:
+        """Kill a process after its job, or `later`; wait for the end of one with a fault."""
         with self.changed:
             self.faults += fault
+            if later and process in self.processes:
+                process.state = "done"
+                return
             self._kill(process)
             process.close()
+            if fault:
+                self._await_ends()
 
     def release(self) -> None:
         """Let the next job have the device."""
@@ -296,22 +304,25 @@ class Device:
         """Wait until no process starts or ends here, before something is timed. None starts while
         the job has the device."""
         with self.changed:
-            self.changed.wait_for(lambda: not self.those("starting", "dying"), REAP_SECONDS)
-            self._check_ends()
+            self._kill(*self.those("done"))
+            self.changed.wait_for(lambda: not self.those("starting"), REAP_SECONDS)
+            self._await_ends()
 
-    def _check_ends(self) -> None:
-        for process in self.those("dying"):
-            if time.monotonic() - process.killed > REAP_SECONDS:
-                self.lose(f"process {process.pid} outlives SIGKILL on cuda({self.number})")
+    def _await_ends(self) -> None:
+        """Wait for the ends of killed processes. One that outlives SIGKILL loses the device."""
+        dying = self.those("dying")
+        gone = lambda: not set(dying) & set(self.processes)
+        if not self.changed.wait_for(gone, REAP_SECONDS):
+            pids = ", ".join(str(process.pid) for process in dying if process in self.processes)
+            self.lose(f"process {pids} outlives SIGKILL on cuda({self.number})")
 
     def reset(self) -> None:
         """Replace the processes that are ready, and try again if the device was lost. RuntimeError
         if none gets ready."""
         with self.changed:
-            for process in self.those("ready"):
-                self._kill(process)
+            self._kill(*self.those("ready"))
             self.lost, self.failures = None, 0
-            self._check_ends()
+            self._await_ends()
             self.fill()
             ended = lambda: self.those("ready") or self.lost or self.closed or not self.size
             self.changed.wait_for(ended)
@@ -322,8 +333,7 @@ class Device:
         """Kill all processes, and wait for their ends."""
         with self.changed:
             self.closed = True
-            for process in self.those("starting", "ready"):
-                self._kill(process)
+            self._kill(*self.those("starting", "ready", "done"))
             for process in self.those("used"):
                 process.kill()  # the thread of its job sees its end
             self.changed.notify_all()

@@ -422,6 +422,24 @@ def test_no_process_starts_while_a_job_is_timed(pool, monkeypatch):
         assert seen == {0}
 
 
+def test_end_of_a_process_with_a_fault_does_not_hold_up_the_next_job(pool, monkeypatch):
+    """It waits until the device is idle, or something is timed, or memory is wanted back."""
+    (device,) = pool.devices.values()
+    for small, fault, kept in ((0, ("fails", 0), 1), (-1, ("fails", 0), 0), (0, ("hangs",), 0)):
+        with naming(small, fault), monkeypatch.context() as patched:
+            wait_for(lambda: len(device.those("ready")) == 2)
+            patched.setattr(process, "IDLE_SECONDS", 1000)
+            patched.setattr(pool_module, "SMALL_BYTES", small)
+            patched.setattr(pool, "timeout", SHORT if fault == ("hangs",) else SECONDS)
+            assert run(pool, *fault).status in ("illegal_address", "timeout")
+            assert len(device.those("done")) == kept and not device.those("dying")
+            pool.timeout = SECONDS
+            assert evaluate(pool, "spills", [CASE], lambda x: x).status == "ok"
+            assert not device.those("done")
+        assert run(pool, "fails", 0).status == "illegal_address"
+        wait_for(lambda: not device.those("done"))
+
+
 def test_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
     broken = tmp_path / "broken"
     broken.touch()
