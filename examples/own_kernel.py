@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ import checkout
 checkout.choose()
 
 import needle as ndl  # noqa: E402
-from needle.autograd import FusedOp, NDArray, Tensor  # noqa: E402
+from needle.autograd import Accumulators, FusedOp, NDArray, Tensor  # noqa: E402
 from needle.backend_ndarray import empty  # noqa: E402
 from needle.processes import program  # noqa: E402
 
@@ -79,9 +78,7 @@ class SwiGLU(FusedOp):
             kernels(a.dtype)[0](-(-y.size // BLOCK), BLOCK, a, b, y, y.size)
         return y
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Sequence[NDArray | None]
-    ) -> tuple[NDArray, NDArray]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> tuple[NDArray, NDArray]:
         a, b, dout = (x.compact() for x in (*(t.cached_data for t in node.inputs), dout))
         da, db = like(a), like(b)
         if a.size:

@@ -619,9 +619,9 @@ class Unlucky(autograd.FusedOp):
     def compute(self, x, w):
         return _C.matmul(x.reshape((1, *x.shape)), w.reshape((1, *w.shape)), None).reshape((2, 4))
 
-    def backward(self, dout, node, accumulators):
-        accumulator, beta = accumulators.with_beta(1)
-        accumulator.fill(7)  # as a kernel that got so far
+    def backward(self, dout, node, into):
+        array, beta = into.with_beta(1)
+        array.fill(7)  # as a kernel that got so far
         if Unlucky.fails:
             raise MemoryError("no room")
         assert beta == 0

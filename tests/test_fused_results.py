@@ -1,14 +1,14 @@
-"""Fused ops with several results: arguments of their backward, and norms beside a residual."""
+"""Fused ops: arguments of their backward, several results, and norms beside a residual."""
 
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from harness import assert_same_bits
+from harness import assert_same_bits, close
 
 import needle as ndl
 from needle import _C, Tensor, nn, ops
-from needle.autograd import FusedTupleOp
+from needle.autograd import FusedOp, FusedTupleOp, grad
 
 
 class Halves(FusedTupleOp):
@@ -19,7 +19,7 @@ class Halves(FusedTupleOp):
     def compute(self, x):
         return _C.multiply(x, 0.5), x, _C.negate(x)
 
-    def backward(self, dout, node, accumulators):
+    def backward(self, dout, node, into):
         self.given.append([None if d is None else d.numpy().tolist() for d in dout])
         half, same, minus = (
             _C.multiply(node.inputs[0].cached_data, 0) if d is None else d for d in dout
@@ -57,6 +57,84 @@ def test_results_by_index_and_as_a_tuple_share_one_gradient():
     assert Halves.given == [[[3, 3], [1, 1], [1, 1]]]
 
 
+class Scaled(FusedOp):
+    """x a b of rows x: adds the gradients of the rows a and b, and returns half of that of b."""
+
+    def compute(self, x, a, b):
+        return x * a * b
+
+    def backward(self, dout, node, into):
+        x, a, b = node.operands
+        array, beta = into.with_beta(1)
+        db = (dout * x * a).astype("float32").sum(0, keepdims=True) * 0.5
+        into[2][...] = into[2] + db
+        da = (dout * x * b).astype("float32").sum(0, keepdims=True)
+        _C.assign(array, array + da if beta else da)
+        return dout * a * b, None, db
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("flat", ["both", "a", "none"])
+@pytest.mark.parametrize("same", [False, True], ids=["two", "one twice"])
+def test_backward_adds_into_buffers_and_own_arrays(dtype, flat, same):
+    """The gradients are those of x * a * b, whatever has a buffer, in the first step and after
+    others; of autograd.grad alike, which leaves the buffers."""
+
+    def run(op):
+        rng = np.random.default_rng(0)
+        module = nn.Module()
+        x = Tensor(rng.standard_normal((3, 4)), dtype=dtype)
+        module.a = nn.Parameter(rng.standard_normal((1, 4)), dtype=dtype)
+        module.b = module.a if same else nn.Parameter(rng.standard_normal((1, 4)), dtype=dtype)
+        if flat != "none":
+            buffers = nn.flatten_parameters(module, only=None if flat == "both" else ["a"])
+        dy = Tensor(rng.standard_normal((3, 4)), dtype=dtype)
+        given = grad(op(x, module.a, module.b), (x, module.a, module.b), dy)
+        assert module.a.grad is None or not module.a.grad.numpy().any()
+        if flat != "none":
+            module.a.grad_buffer.fill(7)
+            buffers.reset_grad()
+        for _ in range(2):
+            op(x, module.a, module.b).backward(dy)
+        left = [t.grad.numpy() for t in (x, module.a, module.b)]
+        return [*(t.numpy() for t in given), *left]
+
+    wanted = run(lambda x, a, b: x * a * b)
+    for got, expected in zip(run(lambda *operands: Scaled()(*operands)), wanted, strict=True):
+        close(got, expected, 1e-6 if dtype == "float32" else 2e-2)
+
+
+def test_a_parameter_frozen_in_its_buffer_gets_no_gradient():
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(np.ones((1, 4))), nn.Parameter(np.ones((1, 4)))
+    nn.flatten_parameters(module)
+    module.b.requires_grad = False
+    Scaled()(ndl.ones(3, 4), module.a, module.b).sum().backward()
+    assert (module.a.grad.numpy() == 3).all() and not module.b.grad.numpy().any()
+
+
+def test_grad_of_a_recomputed_module_leaves_the_buffers():
+    layer = nn.Linear(3, 2)
+    x = ndl.ones(4, 3, requires_grad=True)
+    flat = nn.flatten_parameters(layer)
+    wanted = grad((layer(x) * layer(x)).sum(), (x, layer.weight, layer.bias))
+    y = nn.recompute(layer, x)
+    found = grad((y * y).sum(), (x, layer.weight, layer.bias))
+    for one, other in zip(found, wanted, strict=True):
+        close(one.numpy(), other.numpy(), 1e-6)
+    assert not flat.grad.numpy().any()
+
+
+def test_grad_of_a_computed_weight_has_its_dtype():
+    """As `.grad` of that weight after backward()."""
+    x, w = ndl.ones(4, 3, dtype="bfloat16"), Tensor(np.eye(3), dtype="bfloat16")
+    doubled = w * 2
+    loss = ops.linear(x, doubled).sum()
+    (found,) = grad(loss, doubled)
+    loss.backward()
+    assert found.dtype == doubled.grad.dtype == "bfloat16"
+
+
 def norm_operands(device, dtype="float32", kind=Tensor):
     rng = np.random.default_rng(11)
     shapes = [(3, 5, 16), *[(16,)] * 4]
@@ -88,12 +166,13 @@ def test_a_residual_adds_its_gradient_in_the_norm(device):
     """One kernel a way, and nothing is added beside it."""
     x, w, b, *_ = norm_operands(device)
     y, same = ops.layer_norm_residual(x, w, b)
-    grads = y.inputs[0].op.backward([y.cached_data, same.cached_data], y.inputs[0], [None] * 3)
-    alone = y.inputs[0].op.backward([y.cached_data, None], y.inputs[0], [None] * 3)
-    wanted = _C.add(alone[0], same.cached_data).numpy()
+    (both,) = y.inputs
+    grads = both.op.gradient_as_tuple([y, same], both)
+    alone = both.op.gradient_as_tuple([y, None], both)
+    wanted = (alone[0] + same).numpy()
     np.testing.assert_allclose(grads[0].numpy(), wanted, rtol=0, atol=1e-5)
-    for got, without in zip(grads[1:], alone[1:]):
-        assert_same_bits(got, without)
+    for got, without in zip(grads[1:], alone[1:], strict=True):
+        assert_same_bits(got.cached_data, without.cached_data)
 
 
 def test_a_norm_that_a_pair_has_twice(device):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from needle import _C
@@ -138,48 +138,54 @@ def memory_of(*values: Any) -> Iterator[int]:
 # ---- where gradients are added ------------------------------------------------------------------
 
 
-class Accumulators(Sequence["NDArray | None"]):
-    """Gradient accumulators of an op: `accumulators[i]` is the float32 array into which it adds the
-    gradient of input i, None where it returns that gradient.
+class Accumulators:
+    """`into` of a backward: the float32 arrays into which it adds gradients. `into[i]`, of input i,
+    is the gradient buffer of a flattened parameter; else an array of zeros, which then is the
+    gradient of that input.
 
-    The first access after `reset_grad()` fills an array with zeros. `with_beta(i)` saves that for a
-    kernel that can write.
+    The first access after `reset_grad()` fills a buffer with zeros. `with_beta(i)` saves that for a
+    kernel that can write. buffers: False where the walk is to find gradients, not to add them up.
     """
 
-    def __init__(self, owners: Sequence[Any]) -> None:
-        self._owners = owners
+    def __init__(self, inputs: Sequence[Any], buffers: bool = False) -> None:
+        self.inputs, self.buffers = inputs, buffers
+        self.own: dict[int, NDArray] = {}  # arrays that are no buffers, by input
+        self._lent: dict[int, int] = {}  # ids of parameters: the inputs that have their buffers
         self._unwritten: list[Any] = []
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self.inputs)
 
-    def __getitem__(self, i: Any) -> Any:
-        owner = self._owners[i]
-        return None if owner is None else owner.grad_buffer
+    def __getitem__(self, i: int) -> NDArray:
+        array, beta = self.with_beta(i)
+        if not beta:
+            array.fill(0)
+        return array
 
-    def with_beta(self, i: int) -> tuple[NDArray | None, int]:
+    def with_beta(self, i: int) -> tuple[NDArray, int]:
         """Return (array, beta) for array = beta * array + gradient, as BLAS has it. With beta 0 the
         numbers in the array have no meaning: the caller writes all of them."""
-        owner = self._owners[i]
-        if owner is None:
-            return None, 0
-        if not owner.is_zero:
-            return owner.buffer, 1
-        self._unwritten.append(owner)
-        owner.is_zero = False
-        return owner.buffer, 0
+        return self.with_betas((i,))[0]
 
-    def with_betas(self) -> tuple[list[NDArray | None], list[int]]:
-        """Return all arrays and betas, as with_beta gives one."""
-        arrays: list[NDArray | None] = []
-        betas = []
-        for owner in self._owners:
-            arrays.append(None if owner is None else owner.buffer)
-            betas.append(0 if owner is None or owner.is_zero else 1)
-            if owner is not None and owner.is_zero:
-                owner.is_zero = False
-                self._unwritten.append(owner)
-        return arrays, betas
+    def with_betas(self, indices: Iterable[int]) -> list[tuple[NDArray, int]]:
+        """Return (array, beta) of each of these inputs."""
+        found: list[tuple[NDArray, int]] = []
+        for i in indices:
+            x = self.inputs[i]
+            if i in self.own:
+                found.append((self.own[i], 1))
+                continue
+            has_buffer = self.buffers and x.requires_grad and x.has_grad_buffer
+            if has_buffer and self._lent.setdefault(id(x), i) == i:
+                found.append((x.buffer, int(not x.is_zero)))
+                if x.is_zero:
+                    x.is_zero = False
+                    self._unwritten.append(x)
+            else:  # a parameter that is an operand twice too: a kernel may add to both at once
+                data = x.cached_data
+                self.own[i] = _C.empty(data.shape, "float32", data.device)
+                found.append((self.own[i], 0))
+        return found
 
     def reset_unwritten(self) -> None:
         """Count the arrays given out with beta 0 as zeros again: the op has failed."""

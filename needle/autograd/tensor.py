@@ -4,16 +4,16 @@ A Tensor wraps an NDArray (`cached_data`) and, when it was computed from Tensors
 gradients, remembers the op and the inputs that made it. `backward()` walks that graph from the
 result to the leaves.
 
-An op offers up to three things (docs/design.md, Two protocols):
+An op has `compute(*arrays)`, NDArrays in, an NDArray out (of a TensorTupleOp a tuple of them), and
+one of two protocols for its gradient (docs/design.md, Two protocols):
 
-- `compute(*arrays)`: NDArrays in, NDArray out (a TensorTupleOp: a tuple of NDArrays);
 - `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
-  `node`. It is pure. That of an elementary op is built from ops, so it can be differentiated again.
-  The gradient of a tuple is a TensorTuple, or a list, with None for the elements that have none;
-- `accumulate(out_grad, node, accumulators)`: like gradient, but where `accumulators[i]` is a
-  float32 NDArray, it adds the gradient of input i into it and returns None there. That is how the
-  gradients of flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that
-  computes them. A kernel that can write as well as add uses `accumulators.with_beta(i)`.
+  `node`. It is pure and built from ops, so it can be differentiated again. The gradient of a tuple
+  is a TensorTuple, or a list, with None for the elements that have none;
+- `backward(dout, node, into)` of a FusedOp: NDArrays in and out, by kernels. It adds the gradients
+  of weights into the float32 arrays `into[i]`. That is how those of flattened parameters
+  (`needle.nn.flatten_parameters`) are summed by the kernel that computes them. A kernel that can
+  write as well as add uses `into.with_beta(i)`.
 
 Every `backward()` adds to `.grad`, until `optimizer.reset_grad()` or `x.grad = None`. That of a
 Parameter with a gradient buffer is a Tensor over the buffer. That of another leaf has memory of its
@@ -27,7 +27,7 @@ import contextlib
 import copy
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,16 +109,6 @@ class Op:
             return tuple(grads)
         return (grads,)
 
-    def accumulate(self, out_grad: Any, node: Value, accumulators: Accumulators) -> tuple:
-        """Like `gradient_as_tuple`, but add entry i into `accumulators[i]` and return None for it
-        where that is an array."""
-        grads = list(self.gradient_as_tuple(out_grad, node))
-        for i, accumulator in enumerate(accumulators):
-            if accumulator is not None and grads[i] is not None:
-                _add_into(accumulator, grads[i].cached_data)
-                grads[i] = None
-        return tuple(grads)
-
 
 class TensorOp(Op):
     """An op whose result is a Tensor."""
@@ -154,29 +144,21 @@ class FusedOp(TensorOp):
     """An op whose forward and backward are kernels, ops of ops.def.
 
     `compute` may keep arrays for the backward on `self`: each call works on a copy of the op.
-    Subclasses write `backward(dout, node, accumulators)`: `dout` is the NDArray of the output's
-    gradient in the output's dtype; it returns one NDArray or None an input, None where it has added
-    into `accumulators[i]` and where that input needs no gradient. Weight gradients are float32 in
-    models of every dtype. A fused gradient cannot be differentiated again; trying raises.
+    Subclasses write `backward(dout, node, into)`. `dout` is the NDArray of the output's gradient in
+    the output's dtype. It returns one NDArray or None an input: None where that input needs no
+    gradient, and where it has added the gradient into `into[i]` (Accumulators). Weight gradients
+    are float32 in models of every dtype. A fused gradient cannot be differentiated again; trying
+    raises.
     """
 
     def __call__(self, *args: Value) -> Tensor:
         return Tensor.make_from_op(copy.copy(self), args)
 
-    def backward(
-        self, dout: Any, node: Any, accumulators: Accumulators
-    ) -> Sequence[NDArray | None]:
+    def backward(self, dout: Any, node: Any, into: Accumulators) -> Sequence[NDArray | None]:
         raise NotImplementedError(f"{type(self).__name__}.backward is not defined")
 
     def gradient(self, out_grad: Any, node: Any) -> tuple:
-        return self.accumulate(out_grad, node, Accumulators([None] * len(node.inputs)))
-
-    def accumulate(self, out_grad: Any, node: Any, accumulators: Accumulators) -> tuple:
-        grads = self.backward(self._douts(out_grad, node), node, accumulators)
-        return tuple([None if grad is None else _severed(grad, self) for grad in grads])
-
-    def _douts(self, out_grad: Any, node: Any) -> Any:
-        return _rounded(out_grad, node.cached_data)
+        return _backward(self, out_grad, node, Accumulators(node.inputs))
 
 
 class FusedTupleOp(FusedOp):
@@ -189,13 +171,32 @@ class FusedTupleOp(FusedOp):
     def __call__(self, *args: Value) -> Any:
         return TensorTuple.make_from_op(copy.copy(self), args)
 
-    def _douts(self, out_grad: Any, node: Any) -> list[NDArray | None]:
-        pairs = zip(out_grad, node.cached_data)
-        return [None if g is None else _rounded(g, result) for g, result in pairs]
+
+def _backward(op: FusedOp, out_grad: Any, node: Value, into: Accumulators) -> tuple:
+    """Run the backward of an op. Return as Tensors what it does not add into gradient buffers."""
+    dout: Any
+    if isinstance(node, Tensor):
+        dout = _rounded(out_grad, node.cached_data)
+    else:
+        dout = [*map(_rounded, out_grad, node.cached_data)]
+    try:
+        grads = op.backward(dout, node, into)
+    except BaseException:
+        into.reset_unwritten()
+        raise
+    parts: list[Tensor | None] = []
+    for i, grad in enumerate(grads):
+        own = into.own.get(i)
+        if own is not None:
+            grad = own if grad is None else _C.add(own, grad)
+        parts.append(None if grad is None else _severed(grad, op))
+    return tuple(parts)
 
 
-def _rounded(grad: Tensor, result: NDArray) -> NDArray:
+def _rounded(grad: Tensor | None, result: NDArray) -> NDArray | None:
     """Return the gradient of a result in its dtype."""
+    if grad is None:
+        return None
     dout = grad.cached_data
     return dout if dout.dtype == result.dtype else dout.astype(result.dtype)
 
@@ -218,16 +219,11 @@ class _Severed(Op):
 
 def _severed(grad: NDArray, op: Op) -> Tensor:
     """Wrap a gradient whose own gradient is unknown. It keeps no other array alive."""
-    out = Tensor.from_ndarray(grad)
+    out: Tensor = Tensor.make_const(grad)
     if mode.enabled:
         out.op = _Severed(type(op).__name__)
         out.requires_grad = True
     return out
-
-
-def _add_into(accumulator: NDArray, grad: NDArray) -> None:
-    """accumulator += grad, in float32."""
-    _C.assign(accumulator, _C.add(accumulator, grad))
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -477,7 +473,7 @@ class Tensor(Value, Operators["Tensor"]):
                 "or from Tensors with requires_grad=False"
             )
         if out_grad is None:
-            out_grad = Tensor.from_ndarray(ones(self.shape, self.dtype, self.device))
+            out_grad = _ones(self)
         elif not isinstance(out_grad, Tensor):
             raise TypeError(f"backward: out_grad: must be a Tensor, not {type(out_grad).__name__}")
         elif out_grad.shape != self.shape:
@@ -514,26 +510,26 @@ def _moved(data: NDArray, device: Device | str | None, dtype: str | None) -> NDA
 # ---- backward ------------------------------------------------------------------------------------
 
 
-def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = False) -> None:
+def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
     """Walk the graph of `output` in reverse and leave the gradients in the leaves.
 
     If every leaf is an nn.Parameter, inner gradients are freed as soon as they are used and have no
     graph, which would hold the activations until the garbage collector frees its cycles. Otherwise
     each node keeps its `.grad`, and the gradients of elementary ops can be differentiated again.
-    inner: a part of another backward, which takes the gradients: treat all leaves as Parameters;
-    gradients may share memory.
     """
     order = checked_order([output])  # before the first gradient is added anywhere
-    training = inner or not [node for node in order if node.op is None and not node.trained]
+    leaves = [node for node in order if node.op is None]
+    training = not [leaf for leaf in leaves if not leaf.trained]
     with alone(order), no_grad() if training else contextlib.nullcontext():
         plain = [node for node in order if not training and not node.trained]
         inside = set(map(id, order))
         if any(id(node.grad) in inside for node in plain):
             for node in plain:
                 node.grad = None
-        _walk(order, {id(output): out_grad}, keep=not training)
-        if not inner:
-            _separate(order, out_grad)
+        for node, grad in _walk(order, [output], [out_grad], leaves if training else order):
+            total = _sum(node.grad, grad)
+            node.grad = _whole(total, node) if isinstance(total, list) else total
+        _separate(order, out_grad)
 
 
 def grad(
@@ -556,21 +552,33 @@ def grad(
     outputs, wanted = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
     seeds: Any = grad_outputs if isinstance(grad_outputs, (list, tuple)) else [grad_outputs]
     seeds = [None] * len(outputs) if grad_outputs is None else seeds
-    order, found = checked_order(outputs), dict.fromkeys(map(id, wanted))
-    pending: dict[int, Any] = {}
-    for output, seed in zip(outputs, seeds, strict=True):
-        if seed is None:
-            seed = Tensor.from_ndarray(ones(output.shape, output.dtype, output.device))
+    seeds = [_ones(x) if seed is None else seed for x, seed in zip(outputs, seeds, strict=True)]
+    for output, seed in zip(outputs, seeds):
         if seed.shape != output.shape:
             raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
-        pending[id(output)] = _sum(pending.get(id(output)), seed)
+    order = checked_order(outputs)
     with alone(order), contextlib.nullcontext() if create_graph else no_grad():
-        _walk(order, pending, found=found)
-        found = {key: None if part is None else _Copy()(part) for key, part in found.items()}
+        walk = _walk(order, outputs, seeds, wanted, buffers=False)
+        found = {id(x): _Copy()(part) for x, part in walk}
     for i, x in enumerate(wanted):
-        if found[id(x)] is None and not allow_unused:
+        if id(x) not in found and not allow_unused:
             raise RuntimeError(f"grad: no output depends on input {i}; see allow_unused")
-    return tuple(found[id(x)] for x in wanted)
+    return tuple(found.get(id(x)) for x in wanted)
+
+
+def grads_within(
+    output: Value, out_grad: Value, wanted: Sequence[Value], buffers: bool
+) -> list[NDArray | None]:
+    """Return the gradients of `wanted` for an op that computes them by a graph of its own. They may
+    share memory. buffers: those of flattened parameters are added into their buffers."""
+    order = checked_order([output])
+    with alone(order), no_grad():
+        found = {id(x): grad for x, grad in _walk(order, [output], [out_grad], wanted, buffers)}
+    return [found[id(x)].cached_data if id(x) in found else None for x in wanted]
+
+
+def _ones(x: Tensor) -> Tensor:
+    return Tensor.from_ndarray(ones(x.shape, x.dtype, x.device))
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -595,44 +603,34 @@ def _whole(grads: Any, node: Value) -> TensorTuple:
 
 def _walk(
     order: list[Value],
-    pending: dict[int, Any],
-    keep: bool = False,
-    found: dict[int, Any] | None = None,
-) -> None:
-    """Walk `order` from the results to the leaves. pending: the gradients of the results, by id.
-    Leaves gradients in the leaves, with `keep` in every node, or in `found`, by the ids it has."""
+    outputs: Sequence[Value],
+    seeds: Sequence[Any],
+    wanted: Sequence[Value],
+    buffers: bool = True,
+) -> Iterator[tuple[Value, Any]]:
+    """Walk `order` from `outputs`, whose gradients are `seeds`, to the leaves. Yield each value of
+    `wanted` that a gradient reaches, with it.
+
+    buffers: add the gradients of flattened parameters into their buffers; those are not yielded.
+    """
+    ids = set(map(id, wanted))
+    pending: dict[int, Any] = {}  # by the id of a value: the sum of the gradients that reached it
+    _give(seeds, outputs, pending, buffers)
     for node in reversed(order):
         grad = pending.pop(id(node), None)
         if grad is None:
             continue
-        if found is not None and id(node) in found:
-            found[id(node)] = grad
-        op = node.op
-        if op is None:
-            if found is None and node.has_grad_buffer:
-                _add_into(node.grad_buffer, grad.cached_data)
-            elif found is None:
-                node.grad = _sum(node.grad, grad)
-            continue
-        if isinstance(node, Tensor):
+        op, inputs = node.op, node.inputs
+        if op is not None and isinstance(node, Tensor):
             dtype = node.cached_data.dtype
             if grad.cached_data.dtype != dtype and dtype in FLOATS:
                 grad = grad.astype(dtype)  # a float32 weight gradient of a weight that was computed
-        if keep:
-            total = _sum(node.grad, grad)
-            node.grad = _whole(total, node) if isinstance(total, list) else total
-        inputs, owned = node.inputs, False
-        owners: list[Value | None] = []
-        for x in inputs:
-            owners.append(x if x.requires_grad and x.has_grad_buffer else None)
-            owned = owned or x.has_grad_buffer
-        if found is None and owned:
-            accumulators = Accumulators(owners)
-            try:
-                parts = op.accumulate(grad, node, accumulators)
-            except BaseException:
-                accumulators.reset_unwritten()
-                raise
+        if id(node) in ids:
+            yield node, grad
+        if op is None:
+            continue
+        if isinstance(op, FusedOp):
+            parts = _backward(op, grad, node, Accumulators(inputs, buffers))
         else:
             parts = op.gradient_as_tuple(grad, node)
         if len(parts) < len(inputs):
@@ -640,10 +638,21 @@ def _walk(
                 f"backward: {type(op).__name__}.gradient returned {len(parts)} gradients "
                 f"for {len(inputs)} inputs"
             )
-        for x, part in zip(inputs, parts):
-            if part is not None and x.requires_grad:
-                pending[id(x)] = _sum(pending.get(id(x)), part)
+        _give(parts, inputs, pending, buffers)
         del grad, parts
+
+
+def _give(
+    grads: Sequence[Any], values: Sequence[Value], pending: dict[int, Any], buffers: bool
+) -> None:
+    """Add gradients of `values` to what is pending, or into the buffers of flattened parameters."""
+    for grad, x in zip(grads, values):
+        if grad is None or not x.requires_grad:
+            continue
+        if buffers and x.has_grad_buffer:
+            _C.assign(x.grad_buffer, _C.add(x.grad_buffer, grad.cached_data))
+        else:
+            pending[id(x)] = _sum(pending.get(id(x)), grad)
 
 
 def _separate(order: list[Value], out_grad: Value) -> None:

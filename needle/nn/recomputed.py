@@ -20,11 +20,11 @@ from needle.autograd import (
     FusedOp,
     NDArray,
     Tensor,
-    compute_gradient_of_variables,
     enable_grad,
     is_grad_enabled,
     no_grad,
 )
+from needle.autograd.tensor import grads_within
 from needle.nn.module import Module
 from needle.ops.random import drawing, drawing_from
 
@@ -88,9 +88,7 @@ class Recomputed(FusedOp):
             )
         return out.cached_data
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         first, *parameters = node.inputs
         x = Tensor.make_const(first.cached_data, requires_grad=first.requires_grad)
         now, settings = self._random_states(), self._settings()
@@ -104,17 +102,7 @@ class Recomputed(FusedOp):
             for own, after in settings:
                 own.update(after)
             self._set_random_states(now)
-        # Parameters without a buffer get their .grad at the end of the whole backward, not here.
-        before = [(p, p.grad) for p in parameters if not p.has_grad_buffer]
-        for p, _ in before:
-            p.grad = None
-        try:
-            compute_gradient_of_variables(out, Tensor.from_ndarray(dout), inner=True)
-            found = [None if p.has_grad_buffer else p.grad for p in (x, *parameters)]
-        finally:
-            for p, grad in before:
-                p.grad = grad
-        return [None if grad is None else grad.cached_data for grad in found]
+        return grads_within(out, Tensor.from_ndarray(dout), (x, *parameters), into.buffers)
 
 
 def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:

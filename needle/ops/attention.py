@@ -46,7 +46,7 @@ class Rotary(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return self._rotated(x, 1.0)
 
-    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> tuple:
         return (self._rotated(dout, -1.0),)
 
     def _rotated(self, x: NDArray, sign: float) -> NDArray:
@@ -115,13 +115,13 @@ class Kernel:
         self,
         dout: NDArray,
         qkv: Sequence[NDArray],
-        into: Sequence[NDArray],
+        grads: Sequence[NDArray],
         cos: NDArray | None = None,
         sin: NDArray | None = None,
     ) -> None:
-        """Overwrites the three arrays of `into` with dq, dk, dv. With cos and sin q and k have been
+        """Overwrite the arrays `grads` with dq, dk and dv. With cos and sin, q and k have been
         rotated, and dq and dk are the gradients before rotation."""
-        last = (self.factor, int(self.causal), cos, sin, *into, None, None)
+        last = (self.factor, int(self.causal), cos, sin, *grads, None, None)
         if self.mask is None:
             _C.attention_bwd(dout, *qkv, self.o, self.lse, *last)
         else:
@@ -140,13 +140,11 @@ class Attention(FusedOp):
         self.kernel = Kernel(*self.options)
         return self.kernel.forward(q, k, v)
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         qkv = [x.cached_data for x in node.inputs]
-        into = [_C.empty(x.shape, x.dtype, x.device) for x in qkv]
-        self.kernel.backward(dout, qkv, into)
-        return [dx if x.requires_grad else None for x, dx in zip(node.inputs, into)]
+        grads = [_C.empty(x.shape, x.dtype, x.device) for x in qkv]
+        self.kernel.backward(dout, qkv, grads)
+        return [*grads]
 
 
 def attention(
@@ -220,10 +218,10 @@ class QKVAttention(FusedOp):
         _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
         return self.kernel.forward(*qkv_parts(self.rotated))
 
-    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> tuple:
         dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
-        qkv, into = qkv_parts(self.rotated), qkv_parts(dqkv)
-        self.kernel.backward(dout, qkv, into, self.cos, self.sin)
+        qkv, grads = qkv_parts(self.rotated), qkv_parts(dqkv)
+        self.kernel.backward(dout, qkv, grads, self.cos, self.sin)
         return (dqkv,)
 
 

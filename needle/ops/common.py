@@ -1,4 +1,4 @@
-"""Helpers shared by op families: base classes, axes, accumulators, rows, checked ids."""
+"""Helpers shared by op families: base classes, axes, rows, checked ids."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd.tensor import Accumulators, Op, Tensor, TensorOp, not_a_tensor
-from needle.backend_ndarray import Axes, zeros
+from needle.autograd.tensor import Op, Tensor, TensorOp, not_a_tensor
+from needle.backend_ndarray import Axes
 
 LARGEST = 3.4028234663852886e38  # of float32
 
@@ -71,32 +71,6 @@ def fixed_axes(axes: Axes) -> Axes:
 def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     """Return `shape` with 1 at `axes`, as keepdims has it."""
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
-
-
-def accumulator_of(
-    accumulators: Sequence[NDArray | None], grads: list[NDArray | None], node: Any, i: int
-) -> NDArray:
-    """Return the float32 array into which a kernel adds the gradient of input i of a fused op:
-    accumulators[i], else zeros, which become grads[i] where the input needs a gradient."""
-    array, x = accumulators[i], node.inputs[i]
-    if array is None:
-        array = zeros(x.shape, "float32", x.device)
-        if x.requires_grad:
-            grads[i] = array
-    return array
-
-
-def accumulator_and_beta(
-    accumulators: Accumulators, grads: list[NDArray | None], node: Tensor, i: int
-) -> tuple[NDArray, int]:
-    """Return the same and beta: with beta 0 the kernel writes, with 1 it adds."""
-    array, beta = accumulators.with_beta(i)
-    x = node.inputs[i]
-    if array is None:
-        array = _C.empty(x.shape, "float32", x.device)
-        if x.requires_grad:
-            grads[i] = array
-    return array, beta
 
 
 def const(array: NDArray) -> Tensor:

@@ -148,18 +148,16 @@ class DilatedAttention(FusedOp):
         self.out, self.lse = _C.dilated_merge(parts, lses, *self.numbers)
         return self.out
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         arrays = [x.cached_data for x in node.inputs]
         dout = dout.compact()
         sums = [_C.empty((len(self.branches), *x.shape), x.dtype, x.device) for x in arrays]
-        for views, *into in zip(self.views, *map(each, sums)):
+        for views, *grads in zip(self.views, *map(each, sums)):
             for view in views:
                 lse = view(self.lse).permute((0, 2, 1)).compact()
                 _C.attention_bwd(
                     view(dout), *map(view, arrays), view(self.out), lse, self.scale,
-                    self.causal, None, None, *map(view, into), None, None,
+                    self.causal, None, None, *map(view, grads), None, None,
                 )  # fmt: skip
         return [
             _C.dilated_sum(parts, *self.numbers) if x.requires_grad else None

@@ -418,7 +418,7 @@ class GELU(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return _C.gelu_tanh(x) if self.tanh else _C.gelu(x)
 
-    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> tuple:
         x = node.inputs[0].cached_data
         return (_C.gelu_tanh_bwd(x, dout) if self.tanh else _C.gelu_bwd(x, dout),)
 

@@ -9,7 +9,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
-from needle.ops.common import accumulator_of, id_array, rows_of
+from needle.ops.common import id_array, rows_of
 
 
 class EmbeddingOp(FusedOp):
@@ -24,12 +24,9 @@ class EmbeddingOp(FusedOp):
     def compute(self, w: NDArray) -> NDArray:
         return _C.embedding_fwd(self.ids, w).reshape(self.shape + (w.shape[1],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
-        grads: list[NDArray | None] = [None]
-        _C.embedding_bwd(self.ids, rows_of(dout), accumulator_of(accumulators, grads, node, 0))
-        return grads
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
+        _C.embedding_bwd(self.ids, rows_of(dout), into[0])
+        return [None]
 
 
 def embedding(ids: Any, w: Tensor) -> Tensor:

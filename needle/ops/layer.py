@@ -31,21 +31,20 @@ class ParallelLayer(FusedOp):
         self.saved = saved if self.keep else None
         return y
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
-        grads: list[NDArray | None] = [None] * 13
-        into, betas = accumulators.with_betas()
-        add = 0
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
+        add, weights = 0, []
         for i, x in enumerate(node.inputs):
-            if into[i] is None and i and x.requires_grad:
-                into[i] = grads[i] = _C.empty(x.cached_data.shape, "float32", dout.device)
-            if betas[i]:
+            if i and x.requires_grad:
+                weights.append(i)
+        sums: list[NDArray | None] = [None] * 13
+        for i, (array, beta) in zip(weights, into.with_betas(weights)):
+            sums[i] = array
+            if beta:
                 add |= WRITES.get(i, 0)
-            elif into[i] is not None and i not in WRITES:
-                into[i].fill(0)
-        grads[0] = _C.layer_bwd(dout, *node.operands, *self.settings, self.saved, add, *into[1:])
-        return grads
+            elif i not in WRITES:
+                array.fill(0)
+        dx = _C.layer_bwd(dout, *node.operands, *self.settings, self.saved, add, *sums[1:])
+        return [dx, *[None] * 12]
 
 
 def layer(

@@ -13,7 +13,7 @@ from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp, is_grad_enabled
 from needle.backend_ndarray import full
 from needle.ops.broadcast import as_floats, astype, reshape, summation
-from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
+from needle.ops.common import check_tensors, id_array, rows_of
 from needle.ops.elementwise import add, exp, log, log1p, multiply, negate, softplus, subtract, where
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
 from needle.ops.matmul import weight_grad
@@ -117,7 +117,7 @@ class CrossEntropy(FusedOp):
     def compute(self, logits: NDArray) -> NDArray:
         return _C.cross_entropy_fwd(logits, self.targets)[1]
 
-    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> tuple:
         logits = node.operands[0]
         dlogits = logits.copy() if logits.dtype == "float32" else logits.astype("float32")
         _, _, share = _C.cross_entropy_fwd_bwd(dlogits, self.targets)
@@ -234,29 +234,27 @@ class LinearCrossEntropy(FusedOp):
         self.share = 1.0 / _C.maximum(valid, 1.0)
         return losses.sum() * self.share
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         x, w = node.inputs
         scale = _C.multiply(dout, self.share)
-        grads: list[NDArray | None] = [None, None]
+        dx = None
         if self.dlogits is None:
             if x.requires_grad:
-                grads[0] = (self.dx * scale).astype(x.dtype).reshape(x.shape)
+                dx = (self.dx * scale).astype(x.dtype).reshape(x.shape)
             if w.requires_grad:
-                into, beta = accumulator_and_beta(accumulators, grads, node, 1)
+                place, beta = into.with_beta(1)
                 dw = self.dw * scale
                 if beta:
-                    into += dw
+                    place += dw
                 else:
-                    _C.assign(into, dw)
-            return grads
+                    _C.assign(place, dw)
+            return [dx, None]
         rows = rows_of(x.cached_data)
         if x.requires_grad:
-            grads[0] = self._input_grad(rows, w.cached_data, scale).reshape(x.shape)
+            dx = self._input_grad(rows, w.cached_data, scale).reshape(x.shape)
         if w.requires_grad:
-            self._weight_grad(rows, accumulator_and_beta(accumulators, grads, node, 1), scale)
-        return grads
+            self._weight_grad(rows, into.with_beta(1), scale)
+        return [dx, None]
 
 
 class LinearCrossEntropyFP8(LinearCrossEntropy):

@@ -6,7 +6,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp
 from needle.ops.broadcast import reduced_to, reshape
-from needle.ops.common import accumulator_and_beta, accumulator_of, rows_of, vector
+from needle.ops.common import rows_of, vector
 from needle.ops.shape import transpose
 
 
@@ -75,17 +75,17 @@ def weight_grad(
 
 
 def linear_grads(
-    dy: NDArray, node: Tensor, accumulators: Accumulators, grads: list, bias: bool = True
-) -> None:
-    """The gradients of x, w and, with `bias`, b, the first inputs of the op, from dy, the rows of
-    that of x w + b: dx = dy w^T;  float32: dw += x^T dy,  db += sum dy."""
+    dy: NDArray, node: Tensor, into: Accumulators, bias: bool = True
+) -> NDArray | None:
+    """Return the gradient of x, and add those of w and, with `bias`, b, the first inputs of the op,
+    from dy, the rows of that of x w + b: dx = dy w^T;  float32: dw += x^T dy,  db += sum dy."""
     x, w = node.inputs[:2]
-    if x.requires_grad:
-        grads[0] = (dy @ w.cached_data.permute((1, 0))).reshape(x.shape)
+    dx = (dy @ w.cached_data.permute((1, 0))).reshape(x.shape) if x.requires_grad else None
     if w.requires_grad:
-        weight_grad(rows_of(x.cached_data), dy, accumulator_and_beta(accumulators, grads, node, 1))
+        weight_grad(rows_of(x.cached_data), dy, into.with_beta(1))
     if bias and node.inputs[2].requires_grad:
-        _C.bias_bwd(dy, vector(accumulator_of(accumulators, grads, node, 2)), None)
+        _C.bias_bwd(dy, vector(into[2]), None)
+    return dx
 
 
 class LinearOp(FusedOp):
@@ -102,13 +102,11 @@ class LinearOp(FusedOp):
         r = rows_of(rest[-1]) if self.has_residual else None
         return _C.linear_fwd(rows_of(x), w, b, r).reshape(x.shape[:-1] + (w.shape[1],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         grads: list[NDArray | None] = [None] * len(node.inputs)
-        linear_grads(rows_of(dout), node, accumulators, grads, self.has_bias)
-        if self.has_residual and node.inputs[-1].requires_grad:
+        if self.has_residual:
             grads[-1] = dout
+        grads[0] = linear_grads(rows_of(dout), node, into, self.has_bias)
         return grads
 
 
@@ -120,17 +118,13 @@ class LinearTransposedOp(FusedOp):
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
         return (rows_of(x) @ w.permute((1, 0))).reshape(x.shape[:-1] + (w.shape[0],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
-        x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
+        x, w = node.inputs
         dy = rows_of(dout)
-        grads: list[NDArray | None] = [None, None]
-        if node.inputs[0].requires_grad:
-            grads[0] = (dy @ w).reshape(x.shape)
-        if node.inputs[1].requires_grad:
-            weight_grad(dy, rows_of(x), accumulator_and_beta(accumulators, grads, node, 1))
-        return grads
+        dx = (dy @ w.cached_data).reshape(x.shape) if x.requires_grad else None
+        if w.requires_grad:
+            weight_grad(dy, rows_of(x.cached_data), into.with_beta(1))
+        return [dx, None]
 
 
 def linear_transposed(x: Tensor, w: Tensor) -> Tensor:

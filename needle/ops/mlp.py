@@ -5,7 +5,7 @@ from __future__ import annotations
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
-from needle.ops.common import accumulator_and_beta, accumulator_of, rows_of, vector
+from needle.ops.common import rows_of, vector
 from needle.ops.elementwise import tanh_form
 from needle.ops.matmul import check_residual, linear_grads, weight_grad
 
@@ -31,23 +31,17 @@ class GeluMLP(FusedOp):
         self.dgelu = _C.linear_gelu_fwd(rows, w1, vector(b1), self.tanh, self.g)
         return _C.linear_fwd(self.g, w2, vector(b2), r).reshape(x.shape[:-1] + (w2.shape[1],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         x, w1, b1, w2, b2, *residual = node.inputs
-        dy = rows_of(dout)
-        grads: list[NDArray | None] = [None] * len(node.inputs)
+        dx, dy = None, rows_of(dout)
         if w2.requires_grad:
-            weight_grad(self.g, dy, accumulator_and_beta(accumulators, grads, node, 3))
+            weight_grad(self.g, dy, into.with_beta(3))
         if b2.requires_grad:
-            _C.bias_bwd(dy, vector(accumulator_of(accumulators, grads, node, 4)), None)
+            _C.bias_bwd(dy, vector(into[4]), None)
         if x.requires_grad or w1.requires_grad or b1.requires_grad:
-            db1 = vector(accumulator_of(accumulators, grads, node, 2))
-            dpre = _C.linear_gelu_bwd(dy, w2.cached_data, self.dgelu, db1)
-            linear_grads(dpre, node, accumulators, grads, bias=False)
-        if residual and residual[0].requires_grad:
-            grads[5] = dout
-        return grads
+            dpre = _C.linear_gelu_bwd(dy, w2.cached_data, self.dgelu, vector(into[2]))
+            dx = linear_grads(dpre, node, into, bias=False)
+        return [dx, None, None, None, None, *([dout] if residual else [])]
 
 
 def gelu_mlp(

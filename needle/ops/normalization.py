@@ -10,7 +10,7 @@ from __future__ import annotations
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, FusedTupleOp, Tensor, TensorTuple
-from needle.ops.common import accumulator_of, rows_of
+from needle.ops.common import rows_of
 
 
 class LayerNorm(FusedOp):
@@ -25,18 +25,11 @@ class LayerNorm(FusedOp):
         y, self.mean, self.rstd = _C.layernorm_fwd(rows_of(x), w, b, self.eps)
         return y.reshape(x.shape)
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
-        x, w, _ = node.inputs
-        grads: list[NDArray | None] = [None, None, None]
-        into = [accumulator_of(accumulators, grads, node, i) for i in (1, 2)]
-        dx = _C.layernorm_bwd(
-            rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, None, *into
-        )
-        if x.requires_grad:
-            grads[0] = dx.reshape(x.shape)
-        return grads
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
+        x, w = (operand.cached_data for operand in node.inputs[:2])
+        statistics = self.mean, self.rstd, None
+        dx = _C.layernorm_bwd(rows_of(dout), rows_of(x), w, *statistics, into[1], into[2])
+        return [dx.reshape(x.shape), None, None]
 
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
@@ -66,47 +59,25 @@ class LayerNormResidual(FusedTupleOp):
         return (*(y.reshape(x.shape) for y in ys), x)
 
     def backward(
-        self, dout: list[NDArray | None], node: TensorTuple, accumulators: Accumulators
+        self, dout: list[NDArray | None], node: TensorTuple, into: Accumulators
     ) -> list[NDArray | None]:
         *dys, dres = dout
-        grads: list[NDArray | None] = [None] * len(node.inputs)
-        norm_grads(dys, dres, node, self.mean, self.rstd, accumulators, grads)
-        return grads
-
-
-def norm_grads(
-    dys: list[NDArray | None],
-    dres: NDArray | None,
-    node: Tensor | TensorTuple,
-    mean: NDArray,
-    rstd: NDArray,
-    accumulators: Accumulators,
-    grads: list[NDArray | None],
-) -> None:
-    """The gradients of x and of the weights and biases of its norms, the first inputs of `node`,
-    from those of the norms' results, `dys`, and of the residual, `dres`; None: there is none."""
-    x, *of_norms = node.inputs[: 1 + 2 * len(dys)]
-    into_of = [None, *(accumulators[i] for i in range(1, 1 + len(of_norms)))]
-    for i in range(3, len(into_of)):
-        if of_norms[i - 1] is of_norms[i - 3]:  # both norms' own: kernels add to each at once
-            into_of[i] = None
-    used = [n for n, dy in enumerate(dys) if dy is not None]
-    if not used:
-        grads[0] = dres
-        return
-    into = [accumulator_of(into_of, grads, node, 1 + 2 * n + i) for n in used for i in (0, 1)]
-    backward = _C.layernorm_bwd if len(used) == 1 else _C.layernorm_pair_bwd
-    dx = backward(
-        *(rows_of(dys[n]) for n in used),
-        rows_of(x.cached_data),
-        *(of_norms[2 * n].cached_data for n in used),
-        mean,
-        rstd,
-        None if dres is None else rows_of(dres),
-        *into,
-    )
-    if x.requires_grad:
-        grads[0] = dx.reshape(x.shape)
+        x, *of_norms = (operand.cached_data for operand in node.inputs)
+        rest = [None] * len(of_norms)
+        used = [n for n, dy in enumerate(dys) if dy is not None]
+        if not used:
+            return [dres, *rest]
+        kernel = _C.layernorm_bwd if len(used) == 1 else _C.layernorm_pair_bwd
+        dx = kernel(
+            *(rows_of(dys[n]) for n in used),
+            rows_of(x),
+            *(of_norms[2 * n] for n in used),
+            self.mean,
+            self.rstd,
+            None if dres is None else rows_of(dres),
+            *(into[1 + 2 * n + i] for n in used for i in (0, 1)),
+        )
+        return [dx.reshape(x.shape), *rest]
 
 
 def layer_norm_residual(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> TensorTuple:

@@ -174,18 +174,16 @@ class RingAttention(FusedOp):
             self.kernels.append(kernel)
         return out
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         q, keys, values, dout, result, dq, *sums = self.sequence.backward_operands(dout, node)
         for kernel, (local, tokens) in zip(self.kernels, self.sequence.own()):
             end = tokens.stop if self.causal else self.sequence.time
             operands = q[:, local], keys[:, :end], values[:, :end]
-            into = [dq[:, local], *(_C.empty(x.shape, q.dtype, q.device) for x in operands[1:])]
+            grads = [dq[:, local], *(_C.empty(x.shape, q.dtype, q.device) for x in operands[1:])]
             kernel.o = result[:, local]
-            kernel.backward(dout[:, local], operands, into)
+            kernel.backward(dout[:, local], operands, grads)
             kernel.o = None
-            for total, part in zip(sums, into[1:]):
+            for total, part in zip(sums, grads[1:]):
                 total[:, :end] += part if part.dtype == "float32" else part.astype("float32")
         return self.sequence.gradients(node.inputs, dq, sums)
 

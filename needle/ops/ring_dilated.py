@@ -92,9 +92,7 @@ class RingDilatedAttention(FusedOp):
             self.lses.append(lse)
         return out
 
-    def backward(
-        self, dout: NDArray, node: Tensor, accumulators: Accumulators
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         operands = self.sequence.backward_operands(dout.compact(), node)
         q, keys, values, dout, result, dq, *sums = operands
         for (local, run), lse in zip(self.sequence.own(), self.lses):
@@ -105,13 +103,13 @@ class RingDilatedAttention(FusedOp):
                     part.fill(0)
                 for queries, seen in self._calls(own, run, branch):
                     operands = seen(keys), seen(values)
-                    into = [_C.empty(x.shape, q.dtype, q.device) for x in operands]
+                    grads = [_C.empty(x.shape, q.dtype, q.device) for x in operands]
                     _C.attention_bwd(
                         queries(given), queries(own), *operands, queries(found),
                         queries(lse).permute((0, 2, 1)).compact(), self.scale, self.causal,
-                        None, None, queries(part), *into, None, None,
+                        None, None, queries(part), *grads, None, None,
                     )  # fmt: skip
-                    for total, dx in zip(sums, into):
+                    for total, dx in zip(sums, grads):
                         place = seen(total)
                         place += dx if dx.dtype == "float32" else dx.astype("float32")
             _C.assign(dq[:, local], _C.dilated_sum(parts, *self._numbers(own, run)))
