@@ -15,11 +15,7 @@ nd_status nd_frame_end(nd_frame *f) {
     return f->status;
 }
 
-nd_status (*nd_run_inner)(nd_op id, nd_device *device, const void *args);
-
-void nd_frame_run(nd_frame *f, nd_op id, const void *args) {
-    f->status = f->status == ND_OK ? nd_run_inner(id, f->device, args) : f->status;
-}
+void (*nd_run_inner)(nd_frame *f, nd_op id, const void *args);
 
 void nd_require(nd_frame *f, bool fits, const char *format, ...) {
     if (fits || f->status != ND_OK) {

@@ -17,7 +17,7 @@ typedef enum {
 } nd_op;
 
 #pragma GCC visibility push(hidden)
-#define EACH_COMPOSITE(name) nd_status nd_##name(nd_device *device, const name##_args *args);
+#define EACH_COMPOSITE(name) nd_status nd_##name(nd_device *device, const void *args);
 #include "ops.def"
 
 /* ---- frames ---------------------------------------------------------------------------------- */
@@ -35,11 +35,10 @@ nd_status nd_frame_end(nd_frame *f);
 void nd_require(nd_frame *f, bool fits, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Run one op. The function is csrc/python/run.c's: it takes operands in the layout that ops.def
- * says, traces, waits under NEEDLE_SYNC=1, and names the op in a failure. */
-extern nd_status (*nd_run_inner)(nd_op id, nd_device *device, const void *args);
-void nd_frame_run(nd_frame *f, nd_op id, const void *args);
-#define RUN(f, op, ...) nd_frame_run(f, OP_##op, &(op##_args){__VA_ARGS__})
+/* Run one op, unless the frame has failed. The function is csrc/python/run.c's: it takes operands in
+ * the layout that ops.def says, traces, waits under NEEDLE_SYNC=1, and names the op in a failure. */
+extern void (*nd_run_inner)(nd_frame *f, nd_op id, const void *args);
+#define RUN(f, op, ...) nd_run_inner(f, OP_##op, &(op##_args){__VA_ARGS__})
 
 /* ---- arrays: all have their shape, and no memory once the frame has failed ------------------- */
 #define SHAPE(...) \

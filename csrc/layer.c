@@ -98,8 +98,7 @@ static void activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
         .dgelu = dgelu, .y = V(columns(both, s.k, s.m)));
 }
 
-static void forward(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
-    activations(f, a, kept);
+static void result(nd_frame *f, const layer_fwd_args *a, const nd_kept *kept) {
     const nd_array *both = &kept->arrays[BOTH];
     nd_array w = last_weight(f, a->w_o, a->w2);
     nd_array *bias = nd_temporary(f, a->b2->dtype, SHAPE(nd_size(a->b2)));
@@ -166,19 +165,25 @@ static void backward(nd_frame *f, const layer_bwd_args *a, const nd_kept *kept) 
 }
 
 /* ---- entries --------------------------------------------------------------------------------- */
-nd_status nd_layer_fwd(nd_device *device, const layer_fwd_args *a) {
+nd_status nd_layer_fwd(nd_device *device, const void *args) {
+    const layer_fwd_args *a = args;
     nd_frame f = {.device = device};
-    nd_kept own = {.device = device};
+    nd_kept own = {.device = device}, *kept = a->keep ? a->saved : &own;
     nd_layer_sizes s = nd_sizes_of(a);
-    bool fp8 = a->fp8 && nd_takes_fp8(&s);
     check(&f, a, &s);
     nd_output(&f, s.dtype, 3, a->x->shape, a->y);
-    (fp8 ? nd_layer_forward_fp8 : forward)(&f, a, a->keep ? a->saved : &own);
+    if (a->fp8 && nd_takes_fp8(&s)) {
+        nd_layer_forward_fp8(&f, a, kept);
+    } else {
+        activations(&f, a, kept);
+        result(&f, a, kept);
+    }
     nd_free_kept(&own);
     return nd_frame_end(&f);
 }
 
-nd_status nd_layer_bwd(nd_device *device, const layer_bwd_args *a) {
+nd_status nd_layer_bwd(nd_device *device, const void *args) {
+    const layer_bwd_args *a = args;
     nd_frame f = {.device = device};
     nd_kept own = {.device = device};
     layer_fwd_args of = nd_forward_of(a);

@@ -324,7 +324,8 @@ static int prepare(call *c) {
     return 0;
 }
 
-static int run(call *c, nd_op id) {
+/* Count the writes, and the elements that the op touches; -1: it has none to write. */
+static int64_t count_work(const call *c) {
     bool writes = false;
     int64_t work = 0;
     for (int i = 0; i < c->count; i++) {
@@ -341,12 +342,10 @@ static int run(call *c, nd_op id) {
         writes |= size > 0 && (f->kind == KIND_OUT || nd_is_changed(f->kind));
         work += size;
     }
-    if (!writes) {
-        return 0;
-    }
-    if (nd_run_op(id, c->device, c->slots, work) < 0) {
-        return -1;
-    }
+    return writes ? work : -1;
+}
+
+static int copy_back(const call *c) {
     for (int i = 0; i < c->count; i++) {
         const operand *o = &c->operands[i];
         if (o->copy_back && nd_run_assign(&o->original, &o->array) < 0) {
@@ -403,8 +402,11 @@ PyObject *nd_structured(nd_op id, PyObject *const *given) {
         c.count++;
     }
     PyObject *result = NULL;
-    if (take_operands(&c, given) == 0 && prepare(&c) == 0 && run(&c, id) == 0) {
-        result = wrap_outputs(&c);
+    if (take_operands(&c, given) == 0 && prepare(&c) == 0) {
+        int64_t work = count_work(&c);
+        if (work < 0 || (nd_run_op(id, c.device, slots, work) == 0 && copy_back(&c) == 0)) {
+            result = wrap_outputs(&c);
+        }
     }
     Py_XDECREF(c.kept);
     for (int i = 0; i < c.count; i++) {
@@ -495,33 +497,19 @@ static PyObject *call_reduction(nd_op id, PyObject *const *given) {
     return nd_reduce(id, x, count, &out) < 0 ? NULL : nd_wrap(&out);
 }
 
-static PyObject *call_op(PyObject *module, nd_op id, PyObject *const *arguments,
-                         Py_ssize_t positional, PyObject *keywords) {
-    PyObject *given[ND_MAX_FIELDS];
-    if (parse(id, arguments, positional, keywords, given) < 0) {
-        return NULL;
-    }
-    switch (nd_ops[id].kind) {
-    case OP_KIND_EW1:
-        return nd_unary(id, given[0]);
-    case OP_KIND_EW2:
-    case OP_KIND_CMP:
-        return call_binary(id, given);
-    case OP_KIND_RED:
-    case OP_KIND_ARG:
-        return call_reduction(id, given);
-    case OP_KIND_OP:
-        break;
-    }
-    return nd_structured(id, given);
-}
-
-#define EACH_OP(name)                                                                          \
+#define FUNCTION(name, call)                                                                   \
     static PyObject *py_##name(PyObject *module, PyObject *const *arguments, Py_ssize_t count, \
                                PyObject *keywords) {                                           \
-        return call_op(module, OP_##name, arguments, count, keywords);                         \
+        PyObject *given[ND_MAX_FIELDS];                                                        \
+        return parse(OP_##name, arguments, count, keywords, given) < 0 ? NULL : call;          \
     }
-#define EACH_COMPOSITE(name) EACH_OP(name)
+#define EW1(name, types, formula) FUNCTION(name, nd_unary(OP_##name, given[0]))
+#define EW2(name, types, formula) FUNCTION(name, call_binary(OP_##name, given))
+#define CMP(name, formula) FUNCTION(name, call_binary(OP_##name, given))
+#define RED(name, types, start, combine, map) FUNCTION(name, call_reduction(OP_##name, given))
+#define ARG(name, better) FUNCTION(name, call_reduction(OP_##name, given))
+#define OP(name, operands) FUNCTION(name, nd_structured(OP_##name, given))
+#define COMPOSITE(name, operands) OP(name, operands)
 #include "ops.def"
 
 /* Signatures and summaries for help(): the table's own text. */
@@ -586,7 +574,7 @@ static PyMethodDef table_method[] = {
 };
 
 int nd_callables_init(PyObject *module) {
-    nd_run_inner = nd_run_one;
+    nd_run_inner = nd_run_in_frame;
     bool failed = intern_names() < 0 || PyModule_AddFunctions(module, methods) < 0;
     return failed ? -1 : PyModule_AddFunctions(module, table_method);
 }

@@ -36,14 +36,14 @@
 #include "ops.def"
 
 /* One plain function type for all ops: the cast of the arguments happens where their type is
- * known. */
-#define DISPATCH(name, call)                                                           \
-    static nd_status dispatch_##name(nd_device *device, const void *args) {            \
-        _Static_assert(sizeof(name##_args) <= ND_MAX_FIELDS * sizeof(nd_slot), #name); \
-        return call;                                                                   \
+ * known, of a composite in its function. */
+#define FITS(name) _Static_assert(sizeof(name##_args) <= ND_MAX_FIELDS * sizeof(nd_slot), #name);
+#define EACH_OP(name)                                                       \
+    static nd_status dispatch_##name(nd_device *device, const void *args) { \
+        FITS(name)                                                          \
+        return device->backend->name(device->index, args);                  \
     }
-#define EACH_OP(name) DISPATCH(name, device->backend->name(device->index, args))
-#define EACH_COMPOSITE(name) DISPATCH(name, nd_##name(device, args))
+#define EACH_COMPOSITE(name) FITS(name)
 #include "ops.def"
 
 const nd_op_info nd_ops[NUM_OPS] = {
@@ -56,7 +56,7 @@ const nd_op_info nd_ops[NUM_OPS] = {
 #define ARG(name, better) ENTRY(ARG, ANY, name)
 #define OP(name, operands) ENTRY(OP, ANY, name)
 #define COMPOSITE(name, operands) \
-    {OP_KIND_OP, TYPES_ANY, "COMPOSITE", #name, name##_fields, dispatch_##name, true},
+    {OP_KIND_OP, TYPES_ANY, "COMPOSITE", #name, name##_fields, nd_##name, true},
 #include "ops.def"
 };
 
@@ -191,22 +191,26 @@ static nd_status named(const nd_op_info *info, const nd_device *device, nd_statu
     return nd_error(status, "%s%s%s", is_named ? "" : info->name, is_named ? "" : ": ", what);
 }
 
-nd_status nd_run_one(nd_op id, nd_device *device, const void *args) {
+void nd_run_in_frame(nd_frame *f, nd_op id, const void *args) {
     const nd_op_info *info = &nd_ops[id];
+    nd_device *device = f->device;
+    if (f->status != ND_OK) {
+        return;
+    }
     bool writes = false;
     for (int i = 0; info->fields[i].kind != KIND_END; i++) {
-        const field *f = &info->fields[i];
+        const field *operand = &info->fields[i];
+        field_kind kind = operand->kind;
         nd_array *a = array_of(info, args, i);
         if (a == NULL) {
             continue;
         }
-        writes |= (f->kind == KIND_OUT || nd_is_changed(f->kind)) && nd_size(a) > 0;
-        if (!nd_has_layout(f->kind, a) || !nd_is_aligned(device, f->kind, a)) {
-            return nd_error(ND_EVALUE, "%s: %s: not in the layout it needs", info->name, f->name);
-        }
+        writes |= (kind == KIND_OUT || nd_is_changed(kind)) && nd_size(a) > 0;
+        nd_require(f, nd_has_layout(kind, a) && nd_is_aligned(device, kind, a),
+                   "%s: %s: not in the layout it needs", info->name, operand->name);
     }
-    if (!writes) {
-        return ND_OK;
+    if (!writes || f->status != ND_OK) {
+        return;
     }
     double start = nd.trace ? nd_microseconds() : 0;
     nd_status status = info->run(device, args);
@@ -214,10 +218,8 @@ nd_status nd_run_one(nd_op id, nd_device *device, const void *args) {
         status = device->backend->synchronize(device->index);
     }
     if (status != ND_OK) {
-        return named(info, device, status);
-    }
-    if (nd.trace) {
+        f->status = named(info, device, status);
+    } else if (nd.trace) {
         trace_op(info, device, args, nd_microseconds() - start);
     }
-    return ND_OK;
 }

@@ -11,6 +11,7 @@ import os
 import pkgutil
 import re
 import shlex
+import shutil
 import sys
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_walk_is_followed_by_a_step(tmp_path):
     called = set(done.stdout.splitlines())
     text = (ROOT / "docs" / "walk.md").read_text().partition("## The tree")[0]
     stops = re.findall(r"^\d+\. `([\w/.]+)`: (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
-    assert len(stops) == 11
+    assert len(stops) == 14
     for file, said in stops:
         names = re.findall(r"`((?:_C\.)?\w+)`", said)
         assert names, file
@@ -183,6 +184,50 @@ def test_walk_is_followed_by_a_step(tmp_path):
                 assert f"{file} {name}" in called, f"{file}: {name} was not called"
             else:
                 assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{file}: no {name}"
+
+
+BREAK = """
+set breakpoint pending on
+break cpu_attention_fwd
+run
+backtrace
+"""
+ATTEND = """
+from harness import small_pythia
+import numpy as np
+model, ids = small_pythia(), np.zeros((1, 9), int)
+model.loss(ids[:, :-1], ids[:, 1:])
+"""
+
+
+def test_walk_names_the_functions_from_a_layer_to_a_kernel(tmp_path):
+    if shutil.which("gdb") is None:
+        pytest.skip("needle: no gdb")
+    (tmp_path / "break").write_text(BREAK)
+    paths = os.pathsep.join([str(PACKAGE.parent), str(ROOT / "tests")])
+    words = [
+        "gdb",
+        "-q",
+        "-batch",
+        "-x",
+        tmp_path / "break",
+        "--args",
+        sys.executable,
+        "-c",
+        ATTEND,
+    ]
+    shown = run(*words, PYTHONPATH=paths, DEBUGINFOD_URLS="").stdout
+    if "Breakpoint 1, " not in shown:
+        pytest.skip("needle: gdb starts no program here: " + shown[-200:])
+    frames = re.findall(r"^#\d+ .*?(\w+) \(.*\) at (csrc/\S+):\d+$", shown, re.M)
+    (kernel, _), *path = frames
+    assert kernel == "cpu_attention_fwd" and 5 <= len(path) <= 8, shown
+    text = (ROOT / "docs" / "walk.md").read_text().partition("## The tree")[0]
+    made = {"py_layer_fwd", "dispatch_attention_fwd"}  # by macros
+    for name, file in path:
+        assert f"`{name}`" in text or name in made, shown
+        assert f"`{file}`" in text, shown
+    assert len({file for name, file in path if name not in made}) <= 4, shown
 
 
 def test_reference_names_what_exists_and_each_family_of_ops():
