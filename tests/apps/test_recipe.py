@@ -7,12 +7,10 @@ import math
 import numpy as np
 import pytest
 import train_pythia
-from harness import DEVICES, naming
-from small_runs import TOKENS, checkpoint_of, lines_of, run_until, tensors_of
+from small_runs import checkpoint_of
 from small_runs import flags as small_flags
 
-from needle import optim
-from needle.checkpoint import Checkpoint, list_checkpoints
+from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.training.settings import PUBLISHED, Settings, changes, complete, keeps, parse
 
 
@@ -61,11 +59,6 @@ def test_schedule_of_each_kind_rises_over_the_warmup_and_ends_at_its_floor():
         schedule = train_pythia.schedule_of(settings)
         found = [schedule(step) for step in (1, 2, 4, 7, 10, 11)]
         assert found == pytest.approx(rates, rel=1e-5), kind
-    schedule = optim.PythiaCosine(1.0, total=100, warmup=0, floor=0.1)
-    rates = [schedule(step) for step in (0, 1, 51, 100, 101)]
-    assert rates == pytest.approx([1, 1, 0.5, 0.1, 0.1])
-    with pytest.raises(ValueError, match="warmup"):
-        optim.PythiaCosine(1.0, total=10, warmup=11)
 
 
 # ---- settings ---------------------------------------------------------------------------------
@@ -107,7 +100,7 @@ def test_each_flag_changes_the_recipe():
             assert getattr(zero, flag) == 0, (recipe, flag)
 
 
-def test_sequences_of_a_step_follow_batch_and_accumulation(capsys):
+def test_sequences_of_a_step_follow_batch_and_accumulation():
     for words, batch, accumulate in [
         ("--recipe pythia", 16, 64),
         ("--recipe pythia --batch-size 32", 32, 32),
@@ -118,15 +111,6 @@ def test_sequences_of_a_step_follow_batch_and_accumulation(capsys):
     ]:
         settings = settings_of(words)
         assert (settings.batch_size, settings.grad_accum) == (batch, accumulate), words
-    for words, said in [
-        ("--batch-size 3", "--batch-size 3 cannot make the 1,024 sequences"),
-        ("--grad-accum 2000", "--grad-accum 2000 cannot"),
-        ("--batch-size 2 --grad-accum 256", "--batch-size 2 and --grad-accum 256 cannot"),
-        ("--batch-size 4 --global-batch-size 6", "4 cannot make the 6 sequences a step of"),
-    ]:
-        assert train_pythia.main(f"--recipe pythia --device cpu {words}".split()) == 1
-        error = capsys.readouterr().err
-        assert said in error and "must be exactly that many" in error, words
 
 
 # ---- a run ------------------------------------------------------------------------------------
@@ -156,38 +140,13 @@ def test_recipe_decays_and_initialises_as_published(tmp_path, tokens):
     assert description["optimizer"]["beta2"] == 0.95
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_published_checkpoints_stay_through_kills(
-    tmp_path, tokens, monkeypatch, device, dtype, capsys
-):
+def test_published_checkpoints_stay(tmp_path, tokens):
     early = [step for step in range(1000) if keeps(PUBLISHED)(step)]
     assert early == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     later = [step for step in range(1000, 143_001) if keeps(PUBLISHED)(step)]
     assert later == list(range(1000, 143_001, 1000)) and len(early + later) == 154
-    options, more = dict(device=device, dtype=dtype, steps=14), "--save-every 3"
-    assert train_pythia.main(flags(tmp_path, tokens, "whole", more, **options)) == 0
-    folders = [tmp_path / "runs" / name / "checkpoints" for name in ("whole", "parts")]
-    names = [f"step_{step}.safetensors" for step in (14, 12, 9, 8, 4, 2, 1, 0)]
+    assert train_pythia.main(flags(tmp_path, tokens, "a", "--save-every 3", steps=14)) == 0
+    paths = list_checkpoints(tmp_path / "runs" / "a" / "checkpoints")
     # 9 is proven: --save-every finite steps followed it.
-    assert [path.name for path in list_checkpoints(folders[0])] == names
-
-    argv = flags(tmp_path, tokens, "parts", more, "--resume auto", **options)
-    for last in (1, 4, 12):  # the newest checkpoints are then those of steps 0, 3 and 9
-        run_until(monkeypatch, last, argv)
-    short = ["--resume", "auto", "--device", device, *argv[argv.index("--out") :][:2]]
-    for recipe, said in [
-        ("pythia-fixed", "--recipe is pythia-fixed, but the run has pythia"),
-        ("pythia --global-batch-size 16", "--global-batch-size is 16, but the run has 8"),
-    ]:
-        assert train_pythia.main([*short, "--recipe", *recipe.split()]) == 1
-        assert said in capsys.readouterr().err
-    assert train_pythia.main([*short, *"--recipe pythia --global-batch-size 8".split()]) == 0
-    losses = [[line["loss"] for line in lines_of(tmp_path, name)] for name in ("parts", "whole")]
-    assert losses[0] == losses[1] and len(losses[0]) == 14
-    assert [path.name for path in list_checkpoints(folders[1])] == names
-    for name in names:
-        with naming(name):
-            assert len({tensors_of(folder / name) for folder in folders}) == 1
-    assert Checkpoint(folders[0] / names[-1]).state["step"] == 0
-    assert 14 * 8 * 16 > len(TOKENS)  # epochs have ended
+    assert [step_of(path) for path in paths] == [14, 12, 9, 8, 4, 2, 1, 0]
+    assert [Checkpoint(path).state["step"] for path in paths] == [*map(step_of, paths)]

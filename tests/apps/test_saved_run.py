@@ -10,13 +10,10 @@ import pytest
 import train_pythia
 from harness import ROOT, naming, python
 from harness import run as run_program
-from small_runs import flags, lines_of, numbers_of, without
+from small_runs import flags, lines_of, numbers_of
 
 import needle as ndl
 from needle.data import open_data
-from needle.files import FileError
-from needle.training import evaluate
-from needle.training import folder as folders
 
 OWN_MODEL = """
 from dataclasses import dataclass
@@ -86,13 +83,10 @@ def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
 
     files[-1].write_bytes(files[-1].read_bytes()[:-1])  # the one before is the newest whole one
     assert ndl.load_checkpoint(folder)[2:] == ndl.load_checkpoint(files[-2])[2:]
-    with pytest.raises(
-        FileNotFoundError, match=f"no checkpoint of step 3; there are .*{run.steps[0]}"
-    ):
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 3; there are "):
         run.model(3)
-    for step in "6", 6.0, True:
-        with pytest.raises(TypeError, match=f"x: step must be a whole number, not {step!r}"):
-            run.model(step)
+    with pytest.raises(TypeError, match="x: step must be a whole number, not '6'"):
+        run.model("6")
     assert run.checkpoint(np.int64(run.steps[0])).path == files[0]
 
 
@@ -100,18 +94,16 @@ def test_missing_paths_are_file_not_found_errors(tmp_path):
     missing, empty = tmp_path / "no" / "run", tmp_path / "empty"
     empty.mkdir()
     (empty / "checkpoints").mkdir()
-    for function, says in (
-        (ndl.open_run, "config.json"),
-        (ndl.load_checkpoint, "no good checkpoint|No such file"),
-        (ndl.load, "no good checkpoint|No such file"),
-        (ndl.Pythia.from_pretrained, "no good checkpoint|no such file or folder"),
-        (ndl.models.from_pretrained, "no good checkpoint|no such file or folder"),
-    ):
+    functions = (
+        ndl.load_checkpoint,
+        ndl.load,
+        ndl.Pythia.from_pretrained,
+        ndl.models.from_pretrained,
+    )
+    for function in (ndl.open_run, *functions):
         for path in missing, empty:
-            with naming(function, path):
-                with pytest.raises(FileNotFoundError, match=says) as caught:
-                    function(path)
-                assert str(path) in str(caught.value)
+            with naming(function, path), pytest.raises(FileNotFoundError, match=str(path)):
+                function(path)
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         open_data(missing)
     (tmp_path / "typo").mkdir()
@@ -121,22 +113,6 @@ def test_missing_paths_are_file_not_found_errors(tmp_path):
     ):
         with pytest.raises(FileNotFoundError, match=says):
             ndl.models.from_pretrained(path, revision=revision)
-
-
-def test_description_that_is_damaged_is_named_and_ends_no_training(tmp_path):
-    texts = [b"", b"{half", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000]
-    for text in [*texts, b"{}", b'{"settings": []}']:
-        (tmp_path / "config.json").write_bytes(text)
-        run = ndl.open_run(tmp_path)
-        with naming(text[:20]):
-            with pytest.raises(FileError, match="config.json: "):
-                print(run.settings)
-            if text in texts:
-                with pytest.raises(FileError, match="config.json: "):
-                    print(run.config)
-                assert folders.has_saved(tmp_path) is None
-                with pytest.raises(FileError, match="there is a run of this name already"):
-                    folders.check_free(tmp_path)
 
 
 COMMANDS = """
@@ -150,51 +126,38 @@ for module, words in json.loads(sys.argv[2]):
 
 def test_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
     """In processes of their own: one has not registered the model."""
-    folder, run = tmp_path / "models", str(tmp_path / "runs" / "x")
-    folder.mkdir()
-    (folder / "helper.py").write_text("WIDTH = 24\n")
-    (folder / "mine.py").write_text(OWN_MODEL)
-    given = ["--import", str(folder / "mine.py")]
+    run, file = str(tmp_path / "runs" / "x"), tmp_path / "models" / "mine.py"
+    file.parent.mkdir()
+    (file.parent / "helper.py").write_text("WIDTH = 24\n")
+    file.write_text(OWN_MODEL)
     argv = [word if word != "tiny" else "bigram" for word in flags(tmp_path, tokens, "x")]
 
-    def commands(*several):
+    def commands(given, *several):
         """The exit codes, and what was said."""
-        words = [[module, [*map(str, words)]] for module, words in several]
+        words = [[module, [*map(str, [*words, *given])]] for module, words in several]
+        environment = {"PYTHONPATH": ROOT, "PYTHONWARNINGS": "ignore"}
         done = run_program(
-            *(sys.executable, "-c", COMMANDS, ROOT / "apps", json.dumps(words)),
-            PYTHONPATH=ROOT,
-            PYTHONWARNINGS="ignore",
+            *(sys.executable, "-c", COMMANDS, ROOT / "apps", json.dumps(words)), **environment
         )
-        codes = re.findall(r"^(\d)$", done.stderr, re.M)
-        return "".join(codes), done.stdout + done.stderr
+        return "".join(re.findall(r"^(\d)$", done.stderr, re.M)), done.stdout + done.stderr
 
-    config = [*without(argv, "--model"), "--config", f"{run}/config.json", "--layers", "2"]
+    evaluation = "needle.training.evaluate", [run, "--data", tokens]
     codes, text = commands(
-        ("train_pythia", [*argv, *given, "--steps", "5", "--schedule", "constant"]),
-        ("train_pythia", ["--resume", run, *given, "--steps", "6"]),
-        ("needle.training.evaluate", [run, "--data", tokens, *given]),
-        ("needle.training.export", ["export", run, tmp_path / "out", *given]),
-        ("train_pythia", [*config, *given, "--name", "y"]),
+        ["--import", file],
+        ("train_pythia", [*argv, "--steps", "5", "--schedule", "constant"]),
+        ("train_pythia", ["--resume", run, "--steps", "6"]),
+        evaluation,
+        ("needle.training.export", ["export", run, tmp_path / "out"]),
     )
-    assert codes == "00011" and "perplexity" in text and "Traceback" not in text, text
-    assert "a Bigram has no weight_mapping" in text
-    assert "BigramConfig: unknown fields num_layers; there are vocab_size," in text
-    codes, text = commands(
-        ("train_pythia", ["--resume", run]), ("needle.training.evaluate", [run, "--data", tokens])
-    )
-    assert codes == "11" and f"--import {folder / 'mine.py'}" in text
+    assert codes == "0001" and "perplexity" in text and "Traceback" not in text, text
+    assert "a Bigram has no weight_mapping" in text and len(numbers_of(tmp_path, "x")) == 6
+    codes, text = commands([], ("train_pythia", ["--resume", run]), evaluation)
+    assert codes == "11" and f"--import {file}" in text
     assert "no model 'bigram-family' is registered" in text
-    assert len(numbers_of(tmp_path, "x")) == 6
-    none = ["--import", str(tmp_path / "none.py")]
-    for main, words, says in (
-        (train_pythia.main, argv, "--import FILE"),
-        (train_pythia.main, none, "none.py: cannot be read"),
-        (generate.main, [run, *none], "none.py: cannot be read"),
-        (evaluate.main, [run, "--data", str(tokens), *none], "none.py: cannot be read"),
-    ):
+    for main, words in (train_pythia.main, argv), (generate.main, [run]):
         with pytest.raises(SystemExit, match="2"):
-            main(words)
-        assert says in capsys.readouterr().err
+            main([*words, "--import", str(tmp_path / "none.py")])
+        assert "none.py: cannot be read" in capsys.readouterr().err
 
 
 def test_models_of_the_hub_by_name_from_its_cache(tmp_path):
@@ -207,32 +170,22 @@ def test_models_of_the_hub_by_name_from_its_cache(tmp_path):
         (repository / "refs" / revision).write_text(commit)
     ids = [[1, 2, 3]]
     wanted = {name: model(ids)[0].numpy().tolist() for name, model in models.items()}
-    (repository / "snapshots" / ("c" * 40)).mkdir()
-    (repository / "snapshots" / ("c" * 40) / "config.json").write_text("{}")
-    (repository / "refs" / "pickle").write_text("c" * 40)
     code = f"""
 import json, needle as ndl
-name, found, errors = "EleutherAI/pythia-70m", {{}}, {{}}
+name, found = "EleutherAI/pythia-70m", {{}}
 for revision in "main", "step1000":
     for load in ndl.Pythia.from_pretrained, ndl.models.from_pretrained:
         found[revision] = load(name, revision=revision)({ids})[0].numpy().tolist()
 assert ndl.Pythia.from_pretrained(name)({ids})[0].numpy().tolist() == found["main"]
-for revision in "step7", "pickle":
-    try:
-        ndl.Pythia.from_pretrained(name, revision=revision)
-    except (FileNotFoundError if revision == "step7" else ValueError) as error:
-        errors[revision] = str(error)
-print(json.dumps([found, errors]))
+print(json.dumps(found), flush=True)
+ndl.Pythia.from_pretrained(name, revision="step7")
 """
     hub = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
     pytest.importorskip("huggingface_hub")
     done = python(code, **hub)
-    assert done.returncode == 0, done.stderr
-    found, errors = json.loads(done.stdout)
-    assert found == wanted
-    assert "revision step7" in errors["step7"] and "pickle" in errors["pickle"]
-    code = "import sys; sys.modules['huggingface_hub'] = None\n" + code
-    done = python(code, **hub)
-    assert re.search(
-        r"EleutherAI/pythia-70m: no such file.*pip install 'needle-lm\[hf\]'", done.stderr
-    )
+    assert json.loads(done.stdout) == wanted, done.stderr
+    assert re.search("FileNotFoundError|MissingFileError", done.stderr)
+    assert "revision step7" in done.stderr
+    done = python("import sys; sys.modules['huggingface_hub'] = None\n" + code, **hub)
+    said = r"EleutherAI/pythia-70m: no such file.*pip install 'needle-lm\[hf\]'"
+    assert re.search(said, done.stderr)

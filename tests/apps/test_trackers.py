@@ -16,47 +16,35 @@ def calls(monkeypatch):
     """Packages that record the calls of needle/training/trackers.py hide real ones; calls() ->
     those since the last call."""
     made = []
-
-    def call(*words):
-        made.append([*words])
+    note = lambda *words: made.append([*words])
 
     class Writer:
         def __init__(self, folder, purge_step):
-            call("open", os.path.realpath(folder), purge_step)
+            note("open", os.path.realpath(folder), purge_step)
 
-        def add_scalar(self, name, value, step):
-            call("scalar", name, value, step)
-
-        def flush(self):
-            call("flush")
-
-        def close(self):
-            call("close")
+        add_scalar = staticmethod(lambda *scalar: note("scalar", *scalar))
+        flush = staticmethod(lambda: note("flush"))
+        close = staticmethod(lambda: note("close"))
 
     class Run:
-        def __init__(self, project):
+        def __init__(self, project, name, dir, id, resume, config):
+            if project == "forbidden":
+                raise RuntimeError("not logged in")
+            assert resume == "allow" and os.path.isdir(dir)
+            note("open", project, name, id, config["steps"])
             self.project = project
+
+        log = staticmethod(lambda line: note("log", line))
 
         def define_metric(self, name, step_metric):
             assert (name, step_metric) == ("*", "step")
 
-        def log(self, line):
-            call("log", line)
-
         def finish(self):
-            call("close")
+            note("close")
             if self.project == "offline":
                 raise RuntimeError("no network")
 
-    def init(project, name, dir, id, resume, config):
-        if project == "forbidden":
-            raise RuntimeError("not logged in")
-        assert resume == "allow" and os.path.isdir(dir)
-        call("open", project, name, id, config["steps"])
-        return Run(project)
-
-    contents = {"tensorboardX": {"SummaryWriter": Writer}, "wandb": {"init": init}}
-    for name, content in contents.items():
+    for name, content in ("tensorboardX", {"SummaryWriter": Writer}), ("wandb", {"init": Run}):
         module = types.ModuleType(name)
         vars(module).update(content, __spec__=importlib.machinery.ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
@@ -96,18 +84,16 @@ def test_trackers_get_each_line_through_a_kill(tmp_path, tokens, monkeypatch, ca
 def test_tracker_that_cannot_be_used_or_ended_says_why(
     tmp_path, tokens, monkeypatch, calls, capsys
 ):
-    argv = flags(tmp_path, tokens, "c", "--tensorboard", "--wandb", "offline", steps=2)
-    assert train_pythia.main(argv) == 0 and calls()[-2:] == [["close"], ["close"]]
-    said, error = capsys.readouterr()
-    assert "needle train: no network\n" in error and "sample (" in said
-    argv = flags(tmp_path, tokens, "a", "--tensorboard", "--wandb", "forbidden")
-    assert train_pythia.main(argv) == 1
-    assert "--wandb forbidden: not logged in (WANDB_MODE=offline" in capsys.readouterr().err
+    def ended(code, *more):
+        assert train_pythia.main(flags(tmp_path, tokens, "a", *more, steps=2)) == code
+        shutil.rmtree(tmp_path / "runs" / "a", ignore_errors=True)
+        return capsys.readouterr().err
+
+    assert "needle train: no network\n" in ended(0, "--tensorboard --wandb offline")
+    said = "--wandb forbidden: not logged in (WANDB_MODE=offline"
+    assert said in ended(1, "--tensorboard --wandb forbidden")
+    monkeypatch.setattr(sys, "path", [])  # where they may be installed
     for flag, package in ("--tensorboard", "tensorboardX"), ("--wandb pythias", "wandb"):
         monkeypatch.delitem(sys.modules, package)
-        monkeypatch.setattr(sys, "path", [])  # where it may be installed
-        assert train_pythia.main(flags(tmp_path, tokens, "b", flag)) == 1
         said = f"{flag.split()[0]} needs the package {package}: {sys.executable} -m pip install"
-        assert said in capsys.readouterr().err
-        assert train_pythia.main(flags(tmp_path, tokens, "b", steps=1)) == 0  # the name is free
-        shutil.rmtree(tmp_path / "runs" / "b")
+        assert said in ended(1, flag)

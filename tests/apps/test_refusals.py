@@ -1,0 +1,227 @@
+"""What needle train refuses: in one line that says why, before a folder is made or changed."""
+
+import re
+import shutil
+
+import generate
+import numpy as np
+import pytest
+import train_pythia
+from harness import naming
+from small_runs import arguments, checkpoint_of, flags, numbers_of, run_until, without
+
+import needle as ndl
+from needle.checkpoint import Checkpoint
+from needle.data import train_tokenizer
+from needle.data.__main__ import main as data_main
+from needle.files import FileError
+from needle.training import evaluate
+from needle.training import folder as folders
+from needle.training.settings import Settings, complete
+
+# ---- a new run --------------------------------------------------------------------------------
+
+
+def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    new = f"--data {tokens} --device cpu"
+    for words, said in (
+        ("--steps 0", "a whole number of 1 or more, not '0'"),
+        ("--batch-size two", "a whole number of 1 or more, not 'two'"),
+        ("--steps 1" + "0" * 400, "must be a whole number from 1 to 9223372036854775807"),
+        ("--lr nan", "a number above 0, not 'nan'"),
+        ("--clip inf", "a number of 0 or more, not 'inf'"),
+        ("--data caf\udce9.txt", "--data: b'caf\\xe9.txt' is a name that is not UTF-8"),
+        ("--dtype float8", "'float32', 'bfloat16'"),
+        ("--model gpt", "pythia-70m"),
+        ("--device tpu", "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
+        ("--name a/b", "a name for a folder"),
+        ("--steps 2 --tokens 9", "not allowed with"),
+        ("--keep 1,x", "'x' is no whole"),
+        *((f"{flag}=", f"argument {flag}: an empty name ('')") for flag in ("--data", "--resume")),
+        # With nothing to resume, auto begins a new run.
+        (f"{new} --window 70 --resume auto", "argument --window: needs --sparse"),
+        (f"{new} --keep-optimizer --recipe pythia", "argument --keep-optimizer: needs --keep"),
+    ):
+        with naming(words):
+            with pytest.raises(SystemExit, match="2"):
+                train_pythia.main(words.split())
+            assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["nowhere", "--top-p=7"])
+    said = "argument --top-p: must be a number above 0 and at most 1, not '7'\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, monkeypatch):
+    """Before text is tokenised."""
+    small, config = tmp_path / "small.json", tmp_path / "c.json"
+    train_tokenizer(iter(["return " * 9]), 262).save(str(small))
+    config.write_text('{"max_seq_len": 8}')
+    wrong, long = tmp_path / "wrong.toml", "a" * 300
+    wrong.write_text("hidden_size = 16\nnum_layer = 3\n")
+    assert train_pythia.main(flags(tmp_path, tokens, "init", steps=1)) == 0
+    capsys.readouterr()
+    init = f"--init {tmp_path / 'runs' / 'init'}"
+    why = ndl.cuda(63).reason()  # no machine has this many GPUs
+    for data, more, said in (
+        (texts, "--heads 3", "hidden_size 32 is not a multiple of num_heads 3"),
+        (texts, "--hidden 608 --heads 2", "--heads: 304 dimensions a head, but .* 256"),
+        (texts, f"--config {config}", "max_seq_len of --config is 8"),
+        (texts, f"--config {wrong}", "PythiaConfig: unknown fields num_layer; there are vocab_si"),
+        (texts, "--vocab-size 256", "--vocab-size 256: the tokenizer has 257 tokens"),
+        (tokens, f"--vocab-size 261 --tokenizer {small}", "the tokenizer has 262 tokens"),
+        (texts, f"{init} --tokenizer {small}", "vocabulary is 64, but .* has 262 tokens"),
+        (texts, f"{init} --seq-len 17", "--seq-len 17: it reads 16 at most"),
+        (texts, init, "no tokenizer.json lies with it, and the data is text: give --t"),
+        (tokens, f"{init} --layers 2", "--layers: its shape is what its weights have"),
+        (tokens, f"{init} --model pythia-14m", "--model pythia-14m: its weights are of a t"),
+        (tokens, f"{init} --sparse local", "--sparse local: its attention is what it was"),
+        (tokens, f"--init {texts}", "neither a run of needle"),
+        (tokens, f"--init {tmp_path / long}", "File name too long"),
+        (tokens, f"--name {long}", "File name too long"),
+        (tokens, "--fp8 --vocab-size 65", "vocabulary 65 must be a multiple of 16, such as 80"),
+        (tokens, "--fp8 --hidden 1056 --no-mlp", "width 1056 is more than 1024, and no layer tak"),
+        (tokens, "--fp8 --seq-len 12", "--seq-len 12, the tokens of a rank's micro-batch, must be"),
+        (tokens, "--graph", "--graph: cpu.. records no graphs"),
+        (tokens, "--context-parallel 2", "1 cannot be cut into such groups"),
+        (tokens, "--warmup 7", "--warmup 7: the run has 6 steps, and its warmup must be 0 to 6 of"),
+        (tokens, "--recipe pythia --batch-size 3", "--batch-size 3 cannot make the 1,024 sequenc"),
+        (tokens, "--device cuda:63", re.escape(f"needle train: device cuda:63: {why}\n")),
+    ):
+        argv = flags(tmp_path, data, "a", more)
+        argv = without(argv, "--model") if {"--config", "--init"} & {*argv} else argv
+        argv += ["--model", "pythia-14m"] * ("14m" in more)
+        with naming(more), monkeypatch.context() as patch:
+            patch.setattr(train_pythia, "run_data", None)
+            assert train_pythia.main(argv) == 1
+            out, error = capsys.readouterr()
+            assert re.search(said, error) and out == "" and error.count("\n") == 1
+    for ranks, settings, said in (
+        (3, {"grad_accum": 4}, "3 ranks cannot share a step of 4 micro-batches"),
+        (2, {"context_parallel": 2, "seq_len": 18}, "18 tokens cannot be shared by 2 ranks"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            complete(Settings(**settings), False, ranks)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "float.npy", np.zeros(99))
+    np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
+    for name, said, *more in (
+        ("empty.txt", "an empty file"),
+        ("folder", "an empty folder"),
+        ("float.npy", "one axis of integers"),
+        ("large.npy", "outside the vocabulary of 64"),
+        ("texts", "not a tokenizer.json", "--tokenizer", texts / "00.txt"),
+        ("texts", "--end-of-text: is for a tokenizer that is given", "--end-of-text e"),
+    ):
+        assert train_pythia.main(flags(tmp_path, tmp_path / name, "a", *more)) == 1
+        assert said in capsys.readouterr().err, name
+        shutil.rmtree(tmp_path / "runs" / "a", ignore_errors=True)  # of ids that a batch shows
+
+
+# ---- a run that goes on -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path, tokens, monkeypatch):
+    """The folders of a run that has saved steps 2 and 4 of 6, and of one that saved nothing."""
+    run_until(monkeypatch, 5, flags(tmp_path, tokens, "saved"))
+    run_until(monkeypatch, 2, flags(tmp_path, tokens, "begun", "--save-every 5"))
+    return tmp_path / "runs" / "saved", tmp_path / "runs" / "begun"
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_run_goes_on_with_its_own_settings_and_data_alone(tmp_path, tokens, stopped, capsys):
+    """It is left as it is; the flags that it has may be repeated."""
+    other, alone = tmp_path / "other.npy", tmp_path / "elsewhere" / "kept.safetensors"
+    np.save(other, np.load(tokens) + 1)
+    alone.parent.mkdir()
+    shutil.copy(checkpoint_of(tmp_path, "saved", 4), alone)
+    before = contents(tmp_path)
+    for folder in stopped:
+        auto = arguments("--resume auto --device cpu --name", folder.name, "--out", folder.parent)
+        for more, said in (
+            ("--lr 0.5 --seed 8", "--lr is 0.5, but the run has 0.003; --seed is 8, but the run h"),
+            ("--hidden 16 --layers 1", "--hidden is 16, but the run has 32"),
+            ("--no-mlp", "--no-mlp is "),
+            ("--init-seed 3", "--init-seed is 3"),
+            ("--fp8", "--fp8 is True, but the run is without it"),
+            ("--steps 9", "--steps is 9, but the run has 6"),
+            ("--global-batch-size 16", "--global-batch-size is 16, but the run has 2"),
+            ("--recipe pythia", "--recipe is pythia"),
+            ("--end-of-text e", "--end-of-text is e"),
+            (f"--data {other}", "not the tokens that the run read before"),
+        ):
+            with naming(folder.name, more):
+                assert train_pythia.main([*auto, *more.split()]) == 1
+                assert said in capsys.readouterr().err and contents(tmp_path) == before
+        with pytest.raises(SystemExit, match="2"):
+            train_pythia.main([*auto, "--keep-optimizer"])
+    for path, said in (
+        (alone, f"a new run starts from its weights: --init {alone}"),
+        *((path, str(path)) for path in (tokens, tmp_path / "missing", tmp_path)),
+    ):
+        assert train_pythia.main(["--resume", str(path), "--device", "cpu"]) == 1
+        assert said in capsys.readouterr().err and contents(tmp_path) == before
+    for folder in stopped:
+        argv = without(flags(tmp_path, tokens, folder.name, "--resume auto"), "--steps")
+        assert train_pythia.main([*argv, "--tokens", "193"]) == 1
+        assert "--steps is 7, but the run has 6, where its cosine" in capsys.readouterr().err
+        argv = argv if folder.name == "saved" else without(argv, "--save-every")
+        seed = folders.read_description(folder)["settings"]["seed"]
+        more = f"--seed {seed} --init-seed {seed} --data-seed {seed} --hidden 32 --tokens 192"
+        assert train_pythia.main([*argv, *more.split()]) == 0
+
+
+def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):
+    path = checkpoint_of(tmp_path, "saved", 4)
+    model, optimizer, epoch, loss = Checkpoint(path).restore()
+    extra = ("settings", "step", "data", "fingerprint", "schedule")
+    kept = {key: Checkpoint(path).state[key] for key in extra}
+    for state, said in (
+        ({"settings": 3}, "it has no settings"),
+        ({"settings": {"model": "tiny"}}, "batch_size is missing, clip is missing"),
+        ({"settings": {**kept["settings"], "colour": "red"}}, "colour is unknown"),
+        ({"step": "six"}, "it has no step"),
+        ({"data": {}}, "no position: epoch is None"),
+        ({"data": {"epoch": 0, "batch": 10**8}}, "no position epoch 0, batch 100000000"),
+    ):
+        ndl.save_checkpoint(model, optimizer, epoch, loss, path, **kept | state)
+        assert train_pythia.main(["--resume", str(path), "--device", "cpu"]) == 1
+        error = capsys.readouterr().err
+        assert said in error and str(path) in error and error.count("\n") == 1
+
+
+NO_CONFIGS = ["", "{", "[" * 99_999, "[]", "3", "null", '"a"', "\udcff", '{"settings": []}']
+NO_CONFIGS += ['{"saved": 0, "settings": 2, "data": 3, "optimizer": {}}']
+
+
+def test_config_that_is_none_of_a_run_is_named_or_written_anew(tmp_path, tokens, stopped, capsys):
+    """A run with a checkpoint goes on and writes it again; no other may begin there anew. What
+    reads runs names the file."""
+    saved, begun = stopped
+    auto = arguments("--resume auto --device cpu --out", saved.parent, "--name")
+    whole = folders.read_description(saved)
+    for text in NO_CONFIGS:
+        with naming(text[:60]):
+            for folder in stopped:
+                (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+            for main, words in (
+                (train_pythia.main, [*auto, "begun"]),
+                (train_pythia.main, flags(tmp_path, tokens, "begun")),
+                (data_main, ["view", begun, "--step", "1"]),
+                (evaluate.main, [begun, "--data", tokens, "--device", "cpu"]),
+            ):
+                assert main([*map(str, words)]) == 1
+                assert f": {begun}" in capsys.readouterr().err
+            for part in "settings", "config":
+                with pytest.raises(FileError, match="begun/config.json"):
+                    getattr(ndl.open_run(begun), part)
+            assert train_pythia.main([*auto, "saved"]) == 0
+            assert folders.read_description(saved) == whole
+    assert len(numbers_of(tmp_path, "saved")) == 6
