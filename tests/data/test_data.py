@@ -18,12 +18,8 @@ def test_batches_in_order():
         assert [len(b[1].numpy()) for b in batches] == [4, 4, 2]
         np.testing.assert_array_equal(np.concatenate([b[0].numpy() for b in batches]), x)
         np.testing.assert_array_equal(np.concatenate([b[1].numpy() for b in batches]), y)
-
-
-def test_batches_have_the_dtype_of_their_loader():
-    dataset = data.NDArrayDataset(np.ones((3, 2)), np.arange(3))
     for more, dtype in ({}, "float32"), ({"dtype": "bfloat16"}, "bfloat16"):
-        loader = data.DataLoader(dataset, batch_size=2, **more)
+        loader = data.DataLoader(dataset, batch_size=4, **more)
         assert {part.dtype for batch in loader for part in batch} == {dtype}
 
 
@@ -40,12 +36,9 @@ def test_shuffle_is_one_numpy_shuffle():
     assert not np.array_equal(*got)
 
 
-def test_wrong_batch_size():
+def test_sizes_that_cannot_be():
     with pytest.raises(ValueError):
         data.DataLoader(data.NDArrayDataset(np.ones(3)), batch_size=0)
-
-
-def test_arrays_of_different_lengths():
     with pytest.raises(ValueError, match="array 1 has 2 samples, but the first has 3"):
         data.NDArrayDataset(np.ones((3, 2)), np.ones(2))
     with pytest.raises(ValueError, match="needs one array or more"):

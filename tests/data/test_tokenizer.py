@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from harness import naming, small_pythia
+from token_files import json_lines
 
 import needle as ndl
 from needle.data import DataError, __main__, load_tokenizer, open_data, open_documents
@@ -55,12 +56,13 @@ def write(folder, made, **files):
 
 UNKNOWN = ("<a>", "<b>", "<c>")  # ids 0, 1, 2
 BY_TOKEN = {"eos_token": {"content": "<b>", "lstrip": False}, "bos_token": "<a>", "pad_token": None}
+BY_ID = {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 2}
+TWO_ENDS, NO_END = {"eos_token_id": [2, 1]}, {"eos_token": None}
 
 
 @pytest.mark.parametrize(
     "special, files, stops, bos, pad",
     [
-        (["<|endoftext|>"], {}, (0,), 0, None),
         (["<|endoftext|>", "<|padding|>"], {}, (0,), 0, 1),
         (["<s>", "</s>", "<pad>"], {}, (1,), 0, 2),
         (["[UNK]", "[EOS]", "[PAD]"], {}, (1,), 1, 2),
@@ -68,33 +70,14 @@ BY_TOKEN = {"eos_token": {"content": "<b>", "lstrip": False}, "bos_token": "<a>"
         (UNKNOWN, {}, (), None, None),
         (UNKNOWN, {"tokenizer_config": BY_TOKEN}, (1,), 0, None),
         (UNKNOWN, {"special_tokens_map": {"eos_token": "<c>"}}, (2,), 2, None),
-        (
-            UNKNOWN,
-            {"config": {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 2}},
-            (1,),
-            0,
-            2,
-        ),
-        (
-            UNKNOWN,
-            {"generation_config": {"eos_token_id": [2, 1]}, "config": {"eos_token_id": 0}},
-            *((2, 1, 0), 2, None),
-        ),
-        (
-            UNKNOWN,
-            {"generation_config": {"eos_token_id": [2, 1]}, "tokenizer_config": BY_TOKEN},
-            *((1, 2), 0, None),
-        ),
-        (
-            ["</s>", *UNKNOWN],
-            {"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": 2}},
-            *((2,), None, None),
-        ),
+        (UNKNOWN, {"config": BY_ID}, (1,), 0, 2),
+        (UNKNOWN, {"generation_config": TWO_ENDS, "config": BY_ID}, (2, 1), 0, 2),
+        (UNKNOWN, {"generation_config": TWO_ENDS, "tokenizer_config": BY_TOKEN}, (1, 2), 0, None),
+        (["</s>", *UNKNOWN], {"tokenizer_config": NO_END, "config": TWO_ENDS}, (2, 1), None, None),
         (["</s>"], {"config": {"eos_token_id": 9999, "pad_token_id": -1}}, (0,), 0, None),
         (["</s>"], {"tokenizer_config": {"eos_token": "<none>"}}, (0,), None, None),
-        (["</s>"], {"config": {"settings": {"eos_token_id": 5}}}, (0,), 0, None),  # of a run
     ],
-)
+)  # fmt: skip
 def test_special_tokens_are_those_of_the_first_file_that_names_them(
     tmp_path, special, files, stops, bos, pad
 ):
@@ -147,8 +130,7 @@ def test_tokenizer_neither_cuts_nor_pads_however_it_is_taken(tmp_path, ways, mon
     model, greedy = small_pythia(vocab_size=300), {"temperature": 0.0}
     wanted = [ids_of(made, text) for text in TEXTS]
     assert len(wanted[0]) > 9 > 5 > len(wanted[1])
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
     documents = [token for ids in wanted for token in (*ids, 1)]
     for number, way in enumerate(given):
         with naming(way):
@@ -182,36 +164,26 @@ def test_tokenizer_is_copied_with_its_model():
 # ---- the end of a document -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "files, flag, end",
-    [
-        ({}, None, None),
-        ({}, "<b>", 1),
-        ({"tokenizer_config": {"eos_token": "<c>"}}, None, 2),
-        ({"config": {"eos_token_id": [1, 2]}}, None, 1),
-        ({"tokenizer_config": {"eos_token": "<c>"}, "config": {"eos_token_id": 2}}, "<a>", 0),
-    ],
-)
-def test_documents_end_with_the_token_that_is_named(
-    tmp_path, monkeypatch, capsys, files, flag, end
-):
+def test_documents_end_with_the_token_that_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     made = trained(*UNKNOWN)
-    path = write(tmp_path / "a", made, **files)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (tmp_path / "a.jsonl").write_text(lines)
-    tail = [] if end is None else [end]
-    wanted = [token for text in TEXTS for token in (*ids_of(made, text), *tail)]
-    open_data(tmp_path / "a.jsonl", made)  # the tokens of another end are in the cache
-    data = open_data(tmp_path / "a.jsonl", load_tokenizer(path, flag))
-    assert [*data.train.tolist(), *data.held_out.tolist()] == wanted
-    assert data.tokenizer.eos_token_id == end
-    words = ["--tokenizer", str(path), "--out", str(tmp_path / "x")]
-    words += [] if flag is None else ["--end-of-text", flag]
-    assert __main__.main(["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
-    assert open_documents(tmp_path / "x").tolist() == wanted
-    said = "no end of text" if end is None else f"end of text {UNKNOWN[end]!r}, id {end}"
-    assert said in capsys.readouterr().out
+    path = write(tmp_path / "a", made, tokenizer_config={"eos_token": "<c>"})
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    for tokenizer, words, end in (
+        (made, None, None),  # the tokens of another end are in the cache then
+        (load_tokenizer(path), [], 2),
+        (load_tokenizer(path, "<b>"), ["--end-of-text", "<b>"], 1),
+    ):
+        tail = [] if end is None else [end]
+        wanted = [token for text in TEXTS for token in (*ids_of(made, text), *tail)]
+        data = open_data(tmp_path / "a.jsonl", tokenizer)
+        assert [*data.train.tolist(), *data.held_out.tolist()] == wanted
+        if words is not None:
+            out = tmp_path / f"x{end}"
+            words = ["--tokenizer", str(path), "--out", str(out), *words]
+            assert __main__.main(["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
+            assert open_documents(out).tolist() == wanted
+            assert f"end of text {UNKNOWN[end]!r}, id {end}" in capsys.readouterr().out
 
 
 def test_texts_of_several_lengths_without_an_end_say_how_to_name_one():
