@@ -68,22 +68,15 @@ def test_arguments_of_save_are_told_apart_by_type(tmp_path):
     train(model, optimizer, 2)
     for given in (
         (model, path), (str(path), model), (model, None, path), (path, model, optimizer),
-        (optimizer, path, model), (model, optimizer, str(path)), (model, path, optimizer),
+        (optimizer, path, model), (model, optimizer, str(path)),
     ):  # fmt: skip
         other = made()
         beside = optim.Adam(other.parameters()) if optimizer in given else None
-        assert ndl.save(*given) == path
-        assert ndl.load(path, other, beside) == (other, beside)
+        assert ndl.save(*given) == path and ndl.load(path, other, beside) == (other, beside)
         assert_same_arrays(bits(other), bits(model))
         assert beside is None or beside.t == 2
-        alone = made()
-        assert ndl.load(path, alone) == (alone, None)
-        assert_same_arrays(bits(alone), bits(model))
         path.unlink()
-    for given in (
-        (model,), (path,), (path, path), (model, model, path), (model, optimizer),
-        (optimizer, path), ({}, optimizer, path),
-    ):  # fmt: skip
+    for given in (model,), (path,), (path, path), (model, model, path), (optimizer, path):
         with pytest.raises(TypeError, match="^save: takes a path, and a module"):
             ndl.save(*given)
     assert not path.exists()
@@ -98,22 +91,17 @@ def test_dicts_of_arrays_come_back(tmp_path, device):
         "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2, "loss": 0.5,
         "names": ["a", None, True], "model.0": {"weight": Tensor([1, 2])}, "empty": {}, "x": [],
     }  # fmt: skip
-    for given in ((kept, path), (path, kept)):
-        found = ndl.load(ndl.save(*given), device=device)
-        assert {n: v for n, v in found.items() if n not in ("model", "optimizer", "model.0")} == {
-            n: v for n, v in kept.items() if n not in ("model", "optimizer", "model.0")
-        }
-        assert found["model.0"]["weight"].tolist() == [1, 2]
-        assert isinstance(found["model.0"]["weight"], Tensor)
-        other = made()
-        beside = optim.AdamW(other.parameters())
-        other.load_state_dict(found["model"])
-        beside.load_state_dict(found["optimizer"])
-        assert_same_arrays(bits(other), bits(model))
-        again = made()
-        ndl.load(ndl.save(model, optimizer, tmp_path / "both.pt"), again)
-        assert_same_arrays(bits(again), bits(model))
-        assert beside.state_dict()["groups"] == optimizer.state_dict()["groups"]
+    found = ndl.load(ndl.save(kept, path), device=device)
+    plain = [n for n in kept if n not in ("model", "optimizer", "model.0")]
+    assert {n: found[n] for n in plain} == {n: kept[n] for n in plain}
+    assert found["model.0"]["weight"].tolist() == [1, 2]
+    assert isinstance(found["model.0"]["weight"], Tensor)
+    other = made()
+    beside = optim.AdamW(other.parameters())
+    other.load_state_dict(found["model"])
+    beside.load_state_dict(found["optimizer"])
+    assert_same_arrays(bits(other), bits(model))
+    assert beside.state_dict()["groups"] == optimizer.state_dict()["groups"]
     expected = train(model, optimizer, 2)
     assert train(other, beside, 2) == expected
 
@@ -149,13 +137,34 @@ class Former(nn.Module):
         return x
 
 
+def former(container):
+    """A registered module without a device of its own, whose parts lie in a container."""
+
+    @dataclasses.dataclass(frozen=True)
+    class FormerConfig(models.Config):
+        width: int = 4
+
+    @models.register("former")
+    class FormerModel(nn.Module):
+        config_class = FormerConfig
+
+        def __init__(self, config, device=None):
+            super().__init__()
+            inner = container(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.config = config
+            self.body = container(nn.Linear(3, 4), nn.Residual(inner), nn.Linear(4, 2))
+
+        def forward(self, x):
+            return self.body(x)
+
+    np.random.seed(3)
+    return FormerModel(FormerConfig())
+
+
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
-def test_files_of_former_names_go_on_bit_for_bit(kind, flat, tmp_path):
-    def of(container):
-        np.random.seed(3)
-        inner = container(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        return container(nn.Linear(3, 4), nn.Residual(inner), nn.Linear(4, 2))
+def test_files_of_former_names_go_on_bit_for_bit(kind, flat, tmp_path, monkeypatch):
+    """Loaded into a module, and made again."""
 
     def optimizer_of(model):
         if flat:
@@ -163,61 +172,26 @@ def test_files_of_former_names_go_on_bit_for_bit(kind, flat, tmp_path):
         weight, *rest = model.named_parameters()
         return kind([{"params": [weight], "lr": 0.3}, {"params": rest}])
 
-    old, new = of(Former), of(nn.Sequential)
-    first, second = optimizer_of(old), optimizer_of(new)
+    monkeypatch.setattr(models.registry, "_families", dict(models.registry._families))
+    old = former(Former)
+    old.body.modules[0].bias.requires_grad = False
+    first = optimizer_of(old)
     train(old, first, 3)
-    path = ndl.save(old, first, tmp_path / "old.safetensors")
+    path = ndl.save_checkpoint(old, first, 1, 0.5, tmp_path / "old.safetensors")
+    new = former(nn.Sequential)
+    new.body[0].bias.requires_grad = False
+    second = optimizer_of(new)
     train(new, second, 1)
     ndl.load(path, new, second)
-    assert [*new.state_dict()][1] == "0.bias" and [*old.state_dict()][1] == "modules.0.bias"
+    made_again, third, *_ = ndl.load_checkpoint(path)
+    assert [*new.state_dict()][1] == "body.0.bias"
+    assert [*old.state_dict()][1] == "body.modules.0.bias"
+    assert not made_again.body[0].bias.requires_grad
     for _ in range(2):
-        assert train(new, second, 2) == train(old, first, 2)
+        losses = [train(*pair, 2) for pair in ((old, first), (new, second), (made_again, third))]
+        assert losses[0] == losses[1] == losses[2]
     for ours, theirs in zip(bits(new).values(), bits(old).values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_registered_model_of_former_names_is_made_again(flat, tmp_path):
-    def registered(container):
-        @dataclasses.dataclass(frozen=True)
-        class FormerConfig(models.Config):
-            vocab_size: int = 8
-            max_seq_len: int = 4
-            dtype: str = "float32"
-
-        @models.register("former")
-        class FormerModel(models.LanguageModel):
-            config_class = FormerConfig
-
-            def __init__(self, config, device=None):
-                super().__init__(config, device)
-                self.embedding = nn.Embedding(8, 4)
-                self.body = container(nn.Linear(4, 4), nn.ReLU())
-                self.embed_out = nn.Linear(4, 8, bias=False)
-
-            def hidden(self, ids, cache=None):
-                return self.body(self.embedding(ids))
-
-        return FormerModel(FormerConfig())
-
-    ids = np.arange(4)[None]
-    try:
-        old = registered(Former)
-        old.body.modules[0].bias.requires_grad = False
-        optimizer = optim.AdamW(nn.flatten_parameters(old) if flat else old.parameters())
-        old(ids, ids)[1].backward()
-        optimizer.step()
-        optimizer.reset_grad()
-        path = ndl.save_checkpoint(old, optimizer, 1, 0.5, tmp_path / "old.safetensors")
-        registered(nn.Sequential)
-        new, second, *_ = ndl.load_checkpoint(path)
-        assert not new.body[0].bias.requires_grad and second.t == 1
-        for model, its in ((old, optimizer), (new, second)):
-            model(ids, ids)[1].backward()
-            its.step()
-        np.testing.assert_array_equal(new(ids)[0].numpy(), old(ids)[0].numpy())
-    finally:
-        models.registry._families.pop("former", None)
 
 
 def test_a_refused_load_changes_nothing(tmp_path):
@@ -277,22 +251,9 @@ def test_names_and_parameters_that_are_not_the_modules(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_dlpack_shares_memory():
-    for dtype in ("float32", "int32", "int64", "uint8"):
-        host = np.arange(6, dtype=dtype).reshape(2, 3)
-        x = ndl.from_dlpack(host)
-        assert isinstance(x, Tensor) and x.dtype == dtype and not x.requires_grad
-        host[0, 0] = 5
-        np.testing.assert_array_equal(x.numpy(), host)
-        back = np.from_dlpack(x)
-        assert np.shares_memory(back, host)
-    np.testing.assert_array_equal(np.from_dlpack(Tensor(X).T), X.T)
-
-
 def test_dlpack_of_a_flipped_array_reaches_back_from_its_first_element():
     host = np.arange(6, dtype=np.float32)
     x = ndl.from_dlpack(host[::-1]).cached_data
-    np.testing.assert_array_equal(x.numpy(), host[::-1])
     np.testing.assert_array_equal(x.as_strided((3,), (-2,)).numpy(), [5, 3, 1])
     for stride in (1, -6):
         with pytest.raises(ValueError, match="reach outside the array's memory of 24 bytes"):
@@ -301,22 +262,13 @@ def test_dlpack_of_a_flipped_array_reaches_back_from_its_first_element():
     np.testing.assert_array_equal(host, [0, 1, 2, 3, 2, 1])
 
 
-@pytest.mark.parametrize("taken", ["replaced", "removed"])
-def test_the_checked_file_is_the_one_read(taken, tmp_path):
+def test_the_checked_file_is_the_one_read(tmp_path):
     """Another process may take the file's name between the check and the read of its tensors."""
-    path = tmp_path / "model.safetensors"
-    model = nn.Linear(3, 4)
-    kept = {name: array.numpy() for name, array in model.state_dict().items()}
-    ndl.save(model, None, path)
-    checkpoint = Checkpoint(path)
-    if taken == "replaced":
-        ndl.save(nn.Linear(3, 4), None, path)
-    else:
-        path.unlink()
-    again = nn.Linear(3, 4)
+    path, model, again = tmp_path / "model.safetensors", nn.Linear(3, 4), nn.Linear(3, 4)
+    checkpoint = Checkpoint(ndl.save(model, None, path))
+    ndl.save(nn.Linear(3, 4), None, path)
     checkpoint.restore_into(again)
-    for name, array in again.state_dict().items():
-        np.testing.assert_array_equal(array.numpy(), kept[name])
+    assert_same_arrays(bits(again), bits(model))
 
 
 def test_header_whose_offsets_contradict_shapes_is_refused(tmp_path):
