@@ -69,9 +69,7 @@ def test_likeliest_is_found_and_logits_in_chunks_are_equal(monkeypatch):
 
 
 def test_windows_score_each_token_once():
-    for count, seq_len, stride in [
-        (2, 4, 4), (5, 4, 4), (6, 4, 4), (17, 4, 2), (18, 4, 1), (100, 7, 3), (3, 8, 5),
-    ]:  # fmt: skip
+    for count, seq_len, stride in (2, 4, 4), (6, 4, 4), (17, 4, 2), (100, 7, 3), (3, 8, 5):
         seen = np.zeros(count, int)
         with naming(count, seq_len, stride):
             for first, last, n in evaluate.windows(count, seq_len, stride):
@@ -84,28 +82,21 @@ def test_windows_score_each_token_once():
 
 def test_perplexity():
     model, text = small(), tokens(53)
-    for seq_len, stride in [(24, 24), (10, 10), (10, 4), (10, 1)]:
-        scores = evaluate.perplexity(model, text, seq_len, stride, batch_size=3, per_token=True)
+    for seq_len, stride, row_length in (24, 24, 53), (10, 4, 53), (10, 1, 53), (6, 3, 10):
+        scores = evaluate.perplexity(
+            model, text, seq_len, stride, batch_size=3, row_length=row_length, per_token=True
+        )
         wanted = np.full(len(text), np.nan)
-        for first, last, n in evaluate.windows(len(text), seq_len, stride):
-            for target in range(last - n + 1, last + 1):
-                wanted[target] = -reference(model, text[first:target])[text[target]]
-        with naming(seq_len, stride):
+        for row in range(0, len(text), row_length):  # rows stand alone; the last is shorter
+            for first, last, n in evaluate.windows(len(text[row:][:row_length]), seq_len, stride):
+                for target in range(row + last - n + 1, row + last + 1):
+                    wanted[target] = -reference(model, text[row + first : target])[text[target]]
+        with naming(seq_len, stride, row_length):
             np.testing.assert_allclose(scores.per_token, wanted, rtol=0, atol=2e-5)
-            assert scores.tokens == 52 and scores.text_bytes is scores.bits_per_byte is None
+            assert scores.tokens == np.isfinite(wanted).sum() == 53 - -(-53 // row_length)
+            assert scores.text_bytes is scores.bits_per_byte is None
             assert math.isclose(scores.nats, np.nansum(wanted), rel_tol=1e-6)
-            assert math.isclose(scores.perplexity, math.exp(np.nansum(wanted) / 52), rel_tol=1e-5)
-
-
-def test_rows_stand_alone():
-    model, text = small(), tokens(47)  # the last row is shorter
-    whole = evaluate.perplexity(model, text, 6, 3, batch_size=4, row_length=10, per_token=True)
-    for row in range(5):
-        here = slice(10 * row, 10 * row + 10)
-        alone = evaluate.perplexity(model, text[here], 6, 3, per_token=True)
-        np.testing.assert_allclose(whole.per_token[here], alone.per_token, rtol=0, atol=1e-5)
-    assert whole.tokens == 42 == np.isfinite(whole.per_token).sum()
-    assert whole.nats == pytest.approx(np.nansum(whole.per_token), rel=1e-6)
+            assert math.isclose(scores.perplexity, math.exp(np.nanmean(wanted)), rel_tol=1e-5)
     assert evaluate.perplexity(model, text).per_token is None
 
 
@@ -120,33 +111,22 @@ def test_foreign_tokens_are_named_by_place(tmp_path):
         evaluate.perplexity(small(), opened.train)
 
 
-def test_one_window_is_the_training_loss_and_bfloat16_is_near():
-    model, text = small(), tokens(25)
-    _, loss = model(text[None, :-1].astype(np.int64), text[None, 1:].astype(np.int64))
-    exact = evaluate.perplexity(model, text).loss
-    assert math.isclose(exact, float(loss.numpy()), rel_tol=1e-6)
-    rounded = evaluate.perplexity(small(dtype="bfloat16"), text).loss
-    assert exact != rounded and abs(exact - rounded) < 0.02 * exact
-
-
 def test_rows_and_sizes_that_cannot_be_are_refused():
-    for inputs, targets, message in [
+    for inputs, targets, message in (
         ([], [], "1 <= targets"),
         ([1, 2], [1, 2, 3], "1 <= targets"),
         ([1] * 25, [1], "max_seq_len"),
         ([1, VOCABULARY], [1], "outside the vocabulary"),
         ([1, 2], [-1], "outside the vocabulary"),
-    ]:
+    ):
         with naming(inputs, targets), pytest.raises(ValueError, match=message):
             list(evaluate.score(small(), [(inputs, targets)]))
-    for changes, message in [
+    for changes, message in (
         ({"seq_len": 25}, "max_seq_len"),
-        ({"seq_len": 0}, "seq_len"),
         ({"seq_len": 8, "stride": 9}, "stride"),
-        ({"stride": 0}, "stride"),
         ({"batch_size": 0}, "batch_size"),
         ({"tokens": tokens(1)}, "two or more"),
-    ]:
+    ):
         with naming(changes), pytest.raises(ValueError, match=message):
             evaluate.perplexity(small(), **{"tokens": tokens(40)} | changes)
 
@@ -232,19 +212,15 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
 def test_errors_are_named(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    for words, message in [
+    for words, message in (
         ("nothing --data x", "no such file or folder"),
         (". --data x", "no good checkpoint"),
         ("run --data nowhere", "nowhere"),
-        ("run --data=", "an empty name ('') of a file or folder"),
-        ("run --data text.txt --tokenizer=", "an empty name ('') of a file or folder"),
         ("run --data text.txt --seq-len 99", "max_seq_len"),
         ("run --data text.txt --limit 1", "fewer than two tokens"),
         ("run --data text.txt --per-token no/x.npy", "no/x.npy: there is no such folder"),
-        ("run --data text.txt --device tpu", "cuda:INDEX"),
-        (f"run --data text.txt --device cuda:{'1' * 31}", "cuda:INDEX"),
         ("run --data text.txt --device cuda:99", "99 is not in 0 ... 63"),
-    ]:
+    ):
         code, out, err = command(capsys, words)
         assert code == 1 and out == "" and message in err and "Traceback" not in err, words
     with pytest.raises(SystemExit, match="2"):
@@ -264,20 +240,10 @@ def test_the_harness_is_named_where_it_is_missing(monkeypatch):
         importlib.import_module("needle.training.lm_eval")
 
 
-def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(tmp_path):
-    tokenizer = ndl.data.train_tokenizer(iter(["one two three " * 9]), 280)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = small()
-    ndl.save_checkpoint(model, None, 0, 1.0, tmp_path / "step_1.safetensors")
-    loaded, beside = evaluate.load_model(tmp_path / "step_1.safetensors", dtype="bfloat16")
+def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(run):
+    model = evaluate.load_model(run)[0]
+    loaded, beside = evaluate.load_model(run, dtype="bfloat16")
     assert loaded.config.dtype == loaded.embed_in.weight.dtype == "bfloat16"
-    assert loaded.tokenizer is beside and beside.to_str() == tokenizer.to_str()
+    assert loaded.tokenizer is beside and beside.to_str() == model.tokenizer.to_str()
     expected = model.embed_in.weight.cached_data.astype("bfloat16").numpy()
     np.testing.assert_array_equal(loaded.embed_in.weight.numpy(), expected)
-    loaded.save_pretrained(tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    for dtype in (None, "float16"):
-        exported, _ = evaluate.load_model(tmp_path / "out", dtype=dtype)
-        assert exported.embed_in.weight.dtype == (dtype or "float32")
-        expected = loaded.embed_in.weight.cached_data.astype(dtype or "float32").numpy()
-        np.testing.assert_array_equal(exported.embed_in.weight.numpy(), expected)

@@ -134,28 +134,21 @@ def test_sampling_follows_the_seed(models):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize(
-    "options, message", [({"num_beams": 4}, "num_beams"), ({"max_gen_toks": CONTEXT}, "no room")]
-)
-def test_unsupported_options_are_refused(models, options, message):
-    with pytest.raises(ValueError, match=message):
-        models[0].generate_until(requests(("x", options)), disable_tqdm=True)
-
-
-def test_unscorable_requests_are_refused(models):
-    with pytest.raises(ValueError, match="continuation"):
-        models[0].loglikelihood(requests(("x", " ".join(SENTENCES))), disable_tqdm=True)
-
-
-def test_no_tokenizer(folder, tmp_path):
-    from needle.training.lm_eval import NeedleLM
-
-    target = tmp_path / "deep" / "alone.safetensors"
-    target.parent.mkdir()
-    target.write_bytes((folder / "step_1.safetensors").read_bytes())
+def test_what_cannot_be_answered_is_refused(models, folder, tmp_path):
+    ours = models[0]
+    for function, words, said in (
+        (ours.generate_until, ("x", {"num_beams": 4}), "num_beams"),
+        (ours.generate_until, ("x", {"max_gen_toks": CONTEXT}), "no room"),
+        (ours.loglikelihood, ("x", " ".join(SENTENCES)), "continuation"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            function(requests(words), disable_tqdm=True)
+    alone = tmp_path / "deep" / "alone.safetensors"
+    alone.parent.mkdir()
+    shutil.copy(folder / "step_1.safetensors", alone)
     with pytest.raises(ValueError, match="tokenizer=PATH"):
-        NeedleLM(str(target), device="cpu")
-    model = NeedleLM(str(target), tokenizer=str(folder), device="cpu", batch_size="auto")
+        type(ours)(str(alone), device="cpu")
+    model = type(ours)(str(alone), tokenizer=str(folder), device="cpu", batch_size="auto")
     assert model.batch_size == 16384 // CONTEXT
 
 
@@ -165,21 +158,19 @@ def test_special_tokens_are_those_of_the_files_or_of_the_flag(folder, tmp_path):
 
     from needle.training.lm_eval import NeedleLM
 
-    shutil.copytree(folder / "exported", tmp_path / "a")
+    place = tmp_path / "a"
+    shutil.copytree(folder / "exported", place)
     text = (folder / "tokenizer.json").read_text()
     made = tokenizers.Tokenizer.from_str(text.replace("<|endoftext|>", "</s>"))
     made.add_special_tokens(["<s>"])
-    made.save(str(tmp_path / "a" / "tokenizer.json"))
-    (tmp_path / "a" / "special_tokens_map.json").unlink()
-    words = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
-    whole = {"__type": "AddedToken", "content": "</s>", "normalized": False, "special": True}
-    for said, begin in (
-        ({"eos_token": "</s>", "bos_token": None}, 0),
-        ({"eos_token": whole, "bos_token": "<s>"}, made.token_to_id("<s>")),
-    ):
-        (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(words | said))
-        ours = NeedleLM(str(tmp_path / "a"), device="cpu")
-        theirs = get_model("hf")(pretrained=str(tmp_path / "a"), device="cpu", dtype="float32")
+    made.save(str(place / "tokenizer.json"))
+    (place / "special_tokens_map.json").unlink()
+    file = place / "tokenizer_config.json"
+    words = json.loads(file.read_text())
+    for bos, begin in (None, 0), ("<s>", made.token_to_id("<s>")):
+        file.write_text(json.dumps(words | {"eos_token": "</s>", "bos_token": bos}))
+        ours = NeedleLM(str(place), device="cpu")
+        theirs = get_model("hf")(pretrained=str(place), device="cpu", dtype="float32")
         assert ours.eot_token_id == theirs.eot_token_id == 0
         assert ours.prefix_token_id == theirs.prefix_token_id == begin
         pairs = [("", "The quick"), ("The quick", " brown fox")]

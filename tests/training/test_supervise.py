@@ -79,7 +79,7 @@ def faults_of(folder):
 
 
 def test_other_exit_codes_are_passed_on(run, tmp_path, capfd):
-    for code in (0, 1, 74, 76, 130, 143):
+    for code in (0, 1, 76, 130):
         with naming("exit code", code):
             assert run(f"say('here'); sys.exit({code})") == (code, ["here"], [])
     assert capfd.readouterr() == ("", "")
@@ -94,10 +94,8 @@ def test_other_exit_codes_are_passed_on(run, tmp_path, capfd):
     "end, code, message",
     [
         ("sys.exit(75)", 75, "the GPU or a rank is lost"),
-        ("die(signal.SIGKILL)", 137, "killed by SIGKILL"),
-        ("sys.exit(128 + 9)", 137, "killed by SIGKILL"),  # of a launcher's rank
-        ("die(40)", 168, "killed by signal 40"),
         ("die(signal.SIGTERM)", 143, "killed by SIGTERM"),  # not from us
+        ("sys.exit(128 + 9)", 137, "killed by SIGKILL"),  # of a launcher's rank
         ("time.sleep(60)", 134, "nothing finished for 1 s"),
         ("die(signal.SIGSTOP)", 134, "nothing finished for 1 s"),
         ("signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(60)", 137, "nothing finished"),
@@ -148,7 +146,6 @@ def test_silence_is_a_hang_only_after_a_heartbeat(run):
 @pytest.mark.parametrize(
     "steps, code, failures",
     [
-        ([4, 4, 4], 75, 3),
         ([4, 3, 4], 75, 3),
         ([None, None, None], 75, 3),
         ([6, 4, 7, 5, 8, 99], 0, 5),  # one that goes further forgives those before
@@ -180,24 +177,21 @@ sys.exit(0 if step == 99 else 75)
     assert (ended in capfd.readouterr().err) == (code == 75)
 
 
-def test_faults_are_written_when_the_folder_is_known_and_end_no_training(run, capfd):
+def test_folder_that_cannot_be_written_ends_the_run_if_another_works_there(run, tmp_path, capfd):
     done, _, faults = run("os.unlink(PATH + '.run') if not attempt else 0; sys.exit(75)")
-    assert done == 75 and [fault["step"] for fault in faults] == [None] * 3
+    assert done == 75 and [fault["step"] for fault in faults] == [None] * 3  # of all attempts
     body = "if not attempt: os.makedirs('a/faults.jsonl')\nwrite(PATH + '.run', 'a'); "
     assert run(body + "sys.exit(0 if attempt else 75)")[0] == 0
     assert "supervise: a/faults.jsonl: Is a directory" in capfd.readouterr().err
-
-
-def test_folder_of_another_process_is_not_written_and_the_run_ends(run, tmp_path, capfd):
-    held = tmp_path / "held"
-    held.mkdir()
-    lock = Lock(held)
-    for folder, why in [(held, f"process {os.getpid()} on "), (tmp_path / "gone", "No such file")]:
+    (tmp_path / "held").mkdir()
+    lock = Lock(tmp_path / "held")
+    for name, why in ("held", f"process {os.getpid()} on "), ("gone", "No such file"):
+        folder = tmp_path / name
         done, said, faults = run(f"say('x'); write(PATH + '.run', {str(folder)!r}); sys.exit(75)")
         assert (done, said, faults) == (75, ["x"], [])
         assert f"supervise: {folder}" in (err := capfd.readouterr().err) and why in err
     lock.release()
-    assert not (held / "faults.jsonl").exists()
+    assert not (tmp_path / "held" / "faults.jsonl").exists()
 
 
 # ---- signals ------------------------------------------------------------------------------------
@@ -275,14 +269,11 @@ def supervised(code):
 
 
 def test_command_ends_with_its_supervisor(tmp_path):
-    process = subprocess.Popen(
-        supervised("say(os.getpid()); time.sleep(60)"),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    pid = int(said_by(tmp_path, 1)[0])
-    process.kill()
-    process.wait()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = supervised("say(os.getpid()); time.sleep(60)")
+    with subprocess.Popen(command, cwd=tmp_path, env=environ) as process:
+        pid = int(said_by(tmp_path, 1)[0])
+        process.kill()
     wait_until_gone(pid)
 
 
@@ -308,17 +299,15 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
 def test_heartbeat_holds_the_steps_and_the_time_of_work(monkeypatch, tmp_path):
     monkeypatch.delenv(HEARTBEAT, raising=False)
     heartbeat.beat(1)
-    heartbeat.rest()
     path = tmp_path / "steps"
     monkeypatch.setenv(HEARTBEAT, str(path))
     heartbeat.beat()
     assert not path.exists()  # no step yet: not watched
     heartbeat.beat(12)
-    assert path.read_text() == "12"
     os.utime(path, (1, 1))
     heartbeat.beat()
     assert path.read_text() == "12" and time.time() - path.stat().st_mtime < 60
     heartbeat.rest()
     assert not path.exists()
-    path.parent.joinpath("steps").mkdir()
+    path.mkdir()
     heartbeat.beat(13)  # cannot be written, and ends no training
