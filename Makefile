@@ -60,7 +60,7 @@ help:
 	@echo 'make asan                   the core under the address and UB sanitizers'
 	@echo 'make fuzz                   an hour of random calls under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
-	@echo 'make soak                   kills: minutes of tries to lose a run'
+	@echo 'make soak                   kills and full disks: minutes of tries to lose a run'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make docs                   the documentation site, in build/docs/site'
 	@echo 'make tutorials              run tutorials whose code changed, keep outputs'

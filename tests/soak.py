@@ -1,10 +1,10 @@
-"""Soak test of a training that is killed: nothing that was saved is lost.
+"""Soak test of a training that is killed and whose disk is full: nothing that was saved is lost.
 
-    python tests/soak.py [--count N] [--seed N]
+    python tests/soak.py [PART...] [--count N] [--seed N]
 
-It prints how often it killed, and the failure. What must hold after each kill: the newest
-checkpoint that was ever reported as saved, or a newer one, can be read; the run goes on by
---resume auto; its end is that of a run that nothing ever hit, bit for bit. `make soak` runs it
+Each part prints a line: how often it was tried, and the failures. What must hold after each fault:
+the newest checkpoint that was ever reported as saved, or a newer one, can be read; the run goes on
+by --resume auto; its end is that of a run that nothing ever hit, bit for bit. `make soak` runs it
 whole, tests/test_soak.py a short form. A child is forked from a process that has imported
 everything and computed nothing, so that a start costs milliseconds.
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +42,8 @@ STEPS = 30
 pythia.PRESETS["tiny"] = SMALL
 
 
-def child(argv: list[str]) -> int:
-    """Fork a training. Returns its pid."""
+def child(argv: list[str], prepare: Callable[[], None] = lambda: None) -> int:
+    """Fork a training, in which `prepare` runs first. Returns its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -50,6 +52,7 @@ def child(argv: list[str]) -> int:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
+        prepare()
         code = train_pythia.main(argv)
     finally:
         os._exit(code)
@@ -102,39 +105,73 @@ class Field:
             raise Failure(f"{name}: files are left over: {left}")
         shutil.rmtree(self.folder / "runs" / name)
 
-    def kill(self, count: int) -> None:
-        """Kill `count` times at a random moment, in as many runs as that takes; each ends as the
-        whole one."""
-        number, saved, name = 0, 0, "killed-0"
+    def hit(self, count: int, fault: Callable[[list[str]], None], what: str) -> None:
+        """Cause `count` faults, in as many runs as that takes; each ends as the whole one."""
+        number, saved, name = 0, 0, f"{what}-0"
         for _ in range(count):
-            pid = child(self.argv(name))
-            time.sleep(self.rng.random() ** 2 * 0.7)
-            os.kill(pid, signal.SIGKILL)
-            wait(pid)
+            fault(self.argv(name))
             saved = self.check(name, saved)
             if saved == STEPS and wait(child(self.argv(name))) == 0:
                 self.check_end(name)
                 number, saved = number + 1, 0
-                name = f"killed-{number}"
+                name = f"{what}-{number}"
         if wait(child(self.argv(name))) != 0:
             raise Failure(f"{name}: it does not go on")
         self.check_end(name)
 
 
+def kills(field: Field, count: int) -> None:
+    """SIGKILL at a random moment."""
+
+    def fault(argv: list[str]) -> None:
+        pid = child(argv)
+        time.sleep(field.rng.random() ** 2 * 0.7)
+        os.kill(pid, signal.SIGKILL)
+        wait(pid)
+
+    field.hit(count, fault, "kill")
+
+
+def full_disks(field: Field, count: int) -> None:
+    """Limit files to a random size: every kind of file meets it, checkpoints first."""
+    largest = checkpoint_of(field.folder, "whole", STEPS).stat().st_size
+
+    def fault(argv: list[str]) -> None:
+        limit = int(field.rng.random() * 1.1 * largest)
+
+        def prepare() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        wait(child(argv, prepare))
+
+    field.hit(count, fault, "disk")
+
+
+PARTS = {"kills": (kills, 900), "full_disks": (full_disks, 200)}
+
+
 def main() -> int:
     top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
-    top.add_argument("--count", type=int, default=900, metavar="N", help="kills")
+    top.add_argument(
+        "parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS)
+    )
+    top.add_argument("--count", type=int, metavar="N", help="tries of each part")
     top.add_argument("--seed", type=int, default=0, metavar="N")
     args = top.parse_args()
-    began, failures = time.monotonic(), "0"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            Field(Path(folder), random.Random(args.seed)).kill(args.count)
-        except Failure as error:
-            failures = str(error)
-    took = time.monotonic() - began
-    print(f"{args.count:,} kills, failures: {failures}  ({took:.0f} s)")
-    return int(failures != "0")
+    code = 0
+    for name in args.parts or PARTS:
+        part, count = PARTS[name]
+        count, began = args.count or count, time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                part(Field(Path(folder), random.Random(args.seed)), count)
+                failures = "0"
+            except Failure as error:
+                code, failures = 1, str(error)
+        took = time.monotonic() - began
+        print(f"{name:12} {count:9,} tried, failures: {failures}  ({took:.0f} s)", flush=True)
+    return code
 
 
 if __name__ == "__main__":
