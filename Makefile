@@ -14,7 +14,7 @@ CC ?= cc
 # alive, and with them every array in them. API errors are not counted, because tests ask for memory
 # that cannot be had.
 MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/csrc/test_large.py tests/ops/test_attention.py \
-    tests/ops/test_dilated.py tests/ops/test_block_lists.py tests/ops/test_layer.py tests/test_generate.py \
+    tests/ops/test_dilated.py tests/ops/test_layer.py tests/test_generate.py \
     tests/csrc/test_async_copy.py tests/data/test_prefetch.py
 TOOL ?= memcheck
 # `make asan` runs those that call the core most: every case of needle.testing among them.

@@ -6,8 +6,6 @@ import math
 import numpy as np
 import pytest
 from harness import attended_both_ways, poison
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import needle as ndl
 from needle import _C
@@ -26,30 +24,12 @@ def error(got: np.ndarray, exact: np.ndarray) -> float:
     return float(np.sqrt(((got - exact) ** 2).mean() / max((exact**2).mean(), 1e-30)))
 
 
-def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> dict:
+def of_needle(q, k, v, dout, dtype: str, causal: bool, mask) -> dict:
     device = ndl.cuda()
-    B, T, H, D = q.shape
-
-    def array(x: np.ndarray) -> _C.NDArray:
-        return _C.array(x, dtype=dtype, device=device)
-
-    if packed:  # as in a model: (B, T, H, 3, D), where the gradients go as well
-        strides = (T * H * 3 * D, H * 3 * D, 3 * D, 1)
-
-        def views(whole: _C.NDArray) -> list[_C.NDArray]:
-            flat = whole.reshape((whole.size,))
-            return [flat[i * D : whole.size].as_strided(q.shape, strides) for i in range(3)]
-
-        arrays = views(array(np.stack([q, k, v], 3)))
-        gradients = views(array(np.full((B, T, H, 3, D), np.nan)))
-    else:
-        arrays = [array(x) for x in (q, k, v)]
-        gradients = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
-    scale = 1 / math.sqrt(D)
+    arrays = [_C.array(x, dtype=dtype, device=device) for x in (q, k, v, dout)]
     poison(device, 4 * q.size)
     lists = () if mask is None else (*mask.lists(device), mask.block)
-    into = [_C.empty(q.shape, dtype, device), *gradients]
-    o, *_ = attended_both_ways(*arrays, array(dout), scale, int(causal), lists, into)
+    o, _, gradients = attended_both_ways(*arrays, 1 / math.sqrt(q.shape[3]), int(causal), lists)
     return dict(zip(WHAT, [x.numpy().astype(np.float64) for x in (o, *gradients)]))
 
 
@@ -72,24 +52,21 @@ def of_torch(q, k, v, dout, dtype: str, causal: bool, backend, see) -> dict:
     return dict(zip(WHAT, found))
 
 
-@st.composite
-def problems(draw, masked: bool):
-    """(B, T, S, H, D, dtype, causal, packed, block, seed)"""
-    T = draw(st.sampled_from([1, 31, 64, 65, 127, 128, 129, 191, 193, 256, 300, 449]))
-    causal = draw(st.booleans())
-    packed = draw(st.booleans())
+def problem_of(seed: int, masked: bool):
+    """(B, T, S, H, D, dtype, causal, block, seed)"""
+    rng = np.random.default_rng(seed)
+    T = rng.choice([1, 31, 64, 65, 127, 128, 129, 191, 193, 256, 300, 449])
+    causal = bool(rng.integers(2))
     # PyTorch's causal mask begins at the first key, needle's ends at the last: the same for S = T.
-    same = causal or packed or masked
-    S = T if same else draw(st.sampled_from([1, 33, 128, 200, 385]))
-    D = 8 * draw(st.integers(1, 16))
-    dtype = draw(st.sampled_from(["bfloat16", "float16"]))
-    block = draw(st.sampled_from([64, 128])) if masked else 0
-    sizes = draw(st.integers(1, 2)), T, S, draw(st.integers(1, 3)), D
-    return *sizes, dtype, causal, packed, block, draw(st.integers(0, 2**31))
+    S = T if causal or masked else rng.choice([1, 33, 128, 200, 385])
+    D, dtype = 8 * rng.integers(1, 17), str(rng.choice(["bfloat16", "float16"]))
+    block = int(rng.choice([64, 128])) if masked else 0
+    sizes = map(int, (rng.integers(1, 3), T, S, rng.integers(1, 4), D))
+    return *sizes, dtype, causal, block, seed
 
 
 def compare(problem, backends, ratios: list[float]) -> None:
-    B, T, S, H, D, dtype, causal, packed, block, seed = problem
+    B, T, S, H, D, dtype, causal, block, seed = problem
     generator = np.random.default_rng(seed)
     r = rounder(dtype)
     shapes = [(B, T, H, D), (B, S, H, D), (B, S, H, D), (B, T, H, D)]
@@ -104,7 +81,7 @@ def compare(problem, backends, ratios: list[float]) -> None:
     scale = 1 / math.sqrt(D)
     exact = softmax_attention(exactly, q, k, v, scale, see)
     exact |= softmax_attention_bwd(exactly, dout, q, k, v, exact["o"], exact["lse"], scale, see)
-    ours = of_needle(q, k, v, dout, dtype, causal, packed, mask)
+    ours = of_needle(q, k, v, dout, dtype, causal, mask)
     theirs, little = [], HALF_ULP[dtype] / 4
     for backend in backends:
         try:
@@ -132,12 +109,8 @@ def test_attention_errors_are_at_most_those_of_pytorch(masked):
         backends = [SDPBackend.EFFICIENT_ATTENTION]
     ratios: list[float] = []
 
-    @settings(max_examples=60, deadline=None, database=None)
-    @given(problems(masked))
-    def check(problem):
-        compare(problem, backends, ratios)
-
-    check()
+    for seed in range(60):
+        compare(problem_of(seed, masked), backends, ratios)
     assert len(ratios) > 100
     middle = float(np.exp(np.mean(np.log(np.maximum(ratios, 1e-3)))))
     print(f"{len(ratios)} errors, {middle:.3f} of PyTorch's in the geometric mean")
