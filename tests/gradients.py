@@ -166,7 +166,7 @@ def share(*shape):
     return lambda rng: rng.random(shape) * 0.8 + 0.1
 
 
-PLACES = np.array([[0, 3, 3, 1, 0], [2, 2, 2, 0, 1], [1, 0, 3, 3, 2]])
+PLACES = np.array([[0, 3, -1, 1, 0], [2, 2, -2, 0, 1], [1, 0, 3, -4, 2]])
 IDS = np.array([[3, 0, 3], [1, 4, 3]])
 TARGETS = np.array([2, 0, -100, 4])
 BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)

@@ -10,7 +10,7 @@ from gradients import GRADIENTS, inputs_of
 from harness import central_differences, close, naming
 
 import needle as ndl
-from needle import _C, Tensor, autograd, nn, ops, optim
+from needle import Tensor, autograd, nn, ops, optim
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
@@ -90,20 +90,6 @@ def test_second_derivatives_of_fused_ops_are_refused(case):
             (grad * grad).sum().backward()
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_gradient_as_tuple(case, device):
-    """op.gradient_as_tuple is pure: it returns what backward() leaves in .grad."""
-    tensors = [Tensor(a, device=device) for a in inputs_of(case)]
-    result = case.op(ops, *tensors)
-    out = Tensor(np.random.default_rng(0).standard_normal(result.shape), device=device)
-    result.backward(out)
-    if tuple(map(id, result.inputs)) != tuple(map(id, tensors)):
-        return  # composed of several ops
-    for got, tensor in zip(result.op.gradient_as_tuple(out, result), tensors):
-        assert isinstance(got, Tensor)
-        close(got.numpy(), tensor.grad.numpy(), 1e-6)
-
-
 class Fused(nn.Module):
     """Uses one weight twice, in every fused op that accumulates."""
 
@@ -181,30 +167,6 @@ def test_gradients_count_as_zeros_after_reset_grad(device):
     close(module.weight.grad.numpy(), expected, 1e-5)
 
 
-def test_flat_buffers():
-    module = Fused(ndl.cpu(), "float32")
-    before = {name: p.numpy() for name, p in module.named_parameters()}
-    flat = nn.flatten_parameters(module)
-    assert flat.data.size == flat.grad.size >= sum(p.size for p in module.parameters())
-    assert flat.data.dtype == flat.grad.dtype == "float32"
-    for name, parameter in module.named_parameters():  # matrices decay, and come first
-        start = flat.offsets[flat.names.index(name)]
-        decays = start + parameter.size <= flat.decay_size
-        assert decays if parameter.ndim >= 2 else start >= flat.decay_size
-    for name, parameter in module.named_parameters():
-        np.testing.assert_array_equal(parameter.numpy(), before[name])
-        assert parameter.cached_data._handle.ptr() == flat.data._handle.ptr()
-    flat.data.fill(0)
-    assert all(np.abs(p.numpy()).sum() == 0 for p in module.parameters())
-
-
-def test_the_bias_of_a_linear_does_not_decay():
-    """The bias is a row (1, out), not a matrix."""
-    flat = nn.flatten_parameters(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm1d(2)))
-    assert flat.names[0] == "0.weight" and flat.decay_size == flat.offsets[1]
-    assert "0.bias" in flat.names[1:]
-
-
 def test_stable_far_out(device):
     x = Tensor(
         np.array([[1e10, 1e9, -1e10], [1e10, 1e10, 0], [-1e10, -1e10, -1e10]]), device=device
@@ -239,17 +201,6 @@ def test_tensor():
     assert t.numpy().sum() == 0
     wrapped = Tensor.from_ndarray(ndl.NDArray(np.ones((2, 3))))
     assert wrapped.shape == (2, 3) and not wrapped.requires_grad
-    made = (
-        t.sum(),
-        t.reshape((4,)),
-        t.broadcast_to((3, 2, 2)),
-        t.transpose(),
-        t.matmul(t),
-        t @ t,
-        -t,
-    )
-    assert all(isinstance(one, Tensor) for one in made)
-    assert Tensor(np.ones(3), dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_backward():
@@ -266,6 +217,8 @@ def test_backward():
     assert constant.grad is None
     with pytest.raises((ValueError, RuntimeError, TypeError)):
         (x * 2).backward(Tensor([1.0, 2.0, 3.0]))
+    with pytest.raises(TypeError, match="must be a Tensor, not ndarray"):
+        (x * 2).backward(np.ones(2))
 
 
 def test_backward_adds_to_gradients():
@@ -281,19 +234,13 @@ def test_backward_adds_to_gradients():
         x.grad = Tensor([1.0, 1.0])
         (x * 3).backward()
         np.testing.assert_array_equal(x.grad.numpy(), [4, 4])
-    plain, flattened = (nn.Linear(2, 2) for _ in range(2))
-    flat = nn.flatten_parameters(flattened)
-    adam = optim.Adam(plain.parameters())
-    for times in 1, 2, 3:
-        for layer in plain, flattened:
-            layer(ndl.ones(1, 2)).sum().backward()
-            for p in layer.parameters():
-                np.testing.assert_array_equal(p.grad.numpy(), np.full(p.shape, times))
-    adam.reset_grad()
-    flat.reset_grad()
-    for layer in plain, flattened:
+    layer = nn.Linear(2, 2)
+    adam = optim.Adam(layer.parameters())
+    for times in 1, 2, 1:
+        if times == 1:
+            adam.reset_grad()
         layer(ndl.ones(1, 2)).sum().backward()
-        np.testing.assert_array_equal(layer.weight.grad.numpy(), np.ones((2, 2)))
+        np.testing.assert_array_equal(layer.weight.grad.numpy(), np.full((2, 2), times))
 
 
 def test_backward_of_a_gradient_starts_anew():
@@ -325,12 +272,9 @@ def test_each_leaf_has_a_gradient_of_its_own():
         for name, f in {
             "add": lambda a, b: a + b,
             "add to a result": lambda a, b: a + b * 1,
-            "subtract": lambda a, b: a - b,
             "leaf": lambda a, b: a,
             "stack": lambda a, b: ops.stack([a, b]),
-            "concatenate": lambda a, b: ops.concatenate([a, b]),
             "reshape": lambda a, b: a.reshape((4,)) + b.reshape((4,)),
-            "transpose": lambda a, b: a.transpose() + b.transpose(),
             "sum": lambda a, b: a.sum() + b.sum(),
             "mean": lambda a, b: ops.mean(a) + ops.mean(b),  # one number for all elements
             "sum of columns": lambda a, b: (a * 2).sum(0) + (b * 3).sum(0),
@@ -383,45 +327,50 @@ def test_find_topo_sort():
 
 
 def test_no_grad():
-    x = Tensor([1.0])
-    with ndl.no_grad():
+    """It nests, also one object, as a decorated function that calls itself does."""
+    x, quiet = Tensor([1.0]), ndl.no_grad()
+
+    @quiet
+    def results(depth):
+        return [*(results(depth - 1) if depth else []), x * 2]
+
+    assert not any(result.requires_grad for result in results(2))
+    with quiet:
         y = x * 2
+        assert not any(result.requires_grad for result in results(1))
         with ndl.no_grad():
             pass
         z = x * 2
+        with ndl.enable_grad():
+            assert (x * 2).requires_grad
     assert not y.requires_grad and y.op is None and len(y.inputs) == 0 and z.op is None
     assert (x * 2).op is not None
     with pytest.raises(ZeroDivisionError), ndl.no_grad():
         raise ZeroDivisionError
-    assert (x * 2).op is not None
+    with ndl.set_grad_enabled(False):
+        assert not (x * 2).requires_grad and not ndl.is_grad_enabled()
+    for enabled in (False, True):
+        ndl.set_grad_enabled(enabled)
+        assert (x * 2).requires_grad == enabled
 
 
 def test_no_grad_concerns_the_calling_thread_alone():
-    x, here = Tensor([1.0]), ndl.no_grad()
-    with ThreadPoolExecutor(1) as pool:
-        with here:
-            assert pool.submit(lambda: x * 2).result().requires_grad
-        pool.submit(ndl.no_grad().__enter__).result()
-        assert not pool.submit(lambda: x * 2).result().requires_grad
-        assert (x * 2).requires_grad
-
-
-def test_no_grad_of_one_object_in_threads():
     """One enters while the other is inside, and leaves after it."""
     quiet, inside = ndl.no_grad(), [threading.Event() for _ in range(2)]
 
     def other():
+        before = autograd.is_grad_enabled()
         with quiet:
             inside[0].set()
             assert inside[1].wait(60)
-        return autograd.is_grad_enabled()
+        return before, autograd.is_grad_enabled()
 
     with ndl.no_grad(), ThreadPoolExecutor(1) as pool:
         after = pool.submit(other)
         assert inside[0].wait(60)
         with quiet:
             inside[1].set()
-            assert after.result(60)
+            assert after.result(60) == (True, True)
         assert not autograd.is_grad_enabled()
 
 
@@ -453,21 +402,6 @@ def test_threads_that_reach_one_leaf_lose_no_gradient(kind):
     np.testing.assert_array_equal(layer.weight.grad.numpy(), wanted)
 
 
-def test_no_grad_of_one_object_nests():
-    """A decorated function that calls itself does so."""
-    x, quiet = Tensor([1.0]), ndl.no_grad()
-
-    @quiet
-    def results(depth):
-        return [*(results(depth - 1) if depth else []), x * 2]
-
-    assert not any(result.requires_grad for result in results(2))
-    with quiet:
-        assert not any(result.requires_grad for result in results(1))
-        assert not (x * 2).requires_grad
-    assert (x * 2).requires_grad
-
-
 def test_tuples():
     x = Tensor(np.arange(6.0).reshape(2, 3))
     parts = ops.split(x, 1)
@@ -477,46 +411,11 @@ def test_tuples():
     (parts[0] + parts[2]).backward()
     np.testing.assert_array_equal(x.grad.numpy(), [[1, 0, 1], [1, 0, 1]])
     assert isinstance(ops.make_tuple(x, x), ndl.TensorTuple)
-
-
-def test_the_gradient_of_a_tuple_has_zeros_where_nothing_came():
-    x = Tensor(np.arange(6.0).reshape(2, 3))
-    parts = ops.split(x, 1)
+    x.grad, parts = None, ops.split(x, 1)
     (parts[-1] * 2).backward()
     assert isinstance(parts.grad, ndl.TensorTuple)
     np.testing.assert_array_equal(parts.grad.numpy(), [[0, 0], [0, 0], [2, 2]])
     np.testing.assert_array_equal(x.grad.numpy(), [[0, 0, 2], [0, 0, 2]])
-
-
-def test_scalars_on_either_side():
-    x = Tensor([2.0, 4.0])
-    got = 1 + x, 1 - x, 8 / x, 3 * x, x**2, x / 2, x - 1
-    expected = [3, 5], [-1, -3], [4, 2], [6, 12], [4, 16], [1, 2], [1, 3]
-    np.testing.assert_allclose([one.numpy() for one in got], expected)
-
-
-def test_wrong_calls():
-    x = ndl.ones(2, 3)
-    for wrong in (
-        lambda: ops.matmul(x, x),
-        lambda: ops.reshape(x, (4,)),
-        lambda: ops.broadcast_to(x, (2, 4)),
-        lambda: ops.embedding(np.array([5], np.int32), ndl.ones(5, 2)),
-        lambda: ops.gelu(x, approximate="cosine"),
-        lambda: ops.linear(x, ndl.ones(4, 5)),
-        lambda: ops.summation(x, axes=2),
-    ):
-        with pytest.raises(ValueError):
-            wrong()
-
-
-def test_functions_of_a_half_precision_parameter_keep_its_dtype():
-    x = Tensor(np.ones((2, 4)), dtype="bfloat16")
-    w = Tensor(np.ones((4, 4)), dtype="bfloat16")
-    y = ops.gelu(ops.linear(x, w)) + x
-    assert y.dtype == "bfloat16"
-    y.backward()
-    assert x.grad.dtype == "bfloat16" and w.grad.shape == (4, 4)
 
 
 def test_tensors_leave_for_numpy_and_print():
@@ -537,52 +436,6 @@ def test_tensors_leave_for_numpy_and_print():
     assert repr(ops.split(x, 0)).startswith("TensorTuple(Tensor([1., 2.], ")
 
 
-def test_stack_converts_nothing():
-    """A float beside integers lost its fraction without a word."""
-    with pytest.raises(TypeError, match="Tensor 1 is float32, but the first is int32"):
-        ops.stack([Tensor([1], dtype="int32"), Tensor([1.5])])
-
-
-def test_backward_takes_a_tensor():
-    x = Tensor([1.0, 2.0])
-    with pytest.raises(TypeError, match="must be a Tensor, not ndarray"):
-        (x * 2).backward(np.ones(2))
-
-
-def test_ids_outside_are_named_in_whole_sentences():
-    with pytest.raises(ValueError, match=r"3 at \(1,\) is not a whole number below 3$"):
-        ops.cross_entropy(ndl.ones(2, 3), np.array([0, 3]))
-    for ids, said in (
-        ([[0, -1]], r"-1 at \(0, 1\)"),
-        (np.array([3, 2**32 + 1]), r"4294967297 at \(1,\)"),
-    ):
-        with pytest.raises(ValueError, match=f"{said} is not a whole number from 0 to 3$"):
-            ops.embedding(ids, ndl.ones(4, 3))
-
-
-# ---- corners, dtypes, indices, failures ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "f, at, slopes",
-    [
-        (ops.power, (0, 0), (0, 0)),
-        (ops.power, (0, 1), (1, 0)),
-        (ops.power, (0, 2), (0, 0)),
-        (lambda x: x**0, (0,), (0,)),
-        (lambda x: x**1, (0,), (1,)),
-        (lambda x: x**2, (0,), (0,)),
-        (lambda x: 0**x, (0,), (0,)),
-        (lambda x: 0**x, (2,), (0,)),
-        (ops.relu, (0,), (0,)),
-    ],
-)
-def test_gradients_at_zero_are_numbers(f, at, slopes, device):
-    operands = [Tensor([value], device=device) for value in at]
-    f(*operands).backward()
-    assert [x.grad.item() for x in operands] == list(slopes)
-
-
 @pytest.mark.parametrize("shape", [(3,), (2, 3)])
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])
 def test_a_gradient_has_the_dtype_of_its_operand(low, shape):
@@ -595,49 +448,23 @@ def test_a_gradient_has_the_dtype_of_its_operand(low, shape):
     np.testing.assert_array_equal(b.grad.numpy().astype(np.float32), np.full(shape, 6 / b.size))
 
 
-def test_indices_select_along_each_axis():
-    values = np.arange(60).reshape(3, 4, 5).astype(np.float32)
-    for axis in range(3):
-        a = Tensor(values)
-        picked = ops.index_select(a, axis, [2, 0, 2])
-        np.testing.assert_array_equal(picked.numpy(), np.take(values, [2, 0, 2], axis))
-        picked.sum().backward()
-        counts = np.bincount([2, 0, 2], minlength=values.shape[axis])
-        shape = [-1 if i == axis else 1 for i in range(3)]
-        wanted = np.broadcast_to(counts.reshape(shape), values.shape)
-        np.testing.assert_array_equal(a.grad.numpy(), wanted)
-    for wrong in (4, 9, -5):
-        with pytest.raises(ValueError, match=rf"{wrong} at \(1,\)"):
-            ops.index_select(a, 1, [0, wrong])
-
-
 class Unlucky(autograd.FusedOp):
-    """x times a weight, whose product backwards fails when it is to be written."""
-
-    fails = True
+    """A product whose backward fails when it has begun to write."""
 
     def compute(self, x, w):
-        return _C.matmul(x.reshape((1, *x.shape)), w.reshape((1, *w.shape)), None).reshape((2, 4))
+        return x * w
 
     def backward(self, dout, node, into):
-        array, beta = into.with_beta(1)
-        array.fill(7)  # as a kernel that got so far
-        if Unlucky.fails:
-            raise MemoryError("no room")
-        assert beta == 0
-        return None, None
+        into.with_beta(1)[0].fill(7)
+        raise MemoryError("no room")
 
 
-def test_a_product_that_fails_leaves_no_old_gradient():
+def test_a_backward_that_fails_leaves_no_old_gradient():
     """The op got the buffer with beta 0, and it still holds the gradient of the step before."""
     model = nn.Linear(3, 4, bias=False)
     flat = nn.flatten_parameters(model)
     model(ndl.ones(2, 3)).sum().backward()
     flat.reset_grad()
-    loss = Unlucky()(ndl.ones(2, 3), model.weight).sum()
     with pytest.raises(MemoryError, match="no room"):
-        loss.backward()
+        Unlucky()(ndl.ones(3, 4), model.weight).sum().backward()
     assert not flat.grad.numpy().any()
-    flat.reset_grad()
-    model(ndl.ones(2, 3)).sum().backward()
-    np.testing.assert_array_equal(model.weight.grad.numpy(), 2)

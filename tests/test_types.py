@@ -26,10 +26,7 @@ reveal_type(net(x))
 reveal_type(net(x, scale=2.0)[0])
 reveal_type(nn.Sequential(net.layer, nn.ReLU())(x))
 reveal_type(model(np.zeros((1, 8))))
-reveal_type(x[0, :, None])
-reveal_type(x @ x.T + 1)
-reveal_type(net.layer.weight / 2)
-reveal_type(x == x)
+reveal_type((x[0, :, None], x @ x.T + 1, net.layer.weight / 2, x == x))
 reveal_type([row.exp() for row in x])
 reveal_type(net.to("cpu").apply(print).eval().train(False).layer(x))
 reveal_type(x.sum(0, keepdims=True).to(ndl.cpu()).contiguous())
@@ -49,7 +46,7 @@ SEEN = [
     "Tensor",
     "Tensor",
     "tuple[Tensor, Tensor | None]",
-    *["Tensor"] * 4,
+    "tuple[Tensor, Tensor, Tensor, Tensor]",
     "list[Tensor]",
     *["Tensor"] * 6,
     "NDArray",

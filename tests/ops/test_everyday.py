@@ -1,51 +1,54 @@
 """The operations of NumPy's and PyTorch's names: values on every dtype, layout and shape, item
 assignment, grad(), errors. Their gradients are in tests/gradients.py."""
 
+import itertools
+
 import numpy as np
 import pytest
 from harness import naming
 
 import needle as ndl
-from needle import _C, Tensor, nn, ops
+from needle import Tensor, nn, ops
 from needle.testing.operands import LAYOUTS, laid_out_values, to_ndarray
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "bool")
-INTEGERS = ("int32", "int64", "uint8")
-PICK = np.array([[0, 1, 1, 0, 2], [2, 2, 0, 1, 0], [1, 0, 2, 2, 1]])
-CASES = [  # needle, NumPy, dtypes
-    ("abs", np.abs, DTYPES[:6]),
-    ("sign", np.sign, DTYPES[:6]),
-    ("floor", np.floor, DTYPES[:6]),
-    ("square", np.square, DTYPES[:6]),
-    ("isnan", np.isnan, DTYPES),
-    ("isfinite", np.isfinite, DTYPES),
-    ("clip", lambda x: np.clip(x, 1, 2), DTYPES[:6]),
-    ("maximum", lambda x: np.maximum(x, 1), DTYPES[:6]),
-    ("remainder", lambda x: np.remainder(x, 2), DTYPES[:6]),
-    ("floor_divide", lambda x: np.floor_divide(x, 2), DTYPES[:6]),
-    ("any", lambda x: x.any(1), DTYPES),
-    ("all", lambda x: x.all(1), DTYPES),
-    ("min", lambda x: x.min(1), DTYPES),
-    ("prod", lambda x: x.prod(1), ("float32", "int32", "int64")),
-    ("var", lambda x: x.var(1), ("float32", "int32")),
-    ("std", lambda x: x.std(1), ("float32", "int32")),
-    ("argmin", lambda x: x.argmin(1), DTYPES[:6]),
-    ("gather", lambda x: np.take_along_axis(x, PICK, 1), DTYPES),
-    ("scatter_add", None, ("float32", "int32", "int64")),
-    ("unsqueeze", lambda x: x[:, None], DTYPES),
-    ("tile", lambda x: np.tile(x, (2, 1, 3)), DTYPES),
-    ("repeat", lambda x: np.repeat(x, 2, 1), DTYPES),
-    ("roll", lambda x: np.roll(x, -3), DTYPES),
-    ("pad", lambda x: np.pad(x, ((0, 1), (2, 0)), constant_values=1), DTYPES),
-    ("tril", np.tril, DTYPES),
-    ("triu", lambda x: np.triu(x, 1), DTYPES),
+PICK = np.array([[0, 1, 1, -5, 2], [2, -3, 0, 1, 0], [1, 0, 2, 2, -1]])
+
+
+def add_at_places(x, axis, index):
+    out = x.copy()
+    np.add.at(out, (np.arange(3)[:, None], index), x)
+    return out
+
+
+CASES = [  # needle, NumPy, what both are given, dtypes
+    ("abs", np.abs, (), DTYPES[:6]),
+    ("sign", np.sign, (), DTYPES[:6]),
+    ("floor", np.floor, (), DTYPES[:6]),
+    ("square", np.square, (), DTYPES[:6]),
+    ("isnan", np.isnan, (), DTYPES),
+    ("isfinite", np.isfinite, (), DTYPES),
+    ("clip", np.clip, (1, 2), DTYPES[:6]),
+    ("maximum", np.maximum, (1,), DTYPES[:6]),
+    ("remainder", np.remainder, (2,), DTYPES[:6]),
+    ("floor_divide", np.floor_divide, (2,), DTYPES[:6]),
+    ("any", np.any, (1,), DTYPES),
+    ("all", np.all, (1,), DTYPES),
+    ("min", np.min, (1,), DTYPES),
+    ("prod", np.prod, (1,), ("float32", "int32", "int64")),
+    ("var", np.var, (1,), ("float32", "int32")),
+    ("std", np.std, (1,), ("float32", "int32")),
+    ("argmin", np.argmin, (1,), DTYPES[:6]),
+    ("gather", lambda x, axis, index: np.take_along_axis(x, index, 1), (1, PICK), DTYPES),
+    ("scatter_add", add_at_places, (1, PICK), ("float32", "int32", "int64")),
+    ("unsqueeze", np.expand_dims, (1,), DTYPES),
+    ("tile", np.tile, ((2, 1, 3),), DTYPES),
+    ("repeat", np.repeat, (2, 1), DTYPES),
+    ("roll", np.roll, (-3,), DTYPES),
+    ("pad", lambda x, by, to: np.pad(x, by, constant_values=to), (((0, 1), (2, 0)), 1), DTYPES),
+    ("tril", np.tril, (), DTYPES),
+    ("triu", np.triu, (1,), DTYPES),
 ]
-ARGUMENTS = {
-    "clip": (1, 2), "maximum": (1,), "remainder": (2,), "floor_divide": (2,), "any": (1,),
-    "all": (1,), "min": (1,), "prod": (1,), "var": (1,), "std": (1,), "argmin": (1,),
-    "gather": (1, PICK), "unsqueeze": (1,), "tile": ((2, 1, 3),), "repeat": (2, 1), "roll": (-3,),
-    "pad": (((0, 1), (2, 0)), 1), "triu": (1,),
-}  # fmt: skip
 
 
 def drawn(dtype):
@@ -54,61 +57,37 @@ def drawn(dtype):
     return values.astype("float32" if "float" in dtype else dtype)
 
 
-def test_values_are_numpys():
-    for name, expected, dtypes in CASES:
-        for dtype in dtypes:
-            for layout in LAYOUTS:
-                with naming(name, dtype, layout):
-                    values = laid_out_values(drawn(dtype), layout)
-                    x = Tensor.from_ndarray(to_ndarray(values, dtype, ndl.cpu(), layout))
-                    if name == "scatter_add":
-                        got = ops.scatter_add(x, 1, PICK, x)
-                        wanted = values.copy()
-                        np.add.at(wanted, (np.arange(3)[:, None], PICK), values)
-                    else:
-                        got = getattr(ops, name)(x, *ARGUMENTS.get(name, ()))
-                        wanted = expected(values)
-                    assert got.shape == wanted.shape
-                    kinds = {"b": "bool", "i": "int", "u": "uint"}
-                    if wanted.dtype.kind in kinds:
-                        assert got.dtype.startswith(kinds[wanted.dtype.kind])
+def test_values_are_numpys(device):
+    kinds = {"b": "bool", "i": "int", "u": "uint"}
+    for name, expected, given, dtypes in CASES:
+        for dtype, layout in itertools.product(dtypes, LAYOUTS):
+            with naming(name, dtype, layout):
+                values = laid_out_values(drawn(dtype), layout)
+                x = Tensor.from_ndarray(to_ndarray(values, dtype, device, layout))
+                needles = [Tensor(PICK, device, "int64") if a is PICK else a for a in given]
+                wanted = expected(values, *given)
+                src = (x,) if name == "scatter_add" else ()
+                for arguments in (given, needles):
+                    got = getattr(ops, name)(x, *arguments, *src)
+                    assert got.shape == wanted.shape and got.device == device
+                    assert got.dtype.startswith(kinds.get(wanted.dtype.kind, ""))
                     np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-6)
 
 
-def test_operators_of_integers_and_bool_are_numpys():
-    x, y = np.array([7, -7, 0, 5], np.int32), np.array([2, 2, 0, -3], np.int32)
-    p, q = x > 0, y > 0
-    operators = ["x & y", "x | y", "x ^ y", "~x", "x % y", "x // y", "x & 3", "3 | x", "9 % y"]
-    operators += ["9 // y", "p & q", "p | q", "p ^ q", "~p", "p & True"]
-    wrapped = [lambda a: Tensor(a, dtype=str(a.dtype)), lambda a: _C.array(a, str(a.dtype))]
-    for text in operators:
-        for wrap in wrapped:
-            with naming(text, wrap):
-                got = eval(text, {name: wrap(a) for name, a in zip("xypq", (x, y, p, q))})
-                with np.errstate(all="ignore"):
-                    wanted = eval(text, {"x": x, "y": y, "p": p, "q": q})
-                assert got.dtype == str(wanted.dtype)
-                np.testing.assert_array_equal(got.numpy(), wanted)
-    assert (~_C.array([1], "uint8")).item() == 254
-    for one in (Tensor([1.0]), _C.array([1.0])):
-        for text in ("x & 1", "x | x", "~x", "2 ^ x"):
-            with pytest.raises(TypeError, match="integers or bool"):
-                eval(text, {"x": one})
-
-
 def test_empty_and_0d_arrays():
-    empty, number = ndl.zeros(0, 3), Tensor(2.0)
-    assert not ops.any(empty).item() and ops.all(empty).item() and ops.prod(empty).item() == 1
-    assert ops.tile(empty, (2, 1)).shape == (0, 3) and ops.roll(empty, 1).shape == (0, 3)
-    assert ops.pad(empty, 1, 5).numpy().tolist() == [[5.0] * 5] * 2
-    assert ops.norm(empty).item() == 0 and len(ops.chunk(empty, 2)) == 1
-    assert (
-        ops.nonzero(empty)[0].shape == (0,)
-        and ops.gather(empty, 0, np.zeros((0, 3), int)).size == 0
-    )
-    assert ops.flatten(number).shape == (1,) and ops.unsqueeze(number, 0).shape == (1,)
-    assert ops.clip(number, 3).item() == 3 and ops.std(number).item() == 0
-    assert ops.repeat(number, 3).shape == (3,) and ops.einsum(",->", number, number).item() == 4
+    for text, wanted in (
+        ("ops.any(e).item()", False), ("ops.all(e).item()", True), ("ops.prod(e).item()", 1),
+        ("ops.tile(e, (2, 1)).shape", (0, 3)), ("ops.roll(e, 1).shape", (0, 3)),
+        ("ops.pad(e, 1, 5).tolist()", [[5.0] * 5] * 2), ("ops.norm(e).item()", 0),
+        ("len(ops.chunk(e, 2))", 1), ("ops.nonzero(e)[0].shape", (0,)),
+        ("ops.gather(e, 0, np.zeros((0, 3), int)).size", 0), ("ops.flatten(x).shape", (1,)),
+        ("ops.unsqueeze(x, 0).shape", (1,)), ("ops.clip(x, 3).item()", 3),
+        ("ops.std(x).item()", 0), ("ops.repeat(x, 3).shape", (3,)),
+        ("ops.einsum(',->', x, x).item()", 4),
+    ):  # fmt: skip
+        with naming(text):
+            names = {"ops": ops, "np": np, "e": ndl.zeros(0, 3), "x": Tensor(2.0)}
+            assert eval(text, names) == wanted
 
 
 def test_einsum_is_numpys():
@@ -155,69 +134,6 @@ def test_assignment_is_numpys(device):
                     assert (columns.numpy()[index] == 3).all()
 
 
-def test_assignment_of_values_that_broadcast_and_their_gradients():
-    every = slice(None)
-    for shape in ((3, 3, 2), (2, 2, 2), (3, 4, 2)):
-        for index in (
-            (every, every, 1),
-            (every, 1),
-            (0,),
-            (every, [0, 1], 1),
-            ([1, 0], every, [0, 1]),
-        ):
-            place = np.zeros(shape)[index].shape
-            for ones in np.ndindex(*[2] * len(place)):
-                of = tuple(1 if one else size for one, size in zip(ones, place))
-                with naming(shape, index, of):
-                    wanted = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-                    weights = Tensor(wanted + 1, requires_grad=False)
-                    start = Tensor(wanted)
-                    x, value = start * 1, Tensor(np.arange(100.0, 100 + np.prod(of)).reshape(of))
-                    x[index] = value
-                    wanted[index] = value.numpy()
-                    np.testing.assert_array_equal(x.numpy(), wanted)
-                    (x * weights).sum().backward()
-                    kept = weights.numpy().copy()
-                    kept[index] = 0
-                    np.testing.assert_array_equal(start.grad.numpy(), kept)
-                    axes = tuple(np.flatnonzero(ones))
-                    part = weights.numpy()[index].sum(axes, keepdims=True)
-                    np.testing.assert_array_equal(value.grad.numpy(), part)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda x: x.__setitem__(0, 5),
-        lambda x: x.__setitem__(np.array([True, False, False]), 5),
-        lambda x: x.__setitem__(slice(0, 1), x[1:2] * 2),
-        lambda x: x.masked_fill_(Tensor([1, 0, 0], dtype="bool"), 5),
-        lambda x: x.scatter_(0, [0], 5.0),
-        lambda x: x.mul_(1),
-    ],
-)
-def test_assignment_keeps_no_state_of_before(write):
-    leaf = Tensor([1.0, 2.0, 3.0])
-    x = leaf * 1
-    (x * 7).sum().backward()
-    assert x.grad is not None
-    write(x)
-    assert x.grad is None
-    (x * 2).sum().backward()
-    np.testing.assert_array_equal(x.grad.numpy(), [2, 2, 2])
-
-
-def test_assignment_of_what_was_computed_before_an_earlier_one_is_refused():
-    for write in (lambda y: y.__setitem__(0, 1), lambda y: y.mul_(2)):
-        leaf = Tensor([1.0, 2.0, 3.0])
-        y = leaf * 3
-        before = y * 1  # does not read y again, but its gradient would go through the assignment
-        write(y)
-        y[1:2] = before[:1]
-        with pytest.raises(RuntimeError, match="was assigned to"):
-            y.sum().backward()
-
-
 def test_assignment_in_the_graph():
     leaf = Tensor([1.0, 2.0, 3.0])
     with pytest.raises(RuntimeError, match="leaf that requires gradients"):
@@ -226,7 +142,11 @@ def test_assignment_in_the_graph():
         leaf[0] = 5
     x = leaf * 2
     before = x + 1
+    (x * 7).sum().backward()
+    assert x.grad is not None
     x[0] = 0
+    assert x.grad is None  # of what it was
+    leaf.grad = None
     with pytest.raises(RuntimeError, match="was assigned to"):
         before.sum().backward()
     x[1:2] = leaf[2:] * 10
@@ -276,23 +196,6 @@ def test_updates_under_no_grad_are_in_place():
         w.zero_()
 
 
-def test_the_graph_is_recorded_where_it_is_enabled():
-    x = Tensor([1.0])
-    with ndl.set_grad_enabled(False):
-        assert not (x * 2).requires_grad and not ndl.is_grad_enabled()
-    assert (x * 2).requires_grad
-    ndl.set_grad_enabled(False)
-    assert not (x * 2).requires_grad
-    ndl.set_grad_enabled(True)
-    assert (x * 2).requires_grad and ndl.is_tensor(x) and not ndl.is_tensor(x.cached_data)
-
-
-def test_memory_of_a_tensor_is_described_as_pytorch_does():
-    x = Tensor(np.zeros((2, 3)), dtype="bfloat16").T
-    assert x.element_size() == 2 and x.stride() == (1, 3) and x.stride(-1) == 3
-    assert x.data_ptr() == x.cached_data.data_ptr
-
-
 def test_grad_leaves_grad_alone():
     x, w = Tensor([1.0, 2.0]), nn.Parameter(Tensor([3.0, 4.0]))
     h = x * w
@@ -312,7 +215,7 @@ def test_grad_leaves_grad_alone():
 
 def test_random_numbers_are_numpys():
     np.random.seed(3)
-    drawn = ndl.randint(2, 9, (4, 5)), ndl.randperm(7), ndl.init.rand(2)
+    drawn = ndl.randint(2, 9, (4, 5)), ndl.randperm(7)
     np.random.seed(3)
     np.testing.assert_array_equal(drawn[0].numpy(), np.random.randint(2, 9, (4, 5)))
     np.testing.assert_array_equal(drawn[1].numpy(), np.random.permutation(7))
@@ -322,72 +225,17 @@ def test_random_numbers_are_numpys():
         ndl.multinomial(Tensor([1, -1]), 1)
 
 
-def test_losses_and_layers():
-    x, t = Tensor([[100.0, -100.0, 0.5]]), Tensor([[1.0, 0.0, 0.25]])
-    assert ops.binary_cross_entropy(Tensor([0.0, 1.0]), [0.0, 1.0]).item() == 0
-    assert np.isfinite(nn.BCEWithLogitsLoss("none")(x, t).numpy()).all()
-    assert ops.kl_div(Tensor([-1.0, -2.0]), Tensor([0.0, 1.0]), "sum").item() == 2
-    with pytest.raises(ValueError, match="mse_loss: target is"):
-        nn.MSELoss()(x, Tensor([1.0]))
-    with pytest.raises(ValueError, match="reduction must be"):
-        nn.L1Loss("meen")(x, t)
+def test_gated_layers():
     swiglu, rng = nn.SwiGLU(3, 5), np.random.default_rng(0)
     v = rng.standard_normal((2, 3))
     gate, up, down = (layer.weight.numpy() for layer in (swiglu.gate, swiglu.up, swiglu.down))
     g = v @ gate
     wanted = (g / (1 + np.exp(-g)) * (v @ up)) @ down
     np.testing.assert_allclose(swiglu(Tensor(v)).numpy(), wanted, rtol=1e-4, atol=1e-5)
-    for dtype, bound in (("float32", 1e-6), ("bfloat16", 1e-2)):
-        got = nn.RMSNorm(3, dtype=dtype)(Tensor(v, dtype=dtype))
-        assert got.dtype == dtype
-        wanted = v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-6)
-        np.testing.assert_allclose(got.numpy(), wanted, rtol=bound, atol=bound)
-
-
-def test_errors_say_what_to_do():
-    x = ndl.ones(2, 3)
-    for error, match, call in [
-        (IndexError, "gather: index 3 is out of range for axis 1", lambda: ops.gather(x, 1, [[3]])),
-        (ValueError, "gather: index has 1 axes", lambda: ops.gather(x, 1, [0])),
-        (TypeError, "must hold whole numbers", lambda: ops.gather(x, 1, [[0.5]])),
-        (ValueError, "scatter_add: src", lambda: ops.scatter_add(x, 0, [[0, 1]], x[:, :1])),
-        (ValueError, "index_add: source must be", lambda: ops.index_add(x, 0, [0], x)),
-        (ValueError, "not all of size 1", lambda: ops.squeeze(x, 0)),
-        (ValueError, "chunks must be 1", lambda: ops.chunk(x, 0)),
-        (ValueError, "widths must be 0", lambda: ops.pad(x, -1)),
-        (ValueError, "dot: at most 2 axes", lambda: ops.dot(x[None], x)),
-        (ValueError, "need an axis", lambda: x @ Tensor(1.0)),
-        (TypeError, "are the same: give one", lambda: ops.sum(x, axes=0, dim=0)),
-    ]:
-        with naming(match), pytest.raises(error, match=match):
-            call()
-
-
-def test_vectors_in_products_of_arrays():
-    rng = np.random.default_rng(0)
-    for a, b in [((5,), (5,)), ((5,), (2, 5, 3)), ((2, 3, 5), (5,)), ((0,), (0,)), ((7, 5), (5,))]:
-        with naming(a, b):
-            x, y = rng.standard_normal(a).astype("f"), rng.standard_normal(b).astype("f")
-            got = _C.array(x) @ _C.array(y)
-            assert got.shape == (x @ y).shape
-            np.testing.assert_allclose(got.numpy(), x @ y, rtol=1e-5, atol=1e-6)
-    stepped = _C.array(rng.standard_normal(10).astype("f"))[::2]
-    wide = rng.standard_normal((5, 4)).astype("f")
-    np.testing.assert_allclose(
-        (stepped @ _C.array(wide)).numpy(), stepped.numpy() @ wide, rtol=1e-5
-    )
-
-
-def test_index_select_of_arrays():
-    x = np.arange(24).reshape(2, 3, 4)
-    for dtype in ("float32", "bfloat16", "int32", "bool"):
-        for axis, ids in ((1, [2, 0, 2]), (-1, [-1]), (0, [])):
-            with naming(dtype, axis, ids):
-                a = to_ndarray(x, dtype, ndl.cpu(), "transposed")
-                got = a.index_select(axis, ids).numpy()
-                np.testing.assert_array_equal(got, np.take(a.numpy(), np.array(ids, int), axis))
-    with pytest.raises(IndexError, match="out of range"):
-        _C.array(x).index_select(0, [2])
+    got = nn.RMSNorm(3, dtype="bfloat16")(Tensor(v, dtype="bfloat16"))
+    assert got.dtype == "bfloat16"
+    wanted = v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -427,13 +275,8 @@ def test_differences_of_unsigned_integers_do_not_wrap(dtype):
     for rtol, atol in ((0, 2), (0.05, 0), (0, 10), (0, 1)):
         assert ndl.isclose(a, b, rtol, atol).tolist() == np.isclose(*wide, rtol, atol).tolist()
         assert ndl.allclose(a, y.tolist(), rtol, atol) == np.allclose(*wide, rtol, atol)
-    assert ndl.allclose(a, 7, 0, 200) and not ndl.allclose(a, 7.5, 0, 190)
-    assert not ndl.allclose(ndl.tensor([2**24 + 1]), ndl.tensor([2**24]), 0, 0)
     np.testing.assert_allclose(ndl.lerp(a, b, 0.25).numpy(), wide[0] + 0.25 * (wide[1] - wide[0]))
     assert np.isclose(ops.mse_loss(a, b).item(), np.mean((wide[0] - wide[1]) ** 2))
     assert np.isclose(ops.l1_loss(a, b).item(), np.mean(abs(wide[0] - wide[1])))
-    p, t = ndl.tensor([1, 0, 1], dtype=dtype), ndl.tensor([200, 0, 1], dtype=dtype)
-    loss = np.log1p(np.exp([1.0, 0, 1])) - np.array([200.0, 0, 1])
-    got = ops.binary_cross_entropy_with_logits(p, t, "none")
-    np.testing.assert_allclose(got.numpy(), loss, rtol=1e-5)
-    assert ops.binary_cross_entropy(p, [1, 0, 1]).item() == 0
+    got = ops.binary_cross_entropy_with_logits(a, b, "none")
+    np.testing.assert_allclose(got.numpy(), np.logaddexp(0, wide[0]) - wide[0] * wide[1], 1e-5)

@@ -8,54 +8,8 @@ from harness import naming
 
 import needle as ndl
 from needle import nn
-from needle import ops as F
 from needle.ops import instead
 from needle.ops.spellings import SPELLINGS as TABLE
-
-SPELLINGS = """
-ndl.abs(x) ; x.abs() ; abs(x) ; ndl.absolute(x) ; ndl.sign(x) ; x.floor() ; ndl.ceil(x)
-x.round() ; ndl.clip(x, 0, 1) ; x.clip(0, 1) ; x.clamp(min=0) ; ndl.clamp(x, max=1)
-ndl.maximum(x, y) ; ndl.minimum(x, 0) ; x.maximum(y) ; ndl.sin(x) ; x.cos() ; ndl.erf(x)
-F.softplus(x) ; F.silu(x) ; ndl.log1p(p) ; x.expm1() ; p.rsqrt() ; x.square() ; ndl.isnan(x)
-x.isfinite() ; x.tanh() ; x.sigmoid() ; x.relu() ; x.exp() ; p.log() ; p.sqrt() ; ndl.exp(x)
-ndl.tanh(x) ; F.gelu(x) ; b & b ; b | ~b ; ~b ; i & 1 ; 1 | i ; i ^ i ; i % 3 ; 7 % i ; i // 2
-x % 2 ; x // 2 ; 5 // p ; x ** 2 ; 2 ** x ; x / y ; x - 1 ; -x ; (x > 0) & (x < 1) ; x[x > 0]
-x == y ; x != y ; x.any() ; x.all() ; ndl.any(x, axis=0) ; ndl.all(b, 1) ; x.min() ; x.min(dim=1)
-x.max(axis=0) ; x.var() ; x.std(dim=-1, keepdim=True) ; ndl.var(x, axis=0, ddof=1) ; x.norm()
-ndl.norm(x, 1) ; x.prod() ; ndl.prod(x, axis=1) ; x.sum(0) ; x.sum(dim=1, keepdim=True)
-ndl.sum(x, axis=-1) ; x.mean(1, keepdims=True) ; ndl.mean(x, dim=0) ; x.argmax(dim=-1)
-x.argmin(1) ; ndl.argmax(x) ; F.softmax(x, dim=-1) ; x.softmax(-1) ; F.log_softmax(x, dim=1)
-x.logsumexp(1) ; ndl.gather(x, 1, i) ; x.gather(1, i) ; ndl.take_along_axis(x, i, axis=1)
-x.scatter_add(1, i, y) ; x.index_select(0, [1, 0]) ; x.index_add(0, [1], y[:1]) ; ndl.nonzero(x)
-x.nonzero() ; x.squeeze() ; x.unsqueeze(0) ; ndl.squeeze(x[None], 0) ; x.view(-1) ; x.view(2, 6)
-x.flatten() ; x.flatten(0, 1) ; ndl.tile(x, (2, 1)) ; x.tile(2) ; x.repeat(2, axis=0)
-x.repeat_interleave(2) ; x.chunk(2, dim=1) ; ndl.chunk(x, 2) ; ndl.roll(x, 1, axis=1) ; x.roll(1)
-ndl.pad(x, ((1, 1), (0, 2))) ; x.tril() ; ndl.triu(x, 1) ; x.T ; x.transpose() ; x.transpose(0, 1)
-x.permute(1, 0) ; x.reshape(2, -1) ; ndl.cat([x, y], dim=1) ; ndl.concatenate([x, y], axis=0)
-ndl.stack([x, y], axis=1) ; ndl.expand_dims(x, 0) ; ndl.flip(x, 0) ; x.broadcast_to((2, 3, 4))
-ndl.where(x > 0, x, 0) ; ndl.eye(3) ; ndl.linspace(0, 1, 5) ; ndl.randint(0, 10, (2, 3))
-ndl.randperm(5) ; ndl.full((2, 2), 7) ; ndl.multinomial(p, 3) ; ndl.zeros(2, 3) ; ndl.ones(2)
-ndl.arange(10) ; ndl.randn(3, 4) ; ndl.zeros_like(x) ; ndl.einsum("ij,kj->ik", x, y)
-ndl.outer(x[0], y[0]) ; ndl.dot(x[0], y[0]) ; x @ v ; v @ x.T ; ndl.matmul(x, v) ; v @ v
-x.matmul(y.T) ; x.dot(v) ; x.detach().numpy() ; x.tolist() ; x.clone() ; x.float() ; x.half()
-i.long() ; x.sum().item() ; b.int() ; x.to("cpu") ; x.cpu() ; x.to("float16") ; x.astype("int32")
-x.contiguous() ; x.is_contiguous() ; ndl.autograd.grad(x.sum(), x) ; len(x) ; float(x.sum())
-x.shape ; x.ndim ; x.size ; x.dtype ; F.mse_loss(x, y) ; F.l1_loss(x, y)
-F.binary_cross_entropy_with_logits(x, p) ; F.dropout(x, 0.5) ; F.binary_cross_entropy(p, p)
-F.kl_div(F.log_softmax(x), p, reduction="batchmean") ; nn.MSELoss()(x, y)
-nn.BCEWithLogitsLoss()(x, p) ; nn.L1Loss()(x, y) ; nn.KLDivLoss()(x, p) ; nn.RMSNorm(4)(x)
-nn.SiLU()(x) ; nn.Tanh()(x) ; nn.Sigmoid()(x) ; nn.SwiGLU(4, 8)(x)
-ndl.optim.SGD([nn.Parameter(x)]).zero_grad() ; ndl.summation(x, axes=1) ; ndl.power_scalar(x, 2)
-a & 1 ; ~a ; a % 2 ; a // 2 ; a.index_select(0, [0]) ; a.contiguous() ; a.is_contiguous()
-ndl.zeros((2, 3)) ; ndl.ones([2, 3]) ; ndl.randn((2, 3)) ; ndl.tensor([1, 2]) ; x.numel() ; x.dim()
-x.t() ; v.expand(2, -1) ; x.masked_fill(x > 0, 0) ; ndl.manual_seed(0)
-c @ c[0].flat ; ndl.cumsum(x, 0) ; ndl.sort(x) ; x.argsort() ; ndl.topk(x, 2) ; ndl.unique(i)
-(x * 1).sub_(1) ; x.detach().clone().clamp_(min=0).zero_() ; ndl.nn.functional.relu(x)
-ndl.empty(2)
-nn.LayerNorm(4)(x) ; nn.CrossEntropyLoss()(x, [0, 1, 3]) ; nn.ModuleList([nn.ReLU()])[0](x)
-ndl.randn_like(x) ; ndl.rand_like(x) ; ndl.inf > ndl.pi ; x.to(dtype=ndl.float16, device="cpu")
-x.sort(dim=0) ; ndl.argsort(x, axis=0, descending=True) ; x.topk(2, dim=0) ; x.cumsum(dim=1)
-"""
 
 # as typed = the same in NumPy, of the same dtype and type
 VALUES = """
@@ -170,6 +124,20 @@ ndl.ones(2, requires_grad=True).sum().grad_fn is None = False
 x.to(ndl.cpu(), dtype="int64") = x.astype("i8") ; nn.ParameterList([x])[0] = x
 len(ndl.utils.data.TensorDataset(x, y)) = 3
 len(ndl.utils.data.DataLoader(ndl.utils.data.TensorDataset(x), batch_size=2)) = 2
+ndl.take_along_axis(x, i, axis=1) = np.take_along_axis(x, i, 1) ; b.int() = b.astype("i4")
+x.repeat_interleave(2) = x.repeat(2) ; ndl.cat([x, y], dim=1) = np.hstack([x, y]) ; x.t() = x.T
+ndl.expand_dims(x, 0) = x[None] ; ndl.eye(3) = np.eye(3, dtype="f4") ; x.ndim = 2 ; x.dim() = 2
+x[0].expand(2, -1) = x[[0, 0]] ; ndl.empty(2).size = 2 ; ndl.rand_like(x).shape = (3, 4)
+(x * 1).sub_(1) = x - 1 ; ndl.inf > ndl.pi = True ; F.relu(x) = np.maximum(x, 0)
+ndl.manual_seed(0) = None ; ndl.optim.SGD([nn.Parameter(x)]).zero_grad() = None
+nn.ModuleList([nn.ReLU()])[0](x) = np.maximum(x, 0) ; nn.CrossEntropyLoss()(x, r) = nll.mean()
+nn.MSELoss()(x, y) = ((x - y) ** 2).mean() ; nn.L1Loss()(x, y) = np.abs(x - y).mean()
+nn.BCEWithLogitsLoss()(x, p) = (np.log1p(np.exp(x)) - x * p).mean() ; nn.Tanh()(x) = np.tanh(x)
+nn.KLDivLoss()(x, p) = (p * (np.log(p) - x)).mean() ; nn.Sigmoid()(x) = 1 / (1 + np.exp(-x))
+nn.SiLU()(x) = x / (1 + np.exp(-x)) ; nn.RMSNorm(4)(x) = x / np.sqrt((x**2).mean(1)[:, None] + 1e-6)
+nn.LayerNorm(4)(x) = (x - x.mean(1)[:, None]) / np.sqrt(x.var(1)[:, None] + 1e-5)
+x.half().element_size() = 2 ; x.T.stride() = (1, 4) ; x.T.stride(-1) = 4 ; ndl.is_tensor(x) = True
+x.data_ptr() - x[1].data_ptr() = -16 ; x.stride() = (4, 1)
 """
 
 
@@ -206,15 +174,11 @@ def test_absent_names_say_what_to_write_instead():
     owners |= {"autograd": ndl.autograd, "x": ndl.ones(2), "net": nn.Sequential(nn.ReLU())}
     for text, hint in (
         ("net.register_forward_hook(print)", "model.hooks({name: function})"),
-        ("net[0].register_full_backward_hook", "ndl.autograd.grad(loss, x)"),
-        ("net.add_module('a', net)", "setattr(self, name, value)"), ("x.double()", "float32"),
-        ("x.register_hook(print)", "ndl.autograd.grad"), ("x.retain_grad()", "ndl.autograd.grad"),
-        ("ndl.compile(net)", "leave it out"),
-        ("optim.lr_scheduler.StepLR", "optim.Cosine(lr, total=steps)"), ("nn.Conv2d", "left out"),
-        ("F.conv2d(x, x)", "left out"), ("nn.MultiheadAttention(8, 2)", "nn.AttentionLayer"),
-        ("autograd.Function", "ndl.autograd.TensorOp"), ("ndl.float64", "float32"),
-        ("cuda.synchronize()", "ndl.cuda()"), ("ndl.backends.cudnn", "leave it out"),
-        ("ndl.cuda.manual_seed_all(0)", "ndl.manual_seed"), ("nn.DataParallel(net)", "--gpus N"),
+        ("x.double()", "float32"), ("x.retain_grad()", "ndl.autograd.grad"),
+        ("ndl.compile(net)", "leave it out"), ("ndl.backends.cudnn", "leave it out"),
+        ("optim.lr_scheduler.StepLR", "optim.Cosine(lr, total=steps)"), ("F.conv2d", "left out"),
+        ("nn.MultiheadAttention(8, 2)", "nn.AttentionLayer"), ("cuda.synchronize()", "ndl.cuda()"),
+        ("autograd.Function", "ndl.autograd.TensorOp"),
     ):  # fmt: skip
         with naming(text), pytest.raises(AttributeError, match=re.escape(hint)):
             eval(text, dict(owners))
@@ -226,14 +190,9 @@ def test_absent_names_say_what_to_write_instead():
     for text in ("ndl.zeroes", "nn.linear", "optim.Adamw", "x.zeroes", "net.zeroes"):
         with naming(text), pytest.raises(AttributeError, match="has no attribute '[a-zA-Z]*'$"):
             eval(text, dict(owners))
-
-    class Net(nn.Module):
-        def add_module(self, name):
-            return name
-
-    net = Net()
-    net.register_hook, net.double = "own", 2
-    assert (net.add_module("own"), net.register_hook, net.double) == ("own", "own", 2)
+    net = nn.Sequential()
+    net.register_hook = "own"
+    assert net.register_hook == "own"
 
 
 @pytest.mark.parity
@@ -245,70 +204,80 @@ def test_absent_names_are_pytorchs():
         assert any(hasattr(owner, name) for owner in owners), name
 
 
-def test_other_words_errors_say_what_is_wrong():
-    x = ndl.ones(3, 4)
-    for text, message in (
-        ("x.split(0)", "size must be 1 or more"), ("x.split([1, 1], 1)", "do not sum to 4"),
-        ("x.split([5, -1], 1)", "are below 0 or do not"), ("x[0].tril()", "tril: a must have 2"),
-        ("x[0].triu()", "triu: a must have 2"), ("ndl.diag(x[None])", "diag: a must be a vector"),
-        ("F.nll_loss(x, ndl.tensor([0, 1, -1]))", "number below 0"),
-        ("x.repeat(2, 2)", "repeat: axis 2 does not exist"), ("F.pad(x, (1,))", "needs pairs"),
-        ("F.pad(x, (1, 1), 'reflect')", "the mode 'constant'"),
-        ("F.layer_norm(x, (3,))", "not .3,"),
-        ("F.cross_entropy(x, [0, 1, 2], reduction='x')", "reduction must be"),
-        ("ndl.linalg.norm(x, 2)", "ord 2 of 2 axes is no norm of vectors"),
-        ("ndl.meshgrid(x, indexing='x')", "must be 'ij' or 'xy'"),
-        ("ndl.diag(x.sum())", "diagonal: a must have 2 axes or more"),
-        ("ndl.tensordot(x, x, ([0], [0, 1]))", "name 1 axes of a and 2 of b"),
-        ("ndl.tensordot(x, x, ([0, 0], [0, 1]))", "an axis is named twice"),
-        ("ndl.tensordot(x, x, -1)", "axes is -1, but a has 2 and b 2 axes"),
-        ("ndl.tensordot(x, x, 3)", "axes is 3, but a has 2 and b 2 axes"),
-        ("ndl.tensordot(x, x, ([0],))", "must be a number or"),
-        ("x.diagonal(0, 1, -1)", "axis1 and axis2 are both 1"),
-        ("ndl.bincount(ndl.tensor([1, -1]))", "bincount: a must be whole numbers from 0 on"),
-        ("x.scatter(1, [[0, 1]], x[:, :1])", "scatter: src is .3, 1., too small"),
-    ):  # fmt: skip
-        with naming(text), pytest.raises(ValueError, match=message):
-            eval(text, {"x": x, "F": nn.functional, "ndl": ndl})
-    for text in ("ndl.index_select(x, 0, [True, False])", "F.embedding([True], x)"):
-        with naming(text), pytest.raises(TypeError, match="must be whole numbers"):
-            eval(text, {"x": x, "F": nn.functional, "ndl": ndl})
-    for axis in (2, 7, -3):
-        with naming(axis), pytest.raises(IndexError, match="index_select: axis"):
-            x.cached_data.index_select(axis, [0])
-    for text in (
-        "ndl.tensor([300], dtype='uint8')", "ndl.tensor(np.int64(300), dtype='uint8')",
-        "ndl.tensor([[0], [-1]], dtype='uint16')", "ndl.tensor([1e10], dtype='int32')",
-        "ndl.Tensor([2**63], dtype='int64')", "i.__setitem__(0, [300])", "i.__setitem__(0, -1)",
-        "i.cached_data.__setitem__(0, [300])", "i + 300", "i.cached_data + 300",
-    ):  # fmt: skip
-        with naming(text), pytest.raises(OverflowError):
-            eval(text, {"ndl": ndl, "np": np, "i": ndl.tensor([1, 2], dtype="uint8")})
-    for text in ("ndl.tensor([0, np.nan], dtype='int64')", "i.__setitem__(0, np.nan)"):
-        with naming(text), pytest.raises(ValueError, match="NaN is no integer"):
-            eval(text, {"ndl": ndl, "np": np, "i": ndl.tensor([1, 2])})
-    for text in ("x.sum(True)", "x.max(dim=False)", "x.cached_data.sum(True)", "x.squeeze(True)"):
-        with naming(text), pytest.raises(TypeError):
-            eval(text, {"x": x})
-    for text in (
-        "x.max(0, dim=1)",
-        "x.squeeze(0, dim=1)",
-        "x.min(axes=0, axis=1)",
-        "x.median(0, dim=1)",
-    ):
-        with naming(text), pytest.raises(TypeError, match="are the same: give one of them"):
-            eval(text, {"x": x})
-    for text in (
-        "x.max(dim=(0, 1))", "x.median(dim=(0, 1))", "x.median((0, 1))", "x.sort(dim=(0, 1))",
-        "x.cumsum((0, 1))", "x.cumprod((0, 1))", "x.unsqueeze((0, 1))", "x.chunk(2, (0, 1))",
-        "x.gather((0, 1), [[0]])", "ndl.concatenate([x, x], (0, 1))", "ndl.stack([x], (0, 1))",
-        "x.repeat(2, (0, 1))", "x.topk(1, (0, 1))", "x.index_select((0, 1), [0])",
-    ):  # fmt: skip
-        with naming(text), pytest.raises(TypeError, match="takes one axis, a whole number, not"):
-            eval(text, {"x": x, "ndl": ndl})
-    for text in ("x.moveaxis(2, 0)", "x.moveaxis(0, 2)"):
-        with naming(text), pytest.raises(ValueError, match="moveaxis: axis 2 does not exist"):
-            eval(text, {"x": x})
+ONE_AXIS = (
+    "x.max(dim=(0, 1))", "x.median(dim=(0, 1))", "x.sort(dim=(0, 1))", "x.cumsum((0, 1))",
+    "x.cumprod((0, 1))", "x.unsqueeze((0, 1))", "x.chunk(2, (0, 1))", "x.gather((0, 1), [[0]])",
+    "ndl.concatenate([x, x], (0, 1))", "ndl.stack([x], (0, 1))", "x.repeat(2, (0, 1))",
+    "x.topk(1, (0, 1))", "x.index_select((0, 1), [0])",
+)  # fmt: skip
+TOO_LARGE = (
+    "ndl.tensor([300], dtype='uint8')", "ndl.tensor(np.int64(300), dtype='uint8')",
+    "ndl.tensor([[0], [-1]], dtype='uint16')", "ndl.tensor([1e10], dtype='int32')",
+    "ndl.Tensor([2**63], dtype='int64')", "i.__setitem__(0, [300])", "i.__setitem__(0, -1)",
+    "i.cached_data.__setitem__(0, [300])", "i + 300", "i.cached_data + 300",
+)  # fmt: skip
+REFUSED = [
+    *((text, TypeError, "takes one axis, a whole number, not") for text in ONE_AXIS),
+    *((text, OverflowError, None) for text in TOO_LARGE),
+    *((f"x.{call}", TypeError, "are the same: give one of them")
+      for call in ("max(0, dim=1)", "squeeze(0, dim=1)", "min(axes=0, axis=1)")),
+    *((f"x.{call}", TypeError, None)
+      for call in ("sum(True)", "max(dim=False)", "cached_data.sum(True)", "squeeze(True)")),
+    ("x.split(0)", ValueError, "size must be 1 or more"),
+    ("x.split([1, 1], 1)", ValueError, "do not sum to 4"),
+    ("x[0].tril()", ValueError, "tril: a must have 2"),
+    ("ndl.diag(x[None])", ValueError, "diag: a must be a vector"),
+    ("x.diagonal(0, 1, -1)", ValueError, "axis1 and axis2 are both 1"),
+    ("x.moveaxis(2, 0)", ValueError, "moveaxis: axis 2 does not exist"),
+    ("x.squeeze(0)", ValueError, "not all of size 1"),
+    ("x.chunk(0)", ValueError, "chunks must be 1"),
+    ("x.pad(-1)", ValueError, "widths must be 0"),
+    ("ndl.dot(x[None], x)", ValueError, "dot: at most 2 axes"),
+    ("x @ ndl.tensor(1.0)", ValueError, "need an axis"),
+    ("ndl.linalg.norm(x, 2)", ValueError, "ord 2 of 2 axes is no norm of vectors"),
+    ("ndl.meshgrid(x, indexing='x')", ValueError, "must be 'ij' or 'xy'"),
+    ("ndl.tensordot(x, x, ([0], [0, 1]))", ValueError, "name 1 axes of a and 2 of b"),
+    ("ndl.tensordot(x, x, ([0, 0], [0, 1]))", ValueError, "an axis is named twice"),
+    ("ndl.bincount(ndl.tensor([1, -1]))", ValueError, "must be whole numbers from 0 on"),
+    ("x.gather(1, [[4]])", IndexError, "gather: index 4 is out of range for axis 1"),
+    ("x.gather(1, [[-5]])", IndexError, "gather: index -5 is out of range for axis 1"),
+    ("x.gather(1, [[0.5]])", TypeError, "must hold whole numbers"),
+    ("x.scatter(1, [[0, 1]], x[:, :1])", ValueError, "scatter: src is .3, 1., too small"),
+    ("x.scatter_add(0, [[0, 1]], x[:, :1])", ValueError, "scatter_add: src"),
+    ("x.index_add(0, [0], x)", ValueError, "index_add: source must be"),
+    ("x.index_select(0, [True, False])", TypeError, "must be whole numbers"),
+    ("x.cached_data.index_select(2, [0])", IndexError, "index_select: axis"),
+    ("F.embedding([True], x)", TypeError, "must be whole numbers"),
+    ("F.nll_loss(x, ndl.tensor([0, 1, -1]))", ValueError, "number below 0"),
+    ("F.pad(x, (1,))", ValueError, "needs pairs"),
+    ("F.pad(x, (1, 1), 'reflect')", ValueError, "the mode 'constant'"),
+    ("F.cross_entropy(x, [0, 1, 2], reduction='x')", ValueError, "reduction must be"),
+    ("F.mse_loss(x, x[0])", ValueError, "mse_loss: target is"),
+    ("ndl.concatenate([x, x[:2]], 1)", ValueError, "may differ in axis 1 alone"),
+    ("ndl.concatenate([x, x.int()])", TypeError, "Tensor 1 is int32, but the first is float32"),
+    ("ndl.stack([x.int(), x])", TypeError, "Tensor 1 is float32, but the first is int32"),
+    ("ndl.concatenate([])", ValueError, "one Tensor or more"),
+    ("ndl.ops.linear(x, w, residual=x)", ValueError, "linear: residual must be"),
+    ("F.gelu_mlp(x, w, w[0], w.T, b, residual=b)", ValueError, "gelu_mlp: residual must be"),
+    ("F.linear_transposed(x, b)", ValueError, r"w must be \(M, K\), but is \(4,\)"),
+    ("ndl.matmul(x, x)", ValueError, None), ("x.reshape(4, 4)", ValueError, None),
+    ("x.broadcast_to((3, 5))", ValueError, None), ("F.linear(x, w)", ValueError, None),
+    ("F.gelu(x, approximate='cosine')", ValueError, None), ("x.sum(2)", ValueError, None),
+    ("F.cross_entropy(x[:2], [0, 4])", ValueError, r"4 at \(1,\) is not a whole number below 4$"),
+    ("F.embedding([[0, -1]], x)", ValueError, r"-1 at \(0, 1\) is not a whole number from 0 to 2"),
+    ("F.embedding(np.array([2, 2**32]), x)", ValueError, r"4294967296 at \(1,\) is not a"),
+    ("ndl.tensor([0, np.nan], dtype='int64')", ValueError, "NaN is no integer"),
+    ("i.long().__setitem__(0, np.nan)", ValueError, "NaN is no integer"),
+]  # fmt: skip
+
+
+def test_what_is_refused_says_what_is_wrong():
+    names = {"F": nn.functional, "ndl": ndl, "np": np}
+    for text, error, message in REFUSED:
+        names |= {"x": ndl.ones(3, 4), "i": ndl.tensor([1, 2], dtype="uint8")}
+        names |= {"w": ndl.ones(4, 5), "b": ndl.ones(4)}
+        with naming(text), pytest.raises(error, match=message):
+            eval(text, names)
 
 
 def test_median_along_dim_of_nan_is_the_first_nan():
@@ -347,27 +316,3 @@ def test_methods_are_those_of_the_table():
             assert hasattr(ndl.Tensor, name) or "method" not in spelling.where
             there = name if spelling.numpy == "=" else spelling.numpy
             assert not there.isidentifier() or callable(getattr(np, there))
-
-
-def test_spellings_of_the_first_day():
-    rng = np.random.default_rng(0)
-    values = rng.standard_normal((3, 4)).astype(np.float32)
-    names = {
-        "ndl": ndl,
-        "nn": nn,
-        "F": F,
-        "x": ndl.Tensor(values),
-        "y": ndl.Tensor(values[::-1]),
-        "p": ndl.Tensor(np.abs(values) / 9 + 0.1),
-        "v": ndl.Tensor(values[0]),
-        "b": ndl.Tensor(values > 0, dtype="bool"),
-        "i": ndl.Tensor(rng.integers(1, 4, (3, 4)), dtype="int64", requires_grad=False),
-        "c": ndl.NDArray(values),
-        "a": ndl.NDArray(np.arange(4, dtype=np.int32).reshape(2, 2), dtype="int32"),
-    }
-    spellings = [text.strip() for line in SPELLINGS.split("\n") for text in line.split(" ; ")]
-    spellings = [text for text in spellings if text]
-    assert len(spellings) >= 150
-    for text in spellings:
-        with naming(text):
-            eval(text, dict(names))

@@ -89,7 +89,6 @@ WITH_NUMBERS = {
         for b in (0.0, 0.5, 1.0, 2.0)
     },
     "2 / x": (lambda x: 2 / x, lambda x: 2 / x, lambda x: -2 / x / x),
-    "2 - x": (lambda x: 2 - x, lambda x: 2 - x, lambda x: -1),
     "x / 0": (lambda x: x / 0.0, lambda x: x / 0.0, lambda x: inf),
     "elu 2": (
         lambda x: ops.elu(x, 2.0),
@@ -269,18 +268,15 @@ def test_masked_logits_count_as_absent(device):
             close(got[1], gradient)
             assert (got[1][~kept] == 0).all()
     np.testing.assert_array_equal(ops.log_softmax(Tensor(masked)).numpy()[~kept], -inf)
-    x = Tensor([[-inf] * 3])
-    for label, call, value in (
-        ("softmax", ops.softmax, [[0, 0, 0]]),
-        ("log_softmax", ops.log_softmax, [[-inf] * 3]),
-        ("logsumexp", lambda x: ops.logsumexp(x, 1), [-inf]),
+    functions = ops.softmax, ops.log_softmax, lambda x: ops.logsumexp(x, 1, True)
+    for row, wanted in (
+        ([-inf] * 3, (0, -inf, -inf)),
+        ([inf, 1.0, -inf], (nan, nan, inf)),
+        ([nan, 1.0, -inf], (nan, nan, nan)),
+        ([inf, inf, 0.0], (nan, nan, inf)),
     ):
-        with naming(label):
-            np.testing.assert_array_equal(call(x).numpy(), value)
-    for row in ([inf, 1.0, -inf], [nan, 1.0, -inf], [inf, inf, 0.0]):
-        for call in (ops.softmax, ops.log_softmax):
-            np.testing.assert_array_equal(call(Tensor([row])).numpy(), nan)
-        np.testing.assert_array_equal(ops.logsumexp(Tensor(row)).numpy(), np.max(row))
+        for call, value in zip(functions, wanted):
+            np.testing.assert_array_equal(call(Tensor([row])).numpy(), value)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -314,19 +310,20 @@ def test_losses_of_probabilities_at_0_and_1(device):
 
 
 def test_other_losses_at_their_limits():
-    x, t = Tensor([0.0, -1.0, -100.0, -inf]), Tensor([0.0, 0.0, 1.0, 0.5])
-    loss = ops.kl_div(x, t, "none")
-    np.testing.assert_allclose(loss.numpy(), [0, 0, 100, inf], rtol=1e-6)
-    loss.sum().backward()
-    np.testing.assert_array_equal(x.grad.numpy(), [0, 0, -1, -0.5])
-    x = Tensor([1e4, -1e4, 1e4, -1e4, 1e38])
-    loss = ops.binary_cross_entropy_with_logits(x, [1, 0, 0, 1, 1], "none")
-    np.testing.assert_array_equal(loss.numpy(), [0, 0, 1e4, 1e4, 0])
-    loss.sum().backward()
-    np.testing.assert_array_equal(x.grad.numpy(), [0, 0, 1, -1, 0])
-    x = Tensor([0.0, -0.0, 2.0])
-    ops.l1_loss(x, [0, 0, 2], "sum").backward()
-    np.testing.assert_array_equal(x.grad.numpy(), [0, 0, 0])
+    t = Tensor([0.0, 0.0, 1.0, 0.5])
+    logits = F.binary_cross_entropy_with_logits
+    for call, x, loss, slope in (
+        (lambda x: ops.kl_div(x, t, "none"), [0, -1, -100, -inf], [0, 0, 100, inf],
+         [0, 0, -1, -0.5]),
+        (lambda x: logits(x, [1, 0, 0, 1, 1], "none"), [1e4, -1e4, 1e4, -1e4, 1e38],
+         [0, 0, 1e4, 1e4, 0], [0, 0, 1, -1, 0]),
+        (lambda x: ops.l1_loss(x, [0, 0, 2], "none"), [0.0, -0.0, 2.0], [0, 0, 0], [0, 0, 0]),
+    ):  # fmt: skip
+        x = Tensor(x)
+        found = call(x)
+        np.testing.assert_allclose(found.numpy(), loss, rtol=1e-6)
+        found.sum().backward()
+        np.testing.assert_array_equal(x.grad.numpy(), slope)
 
 
 # ---- directions ----------------------------------------------------------------------------------
@@ -350,10 +347,5 @@ def test_directions_of_vectors_of_any_size(device):
             along = np.where(length > 1e-8, wanted[:, None], 0)  # below eps the divisor is constant
             slope = (other - along * own) / length
             np.testing.assert_allclose(tensor.grad.numpy() * length, slope * length, 1e-4, 1e-5)
-    for dtype in ("float32", "bfloat16", "float16"):
-        zeros = ndl.zeros(2, 3, dtype=dtype, device=device)
-        for call in (F.normalize, lambda x: F.cosine_similarity(x, x)):
-            got = call(zeros)
-            assert got.dtype == dtype and not got.numpy().any()
-    near = Tensor([[3e-5, 4e-5]], dtype="float32")
-    np.testing.assert_allclose(F.normalize(near).numpy(), [[0.6, 0.8]], rtol=1e-5)
+    zeros = ndl.zeros(2, 3, dtype="bfloat16", device=device)
+    assert not F.normalize(zeros).numpy().any() and not F.cosine_similarity(zeros, zeros).any()
