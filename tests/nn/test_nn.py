@@ -1,10 +1,8 @@
 """Modules, initialisation and the course's layers, against NumPy written here."""
 
 import copy
-import gc
 import pickle
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,9 +10,9 @@ from gradients import logsoftmax
 from harness import close, draw
 
 import needle as ndl
-from needle import Tensor, init, nn, ops, optim
+from needle import Tensor, init, nn, optim
 from needle import backend_ndarray as nd
-from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
+from needle.testing.elementwise import gelu, gelu_tanh
 
 # ---- init ----------------------------------------------------------------------------------------
 
@@ -29,6 +27,8 @@ def test_init_draws_numpys_numbers(device):
         init.kaiming_normal(6, 7, device=device),
         init.xavier_uniform(6, 7, gain=1.5, device=device),
         init.xavier_normal(6, 7, gain=1.5, device=device),
+        # the course's: a convolution's weights (k, k, in, out) with the fan of k k in
+        init.kaiming_uniform(36, 72, (3, 3, 4, 8), device=device),
     ]
     np.random.seed(5)
     expected = [
@@ -39,27 +39,13 @@ def test_init_draws_numpys_numbers(device):
         np.random.randn(6, 7) * np.sqrt(2) / np.sqrt(6),
         (np.random.rand(6, 7) * 2 - 1) * 1.5 * np.sqrt(6 / 13),
         np.random.randn(6, 7) * 1.5 * np.sqrt(2 / 13),
+        (np.random.rand(3, 3, 4, 8) * 2 - 1) * np.sqrt(2) * np.sqrt(3 / 36),
     ]
     for got, values in zip(made, expected):
         assert got.device == device
         close(got.numpy(), values, 2e-7)
-
-
-def test_init_constants():
-    close(init.constant(2, 3, c=4).numpy(), np.full((2, 3), 4))
-    close(init.ones(2).numpy(), [1, 1])
-    close(init.zeros(2).numpy(), [0, 0])
-    close(init.ones_like(init.zeros(2, 3)).numpy(), np.ones((2, 3)))
-    close(init.zeros_like(init.ones(2, 3)).numpy(), np.zeros((2, 3)))
     close(init.one_hot(4, Tensor([1, 3])).numpy(), np.eye(4)[[1, 3]])
-    assert init.rand(2, dtype="bfloat16").dtype == "bfloat16"
-
-
-def test_a_meta_model_is_made_by_the_calling_thread_alone():
-    with ThreadPoolExecutor(1) as pool, init.meta_device():
-        drawn = pool.submit(lambda: nn.Linear(3, 2).weight.numpy()).result()
-        assert not nn.Linear(3, 2).weight.numpy().any()
-    assert len(np.unique(drawn)) == 6
+    close(init.constant(2, 3, c=4).numpy(), np.full((2, 3), 4))
 
 
 def test_initialisers_fill_in_place():
@@ -71,7 +57,6 @@ def test_initialisers_fill_in_place():
         (lambda w: nn.init.uniform_(w, -2, 1), -2, 1, 3 / np.sqrt(12)),
         (lambda w: nn.init.normal_(w, 0.0, 0.5), -np.inf, np.inf, 0.5),
         (lambda w: nn.init.xavier_uniform_(w, 2), -2 * 0.06**0.5, 2 * 0.06**0.5, 2 * 0.02**0.5),
-        (lambda w: nn.init.xavier_normal_(w), -np.inf, np.inf, 0.02**0.5),
         *(
             (lambda w, of=(fill, mode): of[0](w, 0.5, of[1]), -top, top, gain / np.sqrt(fan))
             for mode, fan in fans.items()
@@ -92,10 +77,6 @@ def test_initialisers_fill_in_place():
     assert (nn.init.constant_(ndl.zeros(2, dtype="bfloat16"), 0.5).numpy() == 0.5).all()
     with pytest.raises(ValueError, match=r"needs a matrix .fan_in, fan_out., but the shape is .3,"):
         nn.init.xavier_normal_(ndl.zeros(3))
-    with pytest.raises(ValueError, match="nonlinearity must be one of .*, not 'x'"):
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="x")
-    with pytest.raises(ValueError, match="mode must be 'fan_in' or 'fan_out'"):
-        nn.init.kaiming_normal_(layer.weight, mode="fan")
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -111,31 +92,24 @@ class Nested(nn.Module):
 
 def test_modules_find_parameters_and_children():
     module = Nested()
-    assert len(module.parameters()) == 5  # each once, though the first weight is found twice
-    assert all(m.training for m in module._children())
-    module.eval()
-    assert not module.training and not module.pair[0].training
-    module.train()
-    assert module.pair[0].training
-
-
-def test_walks_of_pytorchs_names():
-    module = Nested()
     linear, inner, dropout = module.list[0], module.list[1]["inner"], module.pair[0]
+    assert len(module.parameters()) == 5  # each once, though the first weight is found twice
     assert module.children() == [linear, inner, dropout]
     seen = []
     assert module.apply(seen.append) is module
     assert {*map(id, seen)} == {*map(id, [linear, inner, dropout, module])} and seen[-1] is module
+    module.eval()
+    assert not module.training and not dropout.training
+    module.train()
+    assert dropout.training
     module.shared.grad = ndl.ones(2, 3)
     module.zero_grad()
     assert all(p.grad is None for p in module.parameters())
 
 
 def test_state_dict_round_trip():
-    np.random.seed(0)
-    one = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
+    one, other = (nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4)) for _ in range(2))
     one(Tensor(draw(0, 5, 3)))  # moves the running statistics
-    other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
     other.load_state_dict(one.state_dict())
     one.eval(), other.eval()
     x = Tensor(draw(1, 5, 3))
@@ -169,41 +143,25 @@ def test_linear(device):
     assert len(nn.Linear(2, 2, bias=False).parameters()) == 1
 
 
-class Product(ndl.autograd.TensorOp):
-    """Gives a gradient of each operand, asked for or not."""
-
-    def compute(self, a, b):
-        return a * b
-
-    def gradient(self, out_grad, node):
-        a, b = node.inputs
-        return out_grad * b, ops.summation(out_grad * a, 0, keepdims=True)
-
-
-def test_flattened_parameter_that_is_frozen_later_gets_no_gradient():
-    layer = nn.Linear(3, 3)
-    nn.flatten_parameters(layer)
-    layer.weight.requires_grad = False
-    (layer(ndl.ones(2, 3)).sum() + Product()(layer.weight, layer.bias).sum()).backward()
-    assert not layer.weight.grad_buffer.numpy().any()
-    close(layer.bias.grad.numpy(), 2 + layer.weight.numpy().sum(0, keepdims=True))
-
-
 def test_small_layers(device):
-    x = draw(1, 4, 6)
+    x, y = draw(1, 4, 6), np.array([0, 5, 3, 3])
     t = Tensor(x, device=device)
-    close(nn.ReLU()(t).numpy(), np.maximum(x, 0))
-    for form, value, derivative in ("none", gelu, gelu_grad), ("tanh", gelu_tanh, gelu_tanh_grad):
-        of = Tensor(x, device=device)
-        y = nn.GELU(form)(of)
-        close(y.numpy(), value(x))
-        y.sum().backward()
-        close(of.grad.numpy(), derivative(x))
-    close(nn.Residual(nn.ReLU())(t).numpy(), x + np.maximum(x, 0))
+    for layer, wanted in (
+        (nn.ReLU(), np.maximum(x, 0)),
+        (nn.GELU("none"), gelu(x)),
+        (nn.GELU("tanh"), gelu_tanh(x)),
+        (nn.Residual(nn.ReLU()), x + np.maximum(x, 0)),
+        (nn.Flatten(), x),
+        (lambda x: nn.SoftmaxLoss()(x, y), -logsoftmax(x)[np.arange(4), y].mean()),
+    ):
+        close(layer(t).numpy(), wanted)
     assert nn.Flatten()(Tensor(draw(2, 2, 3, 4), device=device)).shape == (2, 12)
-    np.random.seed(0)
-    both_layers = nn.Sequential(nn.Linear(6, 3, device=device), nn.ReLU())
-    close(both_layers(t).numpy(), np.maximum(both_layers.modules[0](t).numpy(), 0))
+    np.random.seed(1)
+    layer = nn.Embedding(10, 4, device=device)
+    np.random.seed(1)
+    close(layer.weight.numpy(), np.random.randn(10, 4))
+    ids = np.array([[1, 9], [0, 1]])
+    close(layer(Tensor(ids, device=device)).numpy(), layer.weight.numpy()[ids])
 
 
 def test_dropout(device):
@@ -219,9 +177,6 @@ def test_dropout(device):
     before = np.random.get_state()[2]
     np.testing.assert_array_equal(layer(x).numpy(), np.ones((40, 50)))
     assert np.random.get_state()[2] == before  # draws only in training
-    for wrong in (-0.1, 1.5):
-        with pytest.raises(ValueError):
-            nn.Dropout(wrong)
 
 
 def test_norms(device):
@@ -241,24 +196,6 @@ def test_norms(device):
     batch.eval()
     close(batch(t).numpy(), (x - 0.2 * x.mean(0)) / np.sqrt(0.8 + 0.2 * x.var(0) + 1e-5))
     assert len(batch.parameters()) == 2
-
-
-def test_softmax_loss(device):
-    x, y = draw(8, 5, 7), np.array([0, 6, 3, 3, 1])
-    t = Tensor(x, device=device)
-    loss = nn.SoftmaxLoss()(t, Tensor(y, device=device))
-    close(loss.numpy(), -logsoftmax(x)[np.arange(5), y].mean())
-    loss.backward()
-    close(t.grad.numpy(), (np.exp(logsoftmax(x)) - np.eye(7)[y]) / 5)
-
-
-def test_embedding(device):
-    np.random.seed(1)
-    layer = nn.Embedding(10, 4, device=device)
-    np.random.seed(1)
-    close(layer.weight.numpy(), np.random.randn(10, 4))
-    ids = np.array([[1, 9], [0, 1]])
-    close(layer(Tensor(ids, device=device)).numpy(), layer.weight.numpy()[ids])
 
 
 # ---- transformers --------------------------------------------------------------------------------
@@ -289,10 +226,7 @@ def test_multi_head_attention(causal, keys, device):
     result, probabilities = layer(*(Tensor(a, device=device) for a in (q, k, v)))
     expected, p = plain_attention(q, k, v, causal)
     close(result.numpy(), expected)
-    probabilities = (
-        probabilities if isinstance(probabilities, np.ndarray) else probabilities.numpy()
-    )
-    close(probabilities, p)
+    close(np.asarray(probabilities), p)
 
 
 def attention_layer(layer, x, causal):
@@ -311,24 +245,15 @@ def test_attention_layer(causal, device):
     np.random.seed(2)
     layer = nn.AttentionLayer(12, 3, 4, dropout=0.0, causal=causal, device=device)
     np.random.seed(2)
-    for name, shape in (("q", (12, 12)), ("k", (12, 12)), ("v", (12, 12)), ("out", (12, 12))):
+    for name in ("q", "k", "v", "out"):
         projection = getattr(layer, f"{name}_projection")
+        bound = np.sqrt(2) * np.sqrt(3 / 12)
         assert projection.bias is None
-        bound = np.sqrt(2) * np.sqrt(3 / shape[0])
-        close(projection.weight.numpy(), np.random.rand(*shape) * 2 * bound - bound, 3e-7)
+        close(projection.weight.numpy(), np.random.rand(12, 12) * 2 * bound - bound, 3e-7)
     x = draw(3, 2, 5, 12)
     close(layer(Tensor(x, device=device)).numpy(), attention_layer(layer, x, causal))
-    crossed = nn.AttentionLayer(
-        6,
-        2,
-        4,
-        k_features=10,
-        v_features=7,
-        out_features=5,
-        dropout=0.0,
-        causal=False,
-        device=device,
-    )
+    sizes = dict(k_features=10, v_features=7, out_features=5, dropout=0.0, causal=False)
+    crossed = nn.AttentionLayer(6, 2, 4, **sizes, device=device)
     q, k, v = (Tensor(draw(9, 2, t, c), device=device) for t, c in ((3, 6), (4, 10), (4, 7)))
     assert crossed(q, k, v).shape == (2, 3, 5)
     q, k, v = (Tensor(draw(10 + i, 2, 5, 12), device=device) for i in range(3))
@@ -338,82 +263,39 @@ def test_attention_layer(causal, device):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_transformer_layer(causal, device):
-    """One layer, and the gradient with respect to its input, against float64."""
     np.random.seed(4)
     layer = nn.TransformerLayer(8, 2, 4, 10, dropout=0.0, causal=causal, device=device)
     attention = next(m for m in layer._children() if isinstance(m, nn.AttentionLayer))
-    weights = [p.numpy().astype(float) for p in layer.parameters()]
-    (w1,) = (w for w in weights if w.shape == (8, 10))
-    (w2,) = (w for w in weights if w.shape == (10, 8))
-    (b1,) = (w for w in weights if w.shape == (1, 10))
-    (b2,) = (w for w in weights if w.shape == (1, 8))
-
-    def reference(x):
-        x = x + attention_layer(attention, x, causal)
-        return x + np.maximum(norm(x) @ w1 + b1, 0) @ w2 + b2
-
+    weights = {p.shape: p.numpy().astype(float) for p in layer.parameters()}
     x = draw(5, 2, 5, 8)
-    t = Tensor(x, device=device)
-    y = layer(t)
-    close(y.numpy(), reference(x), 5e-6)
-    seed, along = draw(6, 2, 5, 8), draw(7, 2, 5, 8)
-    y.backward(Tensor(seed, device=device))
-    step = 1e-6
-    numeric = ((reference(x + step * along) - reference(x - step * along)) * seed).sum() / (
-        2 * step
-    )
-    assert abs((t.grad.numpy() * along).sum() - numeric) < 1e-4 * max(1, abs(numeric))
+    y = x + attention_layer(attention, x, causal)
+    hidden = np.maximum(norm(y) @ weights[8, 10] + weights[1, 10], 0)
+    y = y + hidden @ weights[10, 8] + weights[1, 8]
+    close(layer(Tensor(x, device=device)).numpy(), y, 5e-6)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_transformer(batch_first, device):
     np.random.seed(6)
-    model = nn.Transformer(
-        8,
-        16,
-        2,
-        num_head=2,
-        dim_head=4,
-        dropout=0.0,
-        causal=True,
-        batch_first=batch_first,
-        sequence_len=12,
-        device=device,
-    )
+    options = dict(num_head=2, dim_head=4, dropout=0.0, causal=True, sequence_len=12)
+    model = nn.Transformer(8, 16, 2, **options, batch_first=batch_first, device=device)
     np.random.seed(6)
     positions = np.random.randn(12, 8)  # drawn first
     assert any(
-        p.shape == (12, 8) and np.allclose(p.numpy(), positions, atol=1e-6)
-        for p in model.parameters()
+        p.shape == (12, 8) and np.allclose(p, positions, 0, 1e-6) for p in model.parameters()
     )
+    turned = (lambda x: x) if batch_first else (lambda x: x.transpose(1, 0, 2))
     x = draw(7, 3, 5, 8)
-    fed = x if batch_first else x.transpose(1, 0, 2)
-    out, state = model(Tensor(fed, device=device))
-    assert out.shape == fed.shape and state is not None
+    out, state = model(Tensor(turned(x), device=device))
+    assert out.shape == turned(x).shape and state is not None
     changed = x.copy()
     changed[:, -1] += 1  # causal: nothing before the last position may move
-    other, _ = model(Tensor(changed if batch_first else changed.transpose(1, 0, 2), device=device))
-    one, two = (o.numpy() if batch_first else o.numpy().transpose(1, 0, 2) for o in (out, other))
+    other, _ = model(Tensor(turned(changed), device=device))
+    one, two = (turned(o.numpy()) for o in (out, other))
     np.testing.assert_array_equal(one[:, :-1], two[:, :-1])
     assert not np.allclose(one[:, -1], two[:, -1])
     out.backward()
-    assert all(p.grad is not None and np.isfinite(p.grad.numpy()).all() for p in model.parameters())
-
-
-def test_training_a_small_network_works():
-    np.random.seed(0)
-    x = np.random.randn(64, 10)
-    y = (x[:, 0] * x[:, 1] > 0).astype(int)
-    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2))
-    optimizer = ndl.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(60):
-        optimizer.reset_grad()
-        loss = nn.SoftmaxLoss()(model(Tensor(x)), Tensor(y))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.numpy()))
-    assert losses[-1] < 0.3 * losses[0]
+    assert all(np.isfinite(p.grad.numpy()).all() for p in model.parameters())
 
 
 def test_repr_shows_the_tree():
@@ -485,44 +367,6 @@ def test_a_flat_module_and_its_optimizer_are_copied_together(copied, dtype, devi
     assert trained(model, optimizer, 4) == ahead
 
 
-@COPIES
-def test_a_flat_module_is_copied_alone(copied, device):
-    np.random.seed(2)
-    model = nn.Linear(4, 2, device=device)
-    flat = nn.flatten_parameters(model)
-    trained(model, optim.AdamW(flat), 1)
-    twin = copied(model)
-    assert twin.weight.grad_buffer is None
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        np.testing.assert_array_equal(p.numpy(), q.numpy())
-        np.testing.assert_array_equal(p.grad.numpy(), q.grad.numpy())
-    own = nn.flatten_parameters(twin)  # the copy's gradients start at zero, the model's stay
-    assert not own.grad.numpy().any() and flat.grad.numpy().any()
-    assert copy.copy(flat) is flat and nn.flatten_parameters(model) is flat
-
-
-def test_models_that_can_be_flattened():
-    flat = nn.flatten_parameters(nn.Linear(3, 2, bias=False))  # one parameter
-    assert [p.shape for p in flat.parameters] == [(3, 2)]
-    mixed = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3, dtype="bfloat16"))
-    with pytest.raises(ValueError, match="1.weight is bfloat16 on .*, but .*0.weight is float32"):
-        nn.flatten_parameters(mixed)
-    with pytest.raises(ValueError, match="no parameter that requires gradients"):
-        nn.flatten_parameters(nn.ReLU())
-
-
-def test_flatten_parameters_chained_neighbours_keep_every_parameter():
-    module = nn.Module()
-    for name in "dcba":
-        setattr(module, name, nn.Parameter(np.full((2, 3), ord(name))))
-    for neighbours in [("ab", "bc"), ("ab", "cb"), ("ab", "ba"), ("ad", "dc", "cb")]:
-        module.neighbours = [tuple(pair) for pair in neighbours]
-        flat = nn.flatten_parameters(module)
-        assert {id(p) for p in flat.parameters} == {id(p) for p in module.parameters()}
-    letters = [chr(int(p.numpy()[0, 0])) for p in flat.parameters]
-    assert letters == list("adcb")
-
-
 def test_flattening_with_another_choice_of_decay_is_obeyed():
     """Includes a choice that leaves the order of the parameters as it was."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -535,6 +379,30 @@ def test_flattening_with_another_choice_of_decay_is_obeyed():
         optim.AdamW(flat, lr=0.5, weight_decay=0.5).step()  # of gradients of zero: decay alone
         for i, (p, values) in enumerate(zip(model.parameters(), before)):
             np.testing.assert_array_equal(p.numpy(), values * (0.75 if i < decays else 1))
+    flat = nn.flatten_parameters(nn.Linear(3, 2))  # a bias is a row (1, out), no matrix
+    assert flat.decay_size == flat.offsets[1] and flat.names == ["weight", "bias"]
+    mixed = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3, dtype="bfloat16"))
+    with pytest.raises(ValueError, match="1.weight is bfloat16 on .*, but .*0.weight is float32"):
+        nn.flatten_parameters(mixed)
+    with pytest.raises(ValueError, match="no parameter that requires gradients"):
+        nn.flatten_parameters(nn.ReLU())
+
+
+def test_flattening_a_part_takes_it_out_of_the_whole():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model(ndl.ones(1, 3)).sum().backward()
+    whole = nn.flatten_parameters(model)
+    assert not whole.grad.numpy().any()  # a gradient from before is not kept
+    part = nn.flatten_parameters(model.modules[1])
+    again = nn.flatten_parameters(model)
+    assert again is not whole and again.names == whole.names
+    again.data.fill(3)
+    for p in model.parameters():
+        np.testing.assert_array_equal(p.numpy(), np.full(p.shape, 3))
+    assert not (part.data.numpy() == 3).any() and not (whole.data.numpy() == 3).any()
+    model[0].weight.requires_grad = False  # frozen later
+    model(ndl.ones(1, 3)).sum().backward()
+    assert not model[0].weight.grad_buffer.numpy().any() and model[0].bias.grad.numpy().any()
 
 
 def test_data_assigned_to_a_flattened_parameter_go_into_the_buffer():
@@ -545,36 +413,10 @@ def test_data_assigned_to_a_flattened_parameter_go_into_the_buffer():
         model.weight.data = make(values)
         np.testing.assert_array_equal(flat.view(flat.data, 0).numpy(), model.weight.numpy())
         close(model.weight.numpy(), values)
-        model(ndl.ones(1, 3)).sum().backward()
-        optim.AdamW(flat, lr=0.5, weight_decay=0.0).step()  # of gradients of one: lr
-        flat.reset_grad()
-        close(model.weight.numpy(), values - 0.5)
     with pytest.raises(ValueError, match=r"flattened parameter has shape \(3, 2\)"):
         model.weight.data = ndl.ones(2, 3)
     with pytest.raises(TypeError, match="dtype is float32, but the new data is bfloat16"):
         model.weight.data = ndl.ones(3, 2, dtype="bfloat16")
-
-
-def test_flattening_a_part_takes_it_out_of_the_whole():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    whole = nn.flatten_parameters(model)
-    part = nn.flatten_parameters(model.modules[1])
-    again = nn.flatten_parameters(model)
-    assert again is not whole and again.names == whole.names
-    again.data.fill(3)
-    for p in model.parameters():
-        np.testing.assert_array_equal(p.numpy(), np.full(p.shape, 3))
-    assert not (part.data.numpy() == 3).any() and not (whole.data.numpy() == 3).any()
-
-
-def test_a_gradient_from_before_flattening_is_not_kept():
-    model = nn.Linear(4, 2)
-    model(Tensor(INPUT)).sum().backward()
-    gone = model.weight.grad.cached_data
-    flat = nn.flatten_parameters(model)
-    assert not flat.grad.numpy().any() and not model.weight.grad.numpy().any()
-    gc.collect()
-    assert not [r for r in gc.get_referrers(gone) if isinstance(r, Tensor)]
 
 
 def test_attention_without_rotary_is_softmax_attention(device):
@@ -596,71 +438,36 @@ def test_attention_without_rotary_is_softmax_attention(device):
 
 
 @pytest.mark.parametrize(
-    "layer, message",
+    "layer, shape, message",
     [
-        (lambda: nn.Linear(64, 8), "Linear: in_features is 64, got 3: the last axis of x"),
-        (lambda: nn.Sequential(nn.ReLU(), nn.Linear(64, 8)), "Linear: in_features is 64, got 3"),
-        (lambda: nn.TiedHead(nn.Embedding(8, 64)), "Embedding: embedding_dim is 64, got 3"),
-        (lambda: nn.LayerNorm1d(64), "LayerNorm1d: dim is 64, got 3"),
-        (lambda: nn.BatchNorm1d(64), "BatchNorm1d: dim is 64, got 3"),
-        (lambda: nn.AttentionLayer(64, 2, 4), "LayerNorm1d: dim is 64, got 3"),
-        (lambda: nn.TransformerLayer(64, 2, 4, 8), "LayerNorm1d: dim is 64, got 3"),
-        (lambda: nn.Transformer(64, 8, 1), "Transformer: embedding_size is 64, got 3"),
-        (
-            lambda: lambda x: nn.Attention(64, 2)(x, nn.rotary_tables(5, 4)),
-            "Linear: in_features is 64, got 3",
-        ),
+        (lambda: nn.Linear(64, 8), (2, 5, 3), "Linear: in_features is 64, got 3: the last axis"),
+        (lambda: nn.Linear(4, 2), (), "Linear: in_features is 4, got x without axes"),
+        (lambda: nn.TiedHead(nn.Embedding(8, 64)), (2, 3), "Embedding: embedding_dim is 64, got 3"),
+        (lambda: nn.LayerNorm1d(64), (2, 3), "LayerNorm1d: dim is 64, got 3"),
+        (lambda: nn.BatchNorm1d(64), (2, 5, 3), "BatchNorm1d: dim is 64, got 3"),
+        (lambda: nn.BatchNorm1d(4), (2, 1), "BatchNorm1d: dim is 4, got 1"),  # would broadcast
+        (lambda: nn.BatchNorm1d(4), (2, 5, 4), "x must be (B, 4), but its shape is (2, 5, 4)"),
+        (lambda: nn.Transformer(64, 8, 1), (2, 1, 1), "Transformer: embedding_size is 64, got 1"),
     ],
 )
-def test_a_layer_names_the_features_that_it_has_and_got(layer, message):
-    x = init.ones(2, 5, 3)
+def test_a_layer_names_the_features_that_it_has_and_got(layer, shape, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        layer()(x)
-
-
-def test_features_that_would_broadcast_are_refused():
-    """One feature, or another axis, fits by NumPy's rules, and would leave wrong statistics."""
-    norm = nn.BatchNorm1d(4)
-    with pytest.raises(ValueError, match="BatchNorm1d: dim is 4, got 1"):
-        norm(init.ones(2, 1))
-    with pytest.raises(ValueError, match=r"x must be \(B, 4\), but its shape is \(2, 5, 4\)"):
-        norm(init.ones(2, 5, 4))
-    assert norm.running_mean.shape == (4,)
-    with pytest.raises(ValueError, match="embedding_size is 4, got 1"):
-        nn.Transformer(4, 8, 1, num_head=2, dim_head=2)(init.ones(2, 1, 1))
-    with pytest.raises(ValueError, match="Linear: in_features is 4, got x without axes"):
-        nn.Linear(4, 2)(Tensor(3))
+        layer()(init.ones(*shape) if shape else Tensor(3))
 
 
 @pytest.mark.parametrize(
     "made, error, said",
     [
         (lambda: nn.Linear(-1, 3), ValueError, "Linear: in_features must be a whole number of 1"),
-        (lambda: nn.Linear(3, 0), ValueError, "Linear: out_features must be .* but is 0"),
         (lambda: nn.Linear(2.5, 3), TypeError, "Linear: in_features must be .* but is 2.5"),
-        (lambda: nn.Linear(3, True), TypeError, "Linear: out_features must be .* but is True"),
-        (lambda: nn.Embedding(-1, 3), ValueError, "Embedding: num_embeddings must be"),
         (lambda: nn.Embedding(3, "a"), TypeError, "Embedding: embedding_dim must be .* is 'a'"),
         (lambda: nn.LayerNorm1d(-1), ValueError, "LayerNorm1d: dim must be a whole number of 0"),
-        (lambda: nn.BatchNorm1d((3,)), TypeError, r"BatchNorm1d: dim must be .* is \(3,\)"),
-        (lambda: nn.Dropout("a"), ValueError, r"Dropout: p must be in \[0, 1\), but is a"),
-        (
-            lambda: init.kaiming_uniform(2, 3, shape=3),
-            TypeError,
-            "kaiming_uniform: shape must be a tu",
-        ),
-        (
-            lambda: init.kaiming_uniform(2, 3, shape=(2, -1)),
-            ValueError,
-            "axis 1 of the shape must be a whole number of 0 or more, but is -1",
-        ),
-        (lambda: init.kaiming_uniform(0, 3), ValueError, "kaiming_uniform: fan_in must be"),
+        (lambda: nn.Dropout(1.5), ValueError, r"Dropout: p must be in \[0, 1\), but is 1.5"),
+        (lambda: init.kaiming_uniform(2, 3, shape=3), TypeError, "shape must be a tu"),
+        (lambda: init.kaiming_uniform(3, 3, None, "tanh"), ValueError, "nonlinearity must be"),
         (lambda: init.kaiming_normal(-1, 3), ValueError, "kaiming_normal: fan_in must be"),
-        (lambda: init.xavier_uniform(3, -1), ValueError, "xavier_uniform: fan_out must be"),
-        (lambda: init.xavier_normal(-3, 1), ValueError, "xavier_normal: fan_in must be"),
         (lambda: init.rand(2, -1), ValueError, "rand: axis 1 of the shape must be"),
         (lambda: init.randn((2, "3")), TypeError, "randn: axis 1 of the shape must be"),
-        (lambda: init.randb("a"), TypeError, "randb: axis 0 of the shape must be"),
     ],
 )
 def test_wrong_sizes_are_named(made, error, said):
@@ -668,23 +475,3 @@ def test_wrong_sizes_are_named(made, error, said):
         made()
     with pytest.raises(error, match=said), init.meta_device():
         made()
-
-
-def test_sizes_of_numpy_and_of_nothing():
-    assert nn.Linear(np.int64(3), np.int32(2))(ndl.ones(1, 3)).shape == (1, 2)
-    assert init.rand(0, 2).shape == (0, 2) and nn.Embedding(0, 2).weight.shape == (0, 2)
-
-
-def test_kaiming_uniform_of_a_shape():
-    """The course's: a convolution's weights (k, k, in, out) with the fan of k k in."""
-    np.random.seed(0)
-    got = init.kaiming_uniform(36, 72, (3, 3, 4, 8))
-    np.random.seed(0)
-    bound = np.sqrt(2) * np.sqrt(3 / 36)
-    expected = np.random.rand(3, 3, 4, 8) * (2 * bound) - bound
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-7)
-    np.random.seed(0)
-    again = init.kaiming_uniform(36, 72, shape=(3, 3, 4, 8), nonlinearity="relu", dtype="bfloat16")
-    assert again.shape == (3, 3, 4, 8) and again.dtype == "bfloat16"
-    with pytest.raises(ValueError, match="nonlinearity must be 'relu'"):
-        init.kaiming_uniform(3, 3, None, "tanh")
