@@ -26,28 +26,6 @@ def metric(logits):
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def test_short_names_of_activations():
-    model = small()
-    _, cache = model.run_with_cache(IDS)
-    for short, full in (
-        ("embed", "hook_embed"),
-        (("pattern", 0), "blocks.0.attn.hook_pattern"),
-        (("resid_post", -1), "blocks.1.hook_resid_post"),
-        (("attn", 1), "blocks.1.attn.hook_pattern"),
-        ("q1", "blocks.1.attn.hook_q"),
-        (("scale", 1, "ln2"), "blocks.1.ln2.hook_scale"),
-        ("normalized0ln1", "blocks.0.ln1.hook_normalized"),
-        ("scale", "ln_final.hook_scale"),
-        (("mlp_post", 0), "blocks.0.mlp.hook_post"),
-    ):
-        with naming(short):
-            assert cache[short] is cache[full] and full in dict(cache)
-    with pytest.raises(KeyError, match="blocks.7.attn.hook_z is not in this cache"):
-        cache["z", 7]
-    with pytest.raises(KeyError, match="is not in this cache"):
-        model.run_with_cache(IDS, "hook_embed")[1]["z", 0]
-
-
 @pytest.mark.parametrize("parallel", [True, False])
 def test_components_add_up_to_the_stream_and_the_logits(device, parallel):
     model = small(device, use_parallel_residual=parallel)
@@ -129,20 +107,15 @@ def test_hooks_that_take_their_point():
     got = model.run_with_hooks(IDS, [(is_z, scale), ("hook_embed", partial(by_factor, factor=2.0))])
     names = ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
     assert seen == [(names[0], 0), (names[1], 1)] and not model.is_hooked
-    with model.hooks(
-        {"hook_embed": lambda x: x * 2} | dict.fromkeys(names, lambda x, i=0: x * 0.5)
-    ):
-        np.testing.assert_array_equal(got.numpy(), model(IDS)[0].numpy())
+    same = {"hook_embed": lambda x: x * 2} | dict.fromkeys(names, lambda x: x * 0.5)
+    for hooks in same, list(same.items()):
+        np.testing.assert_array_equal(model.run_with_hooks(IDS, hooks).numpy(), got.numpy())
     assert list(model.run_with_cache(IDS, is_z)[1]) == names
-    halved = [(name, lambda x: x * 0.5) for name in names]
-    by_pairs, by_dict = (model.run_with_hooks(IDS, hooks) for hooks in (halved, dict(halved)))
-    np.testing.assert_array_equal(by_dict.numpy(), by_pairs.numpy())
-    for wrong in halved[0], ["hook_embed"], [(*halved[0], 1)]:
+    for wrong in (names[0], scale), ["hook_embed"], [(names[0], scale, 1)]:
         with pytest.raises(TypeError, match="must be a list of pairs .name, function., but one"):
             model.run_with_hooks(IDS, wrong)
     with pytest.raises(ValueError, match="true for no name of this model"):
         model.run_with_hooks(IDS, [(lambda name: False, scale)])
-    assert repr(model.run_with_cache(IDS, names_filter=names)[1]).endswith(", ".join(names))
     with pytest.raises(ValueError, match="hook_embed is in no layer"):
         model.run_with_hooks(IDS, [("hook_embed", scale)])
 
@@ -209,24 +182,20 @@ def test_text_in_the_place_of_ids(tmp_path):
     losses = [model(text, return_type="loss").item() for text in texts]
     close(model(texts, return_type="loss"), np.average(losses, weights=lengths))
     assert model.to_single_token(" cat") == tokenizer.encode(" cat").ids[0]
-    with pytest.raises(ValueError, match="tokens, .*, not one"):
-        model.to_single_token(texts[0])
-    close(
-        model.token_directions([" cat", " mat"])[1],
-        model.W_U.numpy()[:, model.to_single_token(" mat")],
-    )
+    column = model.W_U.numpy()[:, model.to_single_token(" mat")]
+    close(model.token_directions([" cat", " mat"])[1], column)
     _, cache = model.run_with_cache("the cat")
     assert cache.logit_attrs(cache.decompose_resid(), " mat", " cat").shape[1:] == (1, 2)
-    with pytest.raises(ValueError, match="shape is"):
-        model("")
-    for ids in -1, [3, -1], 1.5:
-        with pytest.raises(ValueError, match="to_string takes ids, whole numbers of 0 or"):
-            model.to_string(ids)
-    for text in 5, ["the", 5]:
-        with pytest.raises(TypeError, match="to_tokens takes a text or a list of texts, not"):
-            model.to_tokens(text)
-    with pytest.raises(TypeError, match="must be a tokenizers.Tokenizer, .* not 5"):
-        model.tokenizer = 5
+    for wrong, error, said in (
+        (lambda: model.to_single_token(texts[0]), ValueError, "tokens, .*, not one"),
+        (lambda: model(""), ValueError, "shape is"),
+        (lambda: model.to_string([3, -1]), ValueError, "to_string takes ids, whole numbers of 0"),
+        (lambda: model.to_string(1.5), ValueError, "to_string takes ids, whole numbers of 0 or"),
+        (lambda: model.to_tokens(["the", 5]), TypeError, "takes a text or a list of texts, not"),
+        (lambda: setattr(model, "tokenizer", 5), TypeError, "must be a tokenizers.Tokenizer, "),
+    ):
+        with pytest.raises(error, match=said):
+            wrong()
 
 
 def test_what_a_model_does_not_compute_says_why():
@@ -258,20 +227,24 @@ def test_what_a_model_does_not_compute_says_why():
 # ---- patching ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-def test_patches_equal_one_run_after_another(device, parallel):
-    """Compares each element of each function with a forward with a NumPy hook."""
+@pytest.mark.parametrize("parallel, steered", [(True, False), (False, False), (True, True)])
+def test_patches_equal_one_run_after_another(device, parallel, steered):
+    """Compares each element of each function with a forward with a NumPy hook, also where hooks are
+    in force."""
     model = small(device, use_parallel_residual=parallel)
     logits, clean = model.run_with_cache(CLEAN)
     # A metric subtracts logits: its error is that of the logits, however near 0 it is.
     tolerance = 2e-6 * np.abs(logits.numpy()).max()
     assert len(PATCHES) == 15
+    points = [get_act_name(short, layer) for short in ("resid_pre", "z") for layer in (0, 1)]
+    steer = dict.fromkeys(points if steered else [], lambda x: x * 1.5 - 0.25)
     for name in PATCHES:
         function = getattr(patching, name)
         short, axes = function.keywords["activation_name"], function.keywords["axes"]
         if short == "resid_mid" and parallel:
             continue
-        got = function(model, IDS, clean, metric, batch=14).numpy()
+        with model.hooks(steer):
+            got = function(model, IDS, clean, metric, batch=14).numpy()
         sizes = tuple(clean[short, 0].shape[axis] for axis in axes)
         assert got.shape == (2, *sizes), name
         random = np.random.default_rng(1)
@@ -286,11 +259,13 @@ def test_patches_equal_one_run_after_another(device, parallel):
                 x[index] = clean[hook.name].numpy()[index]
                 return x
 
-            wanted = metric(model.run_with_hooks(IDS, [(get_act_name(short, layer), patch)]))
+            with model.hooks(steer):
+                wanted = metric(model.run_with_hooks(IDS, [(get_act_name(short, layer), patch)]))
             with naming(name, place):
                 np.testing.assert_allclose(
                     got[tuple(place)], wanted.numpy(), rtol=0, atol=tolerance
                 )
+    assert not model.is_hooked
     last = lambda logits: logits[0, -1, 5]
     whole = patching.get_act_patch_resid_pre(model, IDS, clean, last)
     for at in [3, -1], -1:
@@ -315,45 +290,20 @@ def test_attribution_is_the_first_order_of_a_patch(device):
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("short", ["resid_pre", "z", "mlp_out"])
-def test_patches_beside_hooks_in_force_equal_one_run_after_another(short):
-    model = small()
-    _, clean = model.run_with_cache(CLEAN)
-    for hooked in (short, "resid_pre"):
-        steer = {get_act_name(hooked, layer): lambda x: x * 1.5 - 0.25 for layer in (0, 1)}
-        with model.hooks(steer):
-            got = patching.generic_activation_patch(model, IDS, clean, metric, short, (1,))
-            for layer, at in ((0, 2), (1, 3), (1, 8)):
-
-                def patch(x, hook, at=at):
-                    x = x.numpy().copy()
-                    x[:, at] = clean[hook.name].numpy()[:, at]
-                    return x
-
-                wanted = metric(model.run_with_hooks(IDS, {get_act_name(short, layer): patch}))
-                with naming(hooked, layer, at):
-                    np.testing.assert_allclose(got.numpy()[layer, at], wanted.numpy(), 1e-4, 1e-4)
-    assert not model.is_hooked
-
-
 def test_wrong_patches_say_why():
-    model = small()
-    for texts, length in ((2, 5), (2, 1), (1, 3), (1, 1)):  # of as many heads as tokens, too
-        _, clean = model.run_with_cache(CLEAN[:texts, :length])
-        for name in ("resid_pre", "z", "pattern"):
-            for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
-                with pytest.raises(ValueError, match="as many texts of as many tokens"):
-                    patch(model, IDS[:, :3], clean, lambda logits: logits[0, -1, 5], name, (1,))
+    model, last = small(), lambda logits: logits[0, -1, 5]
     _, clean = model.run_with_cache(CLEAN)
-    for axes in ((1, 7), (1, -2), (2, 1), ()):
-        for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
+    for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
+        for texts, length in ((2, 5), (2, 1), (1, 3), (1, 1)):  # of as many heads as tokens, too
+            _, other = model.run_with_cache(CLEAN[:texts, :length])
+            with pytest.raises(ValueError, match="as many texts of as many tokens"):
+                patch(model, IDS[:, :3], other, last, "pattern", (1,))
+        for axes in ((1, 7), (1, -2), (2, 1), ()):
             with pytest.raises(ValueError, match="axes must be ascending axes of"):
                 patch(model, IDS, clean, metric, "z", axes)
-    with pytest.raises(TypeError, match="the metric must return a Tensor of one number"):
-        patching.get_act_patch_resid_pre(model, IDS, clean, lambda logits: logits[:, -1])
-    for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
-        with pytest.raises(TypeError, match="the metric must return a Tensor of .* not 5"):
-            patch(model, IDS, clean, 5, "z", (1,))
+        for of in 5, lambda logits: logits[:, -1]:
+            with pytest.raises(TypeError, match="the metric must return a Tensor of "):
+                patch(model, IDS, clean, of, "z", (1,))
     assert not model.is_hooked
 
 

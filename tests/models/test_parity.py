@@ -27,9 +27,9 @@ import pytest
 from harness import assert_same_parameters
 
 import needle as ndl
-from needle import hf, nn, optim
+from needle import hf, nn
 from needle.models import gpt_neox
-from needle.models.pythia import PRESETS, Pythia, PythiaConfig
+from needle.models.pythia import Pythia, PythiaConfig
 from needle.testing.bounds import EPS32
 from needle.training import export as shell
 
@@ -201,11 +201,6 @@ def test_full_sizes(tmp_path, name):
     compare(config, batch, time, ndl.cuda(), tmp_path / "a", flat=True)
 
 
-def test_presets_have_the_published_head_dims():
-    dims = {PythiaConfig.preset(name).head_dim for name in PRESETS}
-    assert dims >= {32, 64, 80, 128, 256}
-
-
 # ---- generation ----------------------------------------------------------------------------------
 
 
@@ -226,49 +221,6 @@ def test_greedy_generation_is_equal_token_for_token(tmp_path, shape, device):
 
 
 # ---- from here to there --------------------------------------------------------------------------
-
-
-def text_ids(vocabulary: int, count: int) -> np.ndarray:
-    """Tokens with something to learn: each follows from the one before, three times in four."""
-    rng = np.random.default_rng(5)
-    ids = rng.integers(0, vocabulary, count)
-    for i in range(1, count):
-        if rng.random() < 0.75:
-            ids[i] = (7 * ids[i - 1] + 3) % vocabulary
-    return ids
-
-
-@pytest.mark.parametrize("changes", [{}, {"use_parallel_residual": False, "hidden_act": "gelu"},
-                                     {"tie_word_embeddings": True}])  # fmt: skip
-def test_a_model_trained_here_has_the_same_losses_there(tmp_path, changes, device):
-    import transformers
-
-    np.random.seed(4)
-    config = PythiaConfig(
-        vocab_size=199, hidden_size=96, num_layers=3, num_heads=3, max_seq_len=48, **changes
-    )
-    model = Pythia(config, device=device)
-    optimizer = optim.AdamW(nn.flatten_parameters(model), lr=3e-3, weight_decay=0.1)
-    rows = text_ids(199, 60 * 8 * 41).reshape(60, 8, 41)
-    losses = []
-    for batch in rows[:50]:
-        optimizer.reset_grad()
-        _, loss = model(batch[:, :-1], batch[:, 1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.numpy()))
-    assert losses[-1] < losses[0] - 0.5
-    model.save_pretrained(tmp_path)
-    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).to(peer_device())
-    assert type(there).__name__ == "GPTNeoXForCausalLM" and there.dtype == torch().float32
-    assert there.config.tie_word_embeddings is config.tie_word_embeddings
-    exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).double()
-    for batch in rows[50:]:
-        ids, targets = batch[:, :-1], batch[:, 1:]
-        # A fresh model, whose gradients are zero, so that those of a trained one are compared too.
-        ours = run_needle(Pythia.from_pretrained(tmp_path, device), ids, targets, True)
-        assert float(ours["loss"]) == float(model(ids, targets)[1].numpy())
-        assert_parity(ours, run_peer(there, ids, targets), run_peer(exact, ids, targets))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -407,26 +359,3 @@ def test_the_line_that_converts_a_pickle(tmp_path, tied):
         model.embed_in.weight.numpy(), peer.get_input_embeddings().weight.detach().cpu().numpy()
     )
     transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_rotary_spellings_mean_the_same_there():
-    import transformers
-
-    base = {"model_type": "gpt_neox", "vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "intermediate_size": 8}  # fmt: skip
-    for fields in (
-        {},
-        {"rotary_pct": 0.5, "rotary_emb_base": 500},
-        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500,
-                             "rope_type": "default"}},
-        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rotary_pct": 0.5},
-        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rotary_pct": 0.5,
-         "rotary_emb_base": 7},
-        {"rotary_pct": 0.5, "rotary_emb_base": 500, "partial_rotary_factor": 1, "rope_theta": 8},
-    ):  # fmt: skip
-        there = transformers.GPTNeoXConfig(**base, **fields).rope_parameters
-        here = hf.read_config(Pythia, base | fields)
-        expected = there["partial_rotary_factor"], there["rope_theta"]
-        assert (here.rotary_pct, here.rotary_base) == expected, fields
-    there = transformers.GPTNeoXConfig(**base, rope_theta=500).rope_parameters
-    assert there["rope_theta"] == 10000  # so needle refuses the name by itself

@@ -1,6 +1,5 @@
 """Pythia against golden numbers that transformers' GPT-NeoX made (golden/make_golden.py),
-and what it promises of its own: independence of rows, causality, presets, initial values,
-generation."""
+and what it promises of its own: independence of rows, causality, presets, initial values."""
 
 import functools
 import json
@@ -14,7 +13,7 @@ from harness import small_pythia as small
 from safetensors.numpy import load_file
 
 import needle as ndl
-from needle import _C, Tensor, nn, optim
+from needle import _C, BlockMask, Tensor, nn, optim
 from needle.models import pythia
 from needle.models.pythia import Pythia, PythiaConfig
 
@@ -81,75 +80,9 @@ def test_norms_of_unlike_eps_are_each_computed_with_their_own(parallel, device):
         np.testing.assert_allclose(fused, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("act", ["gelu", "gelu_new"])
-def test_the_fused_mlp_has_the_bits_of_its_steps(act, dtype, flat):
-    """Compares logits and all gradients, added to those of a batch before. In bfloat16 it rounds
-    GELU's derivative, and other bits of gradients are as near to those of float32."""
-    ids, targets = tokens(1, 3, 33), tokens(2, 3, 33)
-    source = small(seed=4, dtype=dtype, hidden_act=act, use_parallel_residual=False)
-
-    def run(dtype, names):
-        model = small(dtype=dtype, hidden_act=act, use_parallel_residual=False)
-        for p, given in zip(model.parameters(), source.parameters()):
-            p.data = Tensor(given.numpy(), dtype=dtype)
-        if flat:
-            nn.flatten_parameters(model)
-        seen = []
-        with model.hooks({name: lambda x: seen.append(x.shape) for name in names}):
-            for _ in range(2):
-                logits, loss = model(ids, targets)
-                loss.backward()
-        assert seen == [(3, 33, 128)] * 2 * len(names)
-        return logits.numpy(), {n: p.grad.numpy() for n, p in model.named_parameters()}
-
-    logits, fused = run(dtype, ())
-    step_logits, stepwise = run(dtype, ("blocks.0.mlp.hook_pre", "blocks.1.mlp.hook_post"))
-    np.testing.assert_array_equal(logits, step_logits)
-    assert fused.keys() == stepwise.keys()
-    _, exact = run("float32", ())
-    for name, values in fused.items():
-        if dtype == "float32":
-            np.testing.assert_array_equal(values, stepwise[name], err_msg=name)
-        off = [np.linalg.norm(gradient[name] - exact[name]) for gradient in (fused, stepwise)]
-        assert off[0] <= 1.25 * off[1], (name, off)
-
-
 class Doubled(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2.0
-
-
-def test_an_mlp_of_other_layers_goes_step_by_step(device):
-    """One without a bias, and one that is no Linear of ours."""
-    x = Tensor(np.random.default_rng(0).standard_normal((5, 32)), device=device)
-    mlp = small(device).layers[0].mlp
-    plain = mlp(x).numpy()
-    mlp.dense_4h_to_h.__class__ = Doubled
-    np.testing.assert_allclose(mlp(x).numpy(), 2 * plain, rtol=1e-5, atol=1e-6)
-    mlp.dense_4h_to_h = nn.Linear(128, 32, False, device)
-    hidden = ndl.ops.gelu(mlp.dense_h_to_4h(x), mlp.approximate)
-    expected = (hidden @ mlp.dense_4h_to_h.weight).numpy()
-    np.testing.assert_allclose(mlp(x).numpy(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_layer_that_says_so_is_fused(monkeypatch):
-    class Noted(nn.Linear):
-        fuses = True
-
-    class Silent(Noted):
-        pass
-
-    fused = []
-    monkeypatch.setattr(
-        ndl.ops, "gelu_mlp", lambda *operands: fused.append(operands) or operands[0]
-    )
-    mlp = small("cpu").layers[0].mlp
-    for kind, count in (nn.Linear, 1), (Noted, 2), (Silent, 2):
-        mlp.dense_4h_to_h.__class__ = kind
-        mlp(Tensor(np.ones((5, 32))))
-        assert len(fused) == count
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -164,71 +97,47 @@ def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
         def forward(self, x, rotary, mask=None, cache=None):
             return super().forward(x, rotary, mask, cache) * 2.0
 
-    ids = np.arange(12).reshape(2, 6)
-    logits = {}
-    for way in ("plain", "norms", "dense", "part", "plain packed", "packed"):
+    def twice(part):
+        part.weight.data = part.weight.data * 2.0
+
+    ids, logits = np.arange(12).reshape(2, 6), {}
+    for way, change in {  # of each pair one by a class, and one by weights
+        "norms": lambda layer: setattr(layer.input_layernorm, "__class__", Norm),
+        "part": lambda layer: setattr(layer.attention, "__class__", Part),
+        "dense": lambda layer: setattr(layer.attention.dense, "__class__", Doubled),
+        "plain": lambda layer: twice(layer.attention.dense),
+        "packed": lambda layer: setattr(layer.attention.query_key_value, "__class__", Doubled),
+        "plain packed": lambda layer: twice(layer.attention.query_key_value),
+    }.items():
         model = small(device, use_parallel_residual=parallel)
         for layer in model.layers:
-            packed = layer.attention.query_key_value
-            if way == "norms":
-                layer.input_layernorm.__class__ = Norm
-            elif way == "dense":
-                layer.attention.dense.__class__ = Doubled
-            elif way == "part":
-                layer.attention.__class__ = Part
-            elif way == "packed":
-                packed.__class__ = Doubled
-            elif way == "plain packed":
-                packed.weight.data = packed.weight.data * 2.0
-            else:  # what the others compute, by weights
-                layer.attention.dense.weight.data = layer.attention.dense.weight.data * 2.0
+            change(layer)
         logits[way] = model(ids)[0].numpy()
     for way, same in (("dense", "plain"), ("part", "plain"), ("packed", "plain packed")):
         np.testing.assert_allclose(logits[way], logits[same], rtol=1e-4, atol=1e-5, err_msg=way)
     assert np.abs(logits["norms"] - logits["plain"]).max() > 1e-3
 
 
-def test_a_class_with_a_forward_of_its_own_is_trained_by_it():
+def test_a_class_and_a_head_of_ones_own_are_trained_as_they_are():
     class Own(Pythia):
         def forward(self, input_ids, targets=None):
             logits, loss = super().forward(input_ids, targets)
             return logits, loss if loss is None else loss * 3.0
 
     model = small()
-    ids = np.arange(12).reshape(2, 6)
+    ids, found = np.arange(12).reshape(2, 6), []
     once = model.loss(ids, ids).item()
     model.__class__ = Own
     assert model.loss(ids, ids).item() == pytest.approx(3 * once)
-
-
-def test_loss_of_a_head_with_a_bias_is_that_of_its_logits():
-    model = small()
+    model.__class__ = Pythia
     head = model.embed_out = nn.Linear(model.config.hidden_size, model.config.vocab_size)
-    ids, found = np.arange(12).reshape(2, 6), []
     for loss_of in (lambda: model(ids, ids)[1], lambda: model.loss(ids, ids)):
-        head.weight.grad = head.bias.grad = None
+        head.zero_grad()
         loss = loss_of()
         loss.backward()
         found.append([loss.numpy(), head.weight.grad.numpy(), head.bias.grad.numpy()])
     for one, other in zip(*found):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_a_residual_of_another_shape_is_refused():
-    linear = ndl.ones(2, 3), ndl.ones(3, 4), ndl.zeros(4)
-    mlp = *linear, ndl.ones(4, 5), ndl.zeros(5)
-    for call, operands in (("linear", linear), ("gelu_mlp", mlp)):
-        for shape in ((2, 3), (1, 5), (5,)):
-            with pytest.raises(ValueError, match=f"{call}: residual must be"):
-                getattr(ndl.ops, call)(*operands, residual=ndl.ones(*shape))
-
-
-def test_matrices_of_one_axis_are_refused():
-    x, w, b = ndl.ones(2, 3), ndl.ones(3, 3), ndl.ones(3)
-    with pytest.raises(ValueError, match=r"gelu_mlp: w1 must be \(K, M\) .* they are \(3,\) and"):
-        ndl.ops.gelu_mlp(x, b, b, w, b)
-    with pytest.raises(ValueError, match=r"linear_transposed: w must be \(M, K\), but is \(3,\)"):
-        ndl.ops.linear_transposed(x, b)
 
 
 # ---- against transformers ------------------------------------------------------------------------
@@ -298,55 +207,7 @@ def test_training_trace(flat, device):
         assert abs(norm - trace["norms"][step]) < 1e-3 * trace["norms"][0], step
 
 
-def test_bfloat16_is_near(device):
-    """The model stays within a few per cent of float32."""
-    for variant in VARIANTS:
-        model = golden_model(variant, device, dtype="bfloat16")
-        logits, loss = model(golden()["ids"], golden()["targets"])
-        assert logits.dtype == "bfloat16"
-        expected = golden()[f"{variant}/logits"]
-        error, most = np.abs(logits.numpy() - expected), np.abs(expected).max()
-        assert error.max() < 0.05 * most and error.mean() < 0.01 * most
-        assert abs(float(loss.numpy()) - FACTS["losses"][variant]) < 0.03
-        loss.backward()
-        for name, wanted in of(f"{variant}/grads").items():
-            got = dict(model.named_parameters())[name].grad.numpy()
-            # The direction is kept.
-            cosine = (got * wanted).sum() / np.sqrt((got**2).sum() * (wanted**2).sum())
-            assert cosine > 0.99, (variant, name, cosine)
-
-
-def test_training_in_bfloat16_keeps_up(device):
-    losses = {}
-    for dtype in ("float32", "bfloat16"):
-        model = small(device, dtype=dtype)
-        optimizer = optim.AdamW(nn.flatten_parameters(model), lr=3e-3)
-        ids = tokens(1, 4, 33)
-        for _ in range(30):
-            optimizer.reset_grad()
-            _, loss = model(ids[:, :-1], ids[:, 1:])
-            loss.backward()
-            optimizer.step()
-        losses[dtype] = float(loss.numpy())
-    assert losses["float32"] < 2.5 < np.log(41)
-    assert abs(losses["bfloat16"] - losses["float32"]) < 0.1
-
-
 # ---- rows and time -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_rows_are_independent(sparse, device):
-    model = small(device, use_sparse_attention=sparse, sparse_window=16, sparse_block=16)
-    ids = tokens(2, 2, 50)
-    together = model(ids)[0].numpy()
-    for row in range(2):
-        alone = model(ids[row : row + 1])[0].numpy()
-        np.testing.assert_allclose(together[row], alone[0], rtol=0, atol=3e-6 * np.abs(alone).max())
-    other = ids.copy()
-    other[1] = tokens(3, 50)
-    np.testing.assert_array_equal(model(other)[0].numpy()[0], together[0])
-    assert (model(other)[0].numpy()[1] != together[1]).any()
 
 
 @pytest.mark.parametrize("pattern", [None, *PATTERNS])
@@ -372,57 +233,38 @@ def test_the_model_is_causal(pattern, device):
     assert (np.abs(gradient[:20]).max(1) > 0).all()
 
 
-def test_sparse_patterns_leave_blocks_out_and_stay_close_to_dense():
-    dense = small(max_seq_len=512)
-    ids = tokens(5, 1, 300)
-    expected = dense(ids)[0].numpy()
-    for pattern in PATTERNS:
-        sparse = dict(sparse_pattern=pattern, sparse_window=64, sparse_block=16)
-        model = small(max_seq_len=512, use_sparse_attention=True, **sparse)
-        got = model(ids)[0].numpy()
-        if pattern == "dense":
-            np.testing.assert_allclose(got, expected, atol=1e-5)
-            continue
-        assert pythia.sparse_mask(model.config, 300).causal().density < 0.4, pattern
-        assert (got[0, 200:] != expected[0, 200:]).any()
-
-
 def test_sparse_window_follows_the_sequence_and_dense_patterns_warn():
     """The window is a quarter of the sequence, and one block at least, where none is given."""
     for length, block, given, window, leaves_out in (
-        (128, 64, 0, 64, False), (128, 16, 0, 32, True), (512, 64, 0, 128, True),
-        (2048, 64, 0, 512, True), (64, 16, 0, 16, True), (16, 16, 0, 16, False),
-        (512, 64, 512, 512, False), (512, 64, 70, 70, True), (512, 64, 9999, 9999, False),
+        (128, 64, 0, 64, False), (128, 16, 0, 32, True), (2048, 64, 0, 512, True),
+        (64, 16, 0, 16, True), (16, 16, 0, 16, False), (512, 64, 512, 512, False),
+        (512, 64, 70, 70, True), (512, 64, 9999, 9999, False),
     ):  # fmt: skip
-        for pattern in ("local", "mixed"):
-            with (
-                naming(length, block, given, pattern),
-                warnings.catch_warnings(record=True) as said,
-            ):
-                warnings.simplefilter("always")
-                sizes = dict(max_seq_len=length, sparse_window=given, sparse_block=block)
-                model = small(use_sparse_attention=True, sparse_pattern=pattern, **sizes)
-                config = model.config
-                assert (config.sparse_window, config.sparse_block) == (window, block)
-                i, j = np.indices((length, length)) // block  # by its definition, token by token
-                near = np.abs(np.subtract(*np.indices((length, length)))) < window
-                pairs = np.zeros((i.max() + 1, j.max() + 1), bool)
-                np.logical_or.at(pairs, (i, j), near)
-                pairs[:, 0] |= pattern == "mixed"
-                seen = pairs[i, j] & np.tri(length, dtype=bool)
-                mask = model.block_mask(length).causal()
-                assert (mask.to_dense() & np.tri(length, dtype=bool) == seen).all()
-                assert (seen.sum() < np.tri(length).sum()) == leaves_out
-                assert len(said) == (not leaves_out)
-                assert all("attention is dense" in str(w.message) for w in said)
+        with naming(length, block, given), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sizes = dict(max_seq_len=length, sparse_window=given, sparse_block=block)
+            model = small(use_sparse_attention=True, sparse_pattern="local", **sizes)
+            config = model.config
+            assert (config.sparse_window, config.sparse_block) == (window, block)
+            wanted = BlockMask.local(length, window, block).causal()
+            assert model.block_mask(length).causal() == wanted
+            seen = wanted.to_dense() & np.tri(length, dtype=bool)
+            assert (seen.sum() < np.tri(length).sum()) == leaves_out
+            assert len(said) == (not leaves_out)
+            assert all("attention is dense" in str(w.message) for w in said)
+    for pattern, wanted in (
+        ("strided", BlockMask.strided(96, 32, 16)), ("global", BlockMask.global_(96, 16, 16)),
+        ("dense", BlockMask.dense(96, 16)),
+        ("mixed", BlockMask.mixed(96, window=32, n_global=16, block=16)),
+    ):  # fmt: skip
+        sizes = dict(sparse_pattern=pattern, sparse_window=32, sparse_block=16)
+        assert small(use_sparse_attention=True, **sizes).block_mask(96) == wanted
     with pytest.warns(
         UserWarning, match="sparse_window 64 and blocks of 64 leave out no key of 128"
     ):
         ndl.create_pythia_70m(50, 128, use_sparse_attention=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, config = ndl.create_pythia_70m(50, 128, use_sparse_attention=True, block=16)
-        assert (config.sparse_window, config.sparse_block) == (32, 16)
         small(use_sparse_attention=True, sparse_pattern="dense"), small()
         saved = {**small().config.to_dict(), "use_sparse_attention": True, "sparse_window": 8}
         assert PythiaConfig.from_dict(saved | {"sparse_block": 8}).sparse_window == 8
@@ -449,49 +291,13 @@ def test_a_cast_model_is_that_of_the_dtype(dtype, device, tmp_path):
 # ---- ids -----------------------------------------------------------------------------------------
 
 
-def test_ids_outside_the_vocabulary_raise_before_upload(device):
-    model = small(device)
-    good = tokens(6, 2, 5)
-    before = live_bytes(device)
-    for bad in (41, -1, 2**31, 2**40, -(2**31)):
-        ids = good.astype(np.int64)
-        ids[1, 3] = bad
-        for form in (ids, ids.tolist()):
-            with pytest.raises(ValueError, match=rf"{bad}.*\(1, 3\).*41"):
-                model(form)
-            with pytest.raises(ValueError, match=str(bad)):
-                model.generate(form, 1)
-            if bad > 0:
-                with pytest.raises(ValueError, match=rf"targets.*{bad}"):
-                    model(good, form)
-    assert live_bytes(device) == before
-    assert np.isfinite(model(good)[0].numpy()).all()
-
-
-def test_wrong_inputs():
-    model = small()
-    good = tokens(6, 2, 5)
-    for wrong, error in [
-        (good[0], ValueError),
-        (tokens(0, 1, 97), ValueError),
-        (good + 0.5, TypeError),
-        (np.array([["a"]]), TypeError),
-    ]:
-        with pytest.raises(error):
-            model(wrong)
-    with pytest.raises(ValueError):
-        model(good, good[:, :4])
-
-
-def test_inputs_of_any_kind(device):
-    model = small(device)
-    ids = tokens(7, 2, 6)
+def test_ids_of_any_kind_and_those_that_are_refused(device):
+    model, ids = small(device), tokens(7, 2, 6)
     expected = model(ids)[0].numpy()
     for form in (
         ids.tolist(),
         ids.astype(np.uint16),
         ids.astype(np.float32),
-        ids[::1, ::1],
         np.asfortranarray(ids),
         ndl.NDArray(ids),
         Tensor(ids),
@@ -499,13 +305,30 @@ def test_inputs_of_any_kind(device):
         _C.array(ids, dtype="int64"),
     ):
         np.testing.assert_array_equal(model(form)[0].numpy(), expected)
-
-
-def test_negative_targets_are_ignored(device):
-    model = small(device)
-    ids = tokens(8, 2, 6)
+    for wrong, error in [
+        (ids[0], ValueError),
+        (tokens(0, 1, 97), ValueError),
+        (ids + 0.5, TypeError),
+        (np.array([["a"]]), TypeError),
+    ]:
+        with pytest.raises(error):
+            model(wrong)
+    with pytest.raises(ValueError):
+        model(ids, ids[:, :4])
+    del form
+    before = live_bytes(device)
+    for bad in (41, -1, 2**31, 2**40, -(2**31)):  # before they are uploaded
+        outside = ids.astype(np.int64)
+        outside[1, 3] = bad
+        for form in (outside, outside.tolist()):
+            with pytest.raises(ValueError, match=rf"{bad}.*\(1, 3\).*41"):
+                model(form)
+            if bad > 0:
+                with pytest.raises(ValueError, match=rf"targets.*{bad}"):
+                    model(ids, form)
+    assert live_bytes(device) == before
     targets = np.roll(ids, -1, 1)
-    targets[:, 3:] = -100
+    targets[:, 3:] = -100  # ignored
     targets[0, 3] = np.iinfo(np.int64).min  # 0 when cut to 32 bits
     got = float(model(ids, targets)[1].numpy())
     assert abs(got - float(model(ids[:, :3], targets[:, :3])[1].numpy())) < 1e-6
@@ -527,32 +350,14 @@ PARAMETERS = {
 }
 
 
-def count(config: PythiaConfig) -> int:
-    c, inner = config.hidden_size, config.intermediate_size
-    layer = 4 * c * c + 4 * c + 2 * c * inner + inner + c + 4 * c
-    return 2 * config.vocab_size * c + config.num_layers * layer + 2 * c
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets(name):
     config = PythiaConfig.preset(f"pythia-{name}")
-    assert count(config) == PARAMETERS[name]
+    assert config.meta_model().num_parameters() == PARAMETERS[name]
     assert config == PythiaConfig.preset(name)
     assert (config.max_seq_len, config.rotary_pct) == (2048, 0.25)
     assert config.use_parallel_residual is True
-    if name in ("14m", "70m"):
-        assert Pythia(config, initialise=False).num_parameters() == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_without_numbers_of_its_own_takes_those_of_another(tied):
-    """Elements have their own memory."""
-    model = small(tie_word_embeddings=tied)
-    before = np.random.get_state()[1].tolist()
-    empty = Pythia(model.config, initialise=False)
-    assert np.random.get_state()[1].tolist() == before
-    empty.load_state_dict(model.state_dict())
-    assert_same_parameters(model, empty)
+    assert PythiaConfig.preset(name, hidden_size=64, num_heads=4).intermediate_size == 256
 
 
 def test_create_pythia_70m():
@@ -574,6 +379,13 @@ def test_create_pythia_70m():
         elif name.endswith("bias"):
             assert (parameter.numpy() == 0).all()
     assert "embed_out.bias" not in named
+    for sparse, window in (("local", 128), ("strided", 192)):
+        with ndl.init.meta_device():
+            _, config = ndl.create_pythia_70m(max_seq_len=512, sparse=sparse, window=window)
+        assert config.use_sparse_attention
+        assert (config.sparse_pattern, config.sparse_window) == (sparse, window)
+    with pytest.raises(ValueError, match="sparse_pattern"):
+        ndl.create_pythia_70m(sparse="round")
 
 
 @pytest.mark.parametrize(
@@ -591,7 +403,10 @@ def test_shapes_without_memory(changes):
     meta = model.config.meta_model()
     assert [(name, p.shape) for name, p in meta.named_parameters()] == wanted
     assert all(not any(p.cached_data.strides) for p in meta.parameters())
+    empty = Pythia(model.config, initialise=False)
     assert np.random.get_state()[1].tolist() == before  # nothing was drawn
+    empty.load_state_dict(model.state_dict())  # elements have their own memory
+    assert_same_parameters(model, empty)
     with pytest.raises(ValueError, match="broadcast view"):
         meta.embed_in.weight.cached_data.fill(1)
 
@@ -619,11 +434,7 @@ def test_a_seed_makes_the_same_model(device):
         {"rotary_pct": 1.5},
         {"sparse_pattern": "zigzag"},
         {"num_layers": 2.5},
-        {"vocab_size": True},
-        {"rotary_pct": float("inf")},
-        {"rotary_base": 0.0},
         {"rotary_base": "10000"},
-        {"layer_norm_eps": -1e-5},
         {"layer_norm_eps": float("nan")},
     ],
 )
@@ -648,28 +459,3 @@ def test_configuration_round_trip():
     assert PythiaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match="colour"):
         PythiaConfig.from_dict(config.to_dict() | {"colour": 1})
-
-
-# ---- generation ----------------------------------------------------------------------------------
-
-
-def test_generate(device):
-    model = small(device)
-    prompt = tokens(9, 2, 5)
-    for options in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5}, {"top_p": 0.9}):
-        np.random.seed(11)
-        one = model.generate(prompt, 7, **options)
-        np.random.seed(11)
-        other = model.generate(prompt, 7, **options)
-        np.testing.assert_array_equal(one, other)
-        assert one.shape == (2, 12) and one.min() >= 0 and one.max() < 41
-        np.testing.assert_array_equal(one[:, :5], prompt)
-    greedy = model.generate(prompt, 7, temperature=0.0)
-    for t in range(5, 12):  # each token is the likeliest of what the model says before it
-        likeliest = model(greedy[:, :t])[0].numpy()[:, -1].argmax(-1)
-        np.testing.assert_array_equal(likeliest, greedy[:, t])
-    np.testing.assert_array_equal(model.generate(prompt[0], 7, temperature=0.0), greedy[0])
-    np.testing.assert_array_equal(model.generate(prompt, 7, top_k=1), greedy)
-    np.testing.assert_array_equal(model.generate(prompt, 0), prompt)
-    seeded = [model.generate(prompt, 7, seed=5) for _ in range(2)]
-    np.testing.assert_array_equal(*seeded)

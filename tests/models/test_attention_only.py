@@ -1,4 +1,4 @@
-"""Models without MLPs, and of the shapes that presets and create_pythia_70m make."""
+"""Models without MLPs."""
 
 import numpy as np
 import pytest
@@ -42,20 +42,3 @@ def test_attention_only_is_the_model_whose_mlps_write_nothing(tmp_path):
     with pytest.raises(ValueError, match="no MLPs .attention_only."):
         bare.save_pretrained(tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-
-
-def test_create_pythia_70m_takes_pattern_and_window():
-    for sparse, window in (("local", 128), ("strided", 192)):
-        with ndl.init.meta_device():
-            _, config = ndl.create_pythia_70m(max_seq_len=512, sparse=sparse, window=window)
-        assert config.use_sparse_attention
-        assert (config.sparse_pattern, config.sparse_window) == (sparse, window)
-    with ndl.init.meta_device():
-        assert not ndl.create_pythia_70m()[1].use_sparse_attention
-    with pytest.raises(ValueError, match="sparse_pattern"):
-        ndl.create_pythia_70m(sparse="round")
-
-
-def test_preset_of_another_width_has_mlps_of_four_times_that_width():
-    config = ndl.PythiaConfig.preset("70m", hidden_size=64, num_heads=4)
-    assert config.intermediate_size == 256
