@@ -67,19 +67,9 @@ def test_a_model_brings_the_tokenizer_that_it_came_with(tmp_path):
     (run / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="tokenizer.json: no such tokenizer file"):
         model.save_pretrained(tmp_path / "d", run / "tokenizer.json")
-    assert not (tmp_path / "d").exists()
-
-
-def test_tokenizers_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="has token 27., but the model's vocabulary is 37"):
-        model_of().save_pretrained(tmp_path / "a", bpe())
-    for text in ("{}", '{"model": {"vocab": {"a": "0"}}}', '{"model": {"vocab": {"a": -1}}}'):
-        (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.raises(CheckpointError, match="tokenizer.json: not a tokenizer.json: "):
-            model_of().save_pretrained(tmp_path / "a", tmp_path)
-    with pytest.raises(CheckpointError, match="none.json: no such tokenizer file"):
-        model_of().save_pretrained(tmp_path / "a", tmp_path / "none.json")
-    assert not (tmp_path / "a").exists()
+        model_of().save_pretrained(tmp_path / "d", bpe())
+    assert not (tmp_path / "d").exists()
 
 
 SPECIAL = {
