@@ -163,10 +163,10 @@ gpu: $(STATE)/python
 	@"$(PY)" -c 'from building import choices; why = choices.missing_gpu(); \
 	    why and choices.fail(f"these tests run on a GPU: {why}")'
 
-# A fault takes its process along: that is a worker of pytest-xdist, and another does the rest.
+# A fatal fault of the GPU ends the run (tests/conftest.py).
 test-cuda: gpu $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib
-	@NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda -n 1 --max-worker-restart 999 $(ARGS)
+	@NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda $(ARGS)
 
 # clang-format 14 and ruff, from the machine when it has them, else from the package index.
 define find_tools

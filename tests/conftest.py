@@ -19,8 +19,8 @@ import pytest
 # For `building`; an installed needle comes first.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from harness import DEVICES, device_of  # noqa: E402
-from lost_device import LostDevice  # noqa: E402
 
+import needle as ndl  # noqa: E402
 from needle import _C  # noqa: E402
 
 
@@ -67,8 +67,19 @@ SEED = order_seed()
 os.environ["NEEDLE_TEST_SEED"] = "off" if SEED is None else str(SEED)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(LostDevice(config))
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Wait for the GPU: a fault that is still pending is this test's, not the next one's."""
+    if item.get_closest_marker("cuda") and ndl.cuda().enabled():
+        ndl.cuda().synchronize()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """End the run after a fatal CUDA fault: the process is lost with its device."""
+    report = yield
+    if call.excinfo is not None and isinstance(call.excinfo.value, ndl.CudaFatalError):
+        item.session.shouldstop = f"{item.nodeid} met a fatal CUDA fault, which loses the device"
+    return report
 
 
 def parity_missing() -> str | None:
