@@ -26,11 +26,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "apps", ROOT / "tests" / "apps")]
 
-import programs  # noqa: E402
-from programs import Failure  # noqa: E402
-
-programs.need_pytest()
-
 import numpy as np  # noqa: E402
 import train_pythia  # noqa: E402
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
@@ -39,6 +34,13 @@ from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints  # n
 from needle.models import pythia  # noqa: E402
 
 STEPS = 30
+
+
+class Failure(AssertionError):
+    """Something that had been saved is gone, or a run hung, ended otherwise than it should, or went
+    another way."""
+
+
 pythia.PRESETS["tiny"] = SMALL
 
 
@@ -152,7 +154,7 @@ PARTS = {"kills": (kills, 900), "full_disks": (full_disks, 200)}
 
 
 def main() -> int:
-    top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
+    top = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     top.add_argument(
         "parts", nargs="*", choices=[[], *PARTS], metavar="PART", help=", ".join(PARTS)
     )

@@ -1,22 +1,9 @@
-"""The programs of tests/ that pytest does not start: their help, and what they say without it."""
+"""What commands print: the lines of make and needle, and of benchmarks without torch."""
 
 import re
 import sys
 
-import pytest
 from harness import PACKAGE, ROOT, run
-
-PROGRAMS = {
-    "soak.py": "nothing that was saved is lost.",
-    "nth_allocation.py": "in forward, backward, step, save, load, generate.",
-}
-WITHOUT = """
-import runpy, sys
-sys.modules["pytest"] = None
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 # Runs the benchmarks of a folder in one process, so that needle is imported once.
 BENCHMARKS = """
@@ -37,20 +24,6 @@ for name in names:
 
 def said(*command):
     return run(sys.executable, *command)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_without_pytest_is_one_line(name):
-    words = {"nth_allocation.py": ["cpu"]}.get(name, [])
-    done = said("-c", WITHOUT, str(ROOT / "tests" / name), *words)
-    line = f"{name}: needs the package pytest: {sys.executable} -m pip install pytest\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_help_is_whole_sentences(name):
-    done = said(str(ROOT / "tests" / name), "--help")
-    assert done.returncode == 0 and PROGRAMS[name] in " ".join(done.stdout.split())
 
 
 def test_the_help_of_make_is_two_columns():

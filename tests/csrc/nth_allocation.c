@@ -1,7 +1,7 @@
 /* nth_allocation.c - makes the n-th allocation of needle fail, and counts them
  * (tests/nth_allocation.py).
  *
- * Counted is what needle's core asks of malloc, calloc, realloc and posix_memalign: its table of
+ * Counted is what needle's core asks of malloc, calloc and posix_memalign: its table of
  * imported functions is rewritten, so that no other caller is touched. The few objects of the CUDA
  * backend are not counted. Only the thread that calls run() is counted.
  */
@@ -36,18 +36,30 @@ long calls_seen(void) { return calls; }
 long calls_failed(void) { return failures; }
 
 /* ---- needle's own allocations ---------------------------------------------------------------- */
-static void *failing_malloc(size_t bytes) { return fails() ? NULL : malloc(bytes); }
+static _Atomic long blocks; /* that needle has, less those of before replace_imports() */
 
-static void *failing_calloc(size_t count, size_t bytes) {
-    return fails() ? NULL : calloc(count, bytes);
+long blocks_held(void) { return blocks; }
+
+static void *counted(void *memory) {
+    blocks += memory != NULL;
+    return memory;
 }
 
-static void *failing_realloc(void *memory, size_t bytes) {
-    return fails() ? NULL : realloc(memory, bytes);
+static void *failing_malloc(size_t bytes) { return fails() ? NULL : counted(malloc(bytes)); }
+
+static void *failing_calloc(size_t count, size_t bytes) {
+    return fails() ? NULL : counted(calloc(count, bytes));
 }
 
 static int failing_posix_memalign(void **out, size_t alignment, size_t bytes) {
-    return fails() ? ENOMEM : posix_memalign(out, alignment, bytes);
+    int error = fails() ? ENOMEM : posix_memalign(out, alignment, bytes);
+    blocks += error == 0;
+    return error;
+}
+
+static void counting_free(void *memory) {
+    blocks -= memory != NULL;
+    free(memory);
 }
 
 /* ---- tables of imported functions ------------------------------------------------------------ */
@@ -57,8 +69,8 @@ static const struct {
 } imports[] = {
     {"malloc", (void *)failing_malloc},
     {"calloc", (void *)failing_calloc},
-    {"realloc", (void *)failing_realloc},
     {"posix_memalign", (void *)failing_posix_memalign},
+    {"free", (void *)counting_free},
 };
 
 #ifdef __aarch64__
