@@ -59,62 +59,6 @@ static void products(int64_t m, int64_t k, int64_t n) {
     free(wanted), free(a.data), free(b.data), free(c.data);
 }
 
-static void norms(int64_t n, int64_t c) {
-    nd_array x = array(n, c, 0, 0), w = array(c, 0, 0, 0), b = array(c, 0, 0, 0);
-    nd_array y = array(n, c, 0, 0), mean = array(n, 0, 0, 0), rstd = array(n, 0, 0, 0);
-    double *wanted = calloc((size_t)(n * c), sizeof *wanted);
-    for (int64_t i = 0; i < n; i++) {
-        double sum = 0, squares = 0;
-        for (int64_t j = 0; j < c; j++) {
-            sum += at(&x, i * c + j);
-        }
-        for (int64_t j = 0; j < c; j++) {
-            squares += pow(at(&x, i * c + j) - sum / (double)c, 2);
-        }
-        for (int64_t j = 0; j < c; j++) {
-            double standard = (at(&x, i * c + j) - sum / (double)c) /
-                              sqrt(squares / (double)c + 1e-5);
-            wanted[i * c + j] = standard * at(&w, j) + at(&b, j);
-        }
-    }
-    layernorm_fwd_args args = {
-        .x = &x, .w = &w, .b = &b, .eps = 1e-5, .y = &y, .mean = &mean, .rstd = &rstd};
-    check("layernorm_fwd", cpu_layernorm_fwd(0, &args), &y, wanted);
-    nd_array *all[] = {&x, &w, &b, &y, &mean, &rstd};
-    for (int i = 0; i < 6; i++) {
-        free(all[i]->data);
-    }
-    free(wanted);
-}
-
-static void losses(int64_t n, int64_t v) {
-    nd_array logits = array(n, v, 0, 0), targets = array(n, 0, 0, 0), each = array(n, 0, 0, 0);
-    nd_array loss = array(0, 0, 0, 0), share = array(0, 0, 0, 0);
-    double *wanted = calloc((size_t)(n * v), sizeof *wanted), total = 0;
-    targets.dtype = ND_I32;
-    for (int64_t i = 0; i < n; i++) {
-        int32_t target = ((int32_t *)targets.data)[i] = (int32_t)(i * 7 % v);
-        double sum = 0;
-        for (int64_t j = 0; j < v; j++) {
-            sum += exp(at(&logits, i * v + j));
-        }
-        for (int64_t j = 0; j < v; j++) {
-            wanted[i * v + j] = exp(at(&logits, i * v + j)) / sum - (j == target);
-        }
-        total += (log(sum) - at(&logits, i * v + target)) / (double)n;
-    }
-    cross_entropy_fwd_bwd_args args = {
-        .logits = &logits, .targets = &targets, .losses = &each, .loss = &loss, .share = &share};
-    nd_status status = cpu_cross_entropy_fwd_bwd(0, &args);
-    check("cross_entropy: dlogits", status, &logits, wanted);
-    check("cross_entropy: loss", status, &loss, &total);
-    nd_array *all[] = {&logits, &targets, &each, &loss, &share};
-    for (int i = 0; i < 5; i++) {
-        free(all[i]->data);
-    }
-    free(wanted);
-}
-
 /* Causal attention of one sequence and its gradients. */
 static void attention(int64_t t, int64_t h, int64_t d) {
     enum { Q, K, V, DO, O, DQ, DK, DV, ALL };
@@ -173,8 +117,6 @@ int main(void) {
     for (int i = 0; i < 3; i++) {
         int64_t m = sizes[i][0], k = sizes[i][1], n = sizes[i][2];
         products(m, k, n);
-        norms(m, k);
-        losses(n, k);
         attention(m, 3, n);
     }
     printf("%d failed\n", failures);

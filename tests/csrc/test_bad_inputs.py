@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from bad_calls import BAD, BAD_VALUES, long_ids
-from harness import device_of
+from harness import device_of, naming
 from test_ops import FIRST
 
 from needle import _C
@@ -111,26 +111,18 @@ def test_arguments_by_keyword():
     made = arguments_of("layernorm_fwd", device_of("cpu"))
     for one, other in zip(_C.layernorm_fwd(**made), _C.layernorm_fwd(*made.values()), strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
-    x, w, b, eps = made.values()
-    _C.layernorm_fwd(x, w, eps=eps, b=b)
     with pytest.raises(TypeError, match="got 'x' twice"):
-        _C.layernorm_fwd(x, w, b, eps, x=x)
+        _C.layernorm_fwd(*made.values(), x=made["x"])
 
 
-def named(table: dict):
-    calls = [(op, *call) for op, of in table.items() for call in of.values()]
-    names = [f"{op}-{label}" for op, of in table.items() for label in of]
-    return pytest.mark.parametrize("op, changes, pattern", calls, ids=names)
+@pytest.mark.parametrize("op, changes, words", BAD)
+def test_refused(op, changes, words, device):
+    refuse(op, arguments_of(op, device, changes), ValueError, f"{op}: {words}")
 
 
-@named(BAD)
-def test_refused(op, changes, pattern, device):
-    refuse(op, arguments_of(op, device, changes), ValueError, f"{op}: {pattern}")
-
-
-@named(BAD_VALUES)
-def test_refused_values(op, changes, pattern):
-    refuse(op, arguments_of(op, _C.cpu(), changes), ValueError, f"{op}: {pattern}")
+@pytest.mark.parametrize("op, changes, words", BAD_VALUES)
+def test_refused_values(op, changes, words):
+    refuse(op, arguments_of(op, _C.cpu(), changes), ValueError, f"{op}: {words}")
 
 
 @pytest.mark.cuda
@@ -165,34 +157,32 @@ def test_values_that_cuda_cannot_look_at():
     assert np.isfinite(np.delete(losses.numpy(), bad)).all()
 
 
-@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(OPS[op].inputs) == 2])
-def test_shapes_that_do_not_broadcast(op):
-    dtype = dtype_of(OPS[op].inputs[0], "float32")
-    x, y = (_C.array(np.ones(shape), dtype) for shape in ((3, 4), (3, 5)))
-    refuse(op, [x, y], ValueError, rf"{op}: .*(4|5)")
-    refuse(op, [1.0, 2.0], TypeError, op)
-    refuse(op, [x, "text"], TypeError, op)
-    refuse(op, [x, None], TypeError, op)
-    refuse(op, [x], TypeError, op)
+def wrong_operands():
+    """(op, operands, error, its words) of the ops of one formula."""
+    x, wide = _C.array(np.ones((3, 4))), _C.array(np.ones((3, 5)))
+    for op in ELEMENTWISE:
+        if len(OPS[op].inputs) == 2:
+            dtype = dtype_of(OPS[op].inputs[0], "float32")
+            one, other = x.astype(dtype), wide.astype(dtype)
+            yield op, [one, other], ValueError, rf"{op}: .*(4|5)"
+            for wrong in ([1.0, 2.0], [one, "text"], [one, None], [one]):
+                yield op, wrong, TypeError, op
+    for op in REDUCTIONS:
+        yield op, [x, 3], ValueError, rf"{op}: axes"
+        yield op, [x, -1], ValueError, rf"{op}: axes"
+        yield op, ["text", 1], TypeError, op
+        if op not in ("sum", "sumsq"):  # of nothing there is no largest
+            yield op, [_C.array(np.ones((3, 0))), 1], ValueError, rf"{op}: "
+    yield "assign", [x, wide], ValueError, "assign: "
+    yield "assign", [x, _C.array(np.ones((2, 3, 4)))], ValueError, "assign: "
+    yield "assign", [x, None], TypeError, "assign: source"
+    yield "fill", [x, "text"], TypeError, "fill: value"
 
 
-@pytest.mark.parametrize("op", REDUCTIONS)
-def test_reductions_refuse(op):
-    x = _C.array(np.ones((3, 4)))
-    refuse(op, [x, 3], ValueError, rf"{op}: axes")
-    refuse(op, [x, -1], ValueError, rf"{op}: axes")
-    refuse(op, ["text", 1], TypeError, op)
-    if op not in ("sum", "sumsq"):  # of nothing there is no largest
-        refuse(op, [_C.array(np.ones((3, 0))), 1], ValueError, rf"{op}: ")
-
-
-def test_assign_and_fill_refuse():
-    to = _C.array(np.ones((3, 4)))
-    refuse("assign", [to, _C.array(np.ones((3, 5)))], ValueError, "assign: ")
-    refuse("assign", [to, _C.array(np.ones((2, 3, 4)))], ValueError, "assign: ")
-    refuse("assign", [to, None], TypeError, "assign: source")
-    refuse("fill", [to, "text"], TypeError, "fill: value")
-    np.testing.assert_array_equal(to.numpy(), np.ones((3, 4)))
+def test_ops_of_one_formula_refuse():
+    for op, operands, error, words in wrong_operands():
+        with naming(op, *map(type, operands)):
+            refuse(op, operands, error, words)
 
 
 @pytest.mark.cuda

@@ -1,21 +1,168 @@
-"""Structured ops at sizes past each blocking constant (large_cases.py), by value."""
+"""Structured ops at sizes past each blocking constant of the CPU backend, with a remainder."""
 
 import itertools
+from functools import partial
 
+import numpy as np
 import pytest
-from harness import poison
-from large_cases import LARGE
+from harness import naming, poison
 
 from needle.testing import call, check, prepare
+from needle.testing.attention import (
+    attention_bwd,
+    attention_fwd,
+    attention_inputs,
+    backward_terms,
+    block_sparse_attention_bwd,
+    block_sparse_attention_fwd,
+    dilated_inputs,
+    dilated_merge,
+    dilated_sum,
+    forward_terms,
+    irregular,
+)
+from needle.testing.case import cases_of, draw, normal, targets
+from needle.testing.layers import (
+    adamw,
+    bias_bwd,
+    cross_entropy_fwd,
+    cross_entropy_fwd_bwd,
+    embedding_bwd,
+    grad_norm,
+    linear_fwd,
+    linear_gelu_bwd,
+    linear_gelu_fwd,
+    losses_inputs,
+    optimizer_inputs,
+)
+
+ATTENTION = {  # label: B, T, S, H, D, causal
+    "two-groups-of-heads": (1, 8, 4096, 20, 64, 1),  # 32 MiB of keys and values each
+    "groups-across-batches": (2, 8, 4096, 9, 64, 0),
+    "many-short-heads": (5, 70, 40, 33, 16, 1),  # several a thread
+    "several-tiles": (2, 197, 389, 3, 24, 1),
+}
+BLOCKS = irregular(3, 5, 10)
+SPARSE = {"several-tiles": (2, 320, 640, 3, 24, 0, None, BLOCKS, 64)}
+BACKWARD = {**ATTENTION, "two-groups-of-heads": (1, 8, 700, 20, 64, 1)}
+BACKWARD.pop("groups-across-batches")
+
+
+def masked_losses(n, v, first, last):
+    """Logits of -inf in columns [first, last): of whole blocks, the first one among them."""
+
+    def inputs(rng):
+        made = {"logits": rng.standard_normal((n, v)) * 3, "targets": targets(n, v)(rng)}
+        made["logits"][:, first:last] = -np.inf
+        seen = np.delete(np.arange(v), np.s_[first:last])
+        made["targets"] = seen[made["targets"] % len(seen)]
+        return made
+
+    return inputs
+
+
+MASKED = {
+    "first-block-masked": (5, 9001, 0, 4096),
+    "all-but-the-last-masked": (5, 9001, 0, 9000),
+    "middle-block-masked": (5, 12_300, 4096, 8192),
+    "last-block-masked": (5, 9001, 8192, 9001),
+}
+LONG = {"ignored": (40, 9001, (0, 7, 39))}
+# Rows, inner size, columns, form: past the CPU's blocks; more tiles than a GPU's multiprocessors.
+MLPS = [(530, 40, 2100, 1), (17_032, 72, 40, 1), (24, 72, 17_032, 1), (17_032, 520, 24, 0)]
+
+
+def vocabulary(n, v, *more):
+    return v
+
+
+LARGE = [
+    *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
+    *cases_of(
+        attention_bwd,
+        partial(attention_inputs, backward=True, db=True),
+        BACKWARD,
+        backward_terms,
+        of_rounded=("db",),
+    ),
+    *cases_of(
+        block_sparse_attention_fwd,
+        lambda *s: attention_inputs(*s[:7], blocks=s[7], block=s[8]),
+        SPARSE,
+        forward_terms,
+    ),
+    *cases_of(
+        block_sparse_attention_bwd,
+        lambda *s: attention_inputs(*s[:7], blocks=s[7], block=s[8], backward=True, db=True),
+        SPARSE,
+        backward_terms,
+        of_rounded=("db",),
+    ),
+    *cases_of(cross_entropy_fwd, masked_losses, MASKED, vocabulary),
+    *cases_of(cross_entropy_fwd_bwd, masked_losses, MASKED, vocabulary),
+    *cases_of(cross_entropy_fwd, losses_inputs, LONG, vocabulary),
+    *cases_of(cross_entropy_fwd_bwd, losses_inputs, LONG, vocabulary),
+    *cases_of(
+        linear_fwd,
+        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m), r=normal(n, m)),
+        [(530, 1050, 1100)],
+        lambda n, k, m: k,
+    ),
+    *cases_of(
+        linear_gelu_fwd,
+        lambda n, k, m, tanh: draw(
+            x=normal(n, k, std=k**-0.5),
+            w=normal(k, m),
+            b=normal(m),
+            tanh=tanh,
+            y=np.full((n, m), np.nan),
+        ),
+        MLPS,
+        lambda n, k, *more: k,
+    ),
+    *cases_of(
+        linear_gelu_bwd,
+        lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), dgelu=normal(n, k), db=normal(k)),
+        [shape[:3] for shape in MLPS],
+        lambda n, m, k: max(n, m),
+        of_rounded=("db",),
+    ),
+    *cases_of(
+        bias_bwd,
+        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m), db2=normal(m)),
+        [(530, 2100)],
+        lambda n, m: n,
+    ),
+    *cases_of(
+        embedding_bwd,
+        lambda n, v, c: draw(ids=targets(n, v), dy=normal(n, c), dw=normal(v, c)),
+        [(2000, 31, 300)],
+        lambda n, v, c: n / v,
+    ),
+    *cases_of(
+        dilated_merge,
+        partial(dilated_inputs, merge=True),
+        {"long-rows": (2, 9, 5, 2500, [4, 9], [1, 2])},
+        lambda *s: 2,
+    ),
+    *cases_of(
+        dilated_sum, dilated_inputs, {"long-rows": (2, 9, 5, 2500, [4, 9], [1, 2])}, lambda *s: 2
+    ),
+    *cases_of(
+        grad_norm,
+        lambda n, limit: draw(g=normal(n), max_norm=limit),
+        [(200_003, 1.0)],
+        lambda n, limit: n,
+    ),
+    *cases_of(adamw, optimizer_inputs, {"scaled": (200_003, True, 0.25)}),
+]
 
 
 @pytest.mark.parametrize("op", dict.fromkeys(case.op for case in LARGE))
 def test_structured_past_each_block_size(op, device):
     for case, dtype in itertools.product(LARGE, ("float32", "bfloat16")):
         if case.op == op:
-            values = prepare(case, dtype)
-            poison(device)
-            try:
+            with naming(case, dtype):
+                values = prepare(case, dtype)
+                poison(device)
                 check(case, values, call(case, values, dtype, device), dtype)
-            except AssertionError as error:
-                raise AssertionError(f"{case} in {dtype}") from error

@@ -25,16 +25,13 @@ ctypes.memset(address + {at}, 0, 1)
 """
 
 
-@pytest.mark.parametrize("size", [1, 31, 1 << 20])
 @pytest.mark.parametrize("fault", ["heap-buffer-overflow", "use-after-poison", "use-after-free"])
-def test_a_byte_that_is_no_array_s(fault, size):
+def test_a_byte_that_is_no_array_s(fault, size=31):
     at = {"heap-buffer-overflow": size, "use-after-poison": -1, "use-after-free": size - 1}[fault]
     free = "del array" if fault == "use-after-free" else ""
-    code = INJECTED.format(size=size, at=at, free=free)
-    done = python(code)
+    done = python(INJECTED.format(size=size, at=at, free=free))
     assert done.returncode != 0 and fault in done.stderr, done.stderr
-    harmless = INJECTED.format(size=size, at=0, free="")
-    assert python(harmless).returncode == 0
+    assert python(INJECTED.format(size=size, at=0, free="")).returncode == 0
 
 
 def test_a_signed_overflow(tmp_path):
