@@ -5,7 +5,7 @@ import sys
 
 import algorithms
 import pytest
-from harness import ROOT, copy_needle, run
+from harness import ROOT, copy_needle, run, shared_library
 
 TABLE = algorithms.TABLE.read_text()
 LISTED = (32768, 1536, 512, 0, 0, "BF16", 1, 0, 0)
@@ -46,18 +46,13 @@ const nd_backend *needle_backend(void) {
 """
 
 
-def compiled(tmp_path, source, name, *flags):
-    (tmp_path / name).write_text(source)
-    command = ["c++" if name.endswith("cpp") else "cc", *flags, f"-I{ROOT}/csrc", f"-I{ROOT}/cuda"]
-    made = run(*command, name, cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-
-
 def test_lookup_takes_the_listed_answer_and_warns_of_another_version(tmp_path):
-    compiled(tmp_path, LOOKUP, "lookup.cpp", "-std=c++17", "-Wall", "-Wextra", "-Werror")
-    out = run(tmp_path / "a.out").stdout
-    made_for, no_row, other, other_gpu, unlisted = out.splitlines()
-    answer = next(a for p, a in answers_of(TABLE, "NVIDIA H200", 130100).items() if p == LISTED)
+    (tmp_path / "lookup.cpp").write_text(LOOKUP)
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/csrc", f"-I{ROOT}/cuda"]
+    made = run("c++", *flags, "lookup.cpp", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    made_for, no_row, other, other_gpu, unlisted = run(tmp_path / "a.out").stdout.splitlines()
+    answer = answers_of(TABLE, "NVIDIA H200", 130100)[LISTED]
     assert answer > 0 and made_for == f"{answer}|" and unlisted == "0"
     assert no_row == other_gpu == "0|"  # a GPU that the table does not list misses nothing
     for part in ("0|", "NVIDIA H200", "13.1.0", "13.2.0", "benchmarks/algorithms.py --write"):
@@ -66,8 +61,7 @@ def test_lookup_takes_the_listed_answer_and_warns_of_another_version(tmp_path):
 
 def test_a_devices_warning_is_printed_once(tmp_path):
     copy_needle(tmp_path)
-    library = str(tmp_path / "needle/_cuda.so")
-    compiled(tmp_path, BACKEND, "stub.c", "-std=gnu17", "-shared", "-fPIC", "-o", library)
+    shared_library(BACKEND, tmp_path / "needle" / "_cuda.so")
     code = "import needle\nfor i in (0, 1, 0): needle.cuda(i).properties()"
     done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=tmp_path)
     assert (done.returncode, done.stderr) == (0, "needle: warning: the table is old\n")
@@ -84,27 +78,21 @@ def answers_of(table: str, gpu: str, version: int) -> dict:
 
 
 def test_renewed_table_replaces_rows_of_this_gpu_alone():
-    unmeasured = (32768, 512, 1536, 0, 1, "BF16", 0, 0, 0)
     before = answers_of(TABLE, "NVIDIA H200", 130100)
-    assert LISTED in before and unmeasured in before
     assert algorithms.renewed(TABLE, "NVIDIA H200", 130100, {}) == TABLE
-
-    same = algorithms.renewed(
-        TABLE, "NVIDIA H200", 130100, {LISTED: 0, (1,) * 5 + ("F32", 0, 0, 0): 3}
-    )
-    after = answers_of(same, "NVIDIA H200", 130100)
-    assert after == {p: a for p, a in before.items() if p != LISTED} | {
-        (1, 1, 1, 1, 1, "F32", 0, 0, 0): 3
-    }
-
+    added = (1,) * 5 + ("F32", 0, 0, 0)
+    same = algorithms.renewed(TABLE, "NVIDIA H200", 130100, {LISTED: 0, added: 3})
+    wanted = {p: a for p, a in before.items() if p != LISTED} | {added: 3}
+    assert answers_of(same, "NVIDIA H200", 130100) == wanted
     other = algorithms.renewed(TABLE, "NVIDIA B200", 130100, {LISTED: 2})
-    assert answers_of(other, "NVIDIA H200", 130100) == before
-    assert answers_of(other, "NVIDIA B200", 130100) == {LISTED: 2}
-
     newer = algorithms.renewed(other, "NVIDIA H200", 130200, {LISTED: 1})
-    assert answers_of(newer, "NVIDIA H200", 130100) == {}
-    assert answers_of(newer, "NVIDIA H200", 130200) == {LISTED: 1}
-    assert answers_of(newer, "NVIDIA B200", 130100) == {LISTED: 2}
+    for table, gpu, version, wanted in (
+        (other, "NVIDIA H200", 130100, before),
+        (newer, "NVIDIA H200", 130100, {}),
+        (newer, "NVIDIA H200", 130200, {LISTED: 1}),
+        (newer, "NVIDIA B200", 130100, {LISTED: 2}),
+    ):
+        assert answers_of(table, gpu, version) == wanted
     assert newer.startswith("/* algorithms.def - ") and newer.endswith("#undef ALGORITHM\n")
 
 

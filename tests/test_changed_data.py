@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 from gradients import GRADIENTS, inputs_of
+from harness import naming
 
 import needle as ndl
 from needle import _C, Tensor, autograd, nn, ops, optim
@@ -13,79 +14,36 @@ from needle.autograd import graph
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_an_operand_that_changed_is_refused(case):
-    """Each gradient is the one of the forward, or backward() says why there is none."""
+def test_operand_that_changed_is_refused_where_the_gradient_reads_it(case, monkeypatch):
+    """Each gradient is the one of the forward, or backward() says why there is none. Nothing is
+    refused if NaN in operands or result changes no gradient."""
     arrays = inputs_of(case)
 
-    def forward():
+    def gradients(changed=None, value=np.nan):
         tensors = [Tensor(a) for a in arrays]
         result = case.op(ops, *tensors)
-        return tensors, result
-
-    tensors, result = forward()
-    seed = Tensor(np.random.default_rng(0).standard_normal(result.shape))
-    result.backward(seed)
-    right = [x.grad.numpy() for x in tensors]
-    for i in range(len(tensors) + 1):
-        tensors, result = forward()
-        data = (*tensors, result)[i].cached_data
-        if 0 in data.strides:
-            continue  # a broadcast view cannot be written to
-        data.fill(0.37)
+        seed = Tensor(np.random.default_rng(0).standard_normal(result.shape))
+        data = [x.cached_data for x in (*tensors, result)]
+        if changed is not None and 0 not in data[changed].strides:
+            data[changed].fill(value)
         try:
             result.backward(seed)
         except RuntimeError as error:
             assert "backward: " in str(error) and "after the forward" in str(error)
             assert all(x.grad is None for x in tensors)
-            continue
-        for x, grad in zip(tensors, right):
-            np.testing.assert_array_equal(x.grad.numpy(), grad)
-
-
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_unread_operands_may_change(case, monkeypatch):
-    """Nothing is refused if NaN in operands or result changes no gradient."""
-    arrays = inputs_of(case)
-    changed = len(arrays) + 1
-
-    def gradients(changes):
-        tensors = [Tensor(a) for a in arrays]
-        result = case.op(ops, *tensors)
-        seed = Tensor(np.random.default_rng(0).standard_normal(result.shape))
-        data = [x.cached_data for x in (*tensors, result)]
-        if changes < changed and 0 not in data[changes].strides:
-            data[changes].fill(np.nan)
-        result.backward(seed)
+            return None
         return [x.grad.numpy() for x in tensors]
 
-    right = gradients(changed)
+    right = gradients()
     with monkeypatch.context() as unchecked:
         unchecked.setattr(graph, "check_unchanged", lambda node: None)
-        seen = [gradients(i) for i in range(changed)]
+        seen = [gradients(i) for i in range(len(arrays) + 1)]
     same = [all(map(np.array_equal, got, right)) for got in seen]
-    operands, result = same[:-1], same[-1]
-    for i in [*range(len(operands) if all(operands) else 0), *[len(operands)] * result]:
-        gradients(i)
-
-
-def test_a_write_counts_when_its_buffer_is_given_back():
-    """A file that is read into a parameter while the parameter is used."""
-    x, losses = Tensor(np.ones(4)), []
-
-    class File(io.RawIOBase):
-        def readable(self):
-            return True
-
-        def readinto(self, window):
-            losses.append((x * x).sum())
-            window[:] = bytes(len(window))
-            return len(window)
-
-    io.BufferedReader(File(), 1).readinto(x.cached_data)
-    np.testing.assert_array_equal(x.numpy(), np.zeros(4))
-    assert losses[0].item() == 4
-    with pytest.raises(RuntimeError, match="handed out for writing, after the forward"):
-        losses[0].backward()
+    for i in range(len(arrays) + 1):
+        got = gradients(i, 0.37)
+        assert got is None or all(map(np.array_equal, got, right))
+        if all(same[:-1]) if i < len(arrays) else same[-1]:
+            assert gradients(i) is not None
 
 
 def readinto(x):
@@ -98,7 +56,6 @@ WRITES = {
     "flat": lambda x: x.cached_data.permute((1, 0)).flat.__setitem__(0, 3),
     "view": lambda x: x.detach().cached_data[1:].fill(2),
     "operator": lambda x: x.cached_data.__imul__(2),
-    "operator of a view": lambda x: x.cached_data.permute((1, 0)).__iadd__(2),
     "assign": lambda x: _C.assign(x.cached_data, _C.array(1.0)),
     "an op in place": lambda x: _C.bias_bwd(
         _C.array(np.ones((2, 4))), x.cached_data[0].reshape((4,)), None
@@ -108,7 +65,6 @@ WRITES = {
     ),
     "buffer": readinto,
     "asarray": lambda x: np.asarray(x.cached_data).__imul__(2),
-    "asarray of a view": lambda x: np.asarray(x.cached_data[2:, ::2])[:, 1:].__imul__(2),
     "memoryview": lambda x: memoryview(x.cached_data).__setitem__((2, 3), 7 - x.numpy()[2, 3]),
     "array": lambda x: x.cached_data.__array__(copy=False).__imul__(2),
     "DLPack": lambda x: _C.from_dlpack(x.cached_data),
@@ -173,28 +129,6 @@ def test_writes_through_buffers_that_are_held_are_counted():
                 result.backward()
 
 
-class Masked(autograd.TensorOp):
-    def __init__(self, first, second):
-        self.first, self.others = first, [second]
-
-    def compute(self, x):
-        return _C.multiply(x, self.first)
-
-    def gradient(self, out_grad, node):
-        return out_grad * Tensor.from_ndarray(self.first) * Tensor.from_ndarray(self.others[0])
-
-
-def spoil(kept):
-    if isinstance(kept, list):
-        kept.reverse()
-    else:
-        kept[...] = kept * 0
-
-
-def spoil_through_numpy(kept):
-    spoil(np.asarray(kept) if isinstance(kept, _C.NDArray) else kept)
-
-
 def side_operands():
     """(name, op of a Tensor, its shape, what it is given beside that)"""
     rng = np.random.default_rng(0)
@@ -206,24 +140,14 @@ def side_operands():
     packed = (1, 4, 2, 3, 8)
     condition = _C.array(np.tri(4), "bool")
     ids, places = _C.array([0, 2, 2, 1], "int32"), np.array([0, 2, 2, 1])
-    numbers = [np.array(2.0), _C.array(2.0)]
-    factor, pair = np.array([2.0], np.float32), (arrays(4), arrays(4))
+    factor, numbers = np.array([2.0], np.float32), [np.array(2.0), _C.array(2.0)]
     wide, square, row = (Tensor(arrays(*shape)) for shape in ((16, 48), (16, 16), (16,)))
+    norms, rest = [row] * 4, [wide, Tensor(np.ones(48)), *[square, row] * 3]
     layer, head, more = nn.Attention(16, 2), Tensor(arrays(5, 3)), [Tensor(arrays(4))] * 2
     yield "where", lambda x: ops.where(condition, x, 0.0), (4, 4), [condition]
-    yield "where", lambda x: ops.where(Tensor.from_ndarray(condition), 1, x), (4, 4), [condition]
     yield "rotary", lambda x: ops.rotary(x, cos, sin, 2), packed, [cos, sin]
-    tables = [Tensor.from_ndarray(table) for table in (cos, sin)]
-    yield "rotary", lambda x: ops.rotary(x, *tables, 2), packed, [cos, sin]
     yield "qkv_attention", lambda x: ops.qkv_attention(x, cos, sin), packed, [cos, sin]
-    yield (
-        "layer",
-        lambda x: ops.layer(
-            x, row, row, row, row, wide, Tensor(np.ones(48)), *[square, row] * 3, 2, cos, sin
-        ),
-        (1, 4, 16),
-        [cos, sin],
-    )
+    yield "layer", lambda x: ops.layer(x, *norms, *rest, 2, cos, sin), (1, 4, 16), [cos, sin]
     yield "recompute", lambda x: nn.recompute(layer, x, (cos, sin)), (1, 4, 16), [cos, sin]
     yield "embedding", lambda x: ops.embedding(ids, x), (3, 2), [ids]
     yield "cross_entropy", lambda x: ops.cross_entropy(x, ids), (4, 3), [ids]
@@ -233,53 +157,42 @@ def side_operands():
     yield "multiply", lambda x: x * factor, (3, 1), [factor]
     for number in numbers:
         yield "scalar", lambda x, by=number: ops.multiply_scalar(x, by), (3,), [number]
-    yield "an op of one's own", lambda x: Masked(*pair)(x), (4,), pair
     yield "stack", lambda x: ops.stack(more[:1] + [x]), (4,), [more]
     for op, axes in {
         ops.summation: [1, 2],
-        ops.mean: [0, 1],
-        ops.max: [1, 2],
-        ops.logsumexp: [1, 2],
-        ops.softmax: [0, 1],
         ops.logsoftmax: [0, 1],
         ops.transpose: [0, 1],
         ops.permute: [2, 0, 1],
-        ops.flip: [0, 1],
         ops.reshape: [2, 2, 8],
         ops.broadcast_to: [1, 4, 2, 4],
     }.items():
         yield op.__name__, lambda x, op=op, axes=axes: op(x, axes), (4, 2, 4), [axes]
 
 
-def test_kept_arrays_are_watched():
+@pytest.mark.parametrize("through_numpy", [False, True])
+def test_arrays_given_beside_an_operand_are_watched(through_numpy):
     """RuntimeError, or the gradient of the forward."""
     for name, op, shape, kept in side_operands():
-        for write in spoil, spoil_through_numpy:
-            for operand in kept:
-                before = list(operand) if isinstance(operand, list) else _C.array(operand).numpy()
+        for operand in kept:
+            with naming(name, type(operand).__name__):
+                is_list = isinstance(operand, list)
+                before = list(operand) if is_list else _C.array(operand).numpy()
                 leaf = Tensor(np.random.default_rng(1).standard_normal(shape))
                 result = op(leaf)
                 result.backward()
                 right, leaf.grad = leaf.grad.numpy(), None
-                write(operand)
+                if is_list:
+                    operand.reverse()
+                else:
+                    written = np.asarray(operand) if through_numpy else operand
+                    written[...] = written * 0
                 try:
                     result.backward()
-                    np.testing.assert_array_equal(leaf.grad.numpy(), right, name)
+                    np.testing.assert_array_equal(leaf.grad.numpy(), right)
                 except RuntimeError as error:
-                    assert "was written to, or handed out for writing," in str(error), name
-                operand[slice(None) if isinstance(operand, list) else ...] = before
+                    assert "was written to, or handed out for writing," in str(error)
+                operand[slice(None) if is_list else ...] = before
                 op(leaf).backward()  # after the write all is well
-
-
-class Product(autograd.TensorOp):
-    """Product of the elements of a pair."""
-
-    def compute(self, pair):
-        return _C.multiply(*pair)
-
-    def gradient(self, out_grad, node):
-        (first, second) = node.inputs[0]
-        return ops.make_tuple(out_grad * second, out_grad * first)
 
 
 class Powers(autograd.TensorTupleOp):
@@ -296,19 +209,12 @@ class Powers(autograd.TensorTupleOp):
 
 @pytest.mark.parametrize("element", [0, 1])
 def test_a_write_to_one_element_of_a_tuple_is_counted(element):
-    for make, what in {
-        lambda pair: Product()(pair): "Product: operand 0",
-        lambda pair: Powers()(pair[element]): "Powers: the result",
-    }.items():
-        a, b = (Tensor(np.full(3, x)) for x in (2.0, 5.0))
-        pair = ops.make_tuple(a, b)
-        result = make(pair)
-        outcome = result if isinstance(result, Tensor) else result[0] + result[1]
+    result = Powers()(Tensor(np.full(3, 2.0)))
+    outcome = result[0] + result[1]
+    outcome.backward()
+    result.cached_data[element].fill(7)
+    with pytest.raises(RuntimeError, match="backward: Powers: the result was written to"):
         outcome.backward()
-        written = pair if isinstance(result, Tensor) else result
-        written.cached_data[element].fill(7)
-        with pytest.raises(RuntimeError, match=f"backward: {what} was written to"):
-            outcome.backward()
 
 
 def test_writes_of_other_libraries_are_not_seen():
@@ -324,20 +230,11 @@ def test_writes_of_other_libraries_are_not_seen():
         assert "not see" in " ".join(said.split())
 
 
-def test_a_result_that_its_gradient_reads():
-    qkv = [Tensor(np.random.default_rng(i).standard_normal((1, 4, 2, 8))) for i in range(3)]
-    o = ops.attention(*qkv)
-    o.cached_data.fill(0)
-    with pytest.raises(RuntimeError, match="backward: Attention: the result was written to"):
-        o.backward()
-
-
 def test_an_optimizer_step_between_forward_and_backward():
     """A graph that is kept reads the weights, which the step has changed."""
     model = nn.Linear(3, 2)
     adam = optim.AdamW(model.parameters(), lr=0.1)
-    x = Tensor(np.ones((4, 3)), requires_grad=False)
-    loss = model(x).sum()
+    loss = model(Tensor(np.ones((4, 3)), requires_grad=False)).sum()
     loss.backward()
     loss.backward()  # the gradients' own buffer is no operand
     before = [p.grad.numpy() for p in model.parameters()]
@@ -346,16 +243,3 @@ def test_an_optimizer_step_between_forward_and_backward():
         loss.backward()
     for p, grad in zip(model.parameters(), before):  # nothing was added
         np.testing.assert_array_equal(p.grad.numpy(), grad)
-    for _ in range(2):
-        adam.reset_grad()
-        model(x).sum().backward()
-        adam.step()
-
-
-def test_unread_results_may_change():
-    x = Tensor(np.ones((2, 3)))
-    y = (x + 1).reshape((3, 2)) * 4
-    x.cached_data.fill(7)
-    y.cached_data.fill(7)
-    y.sum().backward()
-    np.testing.assert_array_equal(x.grad.numpy(), np.full((2, 3), 4))
