@@ -1,5 +1,5 @@
 /* nth_allocation.c - makes the n-th allocation of needle fail, and counts them
- * (tests/nth_allocation.py).
+ * (test_nth_allocation.py).
  *
  * Counted is what needle's core asks of malloc, calloc and posix_memalign: its table of
  * imported functions is rewritten, so that no other caller is touched. The few objects of the CUDA

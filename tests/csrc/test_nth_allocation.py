@@ -5,19 +5,24 @@ nothing is left in memory, open, or on the disk; parameters and the optimizer's 
 before or those after a whole step; and the operation, undisturbed, gives the bits of before.
 """
 
+import ctypes
 import gc
 import os
 import random
+import tempfile
+import threading
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from harness import bits
-from nth_allocation import FOREVER, Injector
+from harness import bits, shared_library
 from test_leaks import exchange
 
 import needle as ndl
-from needle import nn, optim
+from needle import _C, nn, optim
 from needle.models.pythia import Pythia, PythiaConfig
 
 pytestmark = pytest.mark.slow
@@ -27,6 +32,44 @@ TRIES = 5  # until what is kept for later, in caches, is there
 # The logits are beyond 64 KiB, from which on the CPU keeps blocks.
 CONFIG = PythiaConfig(vocab_size=600, hidden_size=16, num_layers=1, num_heads=2, max_seq_len=64)
 KEPT = b"what was there"
+FOREVER = 1 << 40
+
+
+class Injector:
+    """Makes allocations of needle's core fail in one call of this process."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "nth_allocation.so"
+            source = Path(__file__).with_name("nth_allocation.c").read_text()
+            shared_library(source, made, "-ldl")
+            self.functions = ctypes.PyDLL(str(made))
+        self.functions.run.restype = ctypes.py_object
+        self.functions.run.argtypes = [ctypes.py_object, ctypes.c_long, ctypes.c_long]
+        for name in ("calls_seen", "calls_failed", "blocks_held"):
+            getattr(self.functions, name).restype = ctypes.c_long
+        handle = ctypes.c_void_p(ctypes.CDLL(_C.__file__)._handle)
+        assert self.functions.replace_imports(handle) > 0, "no imported function was replaced"
+
+    def attempt(
+        self, call: Callable[[], Any], number: int, count: int
+    ) -> tuple[int, tuple[type, str] | None]:
+        """(how many allocations failed, the error that was raised), of call() with its allocations
+        `number` to `number + count - 1` failing. In a thread of its own, which has no scratch
+        memory yet."""
+        outcome: list[tuple[type, str] | None] = []
+
+        def body() -> None:
+            try:
+                self.functions.run(call, number, count)
+                outcome.append(None)
+            except BaseException as error:  # whatever it is, the caller judges
+                outcome.append((type(error), str(error)))
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        return self.functions.calls_failed(), outcome[0]
 
 
 def state_of(model, optimizer) -> bytes:
