@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,21 @@ def shared_library(source: str, out: Path, *more: str | Path) -> None:
     command = ["cc", "-w", "-std=gnu17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
     command += ["-x", "c", "-", "-x", "none", "-o", out, *more]
     subprocess.run(command, input=source, text=True, check=True)
+
+
+def fake_gpus(folder: Path) -> None:
+    """Copy the needle that is tested into a folder, with a CUDA backend that computes on the CPU
+    (fake_cuda.c)."""
+    built = core_objects()  # the CPU backend and the core beneath it, as `make lib` left them
+    sources = [*ROOT.glob("csrc/cpu/*.c"), *ROOT.glob("csrc/*.c")]
+    linked = [built / source.relative_to(ROOT).with_suffix(".o") for source in sources]
+    maps = Path("/proc/self/maps").read_text()  # this process has the core's matrix product
+    for path in sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps))):
+        linked += [path, f"-Wl,-rpath,{Path(path).parent}"]
+    linked += ["-fvisibility=hidden", "-fopenmp", "-lm", "-Wl,-z,defs"]
+    copy_needle(folder)
+    source = f'#include "{ROOT / "tests/fake_cuda.c"}"'
+    shared_library(source, folder / "needle" / "_cuda.so", *linked)
 
 
 def in_thread(function: Callable, *arguments) -> Future:

@@ -1,20 +1,16 @@
 """A machine with GPUs that are none: a copy of needle whose CUDA backend computes on the CPU
-(fake_backend.c), and an nvidia-smi that answers as SMI says."""
+(fake_cuda.c), and an nvidia-smi that answers as SMI says."""
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, core_objects, run, shared_library
+from harness import fake_gpus, run, shared_library
 
-import needle
-
-HERE = Path(__file__).parent
 DRIVER = "int cuDriverGetVersion(int *version) { *version = 13000; return 0; }"
 # Appended to needle/diagnose/ranks.py. FAULT="die 1 2": what rank 1 does in its second exchange.
 FAULT = """
@@ -97,25 +93,10 @@ class Machine:
         return run(*words, cwd=self.folder, **self.environment(**more))
 
 
-def objects() -> list[Path]:
-    """The CPU backend and the core beneath it, as `make lib` left them."""
-    built = core_objects()
-    sources = [*ROOT.glob("csrc/cpu/*.c"), *ROOT.glob("csrc/*.c")]
-    return [built / source.relative_to(ROOT).with_suffix(".o") for source in sources]
-
-
-def blas() -> list[str]:
-    """Library of the core's matrix product, from the libraries of this process."""
-    maps = Path("/proc/self/maps").read_text()
-    found = sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps)))
-    return [word for path in found for word in (path, f"-Wl,-rpath,{Path(path).parent}")]
-
-
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Machine:
     folder = tmp_path_factory.mktemp("machine")
-    skip = shutil.ignore_patterns("_cuda*", "__pycache__")
-    shutil.copytree(Path(needle.__file__).parent, folder / "needle", ignore=skip)
+    fake_gpus(folder)
     with open(folder / "needle/diagnose/ranks.py", "a") as file:
         file.write(FAULT)
     for name in "lib", "bin":
@@ -123,7 +104,4 @@ def machine(tmp_path_factory) -> Machine:
     (folder / "bin/nvidia-smi").write_text(NVIDIA_SMI)
     (folder / "bin/nvidia-smi").chmod(0o755)
     shared_library(DRIVER, folder / "lib/libcuda.so.1")
-    linked = ["-fvisibility=hidden", "-fopenmp", *objects(), *blas(), "-lm", "-Wl,-z,defs"]
-    backend = f'#include "{HERE / "fake_backend.c"}"'
-    shared_library(backend, folder / "needle/_cuda.so", *linked)
     return Machine(folder)
