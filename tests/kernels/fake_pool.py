@@ -54,11 +54,18 @@ def who(grid, block, pid: "int*"):
 def no_results(grid, block): pass
 
 def fails(grid, block, kind: "int"):
-    raise {
-        0: _C.CudaFatalError("k: cudaStreamSynchronize: ... (cudaErrorIllegalAddress): lost"),
-        1: _C.CudaFatalError("k: ... (cudaErrorECCUncorrectable): lost"),
-        6: _C.CudaError("k: cuLaunchKernel: ... (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"),
-    }[kind]
+    raise [
+        _C.CudaFatalError("k: cudaStreamSynchronize: ... (cudaErrorIllegalAddress): lost"),
+        _C.CudaFatalError("k: ... (cudaErrorECCUncorrectable): lost"),
+        _C.CudaFatalError("k: ... (CUDA_ERROR_MISALIGNED_ADDRESS): lost"),
+        _C.CudaFatalError("k: ... (cudaErrorLaunchFailure): lost"),
+        _C.CudaFatalError("k: ... (cudaErrorLaunchTimeout): lost"),
+        _C.CudaFatalError("k: ... (cudaErrorOfANewerDriver): lost"),
+        _C.CudaError("k: cuLaunchKernel: ... (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"),
+        _C.CudaError("k: ... (cudaErrorMemoryAllocation)"),
+        _C.CudaError("allocate: out of memory on cuda(0): 9.0 MiB asked for"),
+        TypeError("k: args[0]: must be an array"),
+    ][kind]
 
 def types(grid, block, out: "int*", *given):
     out[:] = [isinstance(value, kind) for value, kind in zip(given, KINDS)]

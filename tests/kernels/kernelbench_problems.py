@@ -1,4 +1,4 @@
-"""Problems in KernelBench's form: plain PyTorch for a CPU, CUDA and Triton for a GPU.
+"""Problems in KernelBench's form: plain PyTorch for a CPU, CUDA for a GPU.
 
 A line of CPU or GPU is a candidate, and what its result must have: whether it compiles, whether it
 is right, and a part of an entry of its metadata.
@@ -102,30 +102,22 @@ CPU = {
 # ---- for a GPU -----------------------------------------------------------------------------------
 
 
-def cuda(
-    body: str,
-    host: str = "",
-    launch: str = "(n + 255) / 256, 256",
-    forward: str = "return ext.apply(self.linear(x))",
-) -> str:
-    """The source of a candidate with a kernel for the elements after the product. host: what the
-    host does before it."""
+def cuda(body: str) -> str:
+    """The source of a candidate with a kernel for the elements after the product."""
     return model(
-        forward,
+        "return ext.apply(self.linear(x))",
         f'''
 from torch.utils.cpp_extension import load_inline
 ext = load_inline("applied", cpp_sources="torch::Tensor apply(torch::Tensor x);", cuda_sources="""
 #include <torch/extension.h>
 __global__ void kernel(const float *x, float *y, int n) {{
-    extern __shared__ float shared[];
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     {body}
 }}
 torch::Tensor apply(torch::Tensor x) {{
-    {host}
     auto y = torch::empty_like(x);
     int n = x.numel();
-    kernel<<<{launch}>>>(x.data_ptr<float>(), y.data_ptr<float>(), n);
+    kernel<<<(n + 255) / 256, 256>>>(x.data_ptr<float>(), y.data_ptr<float>(), n);
     return y;
 }}
 """, functions=["apply"])
@@ -133,61 +125,15 @@ torch::Tensor apply(torch::Tensor x) {{
     )
 
 
-def triton(body: str) -> str:
-    """The source of a candidate with a Triton kernel for the elements after the product."""
-    return model(
-        """
-y = self.linear(x)
-out = torch.empty_like(y)
-kernel[(triton.cdiv(y.numel(), BLOCK),)](y, out, y.numel(), BLOCK=BLOCK)
-return out
-""",
-        f"""
-import triton
-import triton.language as tl
-BLOCK = 1024
-
-@triton.jit
-def kernel(x, out, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    value = tl.load(x + at, mask=inside)
-    {body}
-""",
-    )
-
-
 MAX = "if (i < n) y[i] = x[i] > 0 ? x[i] : 0;"
 ENDLESS = "volatile float *v = y; while (v[0] != 12345.f) v[0] = 1;"
 GPU = {
-    "CUDA, right": Candidate(cuda(MAX), right=True),
-    "Triton, right": Candidate(
-        triton("tl.store(out + at, tl.maximum(value, 0.0), mask=inside)"), right=True
-    ),
-    "CUDA, half of the elements": Candidate(
+    "right": Candidate(cuda(MAX), right=True),
+    "half of the elements": Candidate(
         cuda(MAX.replace("i < n", "i < n / 2")), entry="correctness_issue", said="Output mismatch"
     ),
-    "Triton, wrong": Candidate(
-        triton("tl.store(out + at, value, mask=inside)"),
-        entry="correctness_issue",
-        said="Output mismatch",
-    ),
-    "CUDA, the last answer": Candidate(
-        cuda(MAX, forward=LAST.replace("torch.relu(", "ext.apply(")),
-        entry="correctness_trials",
-        said="(0 / 3)",
-    ),
-    "CUDA, an illegal address": Candidate(
+    "an illegal address": Candidate(
         cuda("y[i + (1ll << 40)] = 1;"), entry="runtime_error", said="illegal memory access"
     ),
-    "C++, a crash": Candidate(
-        cuda(MAX, "*(volatile int *)0 = 1;"), entry="runtime_error", said="was ended by SIGSEGV"
-    ),
-    "CUDA, a hang": Candidate(cuda(ENDLESS), entry="runtime_error_name", said="timeout"),
-    "CUDA, 1,049,600 bytes of shared memory": Candidate(
-        cuda(MAX, launch="(n + 255) / 256, 256, 1049600"), entry="runtime_error", said="invalid"
-    ),
-    "CUDA, does not compile": Candidate(
-        cuda("y[i] = undeclared;"), False, entry="compilation_error", said="undeclared"
-    ),
+    "a hang": Candidate(cuda(ENDLESS), entry="runtime_error_name", said="timeout"),
 }

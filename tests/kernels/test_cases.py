@@ -1,15 +1,11 @@
 """What the pool and its processes share: arguments and the comparison of results (cases.py), guard
-bands (guard.py), times and their judgement (timing.py), the status of errors (worker.py)."""
-
-import time
+bands (guard.py), times and their judgement (timing.py)."""
 
 import numpy as np
 import pytest
 from harness import naming
 
-from needle import _C
-from needle._C import CudaError, CudaFatalError
-from needle.kernels import LaunchError, Timing, guard, timing
+from needle.kernels import Timing, guard, timing
 from needle.kernels.cases import (
     DTYPES,
     Case,
@@ -23,8 +19,7 @@ from needle.kernels.cases import (
     readable,
 )
 from needle.kernels.guard import GUARD
-from needle.kernels.timing import Clock, judge
-from needle.kernels.worker import status_of
+from needle.kernels.timing import judge
 
 # ---- arguments -----------------------------------------------------------------------------------
 
@@ -62,15 +57,6 @@ def test_random_numbers_have_their_bounds():
             assert {*Random(2000, dtype, 0, low, high).array(0, 0).tolist()} == {*expected}
     flat = Random(1000, "float64", low=2, high=3).array(0, 0)
     assert 2 <= flat.min() < 2.1 and 2.9 < flat.max() < 3
-
-
-def test_views_are_made_contiguous():
-    array = np.arange(12, dtype=np.int16).reshape(3, 4).T
-    name, bits = host_array(array)
-    assert name == "int16" and bits.flags.c_contiguous and (bits == array).all()
-    assert host_array(np.float32(3))[1].shape == ()
-    view = _C.array(np.arange(6).reshape(2, 3), "bfloat16", _C.cpu()).permute((1, 0))
-    assert (readable("bfloat16", host_array(view)[1]) == np.arange(6).reshape(2, 3).T).all()
 
 
 def test_wrong_arguments_are_named():
@@ -123,92 +109,22 @@ def test_element_is_right_within_its_tolerance():
             assert (difference(got, expected, dtype, tolerance) is None) == right
 
 
-def test_difference_is_described():
-    got = np.zeros((2, 3), F)
-    got[1, 2], got[1, 1] = 5, 0.5
-    assert difference(got, np.zeros((2, 3), F), "float32", None) == (
-        "2 of 6 elements are wrong, the first at [1, 1]: 0.5, expected 0.0; the largest error is 5 "
-        "(tolerance: 0.0001 absolute, 0.0001 relative)"
-    )
-    assert difference(got, got[0], "float32", None) == "has shape (2, 3), and (3,) is expected"
-
-
 # ---- guard bands ---------------------------------------------------------------------------------
 
-ARRAYS = [
-    ("x", "float32", (5, 3), "const"),
-    ("y", "bfloat16", (7,), "out"),
-    ("n", "uint8", (2, 2), "inout"),
-    ("none", "int64", (0, 4), "out"),
-    ("s", "float32", (), "in"),
-]
 
-
-@pytest.fixture
-def filled():
-    """(places by name, a buffer with its arrays, and the buffer after a right kernel)."""
-    places, size = guard.lay_out(ARRAYS)
-    before = np.zeros(size, np.uint8)
-    guard.fill(before, places)
-    after = before.copy()
-    for place in places:
-        for memory in (before, after) if place.role != "out" else (after,):
-            place.bytes_of(memory)[:] = 3
-    return {place.name: place for place in places}, before, after
-
-
-def test_write_outside_is_named(filled):
-    places, before, right = filled
-    after_end, before_start = "2 bytes were written after its end, the first ", "2 bytes were "
-    before_start += "written before its start, the nearest "
-    const = "it is const, and 1 of 15 elements (the first at [%s]) were changed"
-    for name, edge, offset, said in (
-        ("y", "stop", 0, f"{after_end}0 bytes after it (element 7 of 7)"),
-        ("s", "stop", 4, f"{after_end}4 bytes after it (element 2 of 1)"),
-        ("s", "stop", GUARD - 2, f"{after_end}65,534 bytes after it (element 16,384 of 1)"),
-        ("y", "start", -2, f"{before_start}1 bytes before it (element -1)"),
-        ("x", "start", -GUARD, f"{before_start}65,535 bytes before it (element -16384)"),
-        ("x", "start", 58, const % "4, 2"),
-    ):
-        with naming(name, edge, offset):
-            after = right.copy()
-            first = getattr(places[name], edge) + offset
-            after[first : first + 2] ^= 0x55
-            found = guard.written_outside(before, after, [*places.values()])
-            assert found == f"{name}: {said}"
-    assert guard.written_outside(before, right, [*places.values()]) == ""
-    after[places["s"].stop] ^= 1
-    assert guard.written_outside(before, after, [*places.values()]).count("; ") == 1  # both
-
-
-def test_bands_differ_and_lie_on_both_sides_of_aligned_arrays(filled):
-    places, before, _ = filled
-    assert all(place.start % 256 == 0 for place in places.values())
-    spans = guard.bands([*places.values()], before.size)
+def test_bands_differ_and_lie_on_both_sides_of_aligned_arrays():
+    places, size = guard.lay_out([("x", "float32", (5, 3), "in"), ("y", "bfloat16", (7,), "out")])
+    memory, again = np.zeros((2, size), np.uint8)
+    for one in memory, again:
+        guard.fill(one, places)
+    assert all(place.start % 256 == 0 for place in places) and (memory != again).any()
+    spans = guard.bands(places, size)
     assert len(spans) == len(places) + 1 and all(stop - at >= GUARD for at, stop in spans)
-    first, second = (before[at : at + GUARD] for at, _ in spans[:2])
+    first, second = (memory[at : at + GUARD] for at, _ in spans[:2])
     assert (first != second).mean() > 0.4
-    again = before.copy()
-    guard.fill(again, [*places.values()])
-    assert (again != before).any()
 
 
 # ---- time ----------------------------------------------------------------------------------------
-
-
-def test_call_is_prepared_and_timed():
-    done = []
-
-    def prepare():
-        done.append("prepared")
-        return lambda: (done.append("called"), time.sleep(0.002))
-
-    clock = Clock(_C.cpu(), 4096)
-    times = clock.measure(prepare, 0.02)
-    assert min(times) > 1900 and done == ["prepared", "called"] * len(times)
-    assert clock.nothing > 0 and clock.fill_rate > 0 and clock.product_rate(32) > 0
-    for seconds, calls in ((0.0, 1), (1e9, timing.MOST_CALLS)):
-        assert len(clock.measure(lambda: lambda: None, seconds)) == calls
 
 
 def judged(times, written=0, touched=0, **more) -> Timing:
@@ -243,29 +159,3 @@ def test_time_that_cannot_be_is_an_error_and_others_get_hints():
             found = judged([us], **more)
             assert reason in found.reason and found.valid == (found.reason == "") == (reason == "")
             assert hint in " ".join(found.hints) and (hint or reason or not found.hints)
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-LOST = "scale: cudaStreamSynchronize: ... (%s): the CUDA context is lost and this process must end"
-
-
-def test_error_has_its_status():
-    for error, status in (
-        (CudaFatalError(LOST % "cudaErrorIllegalAddress"), "illegal_address"),
-        (CudaFatalError(LOST % "CUDA_ERROR_ILLEGAL_ADDRESS"), "illegal_address"),
-        (CudaFatalError(LOST % "cudaErrorMisalignedAddress"), "misaligned_address"),
-        (CudaFatalError(LOST % "cudaErrorAssert"), "assertion"),
-        (CudaFatalError(LOST % "cudaErrorLaunchFailure"), "launch_failure"),
-        (CudaFatalError(LOST % "cudaErrorIllegalInstruction"), "launch_failure"),
-        (CudaFatalError(LOST % "cudaErrorLaunchTimeout"), "timeout"),
-        (CudaFatalError(LOST % "cudaErrorECCUncorrectable"), "device_lost"),
-        (CudaError("k: ... (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"), "invalid_launch"),
-        (CudaError("allocate: out of memory on cuda(0): 9.0 MiB asked for"), "out_of_memory"),
-        (CudaError("k: ... (cudaErrorMemoryAllocation)"), "out_of_memory"),
-        (LaunchError("k: block (2048, 1, 1) has 2,048 threads"), "invalid_launch"),
-        (TypeError("k: args[0]: must be an array"), "invalid_launch"),
-        (MemoryError(), "out_of_memory"),
-    ):
-        with naming(error):
-            assert status_of(error) == status

@@ -86,7 +86,6 @@ def test_declared_types_are_those_of_c():
         ("mixed", "int, float*", "int array"),
         ("mixed", "float, float*", int_first),
         ("plain", "half2*, float*, int, P, size_t", r"is declared, .* says plain\(8 bytes"),
-        ("plain", "int", "is declared, but"),
         ("plain", "Missing*", 'kernel.cu.*identifier "Missing" is undefined'),
     ):  # fmt: skip
         with naming(name, text):
@@ -139,11 +138,9 @@ def test_options_reach_the_compiler_and_headers_are_read_each_time(tmp_path, mon
     concept = "template <class T> concept Any = true;\n"
     for before, options in (
         ('# include "mine.h"', []),
-        (f"#include <{tmp_path}/mine.h>", []),
         ('#define MINE "mine.h"\n#include MINE', []),
         ("#include <mine.h>", [f"-I{tmp_path}"]),
         ("", ["-include", "mine.h"]),
-        ("#include <mine.h>", [f"--include-path={tmp_path}"]),
         (f"{concept}#include <mine.h>", ["-std=c++20", "-I", str(tmp_path)]),
     ):
         for size in (64, 96):
@@ -264,6 +261,9 @@ def test_toolkit_of_nvidias_pip_packages_is_found(monkeypatch, tmp_path):
         found = toolkit.find_toolkit.__wrapped__()
         assert found.nvrtc == nvidia / home / "lib" / library
         assert nvidia / include in found.include
+    monkeypatch.syspath_prepend(str(tmp_path.resolve()))
+    roots = [root for _, root in toolkit.toolkit_roots() if nvidia in root.parents]
+    assert roots[1:] == [nvidia / "cu13", nvidia / "cuda_nvrtc"]  # after $CUDA_HOME
     assert _Nvrtc(found).version() == (99, 99)
 
 

@@ -4,7 +4,6 @@
 import os
 import signal
 import sys
-import textwrap
 import time
 
 import numpy as np
@@ -12,9 +11,10 @@ import pytest
 from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right, run
 from harness import in_thread, naming, python, wait_for, wait_until_gone
 
-from needle._C import array, cpu
+from needle._C import array, cpu, cuda
 from needle.kernels import Case, InOut, Out, Random, Reference, process
 from needle.kernels import pool as pool_module
+from needle.kernels.guard import GUARD
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,10 @@ def test_run_returns_arrays_that_the_kernel_writes(pool):
     n = np.arange(5, dtype=np.int32)
     for entry, args, expected in (
         ("scale", [X.reshape(2, 3), Out((2, 3)), np.float32(0.5), 6], X.reshape(2, 3) / 2),
+        ("scale", [X.reshape(2, 3).T, Out((3, 2)), 2.0, 6], 2 * X.reshape(2, 3).T),
         ("increment", [n], n + 1),
         ("scale_c", [X, InOut(np.zeros(6, np.float32)), 2.0, 6], 2 * X),
-        ("scale", [array([1.0, 2.0], device=cpu()), Out(2), 3.0, 2], [3, 6]),
+        ("scale", [array([2.0, 1.0], device=cpu())[::-1], Out(2), 3.0, 2], [3, 6]),
         ("scale", [np.zeros((0, 4), np.float32), Out((0, 4)), 3.0, 0], np.zeros((0, 4))),
         ("copies", [Out(2, "uint8"), b"\xfe\x01"], [254, 1]),
         ("types", [Out(8, "int32"), np.float32(1e-45), np.float16(2), 2**63, float("inf"), True,
@@ -65,55 +66,55 @@ def test_printed_text_is_cut_and_is_no_answer(pool):
     assert result.status == "ok" and '"illegal_address"' in result.printed
 
 
+FAULTY = "illegal_address misaligned_address launch_failure assertion crashed timeout".split()
+
+
 def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
-    """The last column: whether the process is counted as one that a fault has ended."""
     monkeypatch.setattr(pool, "memory", 1 << 20)
-    end, const = "4 bytes were written after its end, the first 0 bytes after it", "it is const, an"
+    end = "4 bytes were written after its end, the first %s bytes after it"
     unwritten = "2 of 500 elements (the first at [498]) were not written"
-    for entry, args, status, said, fault in (
-        ("fails", [0], "illegal_address", "k: cu", True),
-        ("fails", [6], "invalid_launch", "k: cu", False),
-        ("asserts", [], "assertion", "kernel.cu:5: k: block: [0,0,0], thread: [3,0,0] Ass", True),
-        ("signals", [signal.SIGSEGV], "crashed", "was ended by SIGSEGV", True),
-        ("signals", [signal.SIGKILL], "crashed", "was ended by SIGKILL", True),
-        ("breaks", [], "crashed", "exited with code 1", True),
-        ("hangs", [], "timeout", "no answer after 0.4 s", True),
-        ("stops", [], "timeout", "the process was killed", True),
-        ("outside", [X, Out(6), 24], "out_of_bounds", end, False),
-        ("changes_const", [X, Out(6)], "out_of_bounds", const, False),
-        ("leaves_out", [Out(500), 498], "wrong_result", unwritten, False),
-        ("leaves_out", [Out(500, "float16"), 498], "wrong_result", unwritten, False),
-        ("leaves_out", [Out(500, "int64"), 498], "wrong_result", unwritten, False),
-        ("leaves_out", [Out(500, "uint8"), 498], "ok", "", False),  # they may equal the pattern
-        ("scale", [X, Out(1 << 18), 1.0, 6], "out_of_memory", "of 1,048,576 (memory=)", False),
-        ("absent", [], "compile_error", "absent", False),
+    for entry, args, status, said in (
+        ("fails", [0], "illegal_address", "k: cu"),
+        ("fails", [2], "misaligned_address", "k: "),
+        ("fails", [3], "launch_failure", "k: "),
+        ("fails", [4], "timeout", "k: "),
+        ("fails", [5], "launch_failure", "k: "),
+        ("fails", [6], "invalid_launch", "k: cu"),
+        ("fails", [7], "out_of_memory", "k: "),
+        ("fails", [8], "out_of_memory", "9.0 MiB"),
+        ("fails", [9], "invalid_launch", "k: args[0]"),
+        ("asserts", [], "assertion", "kernel.cu:5: k: block: [0,0,0], thread: [3,0,0] Ass"),
+        ("signals", [signal.SIGKILL], "crashed", "was ended by SIGKILL"),
+        ("breaks", [], "crashed", "exited with code 1"),
+        ("hangs", [], "timeout", "no answer after 0.4 s"),
+        ("stops", [], "timeout", "the process was killed"),
+        ("outside", [X, Out(6), 24], "out_of_bounds", end % 0),
+        ("outside", [X, Out(6), 24 + GUARD - 4], "out_of_bounds", end % "65,532"),
+        ("outside", [X, Out(6), -4], "out_of_bounds", "4 bytes were written before its start, the"),
+        ("changes_const", [X, Out(6)], "out_of_bounds", "it is const, an"),
+        ("leaves_out", [Out(500), 498], "wrong_result", unwritten),
+        ("leaves_out", [Out(500, "float16"), 498], "wrong_result", unwritten),
+        ("leaves_out", [Out(500, "int64"), 498], "wrong_result", unwritten),
+        ("leaves_out", [Out(500, "uint8"), 498], "ok", ""),  # they may equal the pattern
+        ("scale", [X, Out(1 << 18), 1.0, 6], "out_of_memory", "of 1,048,576 (memory=)"),
+        ("absent", [], "compile_error", "absent"),
+        ("def k(:", [], "compile_error", "kernel.py(1): error"),
+        ("# kill the compiler", [], "crashed", "ended by SIGSEGV"),
+        ("# hang the compiler", [], "timeout", "no answer after 0.4 s"),
     ):
         with naming(entry, *args):
+            source = SOURCE if entry.isidentifier() else entry
             faults = pool.state()[0]["faults"]
+            hangs = "no answer" in said or "killed" in said
             with monkeypatch.context() as patched:
-                if status == "timeout":
-                    patched.setattr(pool, "timeout", SHORT)
-                result = run(pool, entry, *args)
-            assert result.status == status and said in result.message
+                patched.setattr(pool, "timeout", SHORT if hangs else SECONDS)
+                patched.setattr(pool_module, "COMPILE_SECONDS", SHORT if hangs else SECONDS)
+                result = pool.run(source, entry, 1, 32, args)
+            assert result.status == status and said in result.message, result
             wrote = status in ("ok", "out_of_bounds", "wrong_result")
             assert len(result.outputs) == wrote and X[1] == 1
-            assert pool.state()[0]["faults"] == faults + fault
-            assert_next_is_right(pool)
-    monkeypatch.setattr(pool, "memory", None)
-    assert run(pool, "scale", X, Out(1 << 50), 1.0, 6).status == "out_of_memory"
-
-
-def test_failure_of_compiling_has_a_status(pool, monkeypatch):
-    for source, status, said in (
-        ("def k(:", "compile_error", "kernel.py(1): error"),
-        ("# kill the compiler", "crashed", "ended by SIGSEGV"),
-        ("# hang the compiler", "timeout", "no answer after 0.3 s"),
-    ):
-        with naming(source), monkeypatch.context() as patched:
-            if status == "timeout":
-                patched.setattr(pool_module, "COMPILE_SECONDS", 0.3)
-            result = pool.run(source, "k", 1, 1, [])
-            assert result.status == status and said in result.message
+            assert pool.state()[0]["faults"] == faults + (status in FAULTY)
+            assert status not in FAULTY or run(pool, "scale", X, Out(6), 2.0, 6).status == "ok"
     assert_next_is_right(pool)
 
 
@@ -161,14 +162,6 @@ CHEATS = {
         'def k(grid, block, x: "float const*", y: "float*"): y[:] += 2 * x',
         [CASE], "wrong_result", "case 0, trial 0: args[1] (float*): ",
     ),
-    "leaves the output of the call before": (
-        """
-def k(grid, block, x: "float const*", y: "float*", done=[]):
-    if not done: y[:] = 2 * x
-    done.append(1)
-""",
-        [CASE], "wrong_result", "case 0, trial 0: args[1] (float*): 6 of 6 elements (the",
-    ),
     "returns its first answer again": (
         """
 KEPT = []
@@ -208,14 +201,6 @@ def k(grid, block, x: "float const*", y: "float*"):
     "computes faster than any processor": (
         'def k(grid, block, x: "float const*", y: "float*"): y[:] = 2 * x',
         [Case(1, 32, [Random(6), Out(6)], operations=1e18)], "wrong_result", "case 0, timed: ",
-    ),
-    "is wrong for some inputs": (
-        'def k(grid, block, x: "float const*", y: "float*"): y[:] = 2 * x + (x > 2.5)',
-        [Case(1, 32, [Random(2000), Out(2000)])], "wrong_result", "case 0, trial ",
-    ),
-    "faults": (
-        'def k(grid, block, x: "float const*", y: "float*"): os.kill(os.getpid(), 11)',
-        [CASE], "crashed", "case 0, trial 0: ",
     ),
 }  # fmt: skip
 
@@ -262,20 +247,14 @@ def k(grid, block, x: "float const*", y: "float*", calls=[]):
             assert (result.status, result.deterministic) == ("ok", False)
 
 
-SIZED = """
-def scale(grid, block, x: "float const*", y: "float*", a: "float", n: "int"):
-    assert (grid, block) == ((7,), (8,))
-    y[:] = a * x
-"""
-
-
 def test_references(pool):
     case, drawn = Case(1, 32, [X, Out(6), 2.0, 6]), Case(1, 32, [Random(6), Out(6), 2.0, 6])
+    sized = "assert (grid, block) == ((7,), (8,))\n    y.reshape"
     for reference, cases, said in (
         ([[2 * X], X], [case, case], "case 1, trial 0"),
         ([X[:3]], [case], "has shape (6,), and (3,) is expected"),
         (Reference(SOURCE, "scale"), [case, drawn], ""),
-        (Reference(SIZED, "scale", 7, [8], 9), [drawn], ""),
+        (Reference(SOURCE.replace("y.reshape", sized), "scale", 7, [8], 9), [drawn], ""),
         (Reference(SOURCE.replace("= a * x", "= 2.125 * x"), "scale"), [drawn], "case 0, trial 0"),
     ):
         with naming(said, reference):
@@ -298,7 +277,6 @@ def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
     )
     for error, said, call, more in (
         (TypeError, r"args\[1\]: str is no argument", launch, {"args": [X, "y"]}),
-        (TypeError, r"args\[0\]: an array of dtype >f4", launch, {"args": [X.astype(">f4")]}),
         (ValueError, "sanitizer: must be one of memch", launch, {"sanitizer": "x"}),
         (TypeError, "grid: must be a whole number", launch, {"grid": (1, 2.5)}),
         (ValueError, "grid: .* not of 0", launch, {"grid": []}),
@@ -310,7 +288,6 @@ def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
         (TypeError, "reference: must be a function, a Reference, or", judge, {"reference": X}),
         (ValueError, "tolerance: must be a number", judge, {"tolerance": "x"}),
         (TypeError, "trials: must be a whole number", judge, {"trials": 2.5}),
-        (ValueError, "trials: must be 1 or more", judge, {"trials": 0}),
     ):
         with naming(said), pytest.raises(error, match=said):
             call(**more)
@@ -329,8 +306,6 @@ def test_wrong_arguments_of_a_pool_are_named(monkeypatch, tmp_path):
     for name, value, error, said in (
         ("devices", [2], ValueError, "there is no 2: CUDA_VISIBLE_DEVICES=5,GPU-6"),
         ("devices", [-1], ValueError, "0 or more, not -1"),
-        ("devices", ["0"], TypeError, "whole number"),
-        ("timeout", 0, ValueError, "above 0"),
         ("timeout", float("inf"), ValueError, "above 0"),
         ("timeout", "1", ValueError, "number of seconds"),
         ("spares", -1, ValueError, "0 or more"),
@@ -345,9 +320,7 @@ def test_wrong_arguments_of_a_pool_are_named(monkeypatch, tmp_path):
 
 
 def test_pool_without_a_gpu_says_so():
-    import needle as ndl
-
-    if not ndl.cuda().enabled():
+    if not cuda().enabled():
         with pytest.raises(RuntimeError, match="no GPU to run kernels on: "):
             FakePool()
     with FakePool(devices=[]) as pool:
@@ -456,19 +429,6 @@ def test_device_that_computes_wrongly_is_set_aside_until_reset(tmp_path):
             pool.reset(1)
 
 
-def test_device_is_kept_when_starts_fail_that_are_not_in_a_row(tmp_path):
-    """A start that finds the file removes it and fails."""
-    file = tmp_path / "fails"
-    start = ("sh", "-c", 'rm "$0" 2>/dev/null && exit 1; exec "$@"', str(file), *FakePool.worker)
-    made = type("FakePool", (FakePool,), {"worker": start})
-    with made(devices=[0], timeout=SECONDS, spares=0) as pool:
-        for _ in range(2):
-            file.touch()
-            assert_next_is_right(pool)
-            wait_for(lambda: not file.exists() and not pool.devices[0].those("starting"))
-        assert_next_is_right(pool)
-
-
 def test_device_that_the_driver_reports_lost_is_set_aside():
     with FakePool(devices=[0, 1], timeout=SECONDS, spares=0) as pool:
         lost = run(pool, "fails", 1)
@@ -482,7 +442,8 @@ def test_process_that_outlives_sigkill_holds_its_device(monkeypatch):
     monkeypatch.setattr(process, "REAP_SECONDS", 0.1)
     with FakePool(devices=[0], timeout=SHORT, spares=0) as pool:
         with monkeypatch.context() as patched:
-            patched.setattr(process.Process, "kill", lambda self: None)
+            its, kill = pool.devices[0].processes, process.Process.kill
+            patched.setattr(process.Process, "kill", lambda self: self in its or kill(self))
             assert run(pool, "hangs").status == "timeout"
             (pid,) = [one.pid for one in pool.devices[0].those("dying")]
             time.sleep(0.2)
@@ -555,22 +516,22 @@ REPORT = """========= Invalid __global__ write of size 4 bytes
 """
 
 
+SANITIZER = f"""#!{sys.executable}
+import subprocess, sys
+worker = next(i for i, word in enumerate(sys.argv) if word == {sys.executable!r})
+options = dict(zip(sys.argv[1:worker:2], sys.argv[2:worker:2]))
+code = subprocess.call(sys.argv[worker:], pass_fds=[int(sys.argv[-2])])
+found = options["--tool"] == "memcheck"
+open(options["--log-file"], "w").write({REPORT!r} if found else "no errors")
+sys.exit(int(options["--error-exitcode"]) if found else code)
+"""
+
+
 @pytest.fixture
 def fake_sanitizer(tmp_path, monkeypatch):
     """A compute-sanitizer that runs the command, writes a report and counts errors."""
     program = tmp_path / "compute-sanitizer"
-    program.write_text(
-        f"#!{sys.executable}\n"
-        + textwrap.dedent(f"""
-            import subprocess, sys
-            worker = next(i for i, word in enumerate(sys.argv) if word == {sys.executable!r})
-            options = dict(zip(sys.argv[1:worker:2], sys.argv[2:worker:2]))
-            code = subprocess.call(sys.argv[worker:], pass_fds=[int(sys.argv[-2])])
-            found = options["--tool"] == "memcheck"
-            open(options["--log-file"], "w").write({REPORT!r} if found else "no errors")
-            sys.exit(int(options["--error-exitcode"]) if found else code)
-        """)
-    )
+    program.write_text(SANITIZER)
     program.chmod(0o755)
     monkeypatch.setattr(pool_module, "find_tool", lambda name: str(program))
 
@@ -592,8 +553,6 @@ def test_sanitizer_explains_a_fault_and_finds_errors(pool, fake_sanitizer):
             )
             assert job != right or (result.outputs[0] == 2 * X).all()
             assert_next_is_right(pool)
-    with FakePool(devices=[0], timeout=SECONDS) as new:  # before another process is ready
-        assert run(new, *right, sanitizer="racecheck").status == "ok"
 
 
 def test_missing_sanitizer_is_named(pool, monkeypatch):

@@ -13,7 +13,7 @@ from harness import naming
 
 import needle as ndl
 from needle import _C
-from needle.kernels.signature import Signature, demangle, read_type, short_name
+from needle.kernels.signature import Signature, demangle, read_type
 from needle.testing import rounder
 
 HOST = ndl.cpu()
@@ -52,79 +52,11 @@ def test_symbol_has_the_types_of_its_parameters():
     assert [s.kind, n.kind, p.kind] == ["float", "int", "bytes"] and p.size == 12
     assert [q.offset for q in signature.parameters] == [at for at, _ in layout]
     assert str(signature).startswith("scale<__nv_bfloat16>(__nv_bfloat16 const*")
+    pairs = Signature.of_symbol("_Z1f4PairIPKfiEPS_IS1_iE", [(0, 16), (16, 8)])
+    assert str(pairs) == "f(Pair<float const*, int>, Pair<float const*, int>*)"
+    assert [q.kind for q in pairs.parameters] == ["bytes", "array"]
     plain = Signature.of_symbol("scale", layout[:3])
     assert str(plain) == "scale(8 bytes, 8 bytes, 4 bytes)"
-
-
-def test_types_that_are_not_read_are_checked_by_size():
-    """Kernel and module stay usable."""
-    members = "int P::*, int (P::*)(float), int P::**"
-    for symbol, sizes, kinds, shown in (
-        ("_Z2k1PfPA4_Ki", (8, 8), "array array", "k1(float*, int const*)"),
-        ("_Z2k3RfRK1PRA4_f", (8, 8, 8), "? ? ?", "k3(float&, P const&, float (&) [4])"),
-        ("_Z2k5M1PiMS_FifEPS0_", (8, 16, 8), "? ? array", f"k5({members})"),
-        ("_Z2k6PFviEPS0_", (8, 8), "? ?", "k6(void (*)(int), void (**)(int))"),
-        ("_Z2k4ePe", (8, 8), "? ?", "k4(long double, long double*)"),
-        ("_Z1fN12_GLOBAL__N_11QEPS0_", (12, 8), "bytes array", "f(Q, Q*)"),
-        # C's names that look like C++'s, and what no type could tell: sizes alone.
-        ("_Z3bar", (8,), "?", "_Z3bar(8 bytes)"),
-        ("_Z1fv", (8,), "?", "f(8 bytes)"),
-        ("_Z1fi", (8,), "?", "f(int)"),
-    ):
-        with naming(symbol):
-            layout = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
-            signature = Signature.of_symbol(symbol, layout)
-            found = " ".join(p.kind for p in signature.parameters)
-            assert (found, str(signature)) == (kinds.replace("?", "unknown"), shown)
-            assert [(p.offset, p.size) for p in signature.parameters] == layout
-            assert _C.Parameters("f", signature.plan)
-
-
-UNKNOWN = (
-    "float&", "float (&) [4]", "long double*", "float _Complex", "float* P::*", "void (*)(int)",
-    "decltype(nullptr)", "unsigned __int128", "run()::{lambda(int)#1}", "int", "",
-)  # fmt: skip
-
-
-def test_short_names():
-    for symbol, name in (
-        ("_ZN5inner4fillEPii", "inner::fill"),
-        ("_ZN12_GLOBAL__N_16hiddenEPi", "hidden"),
-        ("_Z1fILi3E1SIfiEEvT0_", "f<3, S<float, int> >"),
-        ("_Z1fPFivE", "f"),
-        ("plain", "plain"),
-    ):
-        with naming(symbol):
-            assert short_name(symbol) == name
-
-
-def test_types_are_read():
-    for text, size, *expected in (
-        ("float const*", 8, "array", "float32", False, 4),
-        ("float volatile*", 8, "array", "float32", True, 4),
-        ("__half*", 8, "array", "float16", True, 2),
-        ("unsigned int*", 8, "array", "int32", True, 4),
-        ("float4 const*", 8, "array", "float32", False, 16),
-        ("float3*", 8, "array", "float32", True, 4),
-        ("ulonglong2*", 8, "array", "int64", True, 16),
-        ("__half2*", 8, "array", "float16", True, 4),
-        ("double*", 8, "array", "uint8", True, 8),
-        ("Mine*", 8, "array", "uint8", True, 1),
-        ("Pair<float const*, int>*", 8, "array", "uint8", True, 1),
-        ("void const*", 8, "array", None, False, 1),
-        ("float* const*", 8, "array", "uint8", False, 1),
-        ("float const**", 8, "array", "uint8", True, 1),
-        ("int const (*) [4]", 8, "array", "int32", False, 4),
-        ("__half (*) [4][8]", 8, "array", "float16", True, 2),
-        ("float* const (*) [4]", 8, "array", "uint8", False, 1),
-        ("unsigned int", 4, "uint", None, False, 1),
-        ("ns::Mine<float, 4>", 24, "bytes", None, False, 1),
-        ("Pair<float const*, int>", 16, "bytes", None, False, 1),
-        *((text, 8, "unknown", None, False, 1) for text in UNKNOWN),
-    ):
-        with naming(text):
-            p = read_type(text, 0, size)
-            assert [p.kind, p.dtype, p.written, p.alignment] == expected
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -178,6 +110,16 @@ def accepted():
     yield "float*", TENSOR, address(TENSOR.cached_data)
     yield "float*", BASE[2:], address(BASE, 32)
     yield "float4 const*", BASE[1:], address(BASE, 16)
+    for names, dtype in (
+        ("float volatile*|float3*|float4 const*", "float32"),
+        ("__half2*|__half (*) [4][8]", "float16"),
+        ("unsigned int*|int const (*) [4]|int2*", "int32"),
+        ("double*|Mine*|Pair<float const*, int>*|float* const*|float const**", "uint8"),
+    ):
+        array = _C.array(np.zeros(64), dtype)
+        yield from ((name, array, address(array)) for name in names.split("|"))
+    yield "ns::Mine<float, 4>", MINE, MINE
+    yield "Pair<float const*, int>", MINE, MINE
     # Below the middle of 1 + 2^-7 and 1 + 2^-6, where float32 has the middle, which goes up.
     yield "__nv_bfloat16", 1 + 2.0**-7 + 2.0**-8 - 2.0**-40, struct.pack("<H", 0x3F81)
     # Types that are not read, by their sizes.
@@ -213,8 +155,9 @@ def refused():
     yield "float4 const*", BASE.reshape((16,))[1:], ValueError, said
     for thing in (None, [1.0], np.ones(3, np.float32), 3, "x", ndl.TensorTuple, object()):
         yield "float*", thing, TypeError, "must be an NDArray or a Tensor, not "
-    for value in (3, 1.5, True):
-        yield "float&", value, TypeError, r"\(float&\): .*numpy.float32\(2\)"
+    for unread in ("float&", "float _Complex", "void (*)(int)", "float* P::*", "unsigned __int128"):
+        for value in (3, 1.5, True):
+            yield unread, value, TypeError, "numpy.float32\\(2\\)"
     yield "float&", np.float32(3), ValueError, "has 8 bytes, and 4 were given"
     yield "float&", np.ones(1), TypeError, "lies in the host's memory"
     yield "int&", _C.array([1.0], "bfloat16"), TypeError, "must be its 4 bytes"
@@ -222,6 +165,7 @@ def refused():
 
 def size_of(text: str) -> int:
     sizes = {"float": 4, "double": 8, "bool": 1, "Mine": 16, "__nv_bfloat16": 2, "int&": 4}
+    sizes |= {"ns::Mine<float, 4>": 16, "Pair<float const*, int>": 16}
     return struct.calcsize(CODES[text]) if text in CODES else sizes.get(text, 8)
 
 
@@ -253,8 +197,8 @@ def test_wrong_argument_is_refused_with_its_place_and_type():
     assert parameters("float*").pack(None, (BASE,))
 
 
-def values_of_16_bits() -> np.ndarray:
-    """Return all halves and bfloat16s, values between two of each, and the edges."""
+def test_floats_of_16_bits_are_rounded_once():
+    """Halves and bfloat16s, values between two of each, and the edges."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(float)
     brains = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32).astype(float)
     some = [*halves[::7], *brains[::11], *halves[:40], *brains[:40], *halves[-4:], *brains[-4:]]
@@ -262,11 +206,7 @@ def values_of_16_bits() -> np.ndarray:
     near = [some * f for f in (1, 1 + 2**-11, 1 + 2**-9, 1 + 3 * 2**-11, 1 + 2**-8 + 2**-40)]
     edges = [65519.99, 65520.0, 65504.0, 2.0**-25, 2.0**-24, 2.0**-134, 1e-300, np.inf, 0.0]
     values = np.concatenate([*near, edges])
-    return np.concatenate([values, -values])
-
-
-def test_floats_of_16_bits_are_rounded_once():
-    values = values_of_16_bits()
+    values = np.concatenate([values, -values])
     single = values[values == values.astype(np.float32)]  # the harness rounds those once
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16).view(np.uint16)
@@ -283,12 +223,9 @@ def test_arguments_are_packed_like_a_c_struct():
     got = pack(text, [8, 1, 2, 8, 1, 12, 2], BASE, True, -2, 1.5, 7, b"m" * 12, 1.0)
     want = struct.pack("<Q?xh4xdb3x12s", BASE._handle.ptr(), True, -2, 1.5, 7, b"m" * 12)
     assert got == want + b"\0\x3c" and pack("", []) == b""
-    count = 600
-    text, sizes = ", ".join(["long"] * count + ["Big"]), [8] * count + [20000]
-    got = pack(text, sizes, *range(count), b"z" * 20000)
-    assert got == struct.pack(f"<{count}q", *range(count)) + b"z" * 20000
-    with pytest.raises(TypeError, match=f"parameter {count - 1} "):
-        pack(text, sizes, *range(count - 1), None, b"z" * 20000)
+    text, sizes = ", ".join(["long"] * 600 + ["Big"]), [8] * 600 + [20000]
+    got = pack(text, sizes, *range(600), b"z" * 20000)
+    assert got == struct.pack("<600q", *range(600)) + b"z" * 20000
 
 
 def test_arguments_are_not_kept():
@@ -305,11 +242,6 @@ def test_arguments_are_not_kept():
 
 
 def test_cpu_runs_no_kernels():
-    assert not HOST.runs_kernels
-    assert ndl.cuda().runs_kernels == ndl.cuda().enabled()
-    with pytest.raises(ValueError, match="the CPU backend runs no kernels"):
-        _C.Module(HOST, b"code")
-    with pytest.raises(ValueError, match="the CPU backend runs no kernels"):
-        HOST.limits()
-    with pytest.raises(TypeError):
-        _C.Kernel(None, "f", _C.Parameters("f", []))
+    for call in (lambda: _C.Module(HOST, b"code"), HOST.limits):
+        with pytest.raises(ValueError, match="the CPU backend runs no kernels"):
+            call()
