@@ -4,7 +4,6 @@ import json
 import os
 
 import pytest
-from harness import naming
 
 import needle as ndl
 from needle import nn, optim
@@ -114,11 +113,3 @@ def test_run_without_a_checkpoint_begins_anew_unless_it_had_one(run, look):
     (run / "config.json").write_text(json.dumps(config))
     said = look()
     assert "FAILED" not in said and "to go on from step 0: " in said and "--resume auto" in said
-
-
-def test_folder_that_is_no_run_fails(tmp_path, capsys):
-    for path in tmp_path, tmp_path / "none":
-        with naming(path):
-            folder.examine(str(path))
-            said = capsys.readouterr().out
-            assert f"run            FAILED: {path} is not the folder of a run" in said

@@ -140,14 +140,6 @@ def test_gpus_that_cuda_does_not_count_fail_and_parts_do_not(seen, smi):
     assert not any("FAILED" in line for line in parts + unusable)
 
 
-def test_missing_nvidia_smi_is_a_note(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    gpus.examine("1", "")
-    (line,) = capsys.readouterr().out.splitlines()[1:]
-    assert line.startswith("GPUs           note: their state is not known: nvidia-smi is not there")
-    assert gpus.holders("GPU-0") == []
-
-
 def test_nvidia_smi_that_fails_is_a_failure(machine):
     error = "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost"
     done = machine.diagnose("--device", "0", SMI=f'{{"error": "{error}"}}')

@@ -53,7 +53,6 @@ def test_ranks_that_are_right_say_so(mpirun):
     "fault, said",
     [
         ("send 1 1", "all_gather: rank 0 has other numbers than rank 1 sent"),
-        ("send 1 2", "reduce_scatter: the sum of rank 0 is wrong"),
         ("add 1 2", "reduce_scatter: the sum of rank 1 is wrong"),
     ],
 )
@@ -75,42 +74,26 @@ def test_rank_that_dies_or_hangs_is_named_within_the_deadline(mpirun, what):
 
 
 def test_each_rank_of_torchrun_examines_its_own_gpu(machine, tmp_path):
-    """Three ranks of which the last has no GPU; then two, with a fake NCCL."""
+    """With a fake NCCL."""
     (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
     for package in "nvidia", "nvidia/nccl":  # stands before an installed one
         (tmp_path / package / "__init__.py").touch()
     source = f'#include "{ROOT}/tests/distributed/fake_nccl.c"'
     shared_library(source, tmp_path / "nvidia/nccl/lib/libnccl.so.2")
 
-    def torchrun(size: int) -> list[tuple[int, str]]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        shared = machine.environment(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
-        shared |= {"MASTER_ADDR": "127.0.0.1", "TMPDIR": str(tmp_path)}
-        shared["PYTHONPATH"] += f":{tmp_path}"
-        command = [sys.executable, "-m", "needle.diagnose"]
-        ranks = [
-            subprocess.Popen(
-                command,
-                cwd=machine.folder,
-                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        said = [rank.communicate(timeout=200)[0] for rank in ranks]
-        return [(rank.returncode, lines) for rank, lines in zip(ranks, said)]
-
-    *others, (code, said) = torchrun(3)
-    assert "rank 2 of 3: cuda(2)        FAILED: there is no cuda(2): CUDA shows cuda()" in said
-    assert code == 1 and "nproc-per-node" in said
-    for rank, (code, said) in enumerate(others):
-        assert code == 1 and f"rank {rank} of 3: ranks          FAILED: " in said, said
-        assert "start at most 2 there" in said
-    for rank, (code, said) in enumerate(torchrun(2)):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = machine.environment(WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port)
+    shared |= {"MASTER_ADDR": "127.0.0.1", "TMPDIR": str(tmp_path)}
+    shared["PYTHONPATH"] += f":{tmp_path}"
+    own = lambda rank: os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    words = {"args": [sys.executable, "-m", "needle.diagnose"], "cwd": machine.folder, "text": True}
+    ranks = [subprocess.Popen(**words, env=own(n), stdout=subprocess.PIPE) for n in range(2)]
+    for rank, process in enumerate(ranks):
+        said, _ = process.communicate(timeout=200)
         own, other = ("cuda()", "cuda(1)")[:: -1 if rank else 1]
         with naming(said):
-            assert code == 0 and f"rank {rank} of 2: {own:<14} ok: {len(OPS)} ops" in said
+            assert process.returncode == 0
+            assert f"rank {rank} of 2: {own:<14} ok: {len(OPS)} ops" in said
             assert f": {other:<14} ok" not in said and (": GPU 1 " in said) == (rank == 0)
             assert f"rank {rank} of 2: ranks          ok: reduce_scatter of 2 ranks" in said
