@@ -56,15 +56,9 @@ def test_torchrun():
     static = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     assert find(static).port == 29500  # no process listens there yet
     assert find(TORCHRUN | {"MASTER_PORT": "65535"}).port == 65534
-
-
-def test_a_pytorchjob_of_kubeflow_has_one_process_a_machine():
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of Kubeflow: one a machine
     place = find({name: TORCHRUN[name] for name in names})
     assert place == Place(3, 4, 0, 1, "torchrun", "10.0.0.1", 29500)
-
-
-def test_needle_itself():
     place = find({**TORCHRUN, "NEEDLE_LAUNCH": "f00"})
     assert place == Place(3, 4, 1, 2, "needle", "10.0.0.1", 29500, "f00")
 
@@ -82,7 +76,7 @@ def test_mpirun():
     assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)
     assert place.launcher == "mpirun" and place.job == "prterun-vm-25743@1"
     assert place.host == "127.0.0.1" and 61440 <= place.port <= 65535  # all on one machine
-    spread = find(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "8"})
+    spread = find(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8"})
     assert spread.host is spread.port is None
     told = find(OPEN_MPI | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert (told.host, told.port) == ("a", 1)
@@ -96,8 +90,17 @@ def test_srun():
     old = {k: v for k, v in SRUN.items() if k[:11] != "SLURM_STEP_" or k == "SLURM_STEP_ID"}
     old |= {"SLURM_TASKS_PER_NODE": "4(x3)"}
     assert find(old) == Place(9, 12, 1, 4, "srun", "node001", 61440 + 3, "slurm.8195.2.0")
-    pmi = find(SRUN | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMIX_RANK": "9"})
-    assert pmi == place
+    assert find(SRUN | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMIX_RANK": "9"}) == place
+    for nodes, host in (
+        ("node[001-0015],host2", "node001"),
+        ("node[7,009-011],host2", "node7"),
+        ("a-b.c[12]", "a-b.c12"),
+        ("rack[3-4]n[08-16],x", "rack3n08"),
+    ):
+        assert first_host(nodes) == host
+    for nodes in ("", "node[", "node[1-2", "node[a]", ",a", "a]", "a b"):
+        with pytest.raises(ValueError, match="SLURM_STEP_NODELIST.*list of nodes"):
+            find(SRUN | {"SLURM_STEP_NODELIST": nodes})
 
 
 def test_the_innermost_launcher_knows_the_ranks():
@@ -108,48 +111,22 @@ def test_the_innermost_launcher_knows_the_ranks():
 
 
 @pytest.mark.parametrize(
-    "nodes, host",
-    [
-        ("node001", "node001"),
-        ("node001,host2", "node001"),
-        ("node[001-0015],host2", "node001"),
-        ("node[7,009-011],host2", "node7"),
-        ("a-b.c[12]", "a-b.c12"),
-        ("rack[3-4]n[08-16],x", "rack3n08"),
-    ],
-)
-def test_the_first_host_of_a_list(nodes, host):
-    assert first_host(nodes) == host
-
-
-@pytest.mark.parametrize("nodes", ["", "node[", "node[1-2", "node[a]", ",a", "a]", "a b"])
-def test_no_list(nodes):
-    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST.*list of nodes"):
-        find(SRUN | {"SLURM_STEP_NODELIST": nodes})
-
-
-@pytest.mark.parametrize(
     "environ, change, words",
     [
         (TORCHRUN, {"WORLD_SIZE": "2"}, ["RANK=3", "WORLD_SIZE=2", "at most 1"]),
-        (TORCHRUN, {"RANK": "-1"}, ["RANK='-1'", "whole number", "unset"]),
         (TORCHRUN, {"RANK": "²"}, ["whole number"]),
         (TORCHRUN, {"RANK": None}, ["WORLD_SIZE=4", "RANK is not set"]),
         (TORCHRUN, {"LOCAL_RANK": None}, ["RANK=3", "LOCAL_RANK is not set"]),
         (TORCHRUN, {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
         (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE=5", "WORLD_SIZE=4", "at most 4"]),
         (TORCHRUN, {"MASTER_PORT": None}, ["MASTER_ADDR=10.0.0.1", "neither"]),
-        (TORCHRUN, {"MASTER_ADDR": None}, ["MASTER_PORT=29500", "neither"]),
-        (TORCHRUN, {"MASTER_PORT": "0"}, ["MASTER_PORT='0'", "1 to 65535"]),
         (TORCHRUN, {"MASTER_PORT": "65536"}, ["MASTER_PORT='65536'"]),
         (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_RANK=2", "at most 1"]),
-        (HYDRA, {"MPI_LOCALRANKID": None}, ["MPI_LOCALRANKID is not set"]),
         (HYDRA, {"MPI_LOCALRANKID": None, "MPI_LOCALNRANKS": None}, ["PMI_RANK=2", "rest"]),
         (SRUN, {"SLURM_PROCID": "12"}, ["SLURM_PROCID=12", "SLURM_STEP_NUM_TASKS=12"]),
         (SRUN, {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_TASKS_PER_NODE=4"]),
         (SRUN, {"SLURM_NODEID": "3"}, ["SLURM_NODEID=3", "has 3 nodes"]),
         (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "4(x"}, ["SLURM_STEP_TASKS_PER_NODE='4(x'"]),
-        (SRUN, {"SLURM_LOCALID": None}, ["SLURM_LOCALID is not set"]),
         (SRUN, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "srun started 12"]),
         ({}, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK"]),
         ({}, {"PMIX_RANK": "1"}, ["PMIX_RANK=1", "LOCAL_RANK"]),

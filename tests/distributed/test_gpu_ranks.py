@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from gpu_trainings import *  # noqa: F403
-from gpu_trainings import test_a_run_goes_on_with_other_numbers
 from harness import ROOT, run
 from struck_runs import GPURuns
 
@@ -147,11 +146,6 @@ def test_gpus_change_no_byte(tmp_path, tokens, alone_of, kind):
     runs = GPURuns(tmp_path, tokens, *KINDS[kind])
     runs.run("two", 2)
     assert runs.written("two") == alone_of(kind)
-
-
-def test_a_run_of_graphs_goes_on_with_other_numbers(tmp_path, tokens, alone_of):
-    runs = GPURuns(tmp_path, tokens, *KINDS["graph"])
-    test_a_run_goes_on_with_other_numbers(runs, alone_of("graph"))
 
 
 def test_sequences_are_shared(runs, alone):

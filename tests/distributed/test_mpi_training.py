@@ -54,51 +54,6 @@ def test_ranks_drop_the_same_elements(runs):
 
 
 @pytest.mark.slow
-def test_ranks_share_sequences(runs, alone):
-    """2 and 4 ranks, two to a sequence: the same bytes, and almost the numbers of one process."""
-    plan = [{"rank": 1, "step": 25, "what": "term"}]
-    for name, ranks, more in ("two", 2, {}), ("four", 4, {}), ("cut", 4, {"plan": plan}):
-        runs.run(name, ranks, "--context-parallel", "2", **more)
-    checkpoint, lines = runs.written("two")
-    assert runs.written("four") == runs.resumed("cut", 2) == (checkpoint, lines)
-    for line, wanted in zip(lines, alone[1], strict=True):
-        assert line.keys() == wanted.keys()
-        for name in line:
-            assert line[name] == pytest.approx(wanted[name], rel=1e-4), (line["step"], name)
-
-
-@pytest.mark.slow
-def test_ranks_begin_a_run_again_that_never_saved(runs, alone):
-    """By its config.json: its flags, and their own number, do not count."""
-    said = runs.run("a", 4, plan=[{"rank": 1, "step": 7, "what": "kill"}], code=None)
-    assert re.search("at step [67]: rank 1 is gone", said), said
-    assert runs.lines_of("a", "metrics.jsonl") and not list(runs.out.glob("a/checkpoints/*"))
-    words = ["--device", "cpu", "--resume", "auto", "--name", "a", "--out", runs.out]
-    done = ended("-n", "2", sys.executable, PROGRAM, *words)
-    assert done.returncode == 0, done.stderr
-    words = " ".join(done.stdout.split())
-    assert "starting from the beginning, with the settings of its config.json" in words
-    assert runs.written("a") == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_ends_the_others_that_name_it(runs, alone, rank):
-    said = runs.run("a", 4, plan=[{"rank": rank, "step": 25, "what": "kill"}], code=None)
-    assert re.search(f"at step 2[45]: rank {rank} is gone", said), said
-    assert runs.resumed("a", 2) == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_may_take_its_time_for_its_data(runs, alone, rank):
-    """Two machines without a common cache tokenise both."""
-    plan = [{"rank": rank, "what": "late", "seconds": 8.0}]
-    runs.run("a", 2, plan=plan, DEADLINE="5")
-    assert runs.written("a") == alone
-
-
-@pytest.mark.slow
 def test_messages_above_the_limit_are_sent_in_parts(runs, alone):
     """Counts of MPI are 32 bits: a longer array goes as several messages."""
     runs.run("a", 2, MOST="1000")
@@ -115,24 +70,6 @@ def test_a_signal_to_mpirun(runs, alone):
     assert process.returncode == 0, said
     assert "stopped by SIGUSR1 after step" in said and "and saved. Go on with\n    mpirun" in said
     assert runs.resumed("a", 4) == alone
-
-
-@pytest.mark.slow
-def test_the_supervisor_of_mpirun_lets_its_ranks_save(runs, alone):
-    above = [sys.executable, "-m", "needle", "supervise", "--"]
-    process = runs.start("a", 2, plan=SLOW, above=above)
-    runs.until_step(process, "a", 3)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    assert "stopped by SIGUSR1 after step" in said and "supervise -- mpirun -n 2" in said
-    assert runs.resumed("a", 0) == alone
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(runs, alone):
-    said = runs.run("a", 2, plan=[{"rank": 1, "what": "end"}], code=75, DEADLINE="5")
-    assert "rank 0 waited 4 s in 'the plot and the sample' at step 60: rank 1 did not come" in said
-    assert runs.written("a") == alone
 
 
 @pytest.mark.slow

@@ -82,20 +82,13 @@ def transport(library):
     return NCCLTransport(made, 0, 1, made.unique_id(), _C.cpu())
 
 
-def test_nothing_is_sent_to_oneself(transport):
-    assert transport.exchange([None], [None]) is None
-    assert transport.exchange([_C.empty((0,))], [None]) is None
-    transport.close()
-    transport.look()  # there is nothing left to look at
-
-
-@pytest.mark.parametrize("wrong", ["view", "device"])
-def test_arrays_that_cannot_be_sent(transport, wrong):
+def test_arrays_that_cannot_be_sent(transport):
     array = _C.array(np.zeros((4, 4)))
-    if wrong == "device":
-        transport._device = _C.cuda()
     with pytest.raises(ValueError, match="rank 0 must be compact, on c"):
-        transport.exchange([array.permute((1, 0)) if wrong == "view" else array], [None])
+        transport.exchange([array.permute((1, 0))], [None])
+    transport._device = _C.cuda()
+    with pytest.raises(ValueError, match="rank 0 must be compact, on c"):
+        transport.exchange([array], [None])
 
 
 def test_an_error_after_the_call_is_found_by_polling(transport, monkeypatch):
@@ -128,10 +121,15 @@ def test_gpus_change_no_byte(runs, alone, gpus):
     assert runs.written("many") == alone
 
 
-def test_sequences_are_shared(runs):
+def test_sequences_are_shared(runs, alone):
+    """The same bytes by 2 and by 4, and almost the numbers of one."""
     for name, gpus in ("shared", 2), ("wide", 4):
         runs.run(name, gpus, "--context-parallel", "2")
-    assert runs.written("shared") == runs.written("wide")
+    checkpoint, lines = runs.written("shared")
+    assert runs.written("wide") == (checkpoint, lines)
+    for line, wanted in zip(lines, alone[1], strict=True):
+        for word in wanted:
+            assert line[word] == pytest.approx(wanted[word], rel=1e-4), (line["step"], word)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -154,8 +152,7 @@ def test_contradictions_are_refused(runs, gpus, more, words):
     assert runs.run("x", gpus, *more, code=None).count(words) == 1  # though all ranks meet it
 
 
-def test_gpus_below_a_launcher_are_refused(runs, monkeypatch):
-    for name, value in ("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2):
-        monkeypatch.setenv(name, str(value))
-    said = runs.run("x", 2, code=1)
+def test_gpus_below_a_launcher_are_refused(runs):
+    launcher = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    said = runs.run("x", 2, code=1, **launcher)
     assert re.search("--gpus 2: torchrun has started this process as rank 1 of 2: leave", said)

@@ -60,34 +60,10 @@ def test_shares_are_the_whole(micro_batches, counts, ahead):
         assert positions == [(step - middle, where) for step, where in after[middle:]]
 
 
-def test_a_seek_begins_a_step():
-    batches = Batches(TOKENS, 2, 16)
-    batches.share(range(2, 4), 4)
-    start = batches.position
-    first = batches.next()[0]
-    batches.seek(start)
-    np.testing.assert_array_equal(batches.next()[0], first)
-
-
-def test_sharing_anew_begins_a_step():
-    plain, batches = Batches(TOKENS, 2, 16), Batches(TOKENS, 2, 16)
-    batches.share(range(2), 4)
-    batches.next()
-    batches.share(range(1, 2), 2)  # of the batches 1 and 2 the second
-    wanted = [plain.next()[0] for _ in range(3)][2]
-    np.testing.assert_array_equal(batches.next()[0], wanted)
-
-
-def test_in_order_with_a_limit_above_the_epoch_gives_each_batch_once():
-    batches = Batches(TOKENS[: 16 * 7 + 1], 2, 16)
-    every = [ids for ids, _ in batches.in_order(100)]
-    wanted = TOKENS[: 16 * 6].reshape(3, 2, 16)
-    np.testing.assert_array_equal(every, wanted)
-
-
 def test_in_order_spreads_few_batches_evenly_from_the_first_to_the_last():
-    batches = Batches(np.arange(16 * 18 + 1), 2, 16)
-    for limit, wanted in (1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (4, [0, 2, 5, 8]):
+    """Above the epoch's batches each is given once."""
+    batches, all_nine = Batches(np.arange(16 * 18 + 1), 2, 16), [*range(9)]
+    for limit, wanted in (1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (4, [0, 2, 5, 8]), (99, all_nine):
         assert [ids[0, 0] // 32 for ids, _ in batches.in_order(limit)] == wanted
 
 

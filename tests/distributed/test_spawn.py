@@ -133,7 +133,7 @@ time.sleep(600)
         wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_signals_are_passed_on_once(launch, tmp_path, heeds_hangup, number):
     code = """
 heard = []
@@ -153,36 +153,24 @@ sys.stderr.write(" ".join(map(str, heard)) + "\\n")  # in one piece, unlike prin
     assert sorted(err.splitlines()) == sorted([said, f"rank 1: {said}", f"rank 2: {said}"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGABRT])
-def test_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tmp_path, number):
+def test_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tmp_path):
     """SIGABRT asks for the stacks of all ranks, as a supervisor does."""
     body = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(600)"
     process = launch(body, PYTHONFAULTHANDLER="1")
     pids_of(tmp_path)
-    process.send_signal(number)
+    process.send_signal(signal.SIGABRT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and f"was killed by {number.name}" in err
+    assert process.returncode == 128 + signal.SIGABRT and "was killed by SIGABRT" in err
     # Lines of the ranks and about them come whole, between pieces of rank 0's own stacks.
     stacks = "Fatal Python error: Aborted"
     own = re.sub(r"(rank [12]|needle): [^\n]*\n", "", err)
-    counts = [err.count(f"rank {n}: {stacks}\n") for n in (1, 2)] + [own.count(stacks)]
-    assert counts == [number == signal.SIGABRT] * 3
+    assert [err.count(f"rank {n}: {stacks}\n") for n in (1, 2)] + [own.count(stacks)] == [1] * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_nothing_is_left_when_it_is_killed(launch, tmp_path, number):
+def test_nothing_is_left_when_it_is_killed(launch, tmp_path):
     process = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     pids = pids_of(tmp_path)
-    process.send_signal(number)
-    assert process.wait(30) == -number
+    process.kill()
+    assert process.wait(30) == -signal.SIGKILL
     for pid in pids:
         wait_until_gone(pid)
-
-
-def test_command_that_cannot_be_run_ends_with_127_or_126(capfd):
-    assert spawn.run(["/nowhere/at all"], 2) == 127
-    assert spawn.run(["/"], 2) == 126
-    assert capfd.readouterr().err.splitlines() == [
-        "needle: /nowhere/at all: No such file or directory",
-        "needle: /: Permission denied",
-    ]
