@@ -1,5 +1,5 @@
-"""needle/processes.py: children of a session of their own, which end with their parent. (Signals
-that are passed on: test_supervise.py.)"""
+"""needle/processes.py: children of a session of their own, and how a command is spelt. (Signals,
+and the ends of children: training/test_supervise.py and distributed/test_spawn.py.)"""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, naming, wait_until_gone
+from harness import naming, wait_until_gone
 
 from needle.processes import command_line, ends_within, signal_group, start
 
@@ -36,19 +36,6 @@ def test_signal_to_a_group_reaches_what_the_child_started():
         assert ends_within(child, 30) and child.returncode == -signal.SIGKILL
         wait_until_gone(grandchild)
         signal_group(child, signal.SIGKILL)  # there is none left
-
-
-def test_child_ends_with_its_parent():
-    code = "import sys, time; from needle.processes import start; "
-    code += "print(start(['sleep', '600']).pid, flush=True); time.sleep(600)"
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE
-    ) as parent:
-        pid = int(parent.stdout.readline())
-        assert os.path.exists(f"/proc/{pid}")
-        parent.kill()
-    wait_until_gone(pid)
 
 
 def test_command_is_spelt_as_it_reaches_this_environment(tmp_path, monkeypatch):
