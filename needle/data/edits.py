@@ -63,15 +63,25 @@ def read_edits(path: str | os.PathLike) -> list[dict[str, Any]]:
             content = tomllib.load(file)
         except ValueError as error:
             raise DataError(f"{path}: no TOML: {error}") from error
-    edits, checked = content.pop("edit", []), []
-    if content or not isinstance(edits, list) or not all(isinstance(e, dict) for e in edits):
+    edits = content.pop("edit", [])
+    if content or not isinstance(edits, list):
         found = ", ".join(content) or "an edit that is no table"
         raise DataError(f"{path}: must hold tables [[edit]] alone, but holds {found}")
+    return check_edits(edits, path.parent, str(path))
+
+
+def check_edits(
+    edits: list[dict[str, Any]], folder: Path, name: str = "edits"
+) -> list[dict[str, Any]]:
+    """Check edits as read_edits does. folder: of relative paths. name: of the list in errors."""
+    checked = []
     for number, edit in enumerate(edits, 1):
+        if not isinstance(edit, dict):
+            raise DataError(f"{name}: edit {number} is no table: {edit!r:.40}")
         try:
-            checked.append(_checked(edit, path.parent))
+            checked.append(_checked(edit, folder))
         except ValueError as error:
-            raise DataError(f"{path}: edit {number}, {error}") from error
+            raise DataError(f"{name}: edit {number}, {error}") from error
     return checked
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: which name is free, which run --resume means, and a run in Python.
+"""The folder of a run: which name is free, and which run --resume means.
 
     runs/NAME/lock          held by the one process that trains there (needle/files.py)
     runs/NAME/checkpoints/  step_N.safetensors, and weights_N.safetensors of --keep
@@ -11,17 +11,13 @@ run of its --name that has finished no step.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from needle import models
-from needle.backend_ndarray import Device
 from needle.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -31,21 +27,12 @@ from needle.checkpoint import (
     newest_checkpoint,
     proven_checkpoint,
     step_of,
-    weights_path,
 )
 from needle.command import flag_words, wrapped
-from needle.data import DataError, Tokenizer, load_tokenizer
+from needle.data import DataError
 from needle.data.tokenizer import TEXT_FILES
-from needle.files import (
-    FileError,
-    Lock,
-    MissingFileError,
-    named,
-    read_json,
-    remove_leftovers,
-    similar,
-)
-from needle.models import Config, LanguageModel
+from needle.files import FileError, Lock, read_json, remove_leftovers, similar
+from needle.models import Config
 from needle.training.heartbeat import note_folder
 from needle.training.log import read_lines
 from needle.training.settings import read_config
@@ -55,6 +42,14 @@ from needle.training.settings import read_config
 
 def read_description(folder: Path) -> dict:
     return read_json(folder / "config.json")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings that config.json holds. FileError where it has none."""
+    settings = read_description(folder).get("settings")
+    if not isinstance(settings, dict):
+        raise FileError(f"{folder / 'config.json'}: it has no settings of a run")
+    return settings
 
 
 def described_config(path: Path) -> Config:
@@ -228,104 +223,3 @@ def advice_after_divergence(folder: Path, finite: int, saved: int, following: in
             f"the last one is {last}: {finite - saved} {followed}, and it may have diverged"
         )
     return "\n".join([*lines, advice])
-
-
-# ---- a run in Python ---------------------------------------------------------------------------
-
-
-class SavedRun:
-    """The folder of a run, finished, stopped or under way; nothing is written into it.
-
-    folder     a Path
-    settings   of the training, by name: what config.json holds under `settings`
-    config     the configuration of the model
-    tokenizer  as that of a model that is loaded, or None for data that are tokens
-    metrics    the numbers of metrics.jsonl by name, see there
-    steps      the steps of the checkpoints and of weights that --keep left, ascending
-
-    Each is read when it is first asked for; a new SavedRun sees what a run under way has added.
-    """
-
-    def __init__(self, folder: str | os.PathLike) -> None:
-        self.folder = named(folder)
-        if not (self.folder / "config.json").is_file():
-            raise MissingFileError(f"{self.folder}: no run: there is no file config.json in it")
-
-    def __repr__(self) -> str:
-        last = f"to step {self.steps[-1]}" if self.steps else "none"
-        return f"SavedRun({self.folder}; checkpoints {last})"
-
-    @functools.cached_property
-    def settings(self) -> dict[str, Any]:
-        settings = read_description(self.folder).get("settings")
-        if not isinstance(settings, dict):
-            raise FileError(f"{self.folder / 'config.json'}: it has no settings of a run")
-        return settings
-
-    @functools.cached_property
-    def config(self) -> Config:
-        return described_config(self.folder / "config.json")
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        path = self.folder / "tokenizer.json"
-        return load_tokenizer(path) if path.exists() else None
-
-    @functools.cached_property
-    def metrics(self) -> dict[str, np.ndarray]:
-        """Arrays (N,) of the N steps that were logged: `step` and `tokens` as int64, the others as
-        float64, NaN where a step has no such number (val_loss without an evaluation)."""
-        lines = {line["step"]: line for line in read_lines(self.folder / "metrics.jsonl")}
-        names = dict.fromkeys(name for line in lines.values() for name in line)
-        found = {}
-        for name in names or ("step", "tokens", "loss"):
-            kind = np.int64 if name in ("step", "tokens") else np.float64
-            found[name] = np.array([line.get(name, np.nan) for line in lines.values()], kind)
-        return found
-
-    @functools.cached_property
-    def steps(self) -> list[int]:
-        paths = list_checkpoints(self.folder / "checkpoints", "step|weights")
-        return sorted({step_of(path) for path in paths})
-
-    def checkpoint(self, step: int | None = None) -> Checkpoint:
-        """Return the checkpoint of a step, or its weights alone where --keep left these; by default
-        the newest whole one. MissingFileError where there is none."""
-        if step is None:
-            return find_checkpoint(self.folder)
-        if not isinstance(step, (int, np.integer)) or isinstance(step, bool):
-            raise TypeError(f"{self.folder}: step must be a whole number, not {step!r}")
-        if step not in self.steps:
-            there = ", ".join(map(str, self.steps)) or "none"
-            raise MissingFileError(
-                f"{self.folder}: no checkpoint of step {step}; there are {there}"
-            )
-        place = self.folder / "checkpoints"
-        whole = checkpoint_path(place, step)
-        return Checkpoint(whole if whole.exists() else weights_path(place, step))
-
-    def model(
-        self, step: int | None = None, device: Device | None = None, dtype: str | None = None
-    ) -> LanguageModel:
-        """Return the model of a step (default: the newest whole checkpoint), in evaluation mode.
-        dtype: by default that of the run."""
-        model = self.checkpoint(step).restore_model(device, dtype)
-        model.eval()
-        return model
-
-
-def open_run(folder: str | os.PathLike) -> SavedRun:
-    """Open the folder of a run. MissingFileError, a FileNotFoundError, where there is no run.
-
-    >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
-    >>> file = folder / "checkpoints" / "step_2.safetensors"
-    >>> _ = ndl.save_checkpoint(ndl.Pythia(config), None, 0, 3.9, file)
-    >>> import json
-    >>> described = {"settings": {"steps": 2}, "model": config.to_dict()}
-    >>> _ = (folder / "config.json").write_text(json.dumps(described))
-    >>> run = ndl.open_run(folder)
-    >>> run.steps, run.settings["steps"], run.config.num_heads, run.checkpoint(2).state["loss"]
-    ([2], 2, 2, 3.9)
-    >>> logits, _ = run.model(step=2)([[1, 2, 3]])
-    """
-    return SavedRun(folder)

@@ -10,6 +10,7 @@ that of a run to resume: it begins with the parent's checkpoint and lines of met
     start    the last step without edits
     until    its last step
     edits    as needle/data/edits.py checks them, with the numbers of documents
+    stop     a step at which it ends before, with the same edits
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray, cpu
 from needle.autograd import Tensor
-from needle.checkpoint import checkpoint_path, find_checkpoint, list_checkpoints, step_of
+from needle.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    step_of,
+)
 from needle.command import Parser, find, path, reporting, whole, wrapped
 from needle.data import Batches, DataError, TokenData
 from needle.data.edited import Edits
@@ -44,7 +51,7 @@ from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
 from needle.files import MissingFileError, read_json, replacing
-from needle.training.folder import SavedRun, again, begin, open_run, read_description
+from needle.training.folder import again, begin, described_config, read_description, read_settings
 from needle.training.log import lines_until
 from needle.training.proofs import differences, to_text
 from needle.training.settings import run_name
@@ -62,6 +69,7 @@ class Replay:
     start: int
     until: int
     edits: list[dict[str, Any]]
+    stop: int | None = None
 
     def __post_init__(self) -> None:
         self.edits_data = any(edit["do"] not in TRAINING for edit in self.edits)
@@ -183,25 +191,26 @@ def whole_steps(folder: Path) -> list[int]:
     return [0, *(step_of(file) for file in reversed(list_checkpoints(folder / "checkpoints")))]
 
 
-def planned(parent: SavedRun, start: int, steps: int | None, edits: list[dict]) -> Replay:
-    """Return the replay of a run from a step on; steps: that follow, by default to its end.
-    DataError for a step that it does not have."""
-    settings, last = parent.settings, parent.settings["steps"]
+def planned(parent: Path, start: int, steps: int | None, edits: list[dict]) -> Replay:
+    """Return the replay of the run in a folder from a step on; steps: that follow, by default to
+    its end. DataError for a step that it does not have."""
+    settings = read_settings(parent)
+    last = settings["steps"]
     until = last if steps is None else start + steps
     if not 0 <= start < until:
-        raise DataError(f"--from {start}: {parent.folder} has the steps 0 to {last}")
+        raise DataError(f"--from {start}: {parent} has the steps 0 to {last}")
     if until > last and settings["schedule"] != "constant":
         raise DataError(
-            f"--steps {steps}: the {settings['schedule']} schedule of {parent.folder} ends at step "
+            f"--steps {steps}: the {settings['schedule']} schedule of {parent} ends at step "
             f"{last}: give {last - start} or less"
         )
-    if (of := read_replay(parent.folder, last)) is not None and of.edits:
-        raise DataError(f"{parent.folder}: a replay with edits: replay {of.parent}, with all edits")
-    base = max(step for step in whole_steps(parent.folder) if step <= start)
-    with contextlib.suppress(MissingFileError):
-        text = (parent.folder / "manifest.json").read_bytes()
-        manifest = hashlib.sha256(text).hexdigest()
-    return Replay(str(parent.folder.resolve()), manifest, base, start, until, edits)
+    if (of := read_replay(parent, last)) is not None and of.edits:
+        raise DataError(f"{parent}: a replay with edits: replay {of.parent}, with all edits")
+    base = max(step for step in whole_steps(parent) if step <= start)
+    manifest = None
+    with contextlib.suppress(FileNotFoundError):
+        manifest = hashlib.sha256((parent / "manifest.json").read_bytes()).hexdigest()
+    return Replay(str(parent.resolve()), manifest, base, start, until, edits)
 
 
 def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
@@ -250,27 +259,44 @@ def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool
     return subprocess.run([*program, *again(folder), *flags], stdout=output).returncode
 
 
-def control(replay: Replay, launch: str, flags: Sequence[str]) -> list[str]:
-    """Repeat the first steps without edits; return what differs from the parent's."""
-    until = min(replay.start + CONTROL, replay.until)
-    null, parent = dataclasses.replace(replay, until=until, edits=[]), Path(replay.parent)
-    with tempfile.TemporaryDirectory(prefix="needle-control-") as made:
-        folder = make_folder(null, Path(made), "control")
+@contextlib.contextmanager
+def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]:
+    """Train a replay in a folder beside its parent's, which the block reads; then it is removed.
+    RuntimeError where the training fails, whose message is on standard error."""
+    parent = Path(replay.parent)
+    place = {"dir": parent.parent, "prefix": f".{parent.name}-", "ignore_cleanup_errors": True}
+    with tempfile.TemporaryDirectory(**place) as made:
+        folder = make_folder(replay, Path(made), "again")
         if code := train(folder, launch, flags, quiet=True):
-            return [f"the control ended with exit code {code}"]
-        steps = range(replay.base + 1, until + 1)
-        return differences(parent / "metrics.jsonl", folder / "metrics.jsonl", steps)
+            last = replay.stop or replay.until
+            raise RuntimeError(
+                f"{parent}: steps {replay.base + 1} to {last} again ended with exit code {code}"
+            )
+        yield folder
 
 
-def check(replay: Replay, parent: SavedRun) -> tuple[Replay, list[str]]:
+def control(replay: Replay, launch: str, flags: Sequence[str]) -> None:
+    """Repeat the first steps without edits. DataError where they differ from the parent's."""
+    until = min(replay.start + CONTROL, replay.until)
+    with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as folder:
+        steps, parent = range(replay.base + 1, until + 1), Path(replay.parent)
+        wrong = differences(parent / "metrics.jsonl", folder / "metrics.jsonl", steps)
+    if wrong:
+        raise DataError(f"the control differs from {parent}: {'; '.join(wrong)}")
+
+
+def check(replay: Replay) -> tuple[Replay, list[str]]:
     """Find the places of the edits. Return the replay that names them, and the plan in lines.
     DataError for an edit that names nothing."""
-    data, batches, settings = open_run_data(parent.folder)
+    parent = Path(replay.parent)
+    data, batches, settings = open_run_data(parent)
     if replay.base:  # its position knows the order of the data
-        batches.seek(parent.checkpoint(replay.base).state["data"])
+        file = checkpoint_path(parent / "checkpoints", replay.base)
+        batches.seek(Checkpoint(file).state["data"])
     first, every = replay.start + 1, settings["micro_batches"]
     edits = Edits(replay.edits, data, batches, every, first, replay.until)
-    sizes = {name: p.size for name, p in parent.config.meta_model(cpu()).named_parameters()}
+    model = described_config(parent / "config.json").meta_model(cpu())
+    sizes = {name: p.size for name, p in model.named_parameters()}
     for edit in replay.edits:
         values_of(edit, sizes)
     return dataclasses.replace(replay, edits=edits.checked), edits.describe()
@@ -298,9 +324,8 @@ def parser() -> argparse.ArgumentParser:
 @reporting("needle replay")
 def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parser().parse_known_args(argv)
-    parent = open_run(args.run)
     edits = [] if args.edit is None else read_edits(args.edit)
-    replay, lines = check(planned(parent, args.start, args.steps, edits), parent)
+    replay, lines = check(planned(args.run, args.start, args.steps, edits))
     more = replay.start - replay.base
     if more:
         where = f"the checkpoint of step {replay.base}" if replay.base else "the first model"
@@ -309,9 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         return 0
     if replay.edits and not args.no_control:
-        if wrong := control(replay, args.launch, flags):
-            raise DataError(f"the control differs from {parent.folder}: {'; '.join(wrong)}")
+        control(replay, args.launch, flags)
         print(f"control: {CONTROL} steps without edits have equal bits", flush=True)
-    return train(
-        make_folder(replay, args.out or parent.folder.parent, args.name), args.launch, flags
-    )
+    folder = make_folder(replay, args.out or Path(replay.parent).parent, args.name)
+    return train(folder, args.launch, flags)

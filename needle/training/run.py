@@ -61,7 +61,9 @@ class Run:
     replay: Replay | None = None  # of another run
 
     def __post_init__(self) -> None:
-        self.until = self.settings.steps if self.replay is None else self.replay.until
+        replay, self.until = self.replay, self.settings.steps
+        if replay is not None:
+            self.until = replay.stop or replay.until
         self.device = self.model.device
         if self.data.tokenizer is not None:
             self.model.tokenizer = self.data.tokenizer
