@@ -110,6 +110,12 @@ class Checkpoint:
                 return Tokenizer(files_in(path.parent), str(path))
         return Tokenizer({})
 
+    @property
+    def tensors(self) -> dict[str, Entry]:
+        """The tensors of the file, of the model first, by their names; none is read."""
+        names = sorted(self._entries, key=lambda name: (name.startswith("optimizer."), name))
+        return {name: self._entries[name] for name in names}
+
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")
 

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from needle import _C
-from needle._C import NDArray
+from needle._C import NDArray, cpu
 from needle.backend_ndarray import as_bytes
-from needle.checkpoint import versions
+from needle.checkpoint import Checkpoint, CheckpointError, versions
 from needle.data import Batches
 from needle.distributed.data_parallel import DataParallel
 from needle.files import FileError, MissingFileError, read_json, reading
@@ -68,6 +68,16 @@ def _upper(hashes: NDArray) -> NDArray:
     while hashes.nbytes > TOP:
         hashes = _leaves(as_bytes(hashes))
     return hashes
+
+
+def digests_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what a line of proof says of the arrays in a checkpoint. CheckpointError for one of no
+    run."""
+    _, optimizer, _, _ = checkpoint.restore(cpu())
+    if optimizer is None or optimizer.flat is None:
+        raise CheckpointError(f"{checkpoint.path}: no checkpoint from which a run goes on")
+    arrays = {"weights": optimizer.flat.data, **optimizer.kept()}
+    return {name: digest(array) for name, array in arrays.items()}
 
 
 def digests(parallel: DataParallel) -> Callable[[], dict[str, str]]:
@@ -141,7 +151,8 @@ class Chain:
 
 def is_proof(line: Any) -> bool:
     """True for the value of a line of proof."""
-    return isinstance(line, dict) and {"step", "digest", "previous"} <= line.keys()
+    kinds = {"step": int, "position": dict, "digest": dict, "previous": str}
+    return isinstance(line, dict) and all(type(line.get(key)) is kinds[key] for key in kinds)
 
 
 def parsed(path: Path) -> Iterator[tuple[str, Any]]:
@@ -157,6 +168,19 @@ def parsed(path: Path) -> Iterator[tuple[str, Any]]:
             yield text.decode(), json.loads(text)
 
 
+def broken_links(path: Path) -> list[tuple[int, int]]:
+    """Return the lines of proof of metrics.jsonl that do not say what stands before them, each by
+    the step of the line of proof before (0: there is none) and its own."""
+    chain, last, found = Chain([]), 0, []
+    for text, line in parsed(path):
+        if is_proof(line):
+            if line["previous"] != chain.previous:
+                found.append((last, line["step"]))
+            last = line["step"]
+        chain.add(text)
+    return found
+
+
 def told(path: Path) -> dict[int, dict[str, Any]]:
     """Return what metrics.jsonl tells of each step, but for its times."""
     steps: dict[int, dict[str, Any]] = {}
@@ -170,16 +194,21 @@ def told(path: Path) -> dict[int, dict[str, Any]]:
     return steps
 
 
-def differences(one: Path, other: Path, steps: range) -> list[str]:
-    """Return how the first step differs that two files metrics.jsonl tell differently; what only
-    one of them tells is no difference."""
-    mine, theirs = told(one), told(other)
+def differing(one: Path, other: Path, steps: range) -> dict[int, dict[str, tuple[Any, Any]]]:
+    """Return, of each step that two files metrics.jsonl tell differently, by name the two values
+    that differ; what only one of them tells is no difference."""
+    mine, theirs, found = told(one), told(other), {}
     for step in steps:
         a, b = mine.get(step, {}), theirs.get(step, {})
-        wrong = [f"{key} is {a[key]}, not {b[key]}" for key in a if key in b and a[key] != b[key]]
-        if wrong:
-            return [f"step {step}: {text}" for text in wrong]
-    return []
+        wrong = {key: (a[key], b[key]) for key in a if key in b and a[key] != b[key]}
+        found |= {step: wrong} if wrong else {}
+    return found
+
+
+def differences(one: Path, other: Path, steps: range) -> list[str]:
+    """Return how the first step differs that two files metrics.jsonl tell differently."""
+    first = next(iter(differing(one, other, steps).items()), (0, {}))
+    return [f"step {first[0]}: {key} is {a}, not {b}" for key, (a, b) in first[1].items()]
 
 
 # ---- the manifest ------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def _write_text(file: Path, text: str) -> None:
 
 
 def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool = False) -> int:
-    """Train the run in a folder to its end, as `needle train --resume` does; return the exit code.
+    """Train the run in a folder to its end, as `needle train --resume auto`; return the exit code.
     launch: the words before the command, as "mpirun -n 2"."""
     program = [*shlex.split(launch), sys.executable, str(find("apps/train_pythia.py"))]
     output = subprocess.DEVNULL if quiet else None

@@ -1,0 +1,376 @@
+"""needle verify RUN [--steps A:B | --sample K --seed S | --full]
+
+The files of a run are compared with each other. Then steps are trained again, and lines, proofs and
+checkpoints are compared with those of the run. A verdict is one of
+
+    equal       all that was compared has equal bits
+    differs     the first step that differs, and what of it: data, order (the batch, though the
+                tokens are equal), learning rate, settings, weights, moments, line (of
+                metrics.jsonl, while weights and moments are equal), file (a checkpoint that is
+                damaged, or of another step)
+    undecided   it differs, or was not computed, for a reason that is named
+
+with its scope: what was recomputed here and from where, or that it was taken from the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from needle.backend_ndarray import cpu, given_device
+from needle.checkpoint import Checkpoint, list_checkpoints, step_of
+from needle.command import Parser, path, reporting, told, whole, wrapped
+from needle.data import run_batches, run_data
+from needle.data.identity import SAMPLED
+from needle.files import FileError, MissingFileError, replacing
+from needle.training import proofs
+from needle.training.folder import check_state, described_config, read_description, read_settings
+from needle.training.log import clock, read_lines
+from needle.training.replay import Replay, read_replay, trained
+from needle.training.run import products_of
+from needle.training.settings import FREE, Settings, parse, word
+
+EQUAL, DIFFERS, UNDECIDED = "equal", "differs", "undecided"
+CODES = {DIFFERS: 3, UNDECIDED: 4, EQUAL: 0}  # exit codes; the first that occurs counts
+Interval = tuple[int, int]  # the steps after the first one, up to the second
+
+
+@dataclasses.dataclass
+class Verdict:
+    """The verdict on a file or on steps."""
+
+    of: str
+    result: str
+    text: str
+    what: str | None = None
+    step: int | None = None  # the first that differs
+    scope: str = "taken from the files"
+    tensor: dict[str, Any] | None = None  # the first that differs: name, index, run, here, count
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f", step {self.step}"
+        what = "" if self.what is None else f" ({self.what}{at})"
+        return f"{self.of}: {self.result}{what}: {self.text} [{self.scope}]"
+
+
+class Claims:
+    """What the files of a run say of it. given: flags of `needle train`."""
+
+    def __init__(self, folder: Path, given: Settings) -> None:
+        self.folder, self.metrics = folder, folder / "metrics.jsonl"
+        self.settings, self.description = read_settings(folder), read_description(folder)
+        self.manifest = proofs.read_manifest(folder) or {}
+        self.lines = {line["step"]: line for line in read_lines(self.metrics)}
+        parsed = (line for _, line in proofs.parsed(self.metrics))
+        self.proofs = {line["step"]: line for line in parsed if proofs.is_proof(line)}
+        self.files = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
+        self.states: dict[int, dict[str, Any]] = {}  # of checkpoints that can be compared
+        self.good = {0}  # steps from which a repetition can begin
+        self.replay = read_replay(folder, max(self.files, default=0))
+        self.data = self.description["data"] | ({"path": given.data} if given.data else {})
+        model = described_config(folder / "config.json").meta_model(given_device(given.device))
+        if self.settings.get("fp8"):
+            model.use_fp8()
+        self.products, self.commit = products_of(model), proofs.commit()  # here
+
+    def foreign(self, last: int) -> tuple[str, str] | None:
+        """Return what of this machine is not as in the run's steps up to `last`, and a text."""
+        theirs = self.states.get(last, self.manifest).get("products") or self.products
+        if theirs != self.products:
+            gpus = {text.split(", ")[0].partition(" on ")[2] for text in (theirs, self.products)}
+            what = "GPU kind" if len(gpus) == 2 else "library or table"
+            return what, f"the run multiplied by {theirs}, this machine by {self.products}"
+        theirs = self.manifest.get("commit") or self.commit
+        if None not in (theirs, self.commit) and theirs != self.commit:
+            return "commit", f"the run was begun by commit {theirs}, this is {self.commit}"
+        return None
+
+
+# ---- the files ---------------------------------------------------------------------------------
+
+
+def of_lines(claims: Claims) -> Verdict:
+    """Check that metrics.jsonl has each step, and its chain of proofs."""
+    steps, broken = claims.lines, proofs.broken_links(claims.metrics)
+    cut = [step for step in range(1, max(steps, default=0)) if step not in steps]
+    wrong = [f"a line from step {a + 1} to {b} was changed, cut or put in" for a, b in broken]
+    wrong += [f"{len(cut)} lines are missing, the first of step {cut[0]}"] if cut else []
+    if wrong:
+        at = min([*cut, *(a + 1 for a, _ in broken)])
+        return Verdict("metrics.jsonl", DIFFERS, "; ".join(wrong), "line", at)
+    after = sum(step > max(claims.proofs, default=0) for step in steps)
+    text = f"{len(steps):,} steps, {len(claims.proofs):,} proofs in a chain, {after:,} steps behind"
+    return Verdict("metrics.jsonl", EQUAL, text)
+
+
+def of_settings(claims: Claims, of: str, theirs: dict[str, Any]) -> list[Verdict]:
+    """Check that another file says what config.json does, as far as it decides the steps."""
+    free, wrong = {word(name) for name in FREE}, []
+    free |= {"steps", "samples"} if claims.settings["schedule"] == "constant" else set()
+    own, theirs = proofs.canonical(claims.description), proofs.canonical(theirs)
+    for part in ("settings", "model", "optimizer", "data"):
+        mine, found = own.get(part), theirs.get(part)
+        if isinstance(mine, dict) and isinstance(found, dict):
+            names = [
+                name for name in mine.keys() & found.keys() - free if mine[name] != found[name]
+            ]
+            wrong += [f"{part}.{n} is {found[n]}, in config.json {mine[n]}" for n in sorted(names)]
+    what = "settings" if any(not text.startswith("data.") for text in wrong) else "data"
+    return [Verdict(of, DIFFERS, "; ".join(wrong), what)] if wrong else []
+
+
+def of_data(claims: Claims) -> Verdict:
+    """Check the tokens, and the batch of each line of proof."""
+    told, verdict = claims.data, Verdict("data", DIFFERS, "", scope="read here")
+    try:
+        data, is_same = run_data(told, claims.folder, told["fingerprint"]), True
+    except MissingFileError as error:
+        verdict.result, verdict.text = UNDECIDED, f"{error}: --data PATH names another place"
+        return verdict
+    except FileError:
+        data, is_same = run_data(told, claims.folder), False
+    batches, every = run_batches(data, told, told["id_limit"]), told["micro_batches"]
+    if claims.replay is not None:
+        claims.replay.begin(data, batches, every)
+    verdict.what = "order" if is_same and SAMPLED not in told["fingerprint"] else "data"
+    for step, proof in sorted(claims.proofs.items()):
+        batches.seek_batch((step - 1) * every)
+        found = proofs.batch_hash(batches, batches.position, every)
+        if found != proof.get("batch"):
+            verdict.text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
+            verdict.step = step
+            return verdict
+    verdict.text = f"{data.source}: fingerprint {data.fingerprint}, not {told['fingerprint']}"
+    if is_same:
+        verdict.result, verdict.what = EQUAL, None
+        verdict.text = f"the tokens, and the batches of {len(claims.proofs):,} lines of proof"
+    return verdict
+
+
+def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
+    """Check that a checkpoint is whole and of its step, and what settings and proofs say."""
+    file, proof, found = claims.files[step], claims.proofs.get(step), []
+    differs = lambda text, what: Verdict(file.name, DIFFERS, text, what, step)
+    try:
+        checkpoint = Checkpoint(file)
+        check_state(checkpoint)
+        digests = proofs.digests_of(checkpoint)
+    except FileError as error:
+        return [differs(str(error), "file")]
+    state = checkpoint.state
+    if state["step"] != step:
+        return [differs(f"it is of step {state['step']}", "file")]
+    optimizer = {name: x for name, x in state["optimizer"].items() if name != "lr"}
+    facts = {"settings": state["settings"], "model": state["config"], "optimizer": optimizer}
+    facts["data"] = {"fingerprint": state["fingerprint"]}
+    claims.states[step], found = state, of_settings(claims, file.name, facts)
+    proven = {} if proof is None else proof["digest"]
+    if step == 0 and "weights" in claims.manifest:
+        proven = {"weights": claims.manifest["weights"]}
+    elif proof is None and "weights" in claims.manifest:
+        found.append(differs("its line of proof is cut from metrics.jsonl", "line"))
+    elif proof is not None and proof["position"] != state["data"]:
+        text = f"its position is {state['data']}, in its line of proof {proof['position']}"
+        found.append(differs(text, "order"))
+    if wrong := [name for name in proven if digests.get(name) != proven[name]]:
+        text = f"the digest of {', '.join(wrong)} is another one than in its line of proof"
+        found.append(differs(text, "weights" if "weights" in wrong else "moments"))
+    claims.good |= {step} - {step for _ in found}
+    return found or [Verdict(file.name, EQUAL, "whole; settings" + ", digests" * bool(proven))]
+
+
+# ---- steps -------------------------------------------------------------------------------------
+
+
+def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[str]) -> Verdict:
+    """Train steps again, and compare what they leave with what the run has."""
+    (first, last), of, own = interval, claims.replay, claims.manifest.get("weights")
+    steps, parent = range(first + 1, last + 1), str(claims.folder.resolve())
+    start, until, edits = (first, last, []) if of is None else (of.start, of.until, of.edits)
+    scope = "recomputed here from " + f"the checkpoint of step {first}" * (first > 0)
+    verdict = Verdict(_steps(interval), EQUAL, "", scope=scope + "the initial state" * (first == 0))
+    with trained(Replay(parent, None, first, start, until, edits, last), launch, flags) as folder:
+        wrong = proofs.differing(claims.metrics, folder / "metrics.jsonl", steps)
+        made = {step_of(file): file for file in list_checkpoints(folder / "checkpoints")}
+        files = sorted(step for step in claims.states.keys() & made if step in steps)
+        tensors = {step: _first_number(claims.files[step], made[step]) for step in files}
+        weights = (proofs.read_manifest(folder) or {}).get("weights", own)
+    if first == 0 and own not in (None, weights):
+        wrong = {0: {"digest of weights": (own, weights)}, **wrong}
+    tensors = {step: tensor for step, tensor in tensors.items() if tensor is not None}
+    lines, proven = (sum(step in told for step in steps) for told in (claims.lines, claims.proofs))
+    compared = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
+    if not wrong and not tensors:
+        verdict.text = compared
+        return verdict
+    verdict.result, verdict.step = DIFFERS, min([*wrong, *tensors])
+    pairs = wrong.get(verdict.step, {}).items()
+    says = [f"{key} is {theirs}, recomputed {here}" for key, (theirs, here) in pairs]
+    if tensors:
+        verdict.tensor = tensors[min(tensors)]
+        text = "{name}{index} is {run}, recomputed {here}; in all {count:,} numbers differ"
+        says.append(text.format(**verdict.tensor))
+    verdict.text = f"{'; '.join(says)}; of {compared}"
+    verdict.what = _what(wrong, tensors, None if last in files else last)
+    if verdict.what == "order" and SAMPLED in claims.data["fingerprint"]:
+        verdict.what = "data"
+    if verdict.what != "line" and (foreign := claims.foreign(last)):
+        verdict.result, verdict.what = UNDECIDED, foreign[0]
+        verdict.text += f"; {foreign[1]}, and one as the run's decides"
+    return verdict
+
+
+def _steps(interval: Interval) -> str:
+    return f"steps {interval[0] + 1} to {interval[1]}"
+
+
+def _what(wrong: dict[int, dict], tensors: dict[int, dict], proven: int | None) -> str:
+    """Return what differs first. wrong: of the lines of each step; tensors: of each checkpoint;
+    proven: the last step, if it has no checkpoint."""
+    if not tensors and not any(key.startswith("digest") for key in wrong.get(proven, ())):
+        return "line"
+    if "lr" in wrong.get(min([*wrong, *tensors]), {}):
+        return "learning rate"
+    if any(key in ("batch", "position") for keys in wrong.values() for key in keys):
+        return "order"
+    told = {step: {key for key in keys if "digest" in key} for step, keys in wrong.items()}
+    told |= {step: {tensor["name"]} for step, tensor in tensors.items()}
+    names = next((told[step] for step in sorted(told) if told[step]), ())
+    moments = ("digest of m", "digest of v", "optimizer.m.", "optimizer.v.")
+    return "moments" if all(name.startswith(moments) for name in names) else "weights"
+
+
+def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
+    """Return where two checkpoints first have different numbers: name of the tensor, index, both
+    values, and how many numbers of all tensors differ; None for equal ones."""
+    one, other = Checkpoint(run).tensors, Checkpoint(here).tensors
+    found: dict[str, Any] = {}
+    for name in [name for name in other if name in one and one[name].shape == other[name].shape]:
+        words = [x[name].words() for x in (one, other)]
+        wrong = np.not_equal(*(x.view(f"u{x.itemsize}") for x in words))
+        if not found and wrong.any():
+            index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            values = [x[name].read(cpu()).astype("float32").numpy()[index] for x in (one, other)]
+            found = {"name": name, "index": [*map(int, index)], "count": 0}
+            found |= {"run": float(values[0]), "here": float(values[1])}
+        if found:
+            found["count"] += int(wrong.sum())
+    return found or None
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def intervals_of(claims: Claims, args: argparse.Namespace) -> list[Interval]:
+    """Return the intervals to train again."""
+    starts = sorted({*claims.files} - {0})
+    found, last = [*zip(starts, starts[1:])], max([*claims.proofs, *starts], default=0)
+    if args.full:
+        return [(0, last)] if last else []
+    if args.steps is not None:
+        if args.steps[0] not in (0, *starts) or args.steps[1] > last:
+            text = f"begin with one of {[0, *starts]} and end at {last} or before"
+            raise FileError(f"--steps: of {claims.folder} it can {text}")
+        return [args.steps]
+    if args.sample is not None:
+        return sorted(random.Random(args.seed).sample(found, min(args.sample, len(found))))
+    return found
+
+
+def verified(
+    claims: Claims, intervals: list[Interval], launch: str = "", flags: Sequence[str] = ()
+) -> Iterator[Verdict]:
+    """Yield the verdicts on the files of a run, then on intervals of its steps."""
+    yield of_lines(claims)
+    text = "as config.json" if claims.manifest else "there is none"
+    yield from of_settings(claims, "manifest.json", claims.manifest) or [
+        Verdict("manifest.json", EQUAL, text)
+    ]
+    yield (data := of_data(claims))
+    for step in sorted(claims.files):
+        if any(first <= step <= last for first, last in intervals):
+            yield from of_checkpoint(claims, step)
+    known = sorted({*claims.proofs, *claims.states})
+    for first, last in intervals:
+        reason = None
+        if first not in claims.good:
+            reason = f"the checkpoint of step {first} is not the run's: an earlier one decides"
+        elif last not in known:
+            reason = f"step {last} has no checkpoint and no proof; of {known} the next one decides"
+        elif data.result != EQUAL:
+            reason = "the run's data decide"
+        if reason is None:
+            yield of_steps(claims, (first, last), launch, flags)
+        else:
+            yield Verdict(_steps((first, last)), UNDECIDED, reason, scope="not computed")
+    if not intervals:
+        text = "there are no two checkpoints: --full decides"
+        yield Verdict("steps", UNDECIDED, text, scope="not computed")
+
+
+@told
+def _interval(text: str) -> Interval:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise ValueError(f"must be two steps A:B, A before B, not {text!r}")
+    return int(first), int(last)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="needle verify", description="Repeat steps of a run, and compare the bits.")
+    top.epilog = "Other flags are those of needle train: --device, --gpus ... Exit codes: 0 equal; "
+    top.epilog += "1 an error; 3 something differs; 4 nothing differs, something is undecided."
+    top.add_argument("run", type=path, metavar="RUN", help="the folder of the run")
+    which = top.add_mutually_exclusive_group()
+    which.add_argument("--steps", type=_interval, metavar="A:B",
+                       help="from the checkpoint of step A, or 0, to step B (default: between all "
+                       "neighbouring checkpoints)")  # fmt: skip
+    which.add_argument("--sample", type=whole(1), metavar="K", help="K intervals, drawn by --seed")
+    which.add_argument("--full", action="store_true", help="from the initial state, by no state of "
+                       "a checkpoint")  # fmt: skip
+    top.add_argument("--seed", type=whole(0), metavar="S", help="of --sample (default: random)")
+    top.add_argument("--json", type=path, metavar="FILE", help="write plan and verdicts")
+    top.add_argument("--dry-run", action="store_true", help="print the plan and its price")
+    top.add_argument("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
+    return top
+
+
+@reporting("needle verify")
+def main(argv: Sequence[str] | None = None) -> int:
+    args, flags = parser().parse_known_args(argv)
+    args.seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
+    claims = Claims(args.run, parse(["--resume", str(args.run), *flags]))
+    intervals = intervals_of(claims, args)
+    line, count = max(claims.lines.items(), default=(1, {}))[1], sum(b - a for a, b in intervals)
+    plan = {
+        "run": str(args.run),
+        "intervals": intervals,
+        "seed": None if args.sample is None else args.seed,
+        "steps": count,
+        "seconds": round(count * line.get("seconds", 0) / line.get("step", 1)),
+        "device": claims.description["device"]["name"],
+        "products": claims.products,
+    }
+    text = "{0} intervals, {steps:,} steps: {1} (m:ss) at the rate of the run, on {device}"
+    text = text.format(len(intervals), clock(plan["seconds"]), **plan)
+    text += "" if plan["seed"] is None else f"; drawn by --seed {args.seed}"
+    print(wrapped("\n".join([text, *map(_steps, intervals)])), flush=True)
+    if args.dry_run:
+        return 0
+    verdicts = []
+    for verdict in verified(claims, intervals, args.launch, flags):
+        verdicts.append(verdict)
+        print(wrapped(str(verdict)), flush=True)
+    if args.json is not None:
+        told = {"plan": plan, "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts]}
+        with replacing(args.json) as file:
+            file.write(f"{proofs.to_text(told)}\n".encode())
+    return next(code for result, code in CODES.items() if any(v.result == result for v in verdicts))
