@@ -6,7 +6,9 @@ import train_pythia
 from small_runs import SMALL, TOKENS, flags
 
 from needle.models import pythia
+from needle.training import replay, saved_run
 from needle.training import run as run_parts
+from needle.training.folder import again
 from needle.training.plot import plot
 
 
@@ -29,6 +31,17 @@ def tokens(tmp_path):
     path = tmp_path / "tokens.npy"
     np.save(path, TOKENS)
     return path
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Replays train in this process."""
+
+    def train(folder, launch="", flags=(), quiet=False):
+        return train_pythia.main([*again(folder), *flags])
+
+    for module in replay, saved_run:
+        monkeypatch.setattr(module, "train", train)
 
 
 @pytest.fixture

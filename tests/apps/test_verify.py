@@ -1,0 +1,335 @@
+"""needle verify: whole runs, and each kind of fault by its name."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import train_pythia
+from harness import ROOT, naming
+from harness import run as run_program
+from small_runs import TOKENS, chain, checkpoint_of, flags, read_tensors, rewrite, run_until
+
+from needle.training import open_run, replay, verify
+
+KEEP = "--keep 2,4,... --keep-optimizer"
+BIT = {"layers.1.mlp.dense_h_to_4h.weight": ((3, 17), 0x3F000001)}
+MOMENT = {"optimizer.v.final_layer_norm.bias": ((5,), 0x3F000001)}
+
+
+@pytest.fixture
+def folder(tmp_path, tokens, here):
+    """A run of 6 steps with the checkpoints 2, 4 and 6, each proven, and 3 proven too."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a", KEEP, "--prove 3")) == 0
+    return tmp_path / "runs" / "a"
+
+
+@pytest.fixture
+def verdicts(tmp_path, capsys):
+    """verdicts(folder, *words) -> (exit code, {what is not equal: (result, what, step)}, all)"""
+
+    def run(folder, *words):
+        file = tmp_path / "verdicts.json"
+        file.unlink(missing_ok=True)
+        words = [str(folder), "--device", "cpu", "--json", str(file), *words]
+        code = verify.main(words)
+        left = [path.name for path in folder.parent.iterdir() if path.name[0] == "."]
+        assert left == [], "folders that are left"
+        if not file.exists():
+            return code, capsys.readouterr().err, {}
+        told = {verdict["of"]: verdict for verdict in json.loads(file.read_text())["verdicts"]}
+        keys = "result", "what", "step"
+        wrong = {of: tuple(v[key] for key in keys) for of, v in told.items() if v["what"]}
+        wrong |= {of: v["result"] for of, v in told.items() if v["what"] is None and
+                  v["result"] == "undecided"}  # fmt: skip
+        return code, wrong, told
+
+    return run
+
+
+def edit_json(file, **changes):
+    """Change a JSON file, each part by its keys."""
+    told = json.loads(file.read_text())
+    for part, values in changes.items():
+        told[part] = {**told[part], **values} if isinstance(values, dict) else values
+    file.write_text(json.dumps(told, sort_keys=True, separators=(",", ":")) + "\n")
+
+
+def edit_everywhere(folder, **settings):
+    """Claim other settings, in each file of a run."""
+    data = {"seed": settings["data_seed"]} if "data_seed" in settings else {}
+    edit_json(folder / "config.json", settings=settings, data=data)
+    hexed = {name: x.hex() if isinstance(x, float) else x for name, x in settings.items()}
+    edit_json(folder / "manifest.json", settings=hexed, data=data)
+    for file in (folder / "checkpoints").glob("step_*"):
+        rewrite(file, {"settings": read_tensors(file)[0]["settings"] | settings})
+
+
+def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, verdicts, monkeypatch):
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (0, {})
+    assert [*told] == ["metrics.jsonl", "manifest.json", "data", "step_2.safetensors",
+                       "step_4.safetensors", "step_6.safetensors", "steps 3 to 4",
+                       "steps 5 to 6"]  # fmt: skip
+    assert told["steps 3 to 4"]["scope"] == "recomputed here from the checkpoint of step 2"
+    assert told["steps 3 to 4"]["text"] == "2 lines, 2 proofs, 1 checkpoints"
+    code, wrong, told = verdicts(folder, "--full")
+    assert (code, wrong) == (0, {}) and told["steps 1 to 6"]["text"].endswith("3 checkpoints")
+    assert told["steps 1 to 6"]["scope"] == "recomputed here from the initial state"
+    for words, wanted in (
+        (("--steps", "0:3"), ["steps 1 to 3"]),
+        (("--steps", "2:6"), ["steps 3 to 6"]),
+        (("--sample", "1", "--seed", "3"), ["steps 3 to 4"]),
+        (("--sample", "9", "--seed", "3"), ["steps 3 to 4", "steps 5 to 6"]),
+    ):
+        with naming(words):
+            code, wrong, told = verdicts(folder, *words)
+            assert (code, wrong) == (0, {}) and [of for of in told if of[:6] == "steps "] == wanted
+    code, wrong, told = verdicts(folder, "--steps", "2:5")
+    assert (code, wrong) == (4, {"steps 3 to 5": "undecided"})
+    monkeypatch.setattr(replay, "train", lambda *_: pytest.fail("it trains"))
+    assert verdicts(folder, "--full", "--dry-run")[0] == 0
+
+
+def swap_token(folder, step):
+    """Change a token that the first sequence of a step reads."""
+    tokens = TOKENS.copy()
+    order = np.random.Generator(np.random.PCG64([1234, 0])).permutation(25)
+    tokens[order[2 * (step - 1)] * 16 + 3] += 1
+    np.save(folder.parent.parent / "tokens.npy", tokens)
+
+
+def cut(step):
+    return lambda lines: [line for line in lines if line["step"] != step or "digest" in line]
+
+
+def lossy(lines):
+    """Another loss of step 3."""
+    return [{**x, "loss": x["loss"] + 1} if x["step"] == 3 and "loss" in x else x for x in lines]
+
+
+def forged(folder, library=None):
+    """A bit of the checkpoint of step 4, whose line of proof says so."""
+    file = folder / "checkpoints" / "step_4.safetensors"
+    rewrite(file, {} if library is None else {"products": library}, BIT)
+    digests = verify.proofs.digests_of(verify.Checkpoint(file))
+    proven = lambda x: {**x, "digest": digests} if "digest" in x and x["step"] == 4 else x
+    chain(folder, lambda lines: [*map(proven, lines)])
+
+
+DIFFERS, UNDECIDED = "differs", "undecided"
+STEP_4, THREE, FIVE = "step_4.safetensors", "steps 3 to 4", "steps 5 to 6"
+HOST = "AVX2 and OpenBLAS 0.2.1"
+FAULTS = {
+    "a bit of the weights": (
+        lambda folder: rewrite(folder / "checkpoints" / STEP_4, words=BIT),
+        {STEP_4: (DIFFERS, "weights", 4), THREE: (DIFFERS, "weights", 4), FIVE: UNDECIDED},
+    ),
+    "a bit of the moments": (
+        lambda folder: rewrite(folder / "checkpoints" / STEP_4, words=MOMENT),
+        {STEP_4: (DIFFERS, "moments", 4), THREE: (DIFFERS, "moments", 4), FIVE: UNDECIDED},
+    ),
+    "a bit and its proof": (
+        forged,
+        {THREE: (DIFFERS, "weights", 4), FIVE: (DIFFERS, "weights", 5)},
+    ),
+    "a bit and its proof, of another library": (
+        lambda folder: forged(folder, HOST),
+        {THREE: (UNDECIDED, "library or table", 4), FIVE: (DIFFERS, "weights", 5)},
+    ),
+    "a bit and its proof, of another GPU": (
+        lambda folder: forged(folder, "cuBLASLt 13.1 on NVIDIA H100"),
+        {THREE: (UNDECIDED, "GPU kind", 4), FIVE: (DIFFERS, "weights", 5)},
+    ),
+    "a damaged file": (
+        lambda folder: (folder / "checkpoints" / STEP_4).write_bytes(b"0" * 999),
+        {STEP_4: (DIFFERS, "file", 4), FIVE: UNDECIDED},
+    ),
+    "a checkpoint of another step": (
+        lambda folder: shutil.copy(folder / "checkpoints" / "step_2.safetensors",
+                                   folder / "checkpoints" / STEP_4),
+        {STEP_4: (DIFFERS, "file", 4), FIVE: UNDECIDED},
+    ),
+    "a changed token": (
+        lambda folder: swap_token(folder, 4),
+        {"data": (DIFFERS, "data", 4), THREE: UNDECIDED, FIVE: UNDECIDED},
+    ),
+    "a changed token that no line of proof has": (
+        lambda folder: swap_token(folder, 5),
+        {"data": (DIFFERS, "data", None), THREE: UNDECIDED, FIVE: UNDECIDED},
+    ),
+    "a changed line": (
+        lambda folder: (folder / "metrics.jsonl").write_text(
+            (folder / "metrics.jsonl").read_text().replace('{"step": 3, "tok', '{"step":3, "tok')),
+        {"metrics.jsonl": (DIFFERS, "line", 3)},
+    ),
+    "a changed line in a new chain": (
+        lambda folder: chain(folder, lossy), {THREE: (DIFFERS, "line", 3)},
+    ),
+    "lines cut from the middle, in a new chain": (
+        lambda folder: chain(folder, cut(3)), {"metrics.jsonl": (DIFFERS, "line", 3)},
+    ),
+    "lines cut from the end": (
+        lambda folder: chain(folder, lambda lines: [x for x in lines if x["step"] < 6]),
+        {"step_6.safetensors": (DIFFERS, "line", 6)},
+    ),
+    "a damaged last line": (
+        lambda folder: (folder / "metrics.jsonl").open("a").write('{"step": 7, "lo'), {},
+    ),
+    "another rate in config.json": (
+        lambda folder: edit_json(folder / "config.json", settings={"lr": 2e-3}),
+        {"manifest.json": (DIFFERS, "settings", None),
+         **{f"step_{s}.safetensors": (DIFFERS, "settings", None) for s in (2, 4, 6)},
+         THREE: UNDECIDED, FIVE: UNDECIDED},
+    ),
+    "another rate in all files": (
+        lambda folder: edit_everywhere(folder, lr=2e-3),
+        {THREE: (DIFFERS, "learning rate", 3), FIVE: (DIFFERS, "learning rate", 5)},
+    ),
+    "another order in all files": (
+        lambda folder: edit_everywhere(folder, data_seed=9),
+        {"data": (DIFFERS, "order", 2), THREE: (DIFFERS, "order", 3), FIVE: (DIFFERS, "order", 5)},
+    ),
+    "another first model in manifest.json": (
+        lambda folder: edit_json(folder / "manifest.json", weights="0" * 64), {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found_and_named(folder, verdicts, fault):
+    make, wanted = FAULTS[fault]
+    make(folder)
+    code, wrong, told = verdicts(folder)
+    results = {x if isinstance(x, str) else x[0] for x in wrong.values()}
+    assert wrong == wanted, json.dumps(told, indent=1)
+    assert code == (3 if DIFFERS in results else 4 if UNDECIDED in results else 0)
+
+
+def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, verdicts):
+    argv = flags(tmp_path, tokens, "a", KEEP, steps=4, dtype="bfloat16")
+    assert train_pythia.main(argv) == 0
+    folder, word = tmp_path / "runs" / "a", 0x3F81  # 1.0078125
+    file = checkpoint_of(tmp_path, "a", 4)
+    before = read_tensors(file)[1]["layers.0.attention.dense.weight"][7, 9]
+    rewrite(file, words={"layers.0.attention.dense.weight": ((7, 9), word)})
+    code, wrong, told = verdicts(folder, "--full")
+    assert code == 3 and wrong["steps 1 to 4"] == (DIFFERS, "weights", 4)
+    value = float((np.uint32(before) << np.uint32(16)).view(np.float32))
+    assert told["steps 1 to 4"]["tensor"] == {
+        "name": "layers.0.attention.dense.weight",
+        "index": [7, 9],
+        "run": (1.0078125).hex(),
+        "here": value.hex(),
+        "count": 1,
+    }
+    edit_json(folder / "manifest.json", weights="0" * 64)
+    assert verdicts(folder, "--full")[1]["steps 1 to 4"] == (DIFFERS, "weights", 0)
+
+
+def test_products_that_were_others_and_gave_equal_bits_are_equal(folder, verdicts):
+    for file in (folder / "checkpoints").glob("step_*"):
+        rewrite(file, {"products": HOST})
+    assert verdicts(folder)[:2] == (0, {})
+
+
+def test_run_without_manifest_is_verified_by_its_checkpoints(folder, verdicts):
+    """As one of an older needle."""
+    (folder / "manifest.json").unlink()
+    chain(folder, lambda lines: [line for line in lines if "digest" not in line])
+    edit_json(folder / "config.json", settings={})
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (0, {})
+    assert told["manifest.json"]["text"] == "there is none"
+    assert told["steps 3 to 4"]["text"] == "2 lines, 0 proofs, 1 checkpoints"
+    rewrite(folder / "checkpoints" / STEP_4, words=BIT)
+    code, wrong, told = verdicts(folder)
+    assert code == 3 and wrong[THREE] == (DIFFERS, "weights", 4)
+    assert told[THREE]["tensor"]["name"] == [*BIT][0] and told[THREE]["tensor"]["count"] == 1
+    assert wrong[FIVE] == (DIFFERS, "weights", 5)  # it began with the changed one
+
+
+def test_run_that_was_killed_is_verified(tmp_path, tokens, here, monkeypatch, verdicts):
+    run_until(monkeypatch, 5, flags(tmp_path, tokens, "a", KEEP))
+    assert verdicts(tmp_path / "runs" / "a")[:2] == (0, {})
+    run_until(monkeypatch, 3, flags(tmp_path, tokens, "b", "--save-every 0 --prove 1"))
+    code, wrong, _ = verdicts(tmp_path / "runs" / "b")
+    assert (code, wrong) == (4, {"steps": "undecided"})
+    assert verdicts(tmp_path / "runs" / "b", "--full")[:2] == (0, {})
+
+
+def test_replay_with_edits_is_verified_with_them(folder, verdicts):
+    edits = [
+        {"do": "drop", "where": {"step": 6, "row": 1}, "fill": "mask"},
+        {"do": "rate", "steps": [4, 6], "factor": 0.5},
+    ]
+    verify_folder = replay_of(folder, 3, edits)
+    code, wrong, told = verdicts(verify_folder)
+    assert (code, wrong) == (0, {}) and told["steps 3 to 4"]["text"].startswith("2 lines, 2")
+    assert verdicts(verify_folder, "--full")[:2] == (0, {})
+    file = verify_folder / "replay.json"
+    file.write_text(file.read_text().replace("0.5", "0.25"))
+    code, wrong, _ = verdicts(verify_folder)
+    assert wrong == {"steps 3 to 4": (DIFFERS, "learning rate", 4),
+                     "steps 5 to 6": (DIFFERS, "learning rate", 5)}  # fmt: skip
+
+
+def replay_of(folder, step, edits):
+    """The folder of a replay."""
+    return open_run(folder).replay(step, edits, name="edited", flags=["--device", "cpu"]).folder
+
+
+def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
+    begin = r"begin with one of \[0, 2, 4, 6\] and end at 6 or before"
+    for words, code, says in (
+        (["--steps", "1:4"], 1, begin),
+        (["--steps", "2:7"], 1, begin),
+        (["--data", str(tmp_path / "none.npy")], 4, None),
+    ):
+        with naming(words):
+            found, err, _ = verdicts(folder, *words)
+            assert found == code and (says is None or re.search(says, " ".join(err.split()))), err
+    for words in (["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"]):
+        with naming(words), pytest.raises(SystemExit, match="2"):
+            verify.main([str(folder), *words])
+    assert "none/config.json: cannot be read" in verdicts(tmp_path / "none")[1]
+    (folder / "manifest.json").write_text("{")
+    assert "manifest.json: no JSON" in verdicts(folder)[1]
+    (folder / "manifest.json").unlink()
+    for result, code, says in (
+        (lambda *_, **__: 75, 1, "steps 3 to 4 again ended with exit code 75"),
+        (raising(KeyboardInterrupt()), 130, "interrupted"),
+        (raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), 1, "x: No space left"),
+    ):
+        monkeypatch.setattr(replay, "train", result)
+        with naming(says):
+            found, err, _ = verdicts(folder)  # which asks for what is left
+            assert found == code and says in err
+
+
+def raising(error):
+    def train(*_, **__):
+        raise error
+
+    return train
+
+
+@pytest.mark.slow
+def test_command_and_its_children(tmp_path, tokens):
+    """Processes of their own, which know no preset of the tests."""
+    shape = ["--layers", "1", "--hidden", "16", "--heads", "1", "--vocab-size", "64"]
+    env = {"PYTHONPATH": ROOT, "NEEDLE_CACHE": tmp_path / "cache"}
+    words = flags(tmp_path, tokens, "a", KEEP, *shape)
+    assert run_program(sys.executable, "-m", "needle", "train", *words, **env).returncode == 0
+    folder = tmp_path / "runs" / "a"
+    for code in 0, 3:
+        words = [folder, "--device", "cpu", "--sample", "1", "--seed", "3"]
+        done = run_program(sys.executable, "-m", "needle", "verify", *words, **env)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "recomputed here from the checkpoint of step 2" in " ".join(done.stdout.split())
+        chain(folder, lossy)
+    assert [path.name for path in folder.parent.iterdir()] == ["a"]
