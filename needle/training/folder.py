@@ -144,7 +144,7 @@ def begin(out: Path, name: str | None, model: str) -> tuple[Path, Lock]:
     # Of a run that came no further.
     for path in list_checkpoints(folder / "checkpoints", "step|weights"):
         path.unlink()
-    for file in TEXT_FILES:
+    for file in (*TEXT_FILES, "replay.json"):
         (folder / file).unlink(missing_ok=True)
     return folder, lock
 

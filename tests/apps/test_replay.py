@@ -1,0 +1,248 @@
+"""needle replay: the null edit, edits and their effects, errors by name."""
+
+import errno
+import hashlib
+import json
+import os
+
+import numpy as np
+import pytest
+import train_pythia
+from harness import naming
+from small_runs import (
+    TOKENS,
+    assert_same_run,
+    chain,
+    checkpoint_of,
+    flags,
+    numbers_of,
+    proofs_of,
+    read_tensors,
+    rewrite,
+    run_until,
+)
+
+import needle as ndl
+from needle.data import DataError
+from needle.training import replay
+from needle.training.proofs import broken_links
+
+EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
+CPU = ["--device", "cpu"]
+
+
+@pytest.fixture
+def parent(tmp_path, tokens, here):
+    """A run of 6 steps with the checkpoints 0, 2, 4 and 6; each step is proven."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a", EVERY)) == 0
+    return ndl.open_run(tmp_path / "runs" / "a")
+
+
+def digests_of(tmp_path, name):
+    return {step: proof["digest"] for step, proof in proofs_of(tmp_path, name).items()}
+
+
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_null_edit_gives_equal_bits(tmp_path, parent, start):
+    again = parent.replay(start, name="again", flags=CPU)
+    assert_same_run(tmp_path, "again", "a")
+    assert proofs_of(tmp_path, "again") == proofs_of(tmp_path, "a")
+    told = json.loads((again.folder / "replay.json").read_text())
+    manifest = hashlib.sha256((parent.folder / "manifest.json").read_bytes()).hexdigest()
+    assert told == {"parent": str(parent.folder), "manifest": manifest, "base": start // 2 * 2,
+                    "start": start, "until": 6, "edits": [], "stop": None}  # fmt: skip
+    assert json.loads((again.folder / "manifest.json").read_text())["replay"] == told
+
+
+def test_null_edit_gives_equal_bits_after_a_kill(tmp_path, parent, monkeypatch):
+    folder = replay.make_folder(replay.planned(parent.folder, 2, None, []), tmp_path / "runs", "b")
+    run_until(monkeypatch, 5, ["--resume", str(folder), *CPU])
+    assert train_pythia.main(["--resume", str(folder), *CPU]) == 0
+    assert_same_run(tmp_path, "b", "a")
+    assert proofs_of(tmp_path, "b") == proofs_of(tmp_path, "a")
+    assert broken_links(folder / "metrics.jsonl") == []
+
+
+ROW = {"step": 4, "row": 1}
+EDITS = {
+    "mask": ({"do": "drop", "where": ROW}, 4),
+    "reserve": ({"do": "drop", "where": ROW, "fill": "reserve", "seed": 7}, 4),
+    "another text": ({"do": "replace", "where": ROW, "with_ids": [1, 2, 3]}, 4),
+    "swap": ({"do": "swap", "where": ROW, "to": {"step": 6, "row": 0}}, 4),
+    "order": ({"do": "reorder", "where": {"step": "3:6"}, "seed": 1}, 3),
+    "a rate": ({"do": "rate", "steps": [5, 6], "value": 1e-4}, 5),
+    "moments": ({"do": "moments", "to": "zero"}, 3),
+    "a part of the moments": ({"do": "moments", "to": "zero", "parts": "layers.0.*"}, 3),
+    "weights": ({"do": "weights", "from": "a/checkpoints/step_4.safetensors",
+                 "parts": "embed_*"}, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edit_changes_each_digest_from_its_step_on_and_none_before(
+    tmp_path, parent, monkeypatch, edit
+):
+    monkeypatch.chdir(tmp_path / "runs")  # to which paths are relative
+    edit, first = EDITS[edit]
+    for name in "one", "two":
+        assert parent.replay(2, [edit], name=name, flags=CPU).steps[-1] == 6
+    own, before = digests_of(tmp_path, "one"), digests_of(tmp_path, "a")
+    assert [step for step in own if own[step]["weights"] == before[step]["weights"]] == [
+        step for step in own if step < first
+    ]
+    assert {step: own[step] for step in range(1, first)} == {
+        step: before[step] for step in range(1, first)
+    }
+    assert proofs_of(tmp_path, "two") == proofs_of(tmp_path, "one")
+    assert_same_run(tmp_path, "two", "one")
+
+
+def sequence(step, row):
+    """The ids of a sequence, by the order of the data."""
+    order = np.random.Generator(np.random.PCG64([1234, 0])).permutation(25)
+    start = order[2 * (step - 1) + row] * 16
+    return TOKENS[start : start + 17].tolist()
+
+
+def test_sequence_that_is_dropped_and_put_back_gives_the_parent(tmp_path, parent):
+    back = {"do": "replace", "where": ROW, "with_ids": sequence(4, 1)}
+    for number, edits in enumerate((
+        [{"do": "drop", "where": ROW}, back],
+        [{"do": "drop", "where": ROW, "fill": "reserve", "seed": 7}, back],
+        [EDITS["swap"][0]] * 2,
+        [EDITS["order"][0], {"do": "rate", "steps": [3, 6], "factor": 1.0}][1:],
+    )):  # fmt: skip
+        with naming(edits):
+            parent.replay(2, edits, name=f"r{number}", flags=CPU)
+            assert_same_run(tmp_path, f"r{number}", "a")
+            assert proofs_of(tmp_path, f"r{number}") == proofs_of(tmp_path, "a")
+
+
+def test_rate_follows_the_edit(tmp_path, parent):
+    rates = [line["lr"] for line in numbers_of(tmp_path, "a")]
+    for number, (edit, wanted) in enumerate((
+        ({"steps": [4, 5], "value": 1e-4}, [1e-4, 1e-4, rates[5]]),
+        ({"steps": [4, 6], "factor": 0.5}, [rate * 0.5 for rate in rates[3:]]),
+        ({"steps": [4, 6], "to": 0.25}, [rates[2] * (1 - 0.75 * i / 3) for i in (1, 2, 3)]),
+    )):  # fmt: skip
+        parent.replay(2, [{"do": "rate", **edit}], name=f"r{number}", flags=CPU)
+        found = [line["lr"] for line in numbers_of(tmp_path, f"r{number}")]
+        with naming(edit):
+            assert found == rates[:3] + wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_and_weights_are_those_that_the_edit_names(tmp_path, tokens, here, dtype):
+    """A checkpoint that is changed by hand goes on to the same bits."""
+    for name in "a", "by_hand":
+        assert train_pythia.main(flags(tmp_path, tokens, name, EVERY, dtype=dtype)) == 0
+    other, words = checkpoint_of(tmp_path, "a", 6), {}
+    for name, x in read_tensors(other)[1].items():
+        slot, own = ("weights", name) if name[:10] != "optimizer." else name[10:].split(".", 1)
+        if slot in ("m", "v") and own.startswith("layers.1."):
+            words[name] = (), 0
+        if slot in ("weights", "master") and own.startswith("embed_"):
+            words[name] = (), x
+    rewrite(checkpoint_of(tmp_path, "by_hand", 2), words=words)
+    assert train_pythia.main(["--resume", str(checkpoint_of(tmp_path, "by_hand", 2))]) == 0
+    edits = [
+        {"do": "moments", "to": "zero", "parts": "layers.1.*"},
+        {"do": "weights", "from": str(other), "parts": "embed_*"},
+    ]
+    ndl.open_run(tmp_path / "runs" / "a").replay(2, edits, name="b", flags=CPU)
+    assert_same_run(tmp_path, "b", "by_hand")
+    assert len(words) == 24 + 2 * (1 + (dtype == "bfloat16"))
+
+
+def test_errors_are_named_and_leave_nothing(tmp_path, parent):
+    (tmp_path / "bad.toml").write_text("[[edit]]\ndo = 'lose'\n")
+    drop = lambda **where: [{"do": "drop", "where": where}]
+    there = {path.name for path in (tmp_path / "runs").iterdir()}
+    for arguments, says in (
+        ((2, drop(document=3)), "edit 1 .drop.: .*need a tokenizer"),
+        ((2, drop(step=9)), "step 9 is not there: there are 3 to 6"),
+        ((2, drop(step=2)), "step 2 is not there: there are 3 to 6"),
+        ((2, drop(step=4, row=2)), "row 2 is not there: there are 0 to 1"),
+        ((2, [{"do": "rate", "steps": [5, 9], "factor": 2}]), "steps .5, 9.: there are 3 to 6"),
+        ((2, [{"do": "moments", "to": "zero", "parts": "x*"}]), "'x.' names no parameter"),
+        ((2, [{"do": "weights", "parts": "*", "from": "none"}]), "none: no such file"),
+        ((2, [3]), "edits: edit 1 is no table: 3"),
+        ((2, tmp_path / "bad.toml"), "bad.toml: edit 1, do: must be one of drop,"),
+        ((2, tmp_path / "none.toml"), "none.toml: cannot be read: No such file"),
+        ((6,), "--from 6: .*a has the steps 0 to 6"),
+        ((-1,), "--from -1: "),
+        ((2, [], 9), "the cosine schedule of .* ends at step 6: give 4 or less"),
+        ((2, [], 1, "a"), "there is a run of this name already"),
+    ):
+        with naming(arguments), pytest.raises(DataError, match=says):
+            parent.replay(*arguments, flags=CPU)
+    edited = parent.replay(2, [EDITS["a rate"][0]], name="edited", flags=CPU)
+    with pytest.raises(DataError, match="edited: a replay with edits: replay .*/a, with all edits"):
+        edited.replay(4)
+    assert {path.name for path in (tmp_path / "runs").iterdir()} - {"edited"} == there
+    with pytest.raises(RuntimeError, match="again ended with exit code 1|training ended with"):
+        parent.replay(2, [], name="b", flags=[*CPU, "--lr", "1"])
+
+
+def test_control_finds_a_parent_that_does_not_repeat(tmp_path, parent):
+    change = lambda x: {**x, "loss": x["loss"] + 1} if x["step"] == 3 and "loss" in x else x
+    chain(parent.folder, lambda lines: [*map(change, lines)])
+    with pytest.raises(DataError, match="the control differs from .*: step 3: loss is"):
+        parent.replay(2, [EDITS["a rate"][0]], name="b", flags=CPU)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+    words = ["--from", "2", "--steps", "1", "--name", "b", *CPU]
+    file = tmp_path / "e.toml"
+    file.write_text("[[edit]]\ndo = 'rate'\nsteps = [3, 3]\nvalue = 0.0\n")
+    assert replay.main([str(parent.folder), *words, "--edit", str(file)]) == 1
+    assert replay.main([str(parent.folder), *words, "--edit", str(file), "--no-control"]) == 0
+    assert [line["lr"] for line in numbers_of(tmp_path, "b")][2:] == [0.0]
+
+
+def test_folder_that_was_not_made_whole_is_no_replay(tmp_path, tokens, parent, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
+
+    before = {path: path.read_bytes() for path in parent.folder.rglob("*.*")}
+    for name, start, broken, says in (
+        ("no_checkpoint", 3, [(os, "link"), (replay.shutil, "copyfile")], "no checkpoint is left"),
+        ("begun", 0, [(replay, "lines_until")], None),  # it begins again by its config.json
+        ("another", 0, [(replay, "read_description")], None),  # the name is another run's now
+    ):
+        folder = tmp_path / "runs" / name
+        with naming(name):
+            with monkeypatch.context() as patch:
+                for module, function in broken:
+                    patch.setattr(module, function, full)
+                words = [str(parent.folder), "--from", str(start), "--name", name, *CPU]
+                assert replay.main(words) == 1
+            assert "needle replay: x: No space left on device" in capsys.readouterr().err
+            assert (folder / "replay.json").exists()
+            argv = flags(tmp_path, tokens, name, EVERY, "--resume auto")
+            assert train_pythia.main(argv) == (1 if says else 0)
+            assert (says or "") in capsys.readouterr().err
+            if says is None:
+                assert_same_run(tmp_path, name, "a")
+            assert (folder / "replay.json").exists() == (name != "another")
+    with pytest.raises(DataError, match="lacks its first checkpoint: remove it, begin again"):
+        replay.read_replay(tmp_path / "runs" / "no_checkpoint", 0)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_command_prints_its_plan_and_a_dry_run_trains_nothing(
+    tmp_path, parent, monkeypatch, capsys
+):
+    file = tmp_path / "e.toml"
+    file.write_text("[[edit]]\ndo = 'drop'\nwhere = { step = 5, row = 0 }\n")
+    words = [str(parent.folder), "--from", "3", "--edit", str(file), "--name", "b", *CPU]
+    assert replay.main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 edit(s) reach 1 sequences, 17 tokens, in 1 of the steps 4 to 6" in said
+    assert "the first step that can differ is 5, the last one 5" in said
+    assert "begins with the checkpoint of step 2: 1 steps more, which --keep-optimizer" in said
+    assert "control: 20 steps without edits have equal bits" in said
+    monkeypatch.setattr(replay, "train", lambda *_, **__: pytest.fail("it trains"))
+    (tmp_path / "null.toml").write_text("")
+    words = [str(parent.folder), "--from", "2", "--edit", str(tmp_path / "null.toml")]
+    assert replay.main([*words, "--dry-run"]) == 0
+    assert "no edit: every batch is byte-equal" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"a", "b"}
