@@ -138,6 +138,8 @@ def of_data(claims: Claims) -> Verdict:
     except FileError:
         data, is_same = run_data(told, claims.folder), False
     batches, every = run_batches(data, told, told["id_limit"]), told["micro_batches"]
+    if claims.proofs:  # a position knows the order of the data
+        batches.seek(claims.proofs[max(claims.proofs)]["position"])
     if claims.replay is not None:
         claims.replay.begin(data, batches, every)
     verdict.what = "order" if is_same and SAMPLED not in told["fingerprint"] else "data"

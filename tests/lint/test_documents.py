@@ -25,7 +25,8 @@ from needle.command import COMMANDS
 PATHS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python examples run on a CPU, in order, as one program.
-RUNNABLE = ["README.md", "docs/training.md", "docs/interpretability.md", "docs/attention.md"]
+RUNNABLE = ["README.md", "docs/training.md", "docs/replay.md", "docs/interpretability.md"]
+RUNNABLE += ["docs/attention.md"]
 WORDS = "|".join(f"{word} " for word in COMMANDS)
 COMMAND = rf"(?:python|(?<=[`\n ])needle) ((?:apps/|benchmarks/|{WORDS})[^`\n|]*)"
 # Runs the trainer for a step, and prints which functions of which files were called.
