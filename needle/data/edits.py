@@ -71,7 +71,7 @@ def read_edits(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def check_edits(
-    edits: list[dict[str, Any]], folder: Path, name: str = "edits"
+    edits: Iterable[dict[str, Any]], folder: Path, name: str = "edits"
 ) -> list[dict[str, Any]]:
     """Check edits as read_edits does. folder: of relative paths. name: of the list in errors."""
     checked = []

@@ -73,7 +73,7 @@ def _upper(hashes: NDArray) -> NDArray:
 def digests_of(checkpoint: Checkpoint) -> dict[str, str]:
     """Return what a line of proof says of the arrays in a checkpoint. CheckpointError for one of no
     run."""
-    _, optimizer, _, _ = checkpoint.restore(cpu())
+    optimizer: Any = checkpoint.restore(cpu())[1]
     if optimizer is None or optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: no checkpoint from which a run goes on")
     arrays = {"weights": optimizer.flat.data, **optimizer.kept()}
@@ -152,7 +152,9 @@ class Chain:
 def is_proof(line: Any) -> bool:
     """True for the value of a line of proof."""
     kinds = {"step": int, "position": dict, "digest": dict, "previous": str}
-    return isinstance(line, dict) and all(type(line.get(key)) is kinds[key] for key in kinds)
+    if not isinstance(line, dict) or any(type(line.get(key)) is not kinds[key] for key in kinds):
+        return False
+    return {"weights", "m", "v"} <= line["digest"].keys()
 
 
 def parsed(path: Path) -> Iterator[tuple[str, Any]]:
@@ -197,7 +199,8 @@ def told(path: Path) -> dict[int, dict[str, Any]]:
 def differing(one: Path, other: Path, steps: range) -> dict[int, dict[str, tuple[Any, Any]]]:
     """Return, of each step that two files metrics.jsonl tell differently, by name the two values
     that differ; what only one of them tells is no difference."""
-    mine, theirs, found = told(one), told(other), {}
+    mine, theirs = told(one), told(other)
+    found: dict[int, dict[str, tuple[Any, Any]]] = {}
     for step in steps:
         a, b = mine.get(step, {}), theirs.get(step, {})
         wrong = {key: (a[key], b[key]) for key in a if key in b and a[key] != b[key]}

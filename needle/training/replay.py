@@ -264,8 +264,9 @@ def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]
     """Train a replay in a folder beside its parent's, which the block reads; then it is removed.
     RuntimeError where the training fails, whose message is on standard error."""
     parent = Path(replay.parent)
-    place = {"dir": parent.parent, "prefix": f".{parent.name}-", "ignore_cleanup_errors": True}
-    with tempfile.TemporaryDirectory(**place) as made:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{parent.name}-", dir=parent.parent, ignore_cleanup_errors=True
+    ) as made:
         folder = make_folder(replay, Path(made), "again")
         if code := train(folder, launch, flags, quiet=True):
             last = replay.stop or replay.until

@@ -120,8 +120,10 @@ class SavedRun:
         the new run's folder. flags: of `needle train`, as ["--device", "cpu"]. DataError for edits
         that name nothing, and where 20 steps without edits differ; RuntimeError where the training
         fails, whose message is on standard error."""
-        is_file = isinstance(edit, (str, os.PathLike))
-        edits = read_edits(edit) if is_file else check_edits(edit, Path.cwd())
+        if isinstance(edit, (str, os.PathLike)):
+            edits = read_edits(edit)
+        else:
+            edits = check_edits(edit, Path.cwd())
         replay, _ = check(planned(self.folder, step, steps, edits))
         if replay.edits:
             control(replay, "", flags)

@@ -8,7 +8,8 @@ checkpoints are compared with those of the run. A verdict is one of
                 tokens are equal), learning rate, settings, weights, moments, line (of
                 metrics.jsonl, while weights and moments are equal), file (a checkpoint that is
                 damaged, or of another step)
-    undecided   it differs, or was not computed, for a reason that is named
+    undecided   it was not computed, or differs where this machine has another library or table,
+                another kind of GPU or another commit than the run; the reason is named
 
 with its scope: what was recomputed here and from where, or that it was taken from the files.
 """
@@ -68,13 +69,15 @@ class Claims:
         self.folder, self.metrics = folder, folder / "metrics.jsonl"
         self.settings, self.description = read_settings(folder), read_description(folder)
         self.manifest = proofs.read_manifest(folder) or {}
-        self.lines = {line["step"]: line for line in read_lines(self.metrics)}
+        self.lines = {int(line["step"]): line for line in read_lines(self.metrics)}
         parsed = (line for _, line in proofs.parsed(self.metrics))
         self.proofs = {line["step"]: line for line in parsed if proofs.is_proof(line)}
         self.files = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints that can be compared
         self.good = {0}  # steps from which a repetition can begin
         self.replay = read_replay(folder, max(self.files, default=0))
+        if not isinstance(self.description.get("data"), dict):
+            raise FileError(f"{folder / 'config.json'}: it describes no data of a run")
         self.data = self.description["data"] | ({"path": given.data} if given.data else {})
         model = described_config(folder / "config.json").meta_model(given_device(given.device))
         if self.settings.get("fp8"):
@@ -99,10 +102,10 @@ class Claims:
 
 def of_lines(claims: Claims) -> Verdict:
     """Check that metrics.jsonl has each step, and its chain of proofs."""
-    steps, broken = claims.lines, proofs.broken_links(claims.metrics)
-    cut = [step for step in range(1, max(steps, default=0)) if step not in steps]
+    steps, broken = sorted(claims.lines), proofs.broken_links(claims.metrics)
+    cut = [number for number, step in enumerate(steps, 1) if step != number][:1]
     wrong = [f"a line from step {a + 1} to {b} was changed, cut or put in" for a, b in broken]
-    wrong += [f"{len(cut)} lines are missing, the first of step {cut[0]}"] if cut else []
+    wrong += [f"there is no line of step {step}" for step in cut]
     if wrong:
         at = min([*cut, *(a + 1 for a, _ in broken)])
         return Verdict("metrics.jsonl", DIFFERS, "; ".join(wrong), "line", at)
@@ -114,7 +117,7 @@ def of_lines(claims: Claims) -> Verdict:
 def of_settings(claims: Claims, of: str, theirs: dict[str, Any]) -> list[Verdict]:
     """Check that another file says what config.json does, as far as it decides the steps."""
     free, wrong = {word(name) for name in FREE}, []
-    free |= {"steps", "samples"} if claims.settings["schedule"] == "constant" else set()
+    free |= {"steps", "samples"} if claims.settings.get("schedule") == "constant" else set()
     own, theirs = proofs.canonical(claims.description), proofs.canonical(theirs)
     for part in ("settings", "model", "optimizer", "data"):
         mine, found = own.get(part), theirs.get(part)
@@ -184,7 +187,7 @@ def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
         found.append(differs(text, "order"))
     if wrong := [name for name in proven if digests.get(name) != proven[name]]:
         text = f"the digest of {', '.join(wrong)} is another one than in its line of proof"
-        found.append(differs(text, "weights" if "weights" in wrong else "moments"))
+        found.append(differs(text, "moments" if {*wrong} <= {"m", "v"} else "weights"))
     claims.good |= {step} - {step for _ in found}
     return found or [Verdict(file.name, EQUAL, "whole; settings" + ", digests" * bool(proven))]
 
@@ -203,25 +206,25 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
         wrong = proofs.differing(claims.metrics, folder / "metrics.jsonl", steps)
         made = {step_of(file): file for file in list_checkpoints(folder / "checkpoints")}
         files = sorted(step for step in claims.states.keys() & made if step in steps)
-        tensors = {step: _first_number(claims.files[step], made[step]) for step in files}
+        both = ((step, _first_number(claims.files[step], made[step])) for step in files)
+        tensors = {step: tensor for step, tensor in both if tensor is not None}
         weights = (proofs.read_manifest(folder) or {}).get("weights", own)
     if first == 0 and own not in (None, weights):
         wrong = {0: {"digest of weights": (own, weights)}, **wrong}
-    tensors = {step: tensor for step, tensor in tensors.items() if tensor is not None}
     lines, proven = (sum(step in told for step in steps) for told in (claims.lines, claims.proofs))
     compared = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
     if not wrong and not tensors:
         verdict.text = compared
         return verdict
     verdict.result, verdict.step = DIFFERS, min([*wrong, *tensors])
-    pairs = wrong.get(verdict.step, {}).items()
-    says = [f"{key} is {theirs}, recomputed {here}" for key, (theirs, here) in pairs]
+    pairs = sorted(wrong.get(verdict.step, {}).items(), key=lambda pair: len(str(pair[1][0])))
+    says = [f"{key} is {str(a):.24}, recomputed {str(b):.24}" for key, (a, b) in pairs]
     if tensors:
-        verdict.tensor = tensors[min(tensors)]
+        verdict.tensor = tensor = tensors[min(tensors)]
         text = "{name}{index} is {run}, recomputed {here}; in all {count:,} numbers differ"
-        says.append(text.format(**verdict.tensor))
+        says.insert(0, text.format(**tensor))
     verdict.text = f"{'; '.join(says)}; of {compared}"
-    verdict.what = _what(wrong, tensors, None if last in files else last)
+    verdict.what = _what(wrong, tensors, None if last in files else wrong.get(last))
     if verdict.what == "order" and SAMPLED in claims.data["fingerprint"]:
         verdict.what = "data"
     if verdict.what != "line" and (foreign := claims.foreign(last)):
@@ -234,11 +237,11 @@ def _steps(interval: Interval) -> str:
     return f"steps {interval[0] + 1} to {interval[1]}"
 
 
-def _what(wrong: dict[int, dict], tensors: dict[int, dict], proven: int | None) -> str:
+def _what(wrong: dict[int, dict], tensors: dict[int, dict], end: dict | None) -> str:
     """Return what differs first. wrong: of the lines of each step; tensors: of each checkpoint;
-    proven: the last step, if it has no checkpoint."""
-    if not tensors and not any(key.startswith("digest") for key in wrong.get(proven, ())):
-        return "line"
+    end: of the last step's line of proof, if it has no checkpoint."""
+    if not {0, *tensors} & {*wrong, *tensors} and not any("digest" in key for key in end or ()):
+        return "line"  # 0: of the first weights, in manifest.json
     if "lr" in wrong.get(min([*wrong, *tensors]), {}):
         return "learning rate"
     if any(key in ("batch", "position") for keys in wrong.values() for key in keys):
@@ -246,8 +249,9 @@ def _what(wrong: dict[int, dict], tensors: dict[int, dict], proven: int | None) 
     told = {step: {key for key in keys if "digest" in key} for step, keys in wrong.items()}
     told |= {step: {tensor["name"]} for step, tensor in tensors.items()}
     names = next((told[step] for step in sorted(told) if told[step]), ())
-    moments = ("digest of m", "digest of v", "optimizer.m.", "optimizer.v.")
-    return "moments" if all(name.startswith(moments) for name in names) else "weights"
+    moments = {"digest of m", "digest of v"}
+    moments |= {name for name in names if name.startswith(("optimizer.m.", "optimizer.v."))}
+    return "moments" if {*names} <= moments else "weights"
 
 
 def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
@@ -358,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": None if args.sample is None else args.seed,
         "steps": count,
         "seconds": round(count * line.get("seconds", 0) / line.get("step", 1)),
-        "device": claims.description["device"]["name"],
+        "device": claims.description.get("device", {}).get("name"),
         "products": claims.products,
     }
     text = "{0} intervals, {steps:,} steps: {1} (m:ss) at the rate of the run, on {device}"
