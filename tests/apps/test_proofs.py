@@ -4,11 +4,14 @@ import errno
 import hashlib
 import json
 import os
+import shlex
+import sys
 
 import numpy as np
 import pytest
 import train_pythia
 from harness import naming
+from harness import run as run_program
 from small_runs import (
     TOKENS,
     all_lines_of,
@@ -22,7 +25,7 @@ from small_runs import (
     rewrite,
     run_until,
 )
-from struck_runs import Runs, missing, write_tokens
+from struck_runs import ENVIRON, Runs, missing, mpirun, write_tokens
 
 from needle import _C
 from needle.optim import Cosine
@@ -181,10 +184,16 @@ def test_run_of_an_older_needle_is_proven_from_its_resume_on(tmp_path, tokens, r
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=f"needle: {missing()}")
-def test_ranks_prove_the_same(tmp_path):
+def test_ranks_prove_the_same_and_verify_each_other(tmp_path):
     runs = Runs(tmp_path / "runs", write_tokens(tmp_path / "tokens.npy"), "--prove", "7")
     told = []
     for ranks in (0, 2, 4):
         runs.run(f"r{ranks}", ranks)
         told.append(proofs_of(tmp_path, f"r{ranks}"))
     assert len(told[0]) > 8 and told[1] == told[0] and told[2] == told[0]
+    words = ["--launch", f"{shlex.join(mpirun())} -n 2", "--device", "cpu", "--steps", "40:56"]
+    for name in "r0", "r4":
+        command = [sys.executable, "-m", "needle", "verify", tmp_path / "runs" / name, *words]
+        done = run_program(*command, **ENVIRON)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "steps 41 to 56: equal: 16 lines, 3 proofs" in " ".join(done.stdout.split())

@@ -216,6 +216,7 @@ def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, 
     folder, word = tmp_path / "runs" / "a", 0x3F81  # 1.0078125
     file = checkpoint_of(tmp_path, "a", 4)
     before = read_tensors(file)[1]["layers.0.attention.dense.weight"][7, 9]
+    whole = shutil.copy(file, tmp_path / "whole.safetensors")
     rewrite(file, words={"layers.0.attention.dense.weight": ((7, 9), word)})
     code, wrong, told = verdicts(folder, "--full")
     assert code == 3 and wrong["steps 1 to 4"] == (DIFFERS, "weights", 4)
@@ -227,6 +228,12 @@ def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, 
         "here": value.hex(),
         "count": 1,
     }
+    shutil.copy(whole, file)
+    for slot, what in ("master", "weights"), ("m", "moments"):
+        rewrite(file, words={f"optimizer.{slot}.embed_in.weight": ((1, 2), 0x3F000001)})
+        assert verdicts(folder)[1][THREE] == (DIFFERS, what, 4)
+        assert verdicts(folder)[1][STEP_4] == (DIFFERS, what, 4)
+        shutil.copy(whole, file)
     edit_json(folder / "manifest.json", weights="0" * 64)
     assert verdicts(folder, "--full")[1]["steps 1 to 4"] == (DIFFERS, "weights", 0)
 

@@ -12,6 +12,8 @@ from needle.distributed.control import RankFailed
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.environment import Place
 from needle.distributed.group import Group
+from needle.nn.utils import NORM_CHUNK
+from needle.training import proofs
 
 SHAPES = [(300, 200), (7, 9), (130, 500), (40,)]  # 8 chunks, the last one cut
 
@@ -53,18 +55,22 @@ def train(group, micro_batches, dtype, steps=3, max_norm=1.0):
     ]
     losses = [loss.item() for loss in parallel.losses(losses)]
     held = {slot: array.size for slot, array in optimizer.kept().items()}
+    told = proofs.digests(parallel)()
     with parallel.whole_optimizer():
         arrays = optimizer.state_dict()["arrays"] if group.rank == 0 else {}
         state = {name: array.numpy().tobytes() for name, array in arrays.items()}
+        if group.rank == 0:
+            whole = {"weights": flat.data, **optimizer.kept()}
+            assert told == {name: proofs.digest(array) for name, array in whole.items()}
     assert {slot: array.size for slot, array in optimizer.kept().items()} == held
     weights = as_bytes(flat.data).numpy().tobytes()
-    return norms, np.concatenate(sums), losses, weights, state, held
+    return norms, np.concatenate(sums), losses, weights, state, held, told
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("micro_batches, counts", [(8, (2, 4, 8)), (12, (3, 6, 12)), (1, ())])
 def test_ranks_change_no_bit(micro_batches, counts, dtype):
-    ((norms, _, losses, weights, state, _),) = together(
+    ((norms, _, losses, weights, state, _, told),) = together(
         1, lambda group: train(group, micro_batches, dtype)
     )
     assert losses == list(range(micro_batches))
@@ -74,6 +80,7 @@ def test_ranks_change_no_bit(micro_batches, counts, dtype):
             assert theirs[0] == norms
             assert theirs[2] == losses
             assert theirs[3] == weights
+            assert theirs[6] == told  # lines of proof
         assert done[0][4] == state  # of a saved optimizer
         slots = 2 if dtype == "float32" else 3
         total = sum(size for theirs in done for size in theirs[5].values())
