@@ -262,16 +262,18 @@ def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool
 @contextlib.contextmanager
 def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]:
     """Train a replay in a folder beside its parent's, which the block reads; then it is removed.
-    RuntimeError where the training fails, whose message is on standard error."""
+    RuntimeError where the training ends before its last step, as after a signal or an error, whose
+    message is on standard error."""
     parent = Path(replay.parent)
     with tempfile.TemporaryDirectory(
         prefix=f".{parent.name}-", dir=parent.parent, ignore_cleanup_errors=True
     ) as made:
-        folder = make_folder(replay, Path(made), "again")
-        if code := train(folder, launch, flags, quiet=True):
-            last = replay.stop or replay.until
+        folder, last = make_folder(replay, Path(made), "again"), replay.stop or replay.until
+        code = train(folder, launch, flags, quiet=True)
+        if code or not checkpoint_path(folder / "checkpoints", last).exists():
             raise RuntimeError(
-                f"{parent}: steps {replay.base + 1} to {last} again ended with exit code {code}"
+                f"{parent}: steps {replay.base + 1} to {last} were trained again, and ended before "
+                f"with exit code {code}"
             )
         yield folder
 

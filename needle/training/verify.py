@@ -202,6 +202,7 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
     start, until, edits = (first, last, []) if of is None else (of.start, of.until, of.edits)
     scope = "recomputed here from " + f"the checkpoint of step {first}" * (first > 0)
     verdict = Verdict(_steps(interval), EQUAL, "", scope=scope + "the initial state" * (first == 0))
+    lines = sum(step in claims.lines for step in steps)
     with trained(Replay(parent, None, first, start, until, edits, last), launch, flags) as folder:
         wrong = proofs.differing(claims.metrics, folder / "metrics.jsonl", steps)
         made = {step_of(file): file for file in list_checkpoints(folder / "checkpoints")}
@@ -209,9 +210,10 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
         both = ((step, _first_number(claims.files[step], made[step])) for step in files)
         tensors = {step: tensor for step, tensor in both if tensor is not None}
         weights = (proofs.read_manifest(folder) or {}).get("weights", own)
+        again = proofs.told(folder / "metrics.jsonl")
+        proven = sum("batch" in again[step] for step in claims.proofs.keys() & steps)
     if first == 0 and own not in (None, weights):
         wrong = {0: {"digest of weights": (own, weights)}, **wrong}
-    lines, proven = (sum(step in told for step in steps) for told in (claims.lines, claims.proofs))
     compared = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
     if not wrong and not tensors:
         verdict.text = compared

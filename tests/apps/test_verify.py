@@ -308,7 +308,12 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
     assert "manifest.json: no JSON" in verdicts(folder)[1]
     (folder / "manifest.json").unlink()
     for result, code, says in (
-        (lambda *_, **__: 75, 1, "steps 3 to 4 again ended with exit code 75"),
+        (
+            lambda *_, **__: 75,
+            1,
+            "steps 3 to 4 were trained again, and ended before with exit code 75",
+        ),
+        (lambda *_, **__: 0, 1, "ended before with exit code 0"),  # a signal stopped it
         (raising(KeyboardInterrupt()), 130, "interrupted"),
         (raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), 1, "x: No space left"),
     ):
