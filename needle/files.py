@@ -13,9 +13,15 @@ import platform
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
@@ -88,6 +94,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FileError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file."""
+    with reading(path) as file:
+        try:
+            return tomllib.load(file)
+        except ValueError as error:
+            raise FileError(f"{path}: no TOML: {error}") from error
 
 
 def described(error: Exception) -> str:

@@ -13,18 +13,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from needle.data.tokens import DataError
-from needle.files import named, reading
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from needle.files import named, read_toml, reading
 
 WITH = ("with", "with_ids", "with_document")
 # do -> groups of keys, of each of which one must be given, and keys that may be given.
@@ -58,11 +52,7 @@ def read_edits(path: str | os.PathLike) -> list[dict[str, Any]]:
     [{'do': 'drop', 'where': {'document': [[17, 17], [20, 29]]}, 'fill': 'mask'}]
     """
     path = named(path)
-    with reading(path) as file:
-        try:
-            content = tomllib.load(file)
-        except ValueError as error:
-            raise DataError(f"{path}: no TOML: {error}") from error
+    content = read_toml(path)
     edits = content.pop("edit", [])
     if content or not isinstance(edits, list):
         found = ", ".join(content) or "an edit that is no table"

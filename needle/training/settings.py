@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,17 +25,12 @@ from needle.backend_ndarray import check_device_name
 from needle.checkpoint import CheckpointError
 from needle.command import Parser, flag_words, number, path_name, told, whole
 from needle.distributed.tree import fitting_ranks, own_micro_batches
-from needle.files import FileError, read_json, reading
+from needle.files import FileError, read_json, read_toml
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.models.registry import imported
 from needle.ops import ring_chunks
 from needle.ops.fp8 import MULTIPLE
 from needle.training.supervise import HANG_SECONDS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # ---- the steps of --keep -----------------------------------------------------------------------
 
@@ -499,11 +493,7 @@ def read_config(path: str) -> dict:
     fields of a configuration (`model`, by default "pythia", chooses it), the config.json of a run,
     or that of a model of transformers. FileError where it cannot be used."""
     if path.endswith(".toml"):
-        with reading(Path(path)) as file:
-            try:
-                fields = tomllib.load(file)
-            except ValueError as error:
-                raise FileError(f"{path}: no TOML: {error}") from error
+        fields = read_toml(Path(path))
     else:
         fields = read_json(Path(path))
     try:
