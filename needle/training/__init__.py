@@ -2,6 +2,7 @@
 
 loop        fit, the loop of a notebook; GraphedStep: a micro-batch replayed as one CUDA graph
 settings    the flags of a run, their help and defaults, and what config.json keeps of them
+keep        the steps of --keep
 folder      runs/NAME: the free name, the process that owns it, the run to resume
 run         Run: its first model, its checkpoints, how to go on with it, its end
 session     the surroundings of the loop and of the program: ranks, stop signals, exit codes

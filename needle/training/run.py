@@ -36,11 +36,12 @@ from needle.training import settings as flags
 from needle.training.evaluate import load_model
 from needle.training.folder import advice_after_divergence, again
 from needle.training.heartbeat import beat, rest, supervised
+from needle.training.keep import keeps
 from needle.training.log import RunLog
 from needle.training.plot import plot
 from needle.training.proofs import digest, manifest
 from needle.training.replay import Replay
-from needle.training.settings import FIELDS, SHAPE, Settings, complete, data_of, keeps, option
+from needle.training.settings import FIELDS, SHAPE, Settings, complete, data_of, option
 
 SAMPLE_TOKENS = 120
 

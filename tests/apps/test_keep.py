@@ -8,7 +8,7 @@ from small_runs import checkpoint_of
 
 import needle as ndl
 from needle.checkpoint import weights_path
-from needle.training.settings import keeps
+from needle.training.keep import keeps
 
 
 def test_steps_follow_the_pattern_before_the_dots():

@@ -11,7 +11,8 @@ from small_runs import checkpoint_of
 from small_runs import flags as small_flags
 
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
-from needle.training.settings import PUBLISHED, Settings, changes, complete, keeps, parse
+from needle.training.keep import keeps
+from needle.training.settings import PUBLISHED, Settings, changes, complete, parse
 
 
 def flags(tmp_path, tokens, *more, **options):
