@@ -43,7 +43,16 @@ from needle.training.heartbeat import supervised
 from needle.training.replay import read_replay
 from needle.training.run import Run
 from needle.training.session import Ending, Session, evaluate, join, open_device, starts_ranks
-from needle.training.settings import Settings, check_new, complete, data_of, located, parse, resumed
+from needle.training.settings import (
+    Settings,
+    check_new,
+    complete,
+    data_of,
+    decay_steps,
+    located,
+    parse,
+    resumed,
+)
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -103,6 +112,8 @@ def schedule_of(settings: Settings) -> optim.Schedule:
     peak, warmup = settings.lr, settings.warmup
     if settings.schedule == "constant":
         return optim.Constant(peak, warmup)
+    if settings.schedule == "wsd":
+        return optim.WSD(peak, settings.steps, warmup, 0.1 * peak, decay_steps(settings))
     kinds = {"cosine": optim.Cosine, "linear": optim.Linear, "pythia": optim.PythiaCosine}
     return kinds[settings.schedule](peak, settings.steps, warmup, floor=peak / 10)
 

@@ -590,3 +590,30 @@ class Cosine(Schedule):
 
     def _after_warmup(self, progress: float) -> float:
         return self.floor + (self.lr - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class WSD(Schedule):
+    """Warmup, stable, decay (Hu et al. 2024, arXiv 2404.06395): lr after the warmup, and a straight
+    line to floor over the last `decay` steps.
+
+    >>> schedule = optim.WSD(1.0, total=100, warmup=10, floor=0.1, decay=20)
+    >>> [round(schedule(step), 3) for step in (1, 10, 80, 90, 100, 200)]
+    [0.1, 1.0, 1.0, 0.55, 0.1, 0.1]
+    """
+
+    def __init__(
+        self, lr: float, total: int, warmup: int = 0, floor: float = 0.0, decay: int = 0
+    ) -> None:
+        super().__init__(lr, total, warmup, floor)
+        if not 0 <= decay <= total - warmup:
+            raise ValueError(
+                f"WSD: needs 0 <= decay <= total - warmup, but they are {decay}, {total}, {warmup}"
+            )
+        self.stable = total - decay  # the last step before the decay
+        self._decay = Linear(lr, decay, floor=floor)
+
+    def __call__(self, step: int) -> float:
+        return super().__call__(step) if step <= self.stable else self._decay(step - self.stable)
+
+    def _after_warmup(self, progress: float) -> float:
+        return self.lr

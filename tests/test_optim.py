@@ -351,12 +351,18 @@ def test_schedules():
     assert [linear(step) for step in (0, 50, 100, 101)] == pytest.approx([2, 1, 0, 0])
     constant = optim.Constant(3.0, warmup=4)
     assert [constant(step) for step in (1, 2, 4, 10**6)] == pytest.approx([0.75, 1.5, 3, 3])
+    wsd = optim.WSD(2.0, total=100, warmup=10, floor=0.5, decay=30)
+    line = [2 - 1.5 * (step - 70) / 30 for step in range(71, 101)]
+    assert [wsd(step) for step in (5, 10, 11, 70)] == [1, 2, 2, 2]
+    assert [wsd(step) for step in range(71, 101)] == pytest.approx(line)
+    assert wsd(1000) == wsd(100) == 0.5
     for kind in (optim.Cosine, optim.PythiaCosine):  # of no steps: at its end after the first
         empty = kind(1.0, total=0, floor=0.1)
         assert [empty(step) for step in (2, 3, 100)] == pytest.approx([0.1] * 3)
     for wrong in (
         lambda: optim.Cosine(1.0, total=10, warmup=11),
         lambda: optim.Linear(1.0, total=-1),
+        lambda: optim.WSD(1.0, total=10, warmup=3, decay=8),
     ):
         with pytest.raises(ValueError):
             wrong()

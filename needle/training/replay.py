@@ -51,6 +51,7 @@ from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
 from needle.files import MissingFileError, read_json, replacing
+from needle.optim import Linear
 from needle.training.folder import again, begin, described_config, read_description, read_settings
 from needle.training.log import lines_until
 from needle.training.proofs import differences, to_text
@@ -125,8 +126,8 @@ def _edited_rate(edit: dict[str, Any], schedule: Callable[[int], float]) -> Call
             return float(edit["value"])
         if "factor" in edit:
             return schedule(step) * edit["factor"]
-        done = (step - first + 1) / (last - first + 1)
-        return schedule(first - 1) * (1 - (1 - edit["to"]) * done)
+        before = schedule(first - 1)
+        return Linear(before, last - first + 1, floor=edit["to"] * before)(step - first + 1)
 
     return rate
 

@@ -47,6 +47,7 @@ RECIPE = {
 # `pythia` follows the schedule that GPT-NeoX computed, `pythia-fixed` the one that it announced.
 SCHEDULES = {"pythia": "pythia", "pythia-fixed": "cosine"}
 SEQUENCES = 1024  # a step
+DECAY_SHARE = 0.2  # of the steps, after which WSD is as good as a cosine (arXiv 2405.18392)
 # Peak learning rates; other models have that of the 70m.
 PEAK_LR = {
     "pythia-160m": 6e-4,
@@ -110,6 +111,7 @@ CountOrZero = Annotated[int, Kind("N", whole(0))]
 Seed = Annotated[int, Kind("N", whole(0, 2**32 - 1))]  # as NumPy takes them
 Positive = Annotated[float, Kind("X", number(0, above=True))]
 NotNegative = Annotated[float, Kind("X", number(0))]
+Share = Annotated[float, Kind("X", number(0, 1, above=True))]
 Text = Annotated[str, Kind("NAME", str)]
 PathName = Annotated[str, Kind("PATH", path_name)]
 File = Annotated[str, Kind("FILE", path_name)]
@@ -119,7 +121,7 @@ Keep = Annotated[str, Kind("STEPS", kept_steps)]
 DeviceName = Annotated[str, Kind("NAME", told(check_device_name))]
 Recipe = Annotated[str, Kind(choices=tuple(SCHEDULES))]
 Dtype = Annotated[str, Kind(choices=("float32", "bfloat16"))]
-Schedule = Annotated[str, Kind(choices=("cosine", "linear", "constant", "pythia"))]
+Schedule = Annotated[str, Kind(choices=("cosine", "linear", "constant", "wsd", "pythia"))]
 Pattern = Annotated[str, Kind("PATTERN", str, nargs="?", const="mixed", choices=SPARSE_PATTERNS)]
 
 
@@ -223,6 +225,10 @@ class Settings:
     schedule: Schedule = of_training(
         "of the learning rate after the warmup, to a tenth of it unless constant", "cosine"
     )
+    decay_share: Share | None = of_training("""
+        of --schedule wsd: the rate is constant after the warmup, and falls in a line over this
+        share of the steps (default: 0.2)
+    """)
     warmup: CountOrZero = of_training("""
         steps in which the rate rises from 0 (default: a tenth of all; of a recipe a hundredth)
     """)
@@ -358,7 +364,7 @@ class Help(argparse.Action):
 # What --help leaves out. Of the others it has the first part of their help.
 RARE = {"recipe", "sparse", "window", "dtype", "end_of_text", "context_parallel", "schedule"}
 RARE |= {"global_batch_size", "weight_decay", "clip", "recompute", "graph", "keep_optimizer"}
-RARE |= {"tensorboard", "wandb", "hang_seconds"}
+RARE |= {"tensorboard", "wandb", "hang_seconds", "decay_share"}
 
 
 def _parser(rare: bool = True) -> Parser:
@@ -487,6 +493,8 @@ def complete(given: Settings, on_gpu: bool, ranks: int = 1) -> Settings:
         settings.steps = steps_of(given.tokens, settings)
     if given.warmup is None:
         settings.warmup = settings.steps // (10 if given.recipe is None else 100)
+    if settings.schedule == "wsd" and given.decay_share is None:
+        settings.decay_share = DECAY_SHARE
     _check(settings)
     own_micro_batches(settings.grad_accum, 0, ranks)  # these raise ValueError too
     ring_chunks(settings.seq_len, 0, context)
@@ -532,10 +540,22 @@ def steps_of(tokens: int, settings: Settings) -> int:
     return -(-tokens // (settings.sequences * settings.seq_len))
 
 
+def decay_steps(settings: Settings) -> int:
+    """Return the steps of --decay-share, rounded, one at least."""
+    return max(round(settings.decay_share * settings.steps), 1)
+
+
 def _check(settings: Settings) -> None:
     """Raise ValueError for a warmup longer than the run, and for micro-batches that products in FP8
     do not take. A constant rate has no end to reach, so such a run may stop within its warmup."""
     warmup, steps, context = settings.warmup, settings.steps, settings.context_parallel
+    if settings.schedule != "wsd" and settings.decay_share is not None:
+        raise ValueError("--decay-share: needs --schedule wsd")
+    if settings.schedule == "wsd" and warmup + decay_steps(settings) > steps:
+        raise ValueError(
+            f"--warmup {warmup}: with {decay_steps(settings)} steps of decay "
+            f"(--decay-share {settings.decay_share:g}) that is more than the run's {steps}"
+        )
     if warmup > steps and settings.schedule != "constant":
         raise ValueError(
             f"--warmup {warmup}: the run has {steps} steps, and its warmup must be 0 to {steps} "

@@ -55,8 +55,9 @@ def test_schedule_of_each_kind_rises_over_the_warmup_and_ends_at_its_floor():
         ("linear", (0.1, 0.2, 0.4, 0.22, 0.04, 0.04)),
         ("cosine", (0.1, 0.2, 0.4, 0.22, 0.04, 0.04)),
         ("pythia", (0.0, 0.1, 0.3, 0.361803, 0.2, 0.138197)),
+        ("wsd", (0.1, 0.2, 0.4, 0.256, 0.04, 0.04)),
     ]:
-        settings = Settings(schedule=kind, lr=0.4, warmup=4, steps=10)
+        settings = Settings(schedule=kind, lr=0.4, warmup=4, steps=10, decay_share=0.5)
         schedule = train_pythia.schedule_of(settings)
         found = [schedule(step) for step in (1, 2, 4, 7, 10, 11)]
         assert found == pytest.approx(rates, rel=1e-5), kind

@@ -120,10 +120,11 @@ def test_sequence_that_is_dropped_and_put_back_gives_the_parent(tmp_path, parent
 
 def test_rate_follows_the_edit(tmp_path, parent):
     rates = [line["lr"] for line in numbers_of(tmp_path, "a")]
+    down = 0.25 * rates[2] - rates[2]
     for number, (edit, wanted) in enumerate((
         ({"steps": [4, 5], "value": 1e-4}, [1e-4, 1e-4, rates[5]]),
         ({"steps": [4, 6], "factor": 0.5}, [rate * 0.5 for rate in rates[3:]]),
-        ({"steps": [4, 6], "to": 0.25}, [rates[2] * (1 - 0.75 * i / 3) for i in (1, 2, 3)]),
+        ({"steps": [4, 6], "to": 0.25}, [rates[2] + down * (i / 3) for i in (1, 2, 3)]),
     )):  # fmt: skip
         parent.replay(2, [{"do": "rate", **edit}], name=f"r{number}", flags=CPU)
         found = [line["lr"] for line in numbers_of(tmp_path, f"r{number}")]
