@@ -140,6 +140,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
     "replay": ("needle.training.replay:main", (), "repeat a run from a step on, with edits"),
     "verify": ("needle.training.verify:main", (), "repeat steps of a run, and compare the bits"),
+    "compare": ("needle.training.compare:main", (), "differences of runs, in losses and weights"),
     "generate": ("apps/generate.py", (), "continue a prompt"),
     "evaluate": ("needle.training.evaluate:main", (), "loss, perplexity and bits per byte on text"),
     "lm_eval": ("needle.training.lm_eval:main", (), "the LM evaluation harness on a needle model"),

@@ -11,6 +11,7 @@ readers.py   open_data: finds out what a path holds
 batches.py   Batches: which sample comes when; position and seek
 edits.py     the file of edits of a training, checked
 edited.py    Edits: the batches that edits change
+probe.py     the documents of a file, one by one
 prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
 runs.py      the data of a training run, as its config.json describes them
 prepare.py   text to .bin/.idx

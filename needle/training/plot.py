@@ -1,11 +1,13 @@
-"""Loss curves of runs, from their metrics.jsonl: loss.png of a run, and `needle plot RUN...`."""
+"""Loss curves of runs, from their metrics.jsonl: loss.png of a run, and `needle plot RUN...`; the
+figure of `needle compare`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +46,35 @@ def plot(folder: Path) -> str:
     return f"plot: {folder / 'loss.png'}"
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """Draw the losses of {name: lines of metrics.jsonl} over tokens; the ending of `out` is the
-    format. ImportError without matplotlib."""
+@contextlib.contextmanager
+def figure_in(out: Path, columns: int = 1) -> Iterator[Any]:
+    """Give the axes of a figure, of several columns an array of them, and write it to a file, whose
+    ending is the format. ImportError without matplotlib."""
     if "matplotlib" not in sys.modules:
         os.environ["MPLBACKEND"] = "Agg"  # a notebook's may not be installed here
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    size = 8 if columns == 1 else 6 * columns
+    figure, axes = pyplot.subplots(ncols=columns, figsize=(size, 5), layout="constrained")
+    yield axes
+    with replacing(out) as file:
+        figure.savefig(file, format=out.suffix[1:] or "png", dpi=120)
+    pyplot.close(figure)
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
+    """Draw the losses of {name: lines of metrics.jsonl} over tokens; the ending of `out` is the
+    format. ImportError without matplotlib."""
+    with figure_in(out) as axes:
+        _draw_losses(runs, axes)
+
+
+def _draw_losses(runs: dict[str, list[dict[str, Any]]], axes: Any) -> None:
+    from matplotlib import ticker
+
     alone = len(runs) == 1
     for number, (name, lines) in enumerate(runs.items()):
         color = TRAINING if alone else f"C{number}"
@@ -75,9 +95,24 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     axes.grid(alpha=0.5)
     for text in axes.legend().get_texts():
         text.set_parse_math(False)
-    with replacing(out) as file:
-        figure.savefig(file, format=out.suffix[1:] or "png", dpi=120)
-    pyplot.close(figure)
+
+
+def draw_differences(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw, of the rows of `needle compare`, the difference of the loss of all over steps, and that
+    of each document at the last one. ImportError without matplotlib."""
+    losses = [row for row in rows if row["kind"] == "loss"]
+    with figure_in(file, 2) as (left, right):
+        for number, run in enumerate(dict.fromkeys(row["run"] for row in losses)):
+            own, style = [r for r in losses if r["run"] == run], {"color": f"C{number}"}
+            label = printable(Path(run).name)
+            at = [(r["step"], r["difference"]) for r in own if r["document"] == "all"]
+            left.plot(*zip(*at), "o-", label=label, **style)
+            of = [(r["document"], r["difference"]) for r in own if r["step"] == at[-1][0]][:-1]
+            right.plot(*zip(*of), ".", label=label, **style)
+        left.set(xlabel="step", ylabel="difference of the loss (nats a token)", title="all")
+        right.set(xlabel="document", title=f"step {at[-1][0]}")
+        for text in left.legend().get_texts():
+            text.set_parse_math(False)
 
 
 def parser() -> argparse.ArgumentParser:

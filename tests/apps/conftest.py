@@ -5,6 +5,7 @@ import pytest
 import train_pythia
 from small_runs import SMALL, TOKENS, flags
 
+from needle.data import megatron
 from needle.models import pythia
 from needle.training import replay, saved_run
 from needle.training import run as run_parts
@@ -42,6 +43,22 @@ def here(monkeypatch):
 
     for module in replay, saved_run:
         monkeypatch.setattr(module, "train", train)
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """A function that writes documents of these sizes as Megatron's files, and returns the path and
+    the ids of each."""
+
+    def write(name, sizes, seed=5):
+        random = np.random.default_rng(seed)
+        texts = [random.integers(0, 60, size).astype("<u2") for size in sizes]
+        (tmp_path / f"{name}.bin").write_bytes(np.concatenate(texts).tobytes())
+        with open(tmp_path / f"{name}.idx", "wb") as file:
+            megatron.write_index(file, np.dtype("<u2"), sizes)
+        return tmp_path / f"{name}.idx", texts
+
+    return write
 
 
 @pytest.fixture

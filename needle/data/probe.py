@@ -1,0 +1,51 @@
+"""The documents of a probe, one by one: of text, JSON lines or tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from needle.data import megatron
+from needle.data.edited import borders_of
+from needle.data.readers import matching, open_tokens
+from needle.data.text import LeftOut, check_json, documents, encode
+from needle.data.tokenizer import Tokenizer
+from needle.data.tokens import DataError, FlatTokens, check_ids, place_of, to_ids
+
+
+def read_probe(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[np.ndarray]:
+    """Return the ids of each document, integers (N,), in the order of the files. Documents of flat
+    tokens end with the tokenizer's end of text; without one all are one document. DataError for
+    text without a tokenizer, and for ids outside the vocabulary."""
+    found = open_tokens(path)
+    if found is None:
+        return _read_text(path, tokenizer)
+    prefix = megatron.prefix_of(next(path.glob("*.idx"), path))
+    tokens = FlatTokens(found.train.parts + found.held_out.parts)
+    end = getattr(tokenizer, "eos_token_id", None)
+    if prefix is not None:
+        tokens = megatron.open_documents(prefix)
+        borders = np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
+    else:
+        borders = np.array([0, len(tokens)]) if end is None else borders_of(tokens, end)
+    texts = []
+    for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist()):
+        ids = to_ids(tokens.read((start, stop)))
+        check_ids(ids, vocab_size, lambda at, start=start: place_of(tokens, start + at))
+        texts.append(ids)
+    return texts
+
+
+def _read_text(path: Path, tokenizer: Tokenizer | None) -> list[np.ndarray]:
+    if tokenizer is None:
+        raise DataError(f"{path}: is text, and the run has no tokenizer: give files of tokens")
+    files = matching(path)
+    check_json(files)
+    texts, parts = [], []
+    for ids, last in encode(tokenizer, documents(files, left_out=LeftOut()), np.dtype("<i4")):
+        parts.append(ids)
+        if last:
+            texts.append(np.concatenate(parts))
+            parts = []
+    return texts

@@ -1,0 +1,163 @@
+"""needle compare RUN RUN... --probe FILE [--every N]: what differs between runs.
+
+Each line is a JSON object, in this order, where `run` is a folder and the first RUN the reference:
+
+    floor       the largest difference of the loss when steps of the reference are trained again;
+                0 means equal bits, and then any difference between runs is one of their settings
+    fork        the first step that two files metrics.jsonl tell differently, and what of it
+    loss        of a document of the probe, or of all, at a step: nats a token; its difference to
+                the reference; `kl`, KL(reference || run) of the next token, the mean over tokens
+    weights     of a layer: the L2 norm of the difference, and that over the reference's norm
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from needle.backend_ndarray import Device, choose_device
+from needle.command import Parser, path, reporting, whole
+from needle.data import DataError
+from needle.data.probe import read_probe
+from needle.files import replacing
+from needle.processes import program
+from needle.training.measures import Row, distances, loss_rows, losses
+from needle.training.plot import draw_differences
+from needle.training.proofs import differing
+from needle.training.replay import CONTROL, planned, read_replay, trained, whole_steps
+from needle.training.saved_run import SavedRun, open_run
+
+# ---- runs --------------------------------------------------------------------------------------
+
+
+def last_step(run: SavedRun) -> int:
+    return int(max(run.metrics["step"], default=0))
+
+
+def floor(run: SavedRun, flags: Sequence[str]) -> Row:
+    """Train some steps of a run again, of a replay with edits those of its parent. RuntimeError
+    where that fails."""
+    replay = read_replay(run.folder, last_step(run))
+    if replay is not None and replay.edits:
+        run = open_run(replay.parent)
+    last = last_step(run)
+    start = max(step for step in whole_steps(run.folder) if step == 0 or step + CONTROL <= last)
+    again = planned(run.folder, start, min(CONTROL, last - start), [])
+    with trained(again, "", flags) as folder:
+        metrics = [f / "metrics.jsonl" for f in (run.folder, folder)]
+        wrong = differing(*metrics, range(start + 1, again.until + 1))
+    found = [abs(a - b) for facts in wrong.values() for a, b in [facts.get("loss", (0, 0))]]
+    text = f"steps {start + 1} to {again.until} again: "
+    text += f"step {min(wrong)} differs" if wrong else "0, equal bits"
+    return {"kind": "floor", "run": str(run.folder), "floor": max(found, default=0.0), "text": text}
+
+
+def fork(run: SavedRun, reference: SavedRun) -> Row:
+    steps = range(1, max(last_step(run), last_step(reference)) + 1)
+    found = differing(reference.folder / "metrics.jsonl", run.folder / "metrics.jsonl", steps)
+    step = min(found, default=None)
+    what = [] if step is None else [*found[step]]
+    return {"kind": "fork", "run": str(run.folder), "step": step, "differs": what}
+
+
+def shared_steps(runs: Sequence[SavedRun], every: int | None) -> list[int]:
+    """Return the steps whose weights all runs have: multiples of `every`, by default the last."""
+    steps = sorted(set.intersection(*(set(run.steps) for run in runs)))
+    chosen = steps[-1:] if every is None else [step for step in steps if step % every == 0]
+    if not chosen:
+        there = ", ".join(f"{run.folder}: {', '.join(map(str, run.steps))}" for run in runs)
+        raise DataError(f"no step whose weights all runs have (--keep): {there}")
+    return chosen
+
+
+def compare(
+    runs: Sequence[SavedRun], texts: list[np.ndarray], steps: list[int], device: Device
+) -> Iterator[Row]:
+    """Yield the losses and distances of runs, the first of which is the reference."""
+    for step in steps:
+        reference = runs[0].model(step, device)
+        for run in runs:
+            model = run.model(step, device)
+            about = {"run": str(run.folder), "step": step}
+            for row in loss_rows(losses(model, texts, reference)):
+                yield {"kind": "loss", **about, **row}
+            for row in distances(model, reference):
+                yield {"kind": "weights", **about, **row}
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def write_csv(rows: list[Row], file: Path) -> None:
+    text = io.StringIO(newline="")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = csv.DictWriter(text, names, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    with replacing(file) as target:
+        target.write(text.getvalue().encode())
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="needle compare", description="Compare runs in their losses and weights.")
+    top.epilog = "Writes a JSON object a line (docs/replay.md). The first RUN is the reference."
+    add = top.add_argument
+    add("runs", nargs="+", type=path, metavar="RUN", help="the folder of a run")
+    text = "documents: text, JSON lines or tokens, as needle.data reads them"
+    add("--probe", type=path, required=True, metavar="FILE", help=text)
+    text = "at the steps that N divides (default: the last whose weights all runs have)"
+    add("--every", type=whole(1), metavar="N", help=text)
+    add("--csv", type=path, metavar="FILE", help="write the lines as a table, too")
+    add(
+        "--plot",
+        type=path,
+        metavar="FILE",
+        help="draw the differences or effects: .png, .svg or .pdf",
+    )
+    text = f"do not train {CONTROL} steps of the first RUN again"
+    add("--no-floor", action="store_true", help=text)
+    add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX")
+    return top
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    device = choose_device(args.device)
+    runs = [open_run(run) for run in args.runs]
+    for run in runs[1:]:
+        if run.config != runs[0].config:
+            raise DataError(f"{run.folder}: its model has another shape than {runs[0].folder}")
+    steps = shared_steps(runs, args.every)
+    texts = read_probe(args.probe, runs[0].tokenizer, runs[0].config.vocab_size)
+    if not args.no_floor:
+        yield floor(runs[0], ["--device", args.device])
+    for run in runs[1:]:
+        yield fork(run, runs[0])
+    yield from compare(runs, texts, steps, device)
+
+
+@reporting("needle compare")
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    rows = []
+    for row in rows_of(args):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    if args.csv is not None:
+        write_csv(rows, args.csv)
+    if args.plot is not None:
+        try:
+            draw_differences(rows, args.plot)
+        except ImportError:
+            raise RuntimeError("--plot needs matplotlib: pip install matplotlib") from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program(main))
