@@ -138,7 +138,7 @@ class Defaults(argparse.ArgumentDefaultsHelpFormatter):
 # word: the program, the words that it gets first, and what it does
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
-    "replay": ("needle.training.replay:main", (), "repeat a run from a step on, with edits"),
+    "replay": ("needle.training.bank:main", (), "repeat a run from a step on, with edits"),
     "verify": ("needle.training.verify:main", (), "repeat steps of a run, and compare the bits"),
     "compare": ("needle.training.compare:main", (), "differences of runs, in losses and weights"),
     "generate": ("apps/generate.py", (), "continue a prompt"),

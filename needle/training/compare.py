@@ -28,8 +28,9 @@ from needle.data import DataError
 from needle.data.probe import read_probe
 from needle.files import replacing
 from needle.processes import program
+from needle.training.effects import effects
 from needle.training.measures import Row, distances, loss_rows, losses
-from needle.training.plot import draw_differences
+from needle.training.plot import draw_differences, draw_effects
 from needle.training.proofs import differing
 from needle.training.replay import CONTROL, planned, read_replay, trained, whole_steps
 from needle.training.saved_run import SavedRun, open_run
@@ -109,7 +110,9 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="needle compare", description="Compare runs in their losses and weights.")
     top.epilog = "Writes a JSON object a line (docs/replay.md). The first RUN is the reference."
     add = top.add_argument
-    add("runs", nargs="+", type=path, metavar="RUN", help="the folder of a run")
+    add("runs", nargs="*", type=path, metavar="RUN", help="the folder of a run")
+    text = "in the place of runs, a bank of replays: the effect of each on the probe"
+    add("--edits", type=path, metavar="BANK", help=text)
     text = "documents: text, JSON lines or tokens, as needle.data reads them"
     add("--probe", type=path, required=True, metavar="FILE", help=text)
     text = "at the steps that N divides (default: the last whose weights all runs have)"
@@ -129,6 +132,11 @@ def parser() -> argparse.ArgumentParser:
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     device = choose_device(args.device)
+    if bool(args.runs) == bool(args.edits):
+        raise ValueError("give the folders of runs, or a bank by --edits")
+    if args.edits:
+        yield from effects(args.edits, args.probe, device)
+        return
     runs = [open_run(run) for run in args.runs]
     for run in runs[1:]:
         if run.config != runs[0].config:
@@ -153,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_csv(rows, args.csv)
     if args.plot is not None:
         try:
-            draw_differences(rows, args.plot)
+            (draw_effects if args.edits else draw_differences)(rows, args.plot)
         except ImportError:
             raise RuntimeError("--plot needs matplotlib: pip install matplotlib") from None
     return 0

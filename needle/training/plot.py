@@ -115,6 +115,19 @@ def draw_differences(rows: list[dict[str, Any]], file: Path) -> None:
             text.set_parse_math(False)
 
 
+def draw_effects(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw, of the rows of `needle compare --edits`, the measured effects over the predicted ones.
+    ImportError without matplotlib."""
+    with figure_in(file) as axes:
+        for label, size, is_all in ("each document", 3, False), ("all documents", 6, True):
+            own = [r for r in rows if r["kind"] == "effect" and (r["document"] == "all") == is_all]
+            pair = ([row[key] for row in own] for key in ("predicted", "difference"))
+            axes.plot(*pair, "o", ms=size, label=label)
+        axes.set(xlabel="predicted difference (nats a token)", ylabel="difference of the loss")
+        axes.grid(alpha=0.5)
+        axes.legend()
+
+
 def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="needle plot",

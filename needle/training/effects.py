@@ -1,0 +1,121 @@
+"""needle compare --edits BANK --probe FILE: the effects of the edits of a bank on a probe.
+
+Each line is a JSON object. `effect`: of a file of edits on a document of the probe, or on all of
+them: the difference of the loss to the base's, beside the one that gradients predict (`predicted`).
+`correlation`: Spearman's rank correlation of both over the files of edits, by document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from needle import nn
+from needle.autograd import Tensor
+from needle.backend_ndarray import Device, full
+from needle.data import Batches, open_run_data
+from needle.data.probe import read_probe
+from needle.files import read_json
+from needle.training.evaluate import load_model, windows
+from needle.training.measures import Row, loss_rows, losses
+from needle.training.replay import Replay
+from needle.training.saved_run import SavedRun, open_run
+
+
+def effects(bank: Path, probe: Path, device: Device) -> Iterator[Row]:
+    """Yield the effect of each file of edits on each document of a probe, the largest first, then
+    the rank correlation of effects and predictions, by document."""
+    facts, base = read_json(bank / "bank.json"), open_run(bank / "runs" / "base")
+    texts = read_probe(probe, base.tokenizer, base.config.vocab_size)
+    reference, _ = load_model(bank / "retrained" / "base", device)
+    rows, predictions = [], predicted(facts, base, texts, device)
+    for number, (name, prediction) in enumerate(zip(facts["files"], predictions)):
+        model, _ = load_model(bank / "retrained" / f"subset_{number}", device)
+        for row, one in zip(loss_rows(losses(model, texts, reference)), prediction.tolist()):
+            rows.append({"kind": "effect", "edits": name, **row, "predicted": one})
+    rows = [row for row in rows if row["loss"] is not None]
+    yield from sorted(rows, key=lambda row: -row["difference"])
+    for document in dict.fromkeys(row["document"] for row in rows):
+        own = [row for row in rows if row["document"] == document]
+        pair = ([row[key] for row in own] for key in ("difference", "predicted"))
+        about = {"kind": "correlation", "document": document, "edits": len(own)}
+        yield {**about, "spearman": spearman(*pair)}
+
+
+def predicted(
+    facts: dict, base: SavedRun, texts: list[np.ndarray], device: Device
+) -> Iterator[np.ndarray]:
+    """Yield the predicted differences (documents + 1,) of each list of edits; the last one is of
+    all. To first order in the rates, for SGD, with all gradients at the fork's checkpoint:
+
+        difference = sum over steps t of rate(t) <gradient of the loss of step t as it was
+                     minus that of the edited step, gradient of the document's loss>
+
+    For a document that is masked the first factor is the gradient of its tokens' loss, over the
+    tokens of a step. Edits of the rate, moments and weights count as none."""
+    checkpoint = base.checkpoint(facts["start"])
+    model = checkpoint.restore_model(device)
+    flat = nn.flatten_parameters(model)
+
+    def gradient(loss: Any, *parts: tuple[np.ndarray, np.ndarray, float]) -> np.ndarray:
+        """Return the gradient of the sum of weight x loss(inputs, targets), float32."""
+        flat.reset_grad()
+        for inputs, targets, weight in parts:
+            share = full((), weight, "float32", device)
+            loss(inputs, targets).backward(Tensor.from_ndarray(share))
+        return flat.grad.numpy()
+
+    length, of_texts = model.config.max_seq_len, []
+    for ids in texts:
+        parts = []
+        for first, last, count in windows(len(ids), length, length):
+            targets = ids[first + 1 : last + 1].astype(np.int64)
+            targets[:-count] = -1
+            parts.append((ids[None, first:last], targets[None], count / (len(ids) - 1)))
+        of_texts.append(gradient(model.loss, *parts))
+    counts = np.array([max(len(ids) - 1, 0) for ids in texts])
+    probes = np.stack([*of_texts, np.average(of_texts, 0, counts)])
+    rates = dict(zip(base.metrics["step"].tolist(), base.metrics["lr"].tolist()))
+    data, batches, settings = open_run_data(base.folder)
+    every, start = settings["micro_batches"], facts["start"]
+    for edits in facts["edits"]:
+        replay = Replay("", None, start, start, facts["until"], edits)
+        change = np.zeros(probes.shape[1], np.float64)
+        own = _seek(batches, checkpoint.state["data"])
+        edited = _seek(batches, checkpoint.state["data"])
+        replay.begin(data, edited, every)
+        loss = replay.loss(model.loss)
+        for step in np.repeat(range(start + 1, facts["until"] + 1), every).tolist():
+            pair = [*own.next(), *edited.next()]
+            other = ((pair[0] != pair[2]) | (pair[1] != pair[3])).any(1)
+            if other.any():
+                a, b, c, d = (array[other] for array in pair)
+                weight = rates[step] * other.sum() / (len(other) * every)
+                change += gradient(loss, (a, b, weight), (c, d, -weight))
+        yield probes @ change
+
+
+def _seek(batches: Batches, position: dict[str, int]) -> Batches:
+    found = batches.copy()
+    found.seek(position)
+    return found
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Return Spearman's rank correlation, equal values at their mean rank; None of constant ones.
+
+    >>> from needle.training.effects import spearman
+    >>> round(spearman([1, 2, 3, 4], [1, 2, 2, 9]), 4)
+    0.9487
+    """
+    ranks = []
+    for values in a, b:
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ends = np.cumsum(counts)
+        ranks.append((ends - (counts - 1) / 2)[inverse])
+        ranks[-1] -= ranks[-1].mean()
+    norm = np.sqrt((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum())
+    return float(ranks[0] @ ranks[1] / norm) if norm else None

@@ -1,0 +1,227 @@
+"""needle replay --edits: a bank of replays; needle compare --edits: their effects on a probe."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import train_pythia
+from harness import naming
+from small_runs import chain, flags, run_until
+
+import needle as ndl
+from needle.data import open_run_data
+from needle.training import bank, compare
+from needle.training.effects import spearman
+from needle.training.folder import again
+from needle.training.measures import losses
+from needle.training.replay import Replay
+
+EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
+CPU = ["--device", "cpu"]
+DROP = "[[edit]]\ndo = 'drop'\nwhere = {{ document = {} }}\n"
+FILES = {
+    "a.toml": DROP.format(1),
+    "b.toml": DROP.format("['3:5', 8]"),
+    "c.toml": "[[edit]]\ndo = 'replace'\nwhere = { document = 7 }\nwith_ids = [1, 2, 3]\n",
+}
+
+
+@pytest.fixture
+def edits(tmp_path):
+    (tmp_path / "edits").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / "edits" / name).write_text(text)
+    return tmp_path / "edits"
+
+
+@pytest.fixture
+def parent(tmp_path, documents, here):
+    """A run of 6 steps on 9 documents of 10 tokens."""
+    data, _ = documents("data", [10] * 9)
+    assert train_pythia.main(flags(tmp_path, data, "run", EVERY)) == 0
+    return ndl.open_run(tmp_path / "runs" / "run")
+
+
+def made(parent, edits, name, *more, start=2):
+    words = [parent.folder, "--from", start, "--edits", edits, "--name", name, *CPU, *more]
+    return bank.main([str(word) for word in words])
+
+
+def files_of(folder):
+    """path -> bytes of the results in a bank."""
+    paths = [*(folder / "retrained").rglob("*"), folder / "subsets.json"]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.is_file()}
+
+
+def test_bank_has_the_models_of_single_replays(tmp_path, parent, edits):
+    assert made(parent, edits, "bank") == 0
+    folder = tmp_path / "runs" / "bank"
+    subsets = json.loads((folder / "subsets.json").read_text())
+    assert subsets == [[1], [3, 4, 5, 8], [7]]
+    names = ["base", "subset_0", "subset_1", "subset_2"]
+    assert sorted(path.name for path in (folder / "retrained").iterdir()) == names
+    singles = [parent, *(parent.replay(2, edits / name, flags=CPU) for name in FILES)]
+    weights = []
+    for name, single in zip(names, singles):
+        model = ndl.models.from_pretrained(folder / "retrained" / name)
+        weights.append({n: p.numpy() for n, p in model.named_parameters()})
+        wanted = dict(single.model(6).named_parameters())
+        assert all((weights[-1][n] == p.numpy()).all() for n, p in wanted.items())
+        assert (weights[-1]["embed_in.weight"] != weights[0]["embed_in.weight"]).any() == (
+            name != "base"
+        )
+        told = ndl.open_run(folder / "runs" / name)
+        assert len(told.metrics["loss"]) == 6 and (told.folder / "replay.json").exists()
+    # Another bank, in two parts, from a step without a checkpoint of the run, is made twice.
+    for name in "odd", "even":
+        assert made(parent, edits, name, "--part", "2/2", start=3) == 0
+        assert not (tmp_path / "runs" / name / "retrained" / "subset_0").exists()
+        assert made(parent, edits, name, "--part", "1/2", start=3) == 0
+    odd, even = (files_of(tmp_path / "runs" / name) for name in ("odd", "even"))
+    assert odd == even and len(odd) == 1 + 4 * 3
+    fork = tmp_path / "runs" / "odd" / "runs" / "subset_0" / "replay.json"
+    assert json.loads(fork.read_text())["base"] == 3  # the checkpoint that the base left
+    assert (
+        odd["retrained/base/model.safetensors"]
+        == files_of(folder)["retrained/base/model.safetensors"]
+    )
+
+
+def test_bank_that_was_killed_goes_on(tmp_path, parent, edits, monkeypatch):
+    assert made(parent, edits, "whole", start=0) == 0
+    folder, trained = tmp_path / "runs" / "killed", []
+    train = bank.train
+
+    def killed(place, *rest, **options):
+        trained.append(place.name)
+        if len(trained) == 3:
+            run_until(monkeypatch, 5, [*again(place), *CPU])
+            raise KeyboardInterrupt
+        return train(place, *rest, **options)
+
+    monkeypatch.setattr(bank, "train", killed)
+    assert made(parent, edits, "killed", start=0) == 130
+    assert trained == ["base", "subset_0", "subset_1"]
+    shutil.copytree(folder / "runs" / "subset_0", folder / "runs" / ".subset_2")  # not whole yet
+    assert made(parent, edits, "killed", start=0) == 0
+    assert trained[3:] == ["subset_1", "subset_2"]
+    assert files_of(folder) == files_of(tmp_path / "runs" / "whole")
+    assert made(parent, edits, "killed", start=0) == 0 and len(trained) == 5
+
+
+def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
+    assert made(parent, edits, "bank", "--dry-run") == 0
+    assert not (tmp_path / "runs" / "bank").exists()
+    assert made(parent, edits, "bank") == 0
+    (edits / "d.toml").write_text("[[edit]]\ndo = 'drop'\nwhere = { document = 99 }\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for folder, name, more, says in (
+        (edits, "bank", [], "bank: a bank of another run, other steps or other edits"),
+        (edits, "new", [], "d.toml: edit 1 (drop): document 99 is not there"),
+        (empty, "new", [], "there is no file of edits (*.toml) in it"),
+        (edits, "new", ["--edit", edits / "a.toml"], "--edits: not together with --edit"),
+    ):
+        capsys.readouterr()
+        with naming(says):
+            assert made(parent, folder, name, *more) == 1
+            assert says in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "new").exists()
+    for text in "0/2", "3/2", "1", "x":
+        with pytest.raises(SystemExit, match="2"):
+            made(parent, edits, "new", "--part", text)
+    (edits / "d.toml").unlink()
+    change = lambda x: {**x, "loss": 9.0} if x["step"] == 5 and "loss" in x else x
+    chain(parent.folder, lambda lines: [*map(change, lines)])
+    assert made(parent, edits, "new") == 1 and made(parent, edits, "new", "--no-control") == 0
+    assert "without edits it differs from" in capsys.readouterr().err
+    lock = ndl.files.Lock(tmp_path / "runs" / "bank" / "runs" / ".part-1-of-1")
+    assert made(parent, edits, "bank") == 1
+    assert "is working in this folder" in capsys.readouterr().err
+    lock.release()
+
+
+def gradient(model, loss, inputs, targets):
+    """The gradient of a loss, by name."""
+    for p in model.parameters():
+        p.grad = None
+    loss(inputs, targets).backward()
+    return {name: p.grad.numpy().astype(np.float64) for name, p in model.named_parameters()}
+
+
+def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, capsys):
+    assert made(parent, edits, "bank") == 0
+    folder = tmp_path / "runs" / "bank"
+    probe, texts = documents("probe", [20, 1, 5], seed=6)
+    capsys.readouterr()
+    figure = tmp_path / "effects.svg"
+    words = "--edits", folder, "--probe", probe, "--plot", figure
+    assert compare.main([*map(str, words), *CPU]) == 0
+    assert len(re.findall(r'<use [^>]*x="', figure.read_text())) >= 3 * 3
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = [row for row in rows if row["kind"] == "effect"]
+    assert [row["difference"] for row in found] == sorted(
+        (row["difference"] for row in found), reverse=True
+    )
+    assert {(r["edits"], r["document"]) for r in found} == {
+        (name, document) for name in FILES for document in (0, 2, "all")
+    }
+    effects = {(row["edits"], row["document"]): row for row in found}
+    models = [parent.model(6), *(parent.replay(2, edits / f, flags=CPU).model(6) for f in FILES)]
+    for name, model in zip(FILES, models[1:]):
+        pair = [losses(m, texts, models[0])[2, 1] / 4 for m in (model, models[0])]
+        row = effects[name, 2]
+        assert row["difference"] == pytest.approx(pair[0] - pair[1], abs=1e-6)
+    # The loss along the gradients that the edits take away, at small rates.
+    data, batches, settings = open_run_data(parent.folder)
+    batches.seek(parent.checkpoint(2).state["data"])
+    model = parent.model(2)
+    rates = parent.metrics["lr"]
+    known = json.loads((folder / "bank.json").read_text())
+    last = texts[0][None, 4:20].astype(int)  # whose last three follow the first window of 16
+    last[:, :13] = -1
+    long, short = (texts[i][None].astype(int) for i in (0, 2))
+    windows = (long[:, :16], long[:, 1:17]), (long[:, 3:19], last), (short[:, :-1], short[:, 1:])
+    of = [gradient(model, model.loss, *window) for window in windows]
+    of_texts = {2: of[2], 0: {n: of[0][n] * 16 / 19 + of[1][n] * 3 / 19 for n in of[0]}}
+    of_texts["all"] = {n: (of_texts[0][n] * 19 + of[2][n] * 4) / 23 for n in of[0]}
+    for number, name in enumerate(FILES):
+        change, edited = Replay("", None, 2, 2, 6, known["edits"][number]), batches.copy()
+        change.begin(data, edited, 1)
+        plain, loss, own = batches.copy(), change.loss(model.loss), dict.fromkeys(of_texts, 0.0)
+        for step in range(3, 7):
+            a = gradient(model, model.loss, *plain.next())
+            b = gradient(model, loss, *edited.next())
+            for text, c in of_texts.items():
+                own[text] += rates[step - 1] * sum(((a[n] - b[n]) * c[n]).sum() for n in a)
+        for text in of_texts:
+            with naming(name, text):
+                wanted = pytest.approx(own[text], rel=1e-3, abs=1e-9)
+                assert effects[name, text]["predicted"] == wanted
+    for row in rows[len(found) :]:
+        own = [effects[name, row["document"]] for name in FILES]
+        pair = ([one[key] for one in own] for key in ("difference", "predicted"))
+        assert row["spearman"] == pytest.approx(spearman(*pair))
+        assert row["kind"] == "correlation" and row["edits"] == 3
+    assert [row["document"] for row in rows[len(found) :]].count("all") == 1
+
+
+def test_spearman_is_the_correlation_of_ranks():
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        a, b = random.permutation(9), random.permutation(9)
+        assert spearman(a, b) == pytest.approx(1 - 6 * ((a - b) ** 2).sum() / (9 * 80))
+    tied = np.corrcoef([1.5, 1.5, 3, 4], [4, 2.5, 2.5, 1])[0, 1]
+    assert spearman([0, 0, 1, 2], [9, 5, 5, 1]) == pytest.approx(tied)
+    assert spearman([1, 1], [1, 2]) is None
+
+
+@pytest.mark.slow
+def test_bank_of_several_jobs_has_the_same_files(tmp_path, parent, edits, monkeypatch):
+    assert made(parent, edits, "one") == 0
+    monkeypatch.undo()  # each replay is a process
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+    assert made(parent, edits, "two", "--jobs", 2) == 0
+    assert files_of(tmp_path / "runs" / "one") == files_of(tmp_path / "runs" / "two")
