@@ -10,6 +10,7 @@ log, plot   metrics.jsonl, the progress bar, TensorBoard and W&B; loss.png
 proofs      lines of proof and manifest.json; replay: a run again from a step on, with edits
 verify      a run's files and steps, recomputed and compared; saved_run: open_run
 compare     runs against each other, by measures: losses, divergences, distances of weights
+suite       a list of models, with cards and a page by which they are checked
 bank        many replays from one step; effects: of each on a probe, measured and predicted
 evaluate    the loss of any model on any data; lm_eval: a model in the LM evaluation harness
 supervise   restarts after faults and hangs, by the heartbeat of a training

@@ -7,7 +7,7 @@ from small_runs import SMALL, TOKENS, flags
 
 from needle.data import megatron
 from needle.models import pythia
-from needle.training import bank, replay, saved_run
+from needle.training import bank, replay, saved_run, suite
 from needle.training import run as run_parts
 from needle.training.folder import again
 from needle.training.plot import plot
@@ -41,7 +41,7 @@ def here(monkeypatch):
     def train(folder, launch="", flags=(), quiet=False):
         return train_pythia.main([*again(folder), *flags])
 
-    for module in bank, replay, saved_run:
+    for module in bank, replay, saved_run, suite:
         monkeypatch.setattr(module, "train", train)
 
 

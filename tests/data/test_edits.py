@@ -480,7 +480,9 @@ def test_file_of_edits_names_what_is_wrong(tmp_path, text, says):
 def test_examples_of_the_page_are_read(tmp_path):
     for name in ("memorised.txt", "first.safetensors"):
         (tmp_path / name).write_text("4\n9\n10\n")
-    blocks = re.findall("^```toml\n(.*?)^```", (ROOT / "docs/replay.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```toml\n(\[\[edit.*?)^```", (ROOT / "docs/replay.md").read_text(), re.M | re.S
+    )
     (tmp_path / "edits.toml").write_text("\n".join(blocks))
     edits = read_edits(tmp_path / "edits.toml")
     assert {edit["do"] for edit in edits} == {*FORMS} and json.loads(json.dumps(edits)) == edits

@@ -1,0 +1,181 @@
+"""needle suite FILE: train a list of models, with all that strangers need to use and check them.
+
+    [flags]                 of needle train, for all models (`seq_len` is --seq-len)
+    data = "texts.jsonl"
+    steps = 1000
+
+    [[model]]               a model; other flags of its own come before those of all
+    name = "small"
+    model = "pythia-14m"
+
+    OUT/runs/NAME/          the run, with whole checkpoints of step 0 and of the powers of two
+    OUT/models/NAME/        its last model as transformers opens it, and README.md, its card
+    OUT/README.md           the models, and how to check any interval of their training
+
+The same command goes on with a suite that was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from needle import hf
+from needle.backend_ndarray import cpu
+from needle.command import Parser, flag_words, path, reporting
+from needle.data import DataError
+from needle.files import printable, read_toml, replacing
+from needle.processes import program
+from needle.training.folder import read_description
+from needle.training.proofs import is_proof, parsed, read_manifest
+from needle.training.replay import train, whole_steps
+from needle.training.saved_run import SavedRun, open_run
+from needle.training.settings import option, parse
+
+KEEP = {"keep": "log", "keep_optimizer": True}
+
+
+def read_suite(file: Path) -> dict[str, list[str]]:
+    """Return {name: flags} of the models of a suite. DataError for what is none; a flag that the
+    trainer does not take ends the program."""
+    suite = read_toml(file)
+    shared, models = suite.pop("flags", {}), suite.pop("model", [])
+    tables = [shared, *models] if isinstance(models, list) else [None]
+    if suite or not models or not all(isinstance(table, dict) for table in tables):
+        raise DataError(f"{file}: must hold a table [flags] and tables [[model]] alone")
+    found: dict[str, list[str]] = {}
+    for number, model in enumerate(models, 1):
+        name, flags = model.get("name"), KEEP | shared | model
+        if not isinstance(name, str) or name in found or flags.keys() & {"out", "resume"}:
+            raise DataError(f"{file}: model {number}: needs its own `name`, and no out, no resume")
+        given = {key: value for key, value in flags.items() if key != "name" and value is not False}
+        words = ([option(k)] if v is True else flag_words(option(k), v) for k, v in given.items())
+        found[name] = [word for flag in words for word in flag]
+        parse([*found[name], *flag_words("--name", name)])
+    return found
+
+
+# ---- what is written ---------------------------------------------------------------------------
+
+
+def facts_of(run: SavedRun) -> dict[str, str]:
+    """Return what card and page say of a run."""
+    about, settings, known = read_description(run.folder), run.settings, read_manifest(run.folder)
+    manifest = hashlib.sha256((run.folder / "manifest.json").read_bytes()).hexdigest()
+    lines = [line for _, line in parsed(run.folder / "metrics.jsonl")]
+    weights = [line["digest"]["weights"] for line in lines if is_proof(line)][-1]
+    held_out = [line["val_loss"] for line in lines if "val_loss" in line]
+    prove, sequences = settings["prove"], settings["batch_size"] * settings["grad_accum"]
+    return {
+        "parameters": f"{about['parameters']:,}",
+        "steps": f"{settings['steps']:,} of {sequences:,} x {settings['seq_len']:,} tokens",
+        "learning rate": f"{settings['lr']:g}, {settings['schedule']}",
+        "loss on held-out text": f"{held_out[-1]:.4f} nats a token" if held_out else "–",
+        "data": f"`{about['data']['fingerprint']}`",
+        "device": f"{known['device']}: {known['products']}",
+        "needle": f"{known['versions']['needle']}, commit `{known['commit']}`",
+        "checkpoints": ", ".join(map(str, run.steps)),
+        "proven steps": f"those of checkpoints{f', each {prove:,}th' if prove else ''}",
+        "SHA-256 of `manifest.json`": f"`{manifest}`",
+        "weights of the last step": f"`{weights}`",
+    }
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- {kind}
+- needle
+---
+
+# {name}
+
+| | |
+|---|---|
+{rows}
+
+Trained by needle. `AutoModelForCausalLM.from_pretrained` of transformers opens this folder. Each
+step can be computed again, and every bit compared: the README.md of the suite says how.
+"""
+
+PAGE = """# {title}
+
+| model | parameters | SHA-256 of `manifest.json` | weights of the last step |
+|---|---|---|---|
+{rows}
+
+`models/` holds the last models, as transformers opens them. `runs/` holds each training:
+`manifest.json` (settings, data, versions, commit, device), `metrics.jsonl` (a line a step, and a
+chain of proofs), and whole checkpoints, from which it can go on.
+
+## Check any interval
+
+Install the needle that the model's card names, at its commit, and have the data there, whose
+fingerprint the card has. Choose a step A, 0 or one with a whole checkpoint, and a later proven
+step B:
+
+{commands}
+
+This trains the steps after A up to B again and compares every bit with the run's. `--data PATH`
+says where the data lie; with A = 0, or `--full`, nothing is taken from a checkpoint. Exit code 0:
+all is equal. 3: something differs; the first step, tensor and number are named. 4: it cannot be
+decided here, for a reason that is named, such as another kind of GPU.
+"""
+
+
+def card(name: str, run: SavedRun) -> str:
+    """Return the model card, as transformers and the Hugging Face hub read it."""
+    rows = "\n".join(f"| {key} | {value} |" for key, value in facts_of(run).items())
+    kind = run.config.model_class.weight_mapping.MODEL_TYPE
+    return CARD.format(name=name, kind=kind, rows=rows)
+
+
+def page(title: str, runs: dict[str, SavedRun]) -> str:
+    """Return the page of a suite."""
+    keys = "parameters", "SHA-256 of `manifest.json`", "weights of the last step"
+    rows, commands = [], []
+    for name, run in runs.items():
+        facts, steps = facts_of(run), whole_steps(run.folder)
+        cells = [f"[{name}](models/{name})", *(facts[key] for key in keys)]
+        rows.append(f"| {' | '.join(cells)} |")
+        commands.append(f"    needle verify runs/{name} --steps {steps[-2]}:{steps[-1]}")
+    return PAGE.format(title=title, rows="\n".join(rows), commands="\n".join(commands))
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="needle suite", description="Train a list of models, or go on with it.")
+    top.add_argument("file", type=path, metavar="FILE", help="the list, TOML (docs/replay.md)")
+    text = "where they are written (default: beside FILE, by its name)"
+    top.add_argument("--out", type=path, metavar="FOLDER", help=text)
+    return top
+
+
+@reporting("needle suite")
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    out = (args.out or args.file.with_suffix("")).resolve()
+    runs: dict[str, SavedRun] = {}
+    for name, flags in read_suite(args.file).items():
+        code = train(out / "runs" / name, "", flags)
+        run = open_run(out / "runs" / name)
+        if code or run.settings["steps"] not in run.steps:
+            raise RuntimeError(f"{run.folder}: its training stopped, with exit code {code}")
+        hf.save(run.model(run.settings["steps"], cpu()), out / "models" / name)
+        with replacing(out / "models" / name / "README.md") as file:
+            file.write(card(name, run).encode())
+        runs[name] = run
+    with replacing(out / "README.md") as file:
+        file.write(page(out.name, runs).encode())
+    print(printable(str(out / "README.md")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program(main))

@@ -1,0 +1,126 @@
+"""needle suite: models trained, their cards, and a page by which a stranger checks an interval."""
+
+import hashlib
+import re
+import shlex
+
+import pytest
+from harness import ROOT
+from small_runs import Killed, arguments, run_until
+
+import needle as ndl
+from needle.training import suite, verify
+from needle.training.folder import again
+
+SUITE = """
+[flags]
+model = "tiny"
+data = "{}"
+device = "cpu"
+dtype = "float32"
+batch_size = 2
+seq_len = 16
+steps = 5
+save_every = 0
+eval_every = 0
+prove = 2
+
+[[model]]
+name = "small"
+
+[[model]]
+name = "long"
+steps = 9
+schedule = "wsd"
+"""
+
+
+@pytest.fixture
+def listed(tmp_path, tokens, here):
+    (tmp_path / "pair.toml").write_text(SUITE.format(tokens))
+    return tmp_path / "pair.toml"
+
+
+def files_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_suite_trains_its_models_with_cards(tmp_path, listed):
+    assert suite.main([str(listed)]) == 0
+    out = tmp_path / "pair"
+    for name, steps in ("small", [0, 1, 2, 4, 5]), ("long", [0, 1, 2, 4, 8, 9]):
+        run = ndl.open_run(out / "runs" / name)
+        assert run.steps == steps and {*suite.whole_steps(run.folder)} == {*steps}
+        model = ndl.models.from_pretrained(out / "models" / name)
+        wanted = dict(run.model(steps[-1]).named_parameters())
+        assert all((p.numpy() == wanted[n].numpy()).all() for n, p in model.named_parameters())
+        text = (out / "models" / name / "README.md").read_text()
+        head = re.match(r"---\nlibrary_name: transformers\n((?:.+\n)+)---\n\n# (\w+)\n", text)
+        assert head[2] == name and "- gpt_neox\n" in head[1]
+        manifest = hashlib.sha256((run.folder / "manifest.json").read_bytes()).hexdigest()
+        assert f"| `{manifest}` |" in text and "| 29,568 |" in text
+        assert f"`{manifest}`" in (out / "README.md").read_text()
+    assert run.settings["schedule"] == "wsd"
+
+
+def test_page_of_a_suite_is_followed_by_a_stranger(tmp_path, listed, monkeypatch, capsys):
+    assert suite.main([str(listed)]) == 0
+    monkeypatch.chdir(tmp_path / "pair")
+    commands = re.findall(r"^    needle (.*)$", (tmp_path / "pair/README.md").read_text(), re.M)
+    assert commands == ["verify runs/small --steps 4:5", "verify runs/long --steps 8:9"]
+    for command in commands:
+        assert verify.main([*shlex.split(command)[1:], "--device", "cpu"]) == 0
+    assert verify.main(arguments("runs/small --steps 0:4 --device cpu")) == 0
+
+
+def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch):
+    assert suite.main([str(listed)]) == 0
+    train, whole = suite.train, files_of(tmp_path / "pair" / "models")
+
+    def killed(place, launch, flags):
+        if place.name == "long":
+            run_until(monkeypatch, 6, [*again(place), *flags])
+            raise Killed
+        return train(place, launch, flags)
+
+    words = [str(listed), "--out", str(tmp_path / "other")]
+    with monkeypatch.context() as patch:
+        patch.setattr(suite, "train", killed)
+        with pytest.raises(Killed):
+            suite.main(words)
+    assert not (tmp_path / "other" / "README.md").exists()
+    assert suite.main(words) == 0
+    assert files_of(tmp_path / "other" / "models") == whole
+    listed.write_text(SUITE.format(tokens).replace("steps = 9", "steps = 8"))
+    assert suite.main(words) == 1  # the trainer names --steps
+
+
+def test_example_of_the_page_is_read(tmp_path):
+    page = (ROOT / "docs/replay.md").read_text()
+    (tmp_path / "x.toml").write_text(re.search(r"^```toml\n(\[flags.*?)^```", page, re.M | re.S)[1])
+    found = suite.read_suite(tmp_path / "x.toml")
+    assert [*found] == ["small", "wide"] and found["wide"][-2:] == ["--lr", "0.0005"]
+    assert found["small"][:3] == ["--keep", "log", "--keep-optimizer"]
+
+
+def test_bad_lists_are_named(tmp_path, listed, capsys):
+    text = listed.read_text()
+    for content, says in (
+        ("x = ", "no TOML"),
+        ("", "must hold a table [flags] and tables [[model]] alone"),
+        ("model = [1]", "must hold a table [flags]"),
+        (text.replace('"long"', '"small"'), "model 2: needs its own `name`"),
+        (text.replace("prove", "out"), "model 1: needs its own `name`, and no out"),
+    ):
+        listed.write_text(content)
+        assert suite.main([str(listed)]) == 1
+        assert says in capsys.readouterr().err
+    for content, says in (
+        (text.replace("prove", "improve"), "--improve"),
+        (text.replace('"long"', '"../x"'), "must be a name for a folder"),
+    ):
+        listed.write_text(content)
+        with pytest.raises(SystemExit, match="2"):
+            suite.main([str(listed)])
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "pair").exists()
