@@ -84,13 +84,6 @@ def has(*modules: str) -> bool:
     return not missing
 
 
-def need(package: str) -> None:
-    """SystemExit where a package is missing."""
-    if not importlib.util.find_spec(package):
-        remedy = f"{sys.executable} -m pip install {package}"
-        raise SystemExit(f"{Path(sys.argv[0]).name}: needs the package {package}: {remedy}")
-
-
 def need_gpu() -> ndl.Device:
     """Return the first GPU. SystemExit where there is none."""
     if not ndl.cuda().enabled():
