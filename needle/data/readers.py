@@ -33,7 +33,6 @@ from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, map_part
 from needle.files import MissingFileError, named
 
-TRUSTED = "trusted"  # in the place of a hash, by earlier versions of needle
 TAKES = (
     "data are text, JSON lines, a folder of either, Megatron's .bin/.idx, nanoGPT's train.bin, or "
     ".npy"
@@ -71,14 +70,13 @@ class TokenData:
 
     def has(self, fingerprint: str) -> bool:
         """True if these are the tokens of a fingerprint. Those of earlier versions have a hash of
-        all bytes, whatever their size, or none."""
-        shape, _, content = fingerprint.partition("-")
-        if shape != self._shape:
-            return False
-        if content == TRUSTED or fingerprint == self.fingerprint:
+        all bytes, whatever their size."""
+        if fingerprint == self.fingerprint:
             return True
+        shape, _, content = fingerprint.partition("-")
         is_older = SAMPLED in self.fingerprint and not content.startswith(SAMPLED)
-        return is_older and content == content_hash(self._stretches, every=True)
+        is_alike = is_older and shape == self._shape
+        return is_alike and content == content_hash(self._stretches, every=True)
 
     @property
     def vocab_size(self) -> int | None:

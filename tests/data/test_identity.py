@@ -86,7 +86,7 @@ def test_hash_is_of_all_bytes_or_of_blocks_spread_evenly(tmp_path, monkeypatch):
 
 
 def test_runs_of_earlier_versions_go_on(tmp_path, monkeypatch):
-    """Their fingerprints have a hash of all bytes, whatever their size, or `trusted` instead."""
+    """Their fingerprints have a hash of all bytes, whatever their size."""
     path, file = write_kind(tmp_path, "flat")
     described = {"path": str(path), "tokenizer": None, "vocab_size": 0}
     whole = run_data(described).fingerprint
@@ -98,9 +98,9 @@ def test_runs_of_earlier_versions_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "SAMPLE", 100)
     sampled = run_data(described).fingerprint
     assert sampled.startswith(f"{shape}-sampled-")
-    for before in whole, sampled, f"{shape}-trusted":
+    for before in whole, sampled:
         assert run_data(described, fingerprint=before).fingerprint == sampled
-    for before in whole[:-1] + "x", sampled[:-1] + "x", f"{shape[:-1]}x-trusted":
+    for before in whole[:-1] + "x", sampled[:-1] + "x", f"{shape[:-1]}x{whole[16:]}":
         with pytest.raises(DataError, match="not the tokens that the run read before"):
             run_data(described, fingerprint=before)
 
