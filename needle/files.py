@@ -196,21 +196,6 @@ class Lock:
         os.ftruncate(self._file, 0)
         os.write(self._file, f"process {os.getpid()} on {platform.node()}\n".encode())
 
-    def folder(self) -> Path:
-        """Return the folder, to write in. FileError where it was removed, renamed or replaced by
-        another since it was locked."""
-        try:
-            same = os.path.samestat(os.stat(self.path), os.fstat(self._file))
-        except FileNotFoundError:
-            same = False
-        if not same:
-            raise FileError(
-                f"{self.path.parent}: was removed, renamed or replaced while process {os.getpid()} "
-                "worked in it: nothing more is written there. --resume with its new path goes on; "
-                "a run that begins anew takes a free name"
-            )
-        return self.path.parent
-
     def release(self) -> None:
         if self._file is None:
             return

@@ -90,7 +90,6 @@ class RunLog:
 
     A lock of None makes the log of a further rank, which awaits its numbers and writes nothing.
     flops_per_token and peak (FLOP a second of the device, or None) give the MFU of plain lines.
-    Raise FileError where the folder was removed, renamed or replaced.
     """
 
     def __init__(
@@ -108,9 +107,8 @@ class RunLog:
         self.first_loss, self.seconds = math.nan, 0.0  # of training, over all parts of the run
         self.loss = math.nan
         if lock is not None:
-            path = lock.folder() / self.path.name
-            self.first_loss, self.seconds, self._chain = drop_lines_after(path, start)
-            self._file = open(path, "a", encoding="utf-8")
+            self.first_loss, self.seconds, self._chain = drop_lines_after(self.path, start)
+            self._file = open(self.path, "a", encoding="utf-8")
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._flops_per_token, self._peak = flops_per_token, peak

@@ -190,7 +190,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
     log.sync()
     settings = run.settings.to_json()
     schedule = {name: settings[name] for name in ("schedule", "lr", "warmup", "steps")}
-    folder = run.lock.folder() / "checkpoints"
+    folder = run.folder / "checkpoints"
     save_checkpoint(
         run.model,
         run.optimizer,
@@ -227,7 +227,7 @@ def keeps_weights(settings: Settings, step: int) -> bool:
 def write_weights(run: Run, log: RunLog) -> None:
     """Write the weights of run.step."""
     log.sync()
-    path, epoch = weights_path(run.lock.folder() / "checkpoints", run.step), run.position["epoch"]
+    path, epoch = weights_path(run.folder / "checkpoints", run.step), run.position["epoch"]
     save_checkpoint(run.model, None, epoch, log.loss, path, step=run.step)
     beat()
 
@@ -269,9 +269,8 @@ def write_description(run: Run) -> None:
         weights = digest(run.parallel.flat.data)
         more = {} if run.replay is None else {"replay": dataclasses.asdict(run.replay)}
         files["manifest.json"] = manifest(description | more, products, tokenizer, weights)
-    at = run.lock.folder()
     for name, text in files.items():
-        with replacing(at / name) as file:
+        with replacing(run.folder / name) as file:
             file.write(text.encode())
 
 
@@ -345,11 +344,11 @@ def report_divergence(run: Run, error: Exception, finite: int) -> None:
 def finish(run: Run) -> None:
     """Write the plot and a sample, and print where they lie."""
     rest()  # matplotlib may look for fonts
-    report(plot(run.lock.folder()))
+    report(plot(run.folder))
     report(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     try:
         text = sample_text(run)
-        with replacing(run.lock.folder() / "sample.txt") as file:
+        with replacing(run.folder / "sample.txt") as file:
             file.write(text.encode())
         report(f"sample ({run.folder / 'sample.txt'}):\n{text}")
     except Exception as error:  # all steps are saved

@@ -349,7 +349,7 @@ class Session:
 def open_log(run: Run) -> RunLog:
     settings, opened = run.settings, []
     if run.lock is not None:
-        opened = trackers_of(settings, run.lock.folder(), run.step)
+        opened = trackers_of(settings, run.folder, run.step)
     return RunLog(
         run.lock,
         run.device,

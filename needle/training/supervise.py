@@ -189,8 +189,7 @@ class Supervisor:
         while folder is not None:
             try:
                 lock = Lock(folder)
-                path = lock.folder() / "faults.jsonl"
-                with open(path, "a", encoding="utf-8") as file:
+                with open(folder / "faults.jsonl", "a", encoding="utf-8") as file:
                     file.writelines(json.dumps(fault) + "\n" for fault in self._faults)
                 lock.release()
                 self._faults.clear()

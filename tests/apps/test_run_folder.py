@@ -1,8 +1,6 @@
-"""A trainer writes only into the folder that it holds; the name that a run gets, and the run that
---resume means."""
+"""The name that a run gets, and the run that --resume means."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import train_pythia
@@ -14,51 +12,12 @@ from needle.data import DataError
 from needle.files import FileError
 from needle.training import folder as folders
 from needle.training.export import main as hf
-from needle.training.log import RunLog
 
 
 def contents(folder):
     return {
         path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }
-
-
-# ---- a folder that goes while a run trains ------------------------------------------------------
-
-
-@pytest.mark.parametrize("happens", ["removed", "renamed"])
-@pytest.mark.parametrize("anew", [False, True])
-@pytest.mark.parametrize("when", [1, 6])
-def test_trainer_whose_folder_is_gone_stops_and_writes_nothing(
-    tmp_path, run, monkeypatch, capsys, happens, anew, when
-):
-    """Before the first save, and in the last step; `anew`: another run takes its place."""
-    queue, folder, moved = RunLog.queue, tmp_path / "runs" / "a", tmp_path / "runs" / "moved"
-    seen = {}
-
-    def queueing(self, step, *rest):
-        queue(self, step, *rest)
-        if step == when:
-            shutil.rmtree(folder) if happens == "removed" else folder.rename(moved)
-            with monkeypatch.context() as patch:
-                patch.setattr(RunLog, "queue", queue)
-                assert not anew or run("a", "--seed", "7") == 0
-            seen.update(there=contents(folder), moved=contents(moved))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunLog, "queue", queueing)
-        assert run("a") == 1
-    said = capsys.readouterr().err
-    assert f"{folder}: was removed, renamed or replaced" in said
-    assert "--resume with its new path goes on" in said and "Traceback" not in said
-    assert contents(folder) == seen["there"] and folder.exists() == anew
-    left = contents(moved)
-    for files in left, seen["moved"]:  # metrics.jsonl is open since the start
-        files.pop(Path("metrics.jsonl"), None)
-    assert left == seen["moved"]
-    if when == 6 and happens == "renamed":
-        assert train_pythia.main(["--device", "cpu", "--resume", str(moved)]) == 0
-        assert checkpoint_of(tmp_path, "moved", 6).exists()
 
 
 # ---- which name ---------------------------------------------------------------------------------
