@@ -336,7 +336,7 @@ def branch(text: str) -> tuple[int, int]:
     return segment, dilation
 
 
-def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def read_arguments() -> argparse.Namespace:
     parser = bench.parser(
         __doc__,
         ("--heads", 8, "H", ""),
@@ -349,7 +349,7 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
         ("--densities", [float], "SHARE", "time random blocks of these shares, and no baseline"),
         ("--dilated", [branch], "SEGMENT:DILATION", "time dilated attention, and no baseline"),
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     if args.rounds < 2:
         parser.error(f"--rounds: quartiles need 2 samples at least, not {args.rounds}")
     if args.densities and args.dilated:

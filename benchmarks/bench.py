@@ -100,13 +100,13 @@ def describe(device: ndl.Device) -> str:
 
 
 def normal(
-    device: ndl.Device, shape: Sequence[int], dtype: str = "bfloat16", scale: float = 1.0, seed=0
+    device: ndl.Device, shape: Sequence[int], dtype: str = "bfloat16", seed: int = 0
 ) -> _C.NDArray:
     """Normally distributed numbers, which repeat every 2^20: the host would take seconds for more,
     and zeros run faster than a training's operands."""
     out = _C.empty(tuple(shape), dtype, device)
     flat, part = out.reshape((out.size,)), min(out.size, 1 << 20)
-    some = np.random.default_rng(seed).standard_normal(part, dtype=np.float32) * scale
+    some = np.random.default_rng(seed).standard_normal(part, dtype=np.float32)
     drawn = _C.array(some, dtype, device)
     for start in range(0, out.size, max(part, 1)):
         _C.assign(flat[start : start + part], drawn[: min(part, out.size - start)])
@@ -148,11 +148,10 @@ def seconds(call: Call) -> float:
     return time.perf_counter() - began
 
 
-def repeats_for(milliseconds: float, timer: Timer, call: Call, most: int | None = None) -> int:
+def repeats_for(milliseconds: float, timer: Timer, call: Call) -> int:
     """Count the calls that take about so long; warms up."""
     timer(call, 2)
-    count = max(1, round(milliseconds / max(timer(call, 3) / 3, 1e-3)))
-    return count if most is None else min(count, most)
+    return max(1, round(milliseconds / max(timer(call, 3) / 3, 1e-3)))
 
 
 def in_turns(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:

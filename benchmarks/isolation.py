@@ -82,8 +82,8 @@ class Fault:
     shared: int = 0
 
 
-def body(text: str, parameters: str = "float* y") -> str:
-    return f'extern "C" __global__ void k({parameters}) {{ {text} }}'
+def body(text: str) -> str:
+    return f'extern "C" __global__ void k(float* y) {{ {text} }}'
 
 
 FAULTS = {
