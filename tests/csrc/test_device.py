@@ -85,6 +85,7 @@ def test_memory_stats_count_arrays(device):
     assert after["live_bytes"] == before and after["peak_bytes"] >= before + 2**20
     small = nd.zeros((4,), device=device)  # allocating less than was held before
     assert device.memory_stats()["peak_bytes"] == after["peak_bytes"] and small.size == 4
+    del small
     device.synchronize()
     device.empty_cache()
     assert device.memory_stats()["reserved_bytes"] <= after["reserved_bytes"]
