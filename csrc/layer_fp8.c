@@ -154,9 +154,11 @@ static between place(nd_space *space, const nd_layer_sizes *s, bool whole_g) {
     g.dg = nd_place(space, s->dtype, SHAPE(whole_g ? s->n : 0, s->m));
     space->at = start;
     g.dn1 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
+    int64_t after = space->at;
     space->at = start;
     g.dqkv = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->q));
-    start = space->at;
+    start = after > space->at ? after : space->at; /* dq is read while dn1 is written */
+    space->at = start;
     g.dz = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->k));
     space->at = start;
     g.dq = nd_place(space, ND_U8, SHAPE(s->n, s->q));

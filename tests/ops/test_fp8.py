@@ -109,10 +109,11 @@ NAMES = "x norm_w1 norm_b1 norm_w2 norm_b2 w_qkv b_qkv w_o b_o w1 b1 w2 b2".spli
 EPS = 2.0  # of norms, which another one would change much
 
 
-def layer(device, dtype="float32", time=24, frozen=(), c=64, m=144, kind=Tensor):
-    """(operands of ops.layer by name, cos and sin)."""
+def layer(device, dtype="float32", time=24, frozen=(), c=64, m=144, kind=Tensor, k=None):
+    """(operands of ops.layer by name, cos and sin); k: width of all heads, c by default."""
     rng = np.random.default_rng(time)
-    shapes = {"w_qkv": (c, 3 * c), "b_qkv": (3 * c,), "w_o": (c, c), "b_o": (c,)}
+    k = k or c
+    shapes = {"w_qkv": (c, 3 * k), "b_qkv": (3 * k,), "w_o": (k, c), "b_o": (c,)}
     shapes |= {"w1": (c, m), "b1": (m,), "w2": (m, c), "b2": (c,)}
     shapes |= {"x": (2, time, c)}
     operands = {}
@@ -129,7 +130,7 @@ def run_layer(operands, tables, approximate="none", fp8=True, mask=None, recompu
     for x in operands.values():
         x.grad = None
     options = {"approximate": approximate, "mask": mask, "recompute": recompute}
-    heads = operands["x"].shape[2] // 16
+    heads = operands["w_o"].shape[0] // 16
     y = ops.layer(*operands.values(), heads, *tables, EPS, fp8=fp8, **options)
     weights = np.random.default_rng(9).standard_normal(y.shape)
     y.backward(Tensor(weights * 1e-4, y.device, y.dtype))
@@ -139,23 +140,29 @@ def run_layer(operands, tables, approximate="none", fp8=True, mask=None, recompu
 
 def test_gradients_of_a_layer(device):
     """Beside the layer without FP8, whose gradients tests/gradients.py holds to float64; in c 1040
-    products and GELU are apart, as they are in float16. Computed again they have the same bits."""
+    products and GELU are apart, as they are in float16; with k 16 a row of qkv is shorter than one
+    of x. Computed again they have the same bits."""
     cases = [
-        (d, f, t, 64) for d in ("float32", "bfloat16") for f in ("none", "tanh") for t in (24, 136)
+        (d, f, t, 64, 64)
+        for d in ("float32", "bfloat16")
+        for f in ("none", "tanh")
+        for t in (24, 136)
     ]
     cases += [
-        ("float16", "tanh", 24, 64),
-        ("bfloat16", "tanh", 8, 1040),
-        ("float32", "none", 8, 1040),
+        ("float16", "tanh", 24, 64, 64),
+        ("bfloat16", "tanh", 8, 1040, 1040),
+        ("float32", "none", 8, 1040, 1040),
+        ("float32", "none", 24, 64, 16),
+        ("bfloat16", "tanh", 136, 64, 16),
     ]
-    for dtype, form, time, c in cases:
-        operands, tables = layer(device, dtype, time, c=c)
+    for dtype, form, time, c, k in cases:
+        operands, tables = layer(device, dtype, time, c=c, k=k)
         mask = BlockMask.local(T=time, window=16, block=8) if time == 24 else None
         plain = run_layer(operands, tables, form, False, mask)
         found = run_layer(operands, tables, form, True, mask)
         again = run_layer(operands, tables, form, True, mask, recompute=True)
         for name, exact in plain.items():
-            with naming(dtype, form, time, c, name):
+            with naming(dtype, form, time, c, k, name):
                 exact, got = (a.numpy().astype(np.float64) for a in (exact, found[name]))
                 off = np.linalg.norm(got - exact) / np.linalg.norm(exact)
                 own = name in ("b_o", "b2")  # sums of dy, as without FP8
