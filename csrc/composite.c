@@ -47,7 +47,9 @@ void nd_output(nd_frame *f, nd_dtype dtype, int ndim, const int64_t *shape, nd_a
 }
 
 nd_array *nd_temporary(nd_frame *f, nd_dtype dtype, int ndim, const int64_t *shape) {
-    nd_array *a = &f->arrays[f->count++];
+    bool fits = f->count < ND_MAX_TEMPORARIES;
+    nd_require(f, fits, "more than %d temporary arrays", ND_MAX_TEMPORARIES);
+    nd_array *a = &f->arrays[fits ? f->count++ : f->count];
     nd_output(f, dtype, ndim, shape, a);
     return a;
 }

@@ -26,7 +26,7 @@ typedef struct {
     nd_device *device;
     nd_status status;
     int count;
-    nd_array arrays[ND_MAX_TEMPORARIES];
+    nd_array arrays[ND_MAX_TEMPORARIES + 1]; /* the last: without memory, of one too many */
 } nd_frame;
 
 /* Free the temporary arrays; the status is the frame's. */

@@ -8,6 +8,7 @@
 enum { MEAN, RSTD, QKV, Z, LSE, DGELU, FIRST_FP8 }; /* of what is kept, and then pairs: */
 enum { X1, X2, W_QKV, W_O, W1, W2, ZQ, G };         /* columns, of a weight rows, and the scale */
 enum { DEEPEST = 1024 };                            /* C of the kernels that end in a GELU */
+_Static_assert(FIRST_FP8 + 2 * (G + 1) <= ND_MAX_KEPT, "a pair of each");
 #define LARGEST_E4M3 448.0
 #define LARGEST_E5M2 57344.0
 
