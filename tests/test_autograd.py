@@ -455,12 +455,12 @@ class Unlucky(autograd.FusedOp):
         return x * w
 
     def backward(self, dout, node, into):
-        into.with_beta(1)[0].fill(7)
+        into.with_add(1)[0].fill(7)
         raise MemoryError("no room")
 
 
 def test_a_backward_that_fails_leaves_no_old_gradient():
-    """The op got the buffer with beta 0, and it still holds the gradient of the step before."""
+    """The op got the buffer with add 0, and it still holds the gradient of the step before."""
     model = nn.Linear(3, 4, bias=False)
     flat = nn.flatten_parameters(model)
     model(ndl.ones(2, 3)).sum().backward()

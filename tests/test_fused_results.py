@@ -58,11 +58,11 @@ class Scaled(FusedOp):
 
     def backward(self, dout, node, into):
         x, a, b = node.operands
-        array, beta = into.with_beta(1)
+        array, add = into.with_add(1)
         db = (dout * x * a).astype("float32").sum(0, keepdims=True) * 0.5
         into[2][...] = into[2] + db
         da = (dout * x * b).astype("float32").sum(0, keepdims=True)
-        _C.assign(array, array + da if beta else da)
+        _C.assign(array, array + da if add else da)
         return dout * a * b, None, db
 
 

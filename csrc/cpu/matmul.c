@@ -1,7 +1,7 @@
 /* matmul.c - matrix products: matmul, matmul_acc, linear_fwd, bias_bwd.
  *
  *   matmul      c  = scale a b      (batched)
- *   matmul_acc  c (+)= scale a b    c float32: how a weight gradient is accumulated
+ *   matmul_acc  c (+)= scale a b    c float32: a weight gradient
  *   linear_fwd  y  = r + x w + b    the product is added to the bias; r last
  *   bias_bwd    db += column sums of dy
  *
@@ -91,7 +91,7 @@ typedef struct {
     matrix a, b;
     const nd_array *bias; /* or NULL */
     nd_array *c;          /* C-contiguous, (..., M, N) */
-    bool accumulate;
+    bool add;
     bool direct; /* tiles are made where they stay, not in scratch */
     float scale;
     bool panels; /* by panels.c */
@@ -144,7 +144,7 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     int64_t ldc = p->direct ? p->n : columns;
     panels += p->direct ? 0 : in_lines(p->tile_m * p->tile_n);
 
-    const float *base = p->accumulate && p->direct ? c : NULL; /* what the product is added to */
+    const float *base = p->add && p->direct ? c : NULL; /* what the product is added to */
     int64_t base_row = ldc;
     if (p->bias != NULL) {
         float *bias = p->panels ? panels : c;
@@ -173,7 +173,7 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     }
     for (int64_t r = 0; r < rows && !p->direct; r++) {
         float *row = c + r * columns;
-        if (p->accumulate) { /* float32 */
+        if (p->add) { /* float32 */
             float *to = (float *)p->c->data + at_c + r * p->n;
             for (int64_t i = 0; i < columns; i++) {
                 to[i] += p->scale * row[i];
@@ -227,13 +227,13 @@ static void choose_tiles(product *p, int64_t batches) {
 }
 
 static nd_status multiply(int device, const char *name, const nd_array *a, const nd_array *b,
-                          const nd_array *bias, const nd_array *scale, bool accumulate, nd_array *c,
+                          const nd_array *bias, const nd_array *scale, bool add, nd_array *c,
                           cpu_tile_fn *finish, const void *finish_of) {
     product p = {.a = matrix_of(a),
                  .b = matrix_of(b),
                  .bias = bias,
                  .c = c,
-                 .accumulate = accumulate,
+                 .add = add,
                  .direct = c->dtype == ND_F32 && scale == NULL,
                  .scale = scale == NULL ? 1.0f : *(const float *)scale->data,
                  .m = a->shape[a->ndim - 2],

@@ -143,32 +143,32 @@ class Accumulators:
     is the gradient buffer of a flattened parameter; else an array of zeros, which then is the
     gradient of that input.
 
-    The first access after `reset_grad()` fills a buffer with zeros. `with_beta(i)` saves that for a
+    The first access after `reset_grad()` fills a buffer with zeros. `with_add(i)` saves that for a
     kernel that can write. buffers: False where the walk is to find gradients, not to add them up.
     """
 
     def __init__(self, inputs: Sequence[Any], buffers: bool = False) -> None:
         self.inputs, self.buffers = inputs, buffers
         self.own: dict[int, NDArray] = {}  # arrays that are no buffers, by input
-        self._lent: dict[int, int] = {}  # ids of parameters: the inputs that have their buffers
+        self._lent: dict[int, int] = {}  # by id of a parameter: the first input that has it
         self._unwritten: list[Any] = []
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, i: int) -> NDArray:
-        array, beta = self.with_beta(i)
-        if not beta:
+        array, add = self.with_add(i)
+        if not add:
             array.fill(0)
         return array
 
-    def with_beta(self, i: int) -> tuple[NDArray, int]:
-        """Return (array, beta) for array = beta * array + gradient, as BLAS has it. With beta 0 the
-        numbers in the array have no meaning: the caller writes all of them."""
-        return self.with_betas((i,))[0]
+    def with_add(self, i: int) -> tuple[NDArray, int]:
+        """Return (array, add): with add 1 the caller adds the gradient. With add 0 the numbers in
+        the array have no meaning: the caller writes all of them."""
+        return self.all_with_add((i,))[0]
 
-    def with_betas(self, indices: Iterable[int]) -> list[tuple[NDArray, int]]:
-        """Return (array, beta) of each of these inputs."""
+    def all_with_add(self, indices: Iterable[int]) -> list[tuple[NDArray, int]]:
+        """Return (array, add) of each of these inputs."""
         found: list[tuple[NDArray, int]] = []
         for i in indices:
             x = self.inputs[i]
@@ -188,7 +188,7 @@ class Accumulators:
         return found
 
     def reset_unwritten(self) -> None:
-        """Count the arrays given out with beta 0 as zeros again: the op has failed."""
+        """Count the arrays given out with add 0 as zeros again: the op has failed."""
         for owner in self._unwritten:
             owner.reset_grad()
 

@@ -13,7 +13,7 @@ one of two protocols for its gradient (docs/design.md, Two protocols):
 - `backward(dout, node, into)` of a FusedOp: NDArrays in and out, by kernels. It adds the gradients
   of weights into the float32 arrays `into[i]`. That is how those of flattened parameters
   (`needle.nn.flatten_parameters`) are summed by the kernel that computes them. A kernel that can
-  write as well as add uses `into.with_beta(i)`.
+  write as well as add uses `into.with_add(i)`.
 
 Every `backward()` adds to `.grad`, until `optimizer.reset_grad()` or `x.grad = None`. That of a
 Parameter with a gradient buffer is a Tensor over the buffer. That of another leaf has memory of its

@@ -14,7 +14,7 @@ from needle.ops.common import rows_of, vector
 from needle.ops.elementwise import tanh_form
 
 DENSE = (None,) * 6 + (0,)  # no lists of blocks, and no size of them
-WRITES = {5: 1, 7: 2, 9: 4, 11: 8}  # inputs whose gradient a product may write: bits of `add`
+ADD_BITS = {5: 1, 7: 2, 9: 4, 11: 8}  # by input: ADD_QKV, ADD_O, ADD_1 and ADD_2 of csrc/layer.h
 
 
 class ParallelLayer(FusedOp):
@@ -32,18 +32,18 @@ class ParallelLayer(FusedOp):
         return y
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
-        add, weights = 0, []
+        bits, weights = 0, []
         for i, x in enumerate(node.inputs):
             if i and x.requires_grad:
                 weights.append(i)
         sums: list[NDArray | None] = [None] * 13
-        for i, (array, beta) in zip(weights, into.with_betas(weights)):
+        for i, (array, add) in zip(weights, into.all_with_add(weights)):
             sums[i] = array
-            if beta:
-                add |= WRITES.get(i, 0)
-            elif i not in WRITES:
+            if add:
+                bits |= ADD_BITS.get(i, 0)
+            elif i not in ADD_BITS:  # not flat, or a bias (1, out): kernels only add to it
                 array.fill(0)
-        dx = _C.layer_bwd(dout, *node.operands, *self.settings, self.saved, add, *sums[1:])
+        dx = _C.layer_bwd(dout, *node.operands, *self.settings, self.saved, bits, *sums[1:])
         return [dx, *[None] * 12]
 
 

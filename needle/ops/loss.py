@@ -242,9 +242,9 @@ class LinearCrossEntropy(FusedOp):
             if x.requires_grad:
                 dx = (self.dx * scale).astype(x.dtype).reshape(x.shape)
             if w.requires_grad:
-                place, beta = into.with_beta(1)
+                place, add = into.with_add(1)
                 dw = self.dw * scale
-                if beta:
+                if add:
                     place += dw
                 else:
                     _C.assign(place, dw)
@@ -253,7 +253,7 @@ class LinearCrossEntropy(FusedOp):
         if x.requires_grad:
             dx = self._input_grad(rows, w.cached_data, scale).reshape(x.shape)
         if w.requires_grad:
-            self._weight_grad(rows, into.with_beta(1), scale)
+            self._weight_grad(rows, into.with_add(1), scale)
         return [dx, None]
 
 

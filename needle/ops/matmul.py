@@ -64,14 +64,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weight_grad(
-    x: NDArray, y: NDArray, into_and_beta: tuple[NDArray, int], scale: NDArray | None = None
+    x: NDArray, y: NDArray, into_and_add: tuple[NDArray, int], scale: NDArray | None = None
 ) -> None:
-    """Compute into = beta * into + scale * x^T y of rows x (N, K) and y (N, M); into (K, M) is
-    float32, beta 0 or 1."""
-    into, beta = into_and_beta
+    """Compute into = scale * x^T y, with `add` into += that, of rows x (N, K) and y (N, M); into
+    (K, M) is float32."""
+    into, add = into_and_add
     n, k, m = *x.shape, y.shape[1]
     x_t = x.permute((1, 0)).reshape((1, k, n))
-    _C.matmul_acc(x_t, y.reshape((1, n, m)), scale, beta, into.reshape((1, k, m)))
+    _C.matmul_acc(x_t, y.reshape((1, n, m)), scale, add, into.reshape((1, k, m)))
 
 
 def linear_grads(
@@ -82,7 +82,7 @@ def linear_grads(
     x, w = node.inputs[:2]
     dx = (dy @ w.cached_data.permute((1, 0))).reshape(x.shape) if x.requires_grad else None
     if w.requires_grad:
-        weight_grad(rows_of(x.cached_data), dy, into.with_beta(1))
+        weight_grad(rows_of(x.cached_data), dy, into.with_add(1))
     if bias and node.inputs[2].requires_grad:
         _C.bias_bwd(dy, vector(into[2]), None)
     return dx
@@ -123,7 +123,7 @@ class LinearTransposedOp(FusedOp):
         dy = rows_of(dout)
         dx = (dy @ w.cached_data).reshape(x.shape) if x.requires_grad else None
         if w.requires_grad:
-            weight_grad(dy, rows_of(x.cached_data), into.with_beta(1))
+            weight_grad(dy, rows_of(x.cached_data), into.with_add(1))
         return [dx, None]
 
 

@@ -35,7 +35,7 @@ class GeluMLP(FusedOp):
         x, w1, b1, w2, b2, *residual = node.inputs
         dx, dy = None, rows_of(dout)
         if w2.requires_grad:
-            weight_grad(self.g, dy, into.with_beta(3))
+            weight_grad(self.g, dy, into.with_add(3))
         if b2.requires_grad:
             _C.bias_bwd(dy, vector(into[4]), None)
         if x.requires_grad or w1.requires_grad or b1.requires_grad:
