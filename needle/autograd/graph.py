@@ -177,9 +177,9 @@ class Accumulators:
                 continue
             has_buffer = self.buffers and x.requires_grad and x.has_grad_buffer
             if has_buffer and self._lent.setdefault(id(x), i) == i:
-                found.append((x.buffer, int(not x.is_zero)))
-                if x.is_zero:
-                    x.is_zero = False
+                found.append((x.raw_grad, int(not x.zeros_pending)))
+                if x.zeros_pending:
+                    x.zeros_pending = False
                     self._unwritten.append(x)
             else:  # a parameter that is an operand twice too: a kernel may add to both at once
                 data = x.cached_data

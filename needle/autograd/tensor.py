@@ -253,11 +253,11 @@ class Value:
     requires_grad: bool = False
     grad: Any = None
     trained: bool = False  # an nn.Parameter
-    has_grad_buffer: bool = False  # gradients are added up there: see nn.flatten_parameters
-    buffer: NDArray | None = None  # there; grad_buffer is this array with the zeros filled in
-    is_zero: bool = False  # the buffer counts as zeros, which are not written yet
-    grad_buffer: NDArray | None = None
-    in_buffer: bool = False  # the gradient there
+    has_grad_buffer: bool = False  # of nn.flatten_parameters: gradients are added up in raw_grad
+    raw_grad: NDArray | None = None  # a part of the flat gradient; kernels write and add there
+    zeros_pending: bool = False  # raw_grad counts as zeros, which fill_zeros() would write
+    grad_buffer: NDArray | None = None  # raw_grad after fill_zeros()
+    in_grad_buffer: bool = False  # the `grad` of such a Parameter: its data is that buffer
     viewed: tuple[Op, Value] | None = None  # of a view of a constant: its op and that constant
 
     def realize_cached_data(self) -> Any:
@@ -418,7 +418,7 @@ class Tensor(Value, Operators["Tensor"]):
             raise TypeError(f"Tensor.data: must be a Tensor, but is {type(value).__name__}")
         if new.dtype != self.dtype:
             raise TypeError(f"Tensor.data: dtype is {self.dtype}, but the new data is {new.dtype}")
-        if not (self.has_grad_buffer or self.in_buffer):
+        if not (self.has_grad_buffer or self.in_grad_buffer):
             self.cached_data = new
             return
         if new.shape != self.shape:

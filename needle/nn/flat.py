@@ -44,27 +44,28 @@ class FlatParameters:
         self._grad = _C.empty((end,), "float32", device)
         self.data.fill(0)
         self._grad.fill(0)
-        self._matrices = [p for p in self.parameters if p.ndim >= 2]
-        # Vectors, whose gradients nothing writes, lie together as a rule: [start, end) of each run.
-        self._vectors: list[tuple[int, int]] = []
+        # Matrices, and biases (1, out): zeros are left to the next product, which may write.
+        self._zeroed_late = [p for p in self.parameters if p.ndim >= 2]
+        # Vectors, to whose gradients kernels only add: zeros are written at once, by runs
+        # [start, end), since vectors lie together as a rule.
+        self._zeroed_now: list[tuple[int, int]] = []
         for p, start, stop in zip(self.parameters, self.offsets, [*self.offsets[1:], end]):
-            if p.ndim < 2 and self._vectors and self._vectors[-1][1] == start:
-                self._vectors[-1] = (self._vectors[-1][0], stop)
+            if p.ndim < 2 and self._zeroed_now and self._zeroed_now[-1][1] == start:
+                self._zeroed_now[-1] = (self._zeroed_now[-1][0], stop)
             elif p.ndim < 2:
-                self._vectors.append((start, stop))
+                self._zeroed_now.append((start, stop))
 
     @property
     def grad(self) -> NDArray:
         for p in self.parameters:
-            if p.is_zero:
-                _ = p.grad_buffer  # writes the zeros
+            p.fill_zeros()
         return self._grad
 
     def reset_grad(self) -> None:
         """Count all gradients as zeros."""
-        for p in self._matrices:
-            p.is_zero = True
-        for start, stop in self._vectors:
+        for p in self._zeroed_late:
+            p.zeros_pending = True
+        for start, stop in self._zeroed_now:
             self._grad[start:stop].fill(0)
 
     @property

@@ -46,26 +46,30 @@ class Parameter(Tensor):
     name: str | None = None
     _grad: Tensor | None = None
 
+    def fill_zeros(self) -> None:
+        """Write the zeros that reset_grad() left to the next product."""
+        if self.zeros_pending:
+            self.raw_grad.fill(0)
+            self.zeros_pending = False
+
     @property
     def grad_buffer(self) -> NDArray | None:  # type: ignore[override]
-        if self.is_zero:
-            self.buffer.fill(0)
-            self.is_zero = False
-        return self.buffer
+        self.fill_zeros()
+        return self.raw_grad
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: NDArray) -> None:
-        self.buffer, self.is_zero, self.has_grad_buffer = buffer, False, True
+        self.raw_grad, self.zeros_pending, self.has_grad_buffer = buffer, False, True
 
     def reset_grad(self) -> None:
         """Set the gradient to zero, without a buffer to None."""
-        self._grad, self.is_zero = None, self.has_grad_buffer
+        self._grad, self.zeros_pending = None, self.has_grad_buffer
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         if self.has_grad_buffer:
             grad = Tensor.from_ndarray(self.grad_buffer)
-            grad.in_buffer = True
+            grad.in_grad_buffer = True
             return grad
         return self._grad
 
@@ -79,7 +83,7 @@ class Parameter(Tensor):
             self._grad = value
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("buffer", "is_zero", "has_grad_buffer", "_flat")
+        own = ("raw_grad", "zeros_pending", "has_grad_buffer", "_flat")
         state = {k: v for k, v in vars(self).items() if k not in own}
         return {**state, "_grad": self.grad}
 
