@@ -13,8 +13,8 @@ typedef struct {
 
 /* Where a backward writes gradients: those that are not wanted go into temporary arrays. */
 typedef struct {
-    nd_array w_n1, b_n1, w_n2, b_n2; /* (C,) */
-    nd_array b1;                     /* (M,) */
+    nd_array dw_n1, db_n1, dw_n2, db_n2; /* (C,) */
+    nd_array db1;                        /* (M,) */
 } nd_vector_grads;
 
 #pragma GCC visibility push(hidden)

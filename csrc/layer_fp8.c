@@ -84,8 +84,8 @@ static last activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
         w1 = made(f, kept, W1, true, s.c, s.m), w2 = made(f, kept, W2, true, s.m, s.c);
     nd_array *bound = nd_temporary(f, ND_F32, 0, NULL);
 
-    RUN(f, layernorm_pair_fp8, .x = ROWS(a->x), .w1 = a->w_n1, .b1 = a->b_n1, .w2 = a->w_n2,
-        .b2 = a->b_n2, .eps = a->eps, .q1 = x1.q, .q1_t = x1.q_t, .scale1 = x1.scale, .q2 = x2.q,
+    RUN(f, layernorm_pair_fp8, .x = ROWS(a->x), .w_n1 = a->w_n1, .b_n1 = a->b_n1, .w_n2 = a->w_n2,
+        .b_n2 = a->b_n2, .eps = a->eps, .q1 = x1.q, .q1_t = x1.q_t, .scale1 = x1.scale, .q2 = x2.q,
         .q2_t = x2.q_t, .scale2 = x2.scale, .mean = mean, .rstd = rstd);
     RUN(f, fp8_layer_weights, .norm_w = a->w_n2, .norm_b = a->b_n2, .w_qkv = a->w_qkv,
         .w_o = a->w_o, .w1 = a->w1, .b1 = FLAT(a->b1), .w2 = a->w2, .q_qkv = w_qkv.q,
@@ -211,7 +211,7 @@ void nd_layer_backward_fp8(nd_frame *f, const layer_bwd_args *a, const nd_kept *
         nd_bias_grads(f, sums, a->db1, NULL);
     } else {
         RUN(f, fp8_linear_gelu_bwd, .d = d.q, .d_scale = d.scale, .w = w2.q, .w_scale = w2.scale,
-            .dgelu = dgelu, .bound = bound, .db = a->db1 != NULL ? &vectors.b1 : NULL, .q = dpre.q,
+            .dgelu = dgelu, .bound = bound, .db = a->db1 != NULL ? &vectors.db1 : NULL, .q = dpre.q,
             .q_t = dpre.q_t, .scale = dpre.scale);
     }
     input_grad(f, dpre, w1, &g.dn2);

@@ -101,7 +101,7 @@ void nd_bias_grads(nd_frame *f, const nd_array *dy, nd_array *db, nd_array *db2)
 nd_vector_grads nd_vectors(nd_frame *f, const layer_bwd_args *a) {
     int64_t c = a->x->shape[2], m = a->w1->shape[1];
     nd_vector_grads into;
-    nd_array *to[] = {&into.w_n1, &into.b_n1, &into.w_n2, &into.b_n2, &into.b1};
+    nd_array *to[] = {&into.dw_n1, &into.db_n1, &into.dw_n2, &into.db_n2, &into.db1};
     nd_array *wanted[] = {a->dw_n1, a->db_n1, a->dw_n2, a->db_n2, a->db1};
     for (int i = 0; i < 5; i++) {
         int64_t size = i < 4 ? c : m;
@@ -114,7 +114,7 @@ nd_vector_grads nd_vectors(nd_frame *f, const layer_bwd_args *a) {
 
 void nd_norm_grads(nd_frame *f, const layer_bwd_args *a, nd_vector_grads *into, nd_array *dn1,
                    nd_array *dn2, const nd_array *mean, const nd_array *rstd) {
-    RUN(f, layernorm_pair_bwd, .dy1 = dn1, .dy2 = dn2, .x = ROWS(a->x), .w1 = a->w_n1,
-        .w2 = a->w_n2, .mean = mean, .rstd = rstd, .dres = ROWS(a->dy), .dw1 = &into->w_n1,
-        .db1 = &into->b_n1, .dw2 = &into->w_n2, .db2 = &into->b_n2, .dx = ROWS(a->dx));
+    RUN(f, layernorm_pair_bwd, .dy1 = dn1, .dy2 = dn2, .x = ROWS(a->x), .w_n1 = a->w_n1,
+        .w_n2 = a->w_n2, .mean = mean, .rstd = rstd, .dres = ROWS(a->dy), .dw_n1 = &into->dw_n1,
+        .db_n1 = &into->db_n1, .dw_n2 = &into->dw_n2, .db_n2 = &into->db_n2, .dx = ROWS(a->dx));
 }
