@@ -15,7 +15,7 @@ nd_status nd_frame_end(nd_frame *f) {
     return f->status;
 }
 
-void (*nd_run_inner)(nd_frame *f, nd_op id, const void *args);
+void (*nd_run_in_frame)(nd_frame *f, nd_op id, const void *args);
 
 void nd_require(nd_frame *f, bool fits, const char *format, ...) {
     if (fits || f->status != ND_OK) {

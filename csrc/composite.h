@@ -35,10 +35,10 @@ nd_status nd_frame_end(nd_frame *f);
 void nd_require(nd_frame *f, bool fits, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Run one op, unless the frame has failed. The function is csrc/python/run.c's: it takes operands in
+/* Run one op, unless the frame has failed: run_in_frame of csrc/python/run.c takes operands in
  * the layout that ops.def says, traces, waits under NEEDLE_SYNC=1, and names the op in a failure. */
-extern void (*nd_run_inner)(nd_frame *f, nd_op id, const void *args);
-#define RUN(f, op, ...) nd_run_inner(f, OP_##op, &(op##_args){__VA_ARGS__})
+extern void (*nd_run_in_frame)(nd_frame *f, nd_op id, const void *args);
+#define RUN(f, op, ...) nd_run_in_frame(f, OP_##op, &(op##_args){__VA_ARGS__})
 
 /* ---- arrays: all have their shape, and no memory once the frame has failed ------------------- */
 #define SHAPE(...) \

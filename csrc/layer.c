@@ -6,6 +6,13 @@
  *   g      = gelu(n2 w1 + b1)                        (B, T, M)
  *   y      = x + [z g] [w_o; w2] + (b_o + b2)        `both` is [z g], (B, T, K + M)
  *
+ *   [dw_o; dw2] (+)= [z g]^T dy                      += with its bit of `add`, else =
+ *   dpre = dy w2^T gelu'(n2 w1 + b1)                 (B, T, M)
+ *   dw1 (+)= n2^T dpre, dn2 = dpre w1^T
+ *   dz = dy w_o^T, dqkv from dz                      through attention and rotary
+ *   dw_qkv (+)= n1^T dqkv, dn1 = dqkv w_qkv^T
+ *   dx = dy + the gradients of norm1 and norm2       from dn1 and dn2
+ *
  * z and g lie side by side, so that y is one product of depth K + M where w2 follows w_o in memory,
  * as in a flattened model, and so is the gradient of both weights. All of it is ops of ops.def, the
  * same for each backend and dtype. layer_fp8.c has the products in FP8.
@@ -40,7 +47,7 @@ static void input_grad(nd_frame *f, const nd_array *dy, const nd_array *w, nd_ar
         .c = V(nd_batch_of_1(dx)));
 }
 
-/* dw (+)= x^T dy, where it is wanted. */
+/* dw (+)= x^T dy, where it is wanted; of w1 that is (C, N) times (N, M). */
 static void weight_grad(nd_frame *f, const nd_array *x, const nd_array *dy, bool add,
                         nd_array *dw) {
     if (dw != NULL) {
@@ -114,18 +121,18 @@ typedef struct {
 } between;
 
 static between place(nd_space *space, const nd_layer_sizes *s) {
-    between g;
-    g.dn2 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
+    between grads;
+    grads.dn2 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
     int64_t start = space->at;
-    g.dpre = nd_place(space, s->dtype, SHAPE(s->n, s->m));
+    grads.dpre = nd_place(space, s->dtype, SHAPE(s->n, s->m));
     space->at = start;
-    g.dn1 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
+    grads.dn1 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
     int64_t after = space->at;
     space->at = start;
-    g.dz = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->k));
+    grads.dz = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->k));
     space->at = after > space->at ? after : space->at;
-    g.dqkv = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->q));
-    return g;
+    grads.dqkv = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->q));
+    return grads;
 }
 
 static void backward(nd_frame *f, const layer_bwd_args *a, const nd_kept *kept) {
@@ -143,25 +150,25 @@ static void backward(nd_frame *f, const layer_bwd_args *a, const nd_kept *kept) 
     nd_space space = {0};
     place(&space, &s);
     nd_space_open(f, &space);
-    between g = place(&space, &s);
+    between grads = place(&space, &s);
     nd_vector_grads vectors = nd_vectors(f, a);
     nd_array dy = nd_merged(a->dy, 2);
 
     last_weight_grads(f, a, both, &dy);
     nd_bias_grads(f, &dy, a->db_o, a->db2);
 
-    RUN(f, linear_gelu_bwd, .dy = &dy, .w = a->w2, .dgelu = dgelu, .dpre = &g.dpre,
+    RUN(f, linear_gelu_bwd, .dy = &dy, .w = a->w2, .dgelu = dgelu, .dpre = &grads.dpre,
         .db = &vectors.db1);
-    input_grad(f, &g.dpre, a->w1, &g.dn2);
-    weight_grad(f, ROWS(n2), &g.dpre, a->add & ADD_1, a->dw1);
+    input_grad(f, &grads.dpre, a->w1, &grads.dn2);
+    weight_grad(f, ROWS(n2), &grads.dpre, a->add & ADD_1, a->dw1);
 
-    input_grad(f, &dy, a->w_o, ROWS(&g.dz));
-    nd_attention_grads(f, a, qkv, V(nd_heads_of(both, &s)), lse, V(nd_heads_of(&g.dz, &s)), &g.dqkv,
-                       NULL);
-    input_grad(f, ROWS(&g.dqkv), a->w_qkv, &g.dn1);
-    weight_grad(f, ROWS(n1), ROWS(&g.dqkv), a->add & ADD_QKV, a->dw_qkv);
+    input_grad(f, &dy, a->w_o, ROWS(&grads.dz));
+    nd_attention_grads(f, a, qkv, V(nd_heads_of(both, &s)), lse, V(nd_heads_of(&grads.dz, &s)),
+                       &grads.dqkv, NULL);
+    input_grad(f, ROWS(&grads.dqkv), a->w_qkv, &grads.dn1);
+    weight_grad(f, ROWS(n1), ROWS(&grads.dqkv), a->add & ADD_QKV, a->dw_qkv);
 
-    nd_norm_grads(f, a, &vectors, &g.dn1, &g.dn2, mean, rstd);
+    nd_norm_grads(f, a, &vectors, &grads.dn1, &grads.dn2, mean, rstd);
 }
 
 /* ---- entries --------------------------------------------------------------------------------- */

@@ -1,10 +1,12 @@
-/* layer.h - what layer.c and layer_fp8.c share: layer_parts.c. Axis letters: ops.def. */
+/* layer.h - what layer.c and layer_fp8.c share: layer_parts.c. Axis letters: LAYER of ops.def, and
+ * N = B T rows. */
 #ifndef NEEDLE_LAYER_H
 #define NEEDLE_LAYER_H
 
 #include "composite.h"
 
-enum { ADD_QKV = 1, ADD_O = 2, ADD_1 = 4, ADD_2 = 8 }; /* bits of layer_bwd's `add` */
+/* Bits of layer_bwd's `add`: add to dw_qkv, dw_o, dw1, dw2; without its bit it is written. */
+enum { ADD_QKV = 1, ADD_O = 2, ADD_1 = 4, ADD_2 = 8 };
 
 typedef struct {
     nd_dtype dtype;

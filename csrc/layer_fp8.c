@@ -7,7 +7,7 @@
 
 enum { MEAN, RSTD, QKV, Z, LSE, DGELU, FIRST_FP8 }; /* of what is kept, and then pairs: */
 enum { X1, X2, W_QKV, W_O, W1, W2, ZQ, G };         /* columns, of a weight rows, and the scale */
-enum { DEEPEST = 1024 };                            /* C of the kernels that end in a GELU */
+enum { DEEPEST = 1024 }; /* largest C of the kernels that end in a GELU */
 _Static_assert(FIRST_FP8 + 2 * (G + 1) <= ND_MAX_KEPT, "a pair of each");
 #define LARGEST_E4M3 448.0
 #define LARGEST_E5M2 57344.0
@@ -16,6 +16,9 @@ _Static_assert(FIRST_FP8 + 2 * (G + 1) <= ND_MAX_KEPT, "a pair of each");
 typedef struct {
     nd_array *q, *q_t, *scale;
 } fp8;
+
+/* GELU, or its gradient, is an op of its own. In float16 a bound would make infinities finite. */
+static bool is_apart(const nd_layer_sizes *s) { return s->dtype == ND_F16 || s->c > DEEPEST; }
 
 bool nd_takes_fp8(const nd_layer_sizes *s) {
     int64_t sizes[] = {s->n, s->c, s->k, s->q, s->m};
@@ -52,13 +55,13 @@ static void product(nd_frame *f, fp8 x, fp8 w, const nd_array *b, const nd_array
 }
 
 /* dx = d w^T. */
-static void input_grad(nd_frame *f, fp8 d, fp8 w, nd_array *dx) {
+static void fp8_input_grad(nd_frame *f, fp8 d, fp8 w, nd_array *dx) {
     RUN(f, fp8_matmul, .a = d.q, .a_e5m2 = 1, .a_scale = d.scale, .b = w.q, .b_scale = w.scale,
         .c = dx);
 }
 
 /* dw (+)= x^T d, where it is wanted. */
-static void weight_grad(nd_frame *f, fp8 x, fp8 d, bool add, nd_array *dw) {
+static void fp8_weight_grad(nd_frame *f, fp8 x, fp8 d, bool add, nd_array *dw) {
     if (dw != NULL) {
         RUN(f, fp8_matmul, .a = x.q_t, .a_scale = x.scale, .b = d.q_t, .b_e5m2 = 1,
             .b_scale = d.scale, .add = add, .c = dw);
@@ -71,7 +74,7 @@ typedef struct {
     fp8 z, w_o, g, w2;
 } last;
 
-static last activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
+static last fp8_activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
     nd_layer_sizes s = nd_sizes_of(a);
     nd_array *mean = nd_keep(f, kept, MEAN, ND_F32, SHAPE(s.n)),
              *rstd = nd_keep(f, kept, RSTD, ND_F32, SHAPE(s.n)),
@@ -103,7 +106,7 @@ static last activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
     RUN(f, fp8_quantize, .x = ROWS(z), .q = zq.q, .q_t = zq.q_t, .scale = zq.scale);
 
     fp8 g = made(f, kept, G, false, s.n, s.m);
-    if (s.dtype == ND_F16 || s.c > DEEPEST) { /* a bound would make float16's infinities finite */
+    if (is_apart(&s)) {
         nd_array *pre = nd_temporary(f, s.dtype, SHAPE(s.n, s.m));
         product(f, x2, w1, FLAT(a->b1), NULL, false, pre);
         RUN(f, fp8_quantize, .x = pre, .gelu = 1 + a->tanh, .dgelu = dgelu,
@@ -120,7 +123,7 @@ static last activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
 }
 
 void nd_layer_activations_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
-    last operands = activations(f, a, kept);
+    last operands = fp8_activations(f, a, kept);
     nd_array_clear(operands.z.q);
     nd_array_clear(operands.w_o.q_t);
     nd_array_clear(operands.g.q);
@@ -128,7 +131,7 @@ void nd_layer_activations_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kep
 }
 
 void nd_layer_forward_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
-    last operands = activations(f, a, kept);
+    last operands = fp8_activations(f, a, kept);
     nd_array *bias = nd_temporary(f, a->b2->dtype, SHAPE(nd_size(a->b2)));
     RUN(f, add, .x = FLAT(a->b_o), .y = FLAT(a->b2), .out = bias);
     product(f, operands.z, operands.w_o, bias, ROWS(a->x), false, ROWS(a->y));
@@ -139,32 +142,32 @@ void nd_layer_forward_fp8(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
 typedef struct {
     nd_array d, d_t;             /* of dy */
     nd_array dn2;                /* (N, C) */
-    nd_array dpre, dpre_t, dg;   /* (N, M); dg: dpre before it is quantized */
+    nd_array dpre, dpre_t, dg;   /* (N, M); dg = dy w2^T, before gelu', where that is apart */
     nd_array dqkv, dz, dq, dq_t; /* in the place of dpre; dq, of dqkv, in the place of dz */
     nd_array dn1;                /* (N, C), in the place of dqkv */
-} between;
+} fp8_between;
 
-static between place(nd_space *space, const nd_layer_sizes *s, bool whole_g) {
-    between g;
-    g.d = nd_place(space, ND_U8, SHAPE(s->n, s->c));
-    g.d_t = nd_place(space, ND_U8, SHAPE(s->c, s->n));
-    g.dn2 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
+static fp8_between fp8_place(nd_space *space, const nd_layer_sizes *s) {
+    fp8_between grads;
+    grads.d = nd_place(space, ND_U8, SHAPE(s->n, s->c));
+    grads.d_t = nd_place(space, ND_U8, SHAPE(s->c, s->n));
+    grads.dn2 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
     int64_t start = space->at;
-    g.dpre = nd_place(space, ND_U8, SHAPE(s->n, s->m));
-    g.dpre_t = nd_place(space, ND_U8, SHAPE(s->m, s->n));
-    g.dg = nd_place(space, s->dtype, SHAPE(whole_g ? s->n : 0, s->m));
+    grads.dpre = nd_place(space, ND_U8, SHAPE(s->n, s->m));
+    grads.dpre_t = nd_place(space, ND_U8, SHAPE(s->m, s->n));
+    grads.dg = nd_place(space, s->dtype, SHAPE(is_apart(s) ? s->n : 0, s->m));
     space->at = start;
-    g.dn1 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
+    grads.dn1 = nd_place(space, s->dtype, SHAPE(s->n, s->c));
     int64_t after = space->at;
     space->at = start;
-    g.dqkv = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->q));
+    grads.dqkv = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->q));
     start = after > space->at ? after : space->at; /* dq is read while dn1 is written */
     space->at = start;
-    g.dz = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->k));
+    grads.dz = nd_place(space, s->dtype, SHAPE(s->b, s->t, s->k));
     space->at = start;
-    g.dq = nd_place(space, ND_U8, SHAPE(s->n, s->q));
-    g.dq_t = nd_place(space, ND_U8, SHAPE(s->q, s->n));
-    return g;
+    grads.dq = nd_place(space, ND_U8, SHAPE(s->n, s->q));
+    grads.dq_t = nd_place(space, ND_U8, SHAPE(s->q, s->n));
+    return grads;
 }
 
 void nd_layer_backward_fp8(nd_frame *f, const layer_bwd_args *a, const nd_kept *kept) {
@@ -179,33 +182,32 @@ void nd_layer_backward_fp8(nd_frame *f, const layer_bwd_args *a, const nd_kept *
     fp8 x1 = kept_one(f, kept, X1, s.c, s.n), x2 = kept_one(f, kept, X2, s.c, s.n),
         w_qkv = kept_one(f, kept, W_QKV, s.c, s.q), w_o = kept_one(f, kept, W_O, s.k, s.c),
         w1 = kept_one(f, kept, W1, s.c, s.m), w2 = kept_one(f, kept, W2, s.m, s.c),
-        zq = kept_one(f, kept, ZQ, s.k, s.n), g_q = kept_one(f, kept, G, s.m, s.n);
-    bool bounded = s.dtype != ND_F16; /* as in the forward */
-    bool apart = !bounded || s.c > DEEPEST;
+        zq = kept_one(f, kept, ZQ, s.k, s.n), g = kept_one(f, kept, G, s.m, s.n);
+    bool bounded = s.dtype != ND_F16, apart = is_apart(&s);
     /* All memory comes first: where it is lacking no gradient has been written. */
     nd_space space = {0};
-    place(&space, &s, apart);
+    fp8_place(&space, &s);
     nd_space_open(f, &space);
-    between g = place(&space, &s, apart);
+    fp8_between grads = fp8_place(&space, &s);
     nd_array *scales[3], *largest = nd_temporary(f, ND_F32, 0, NULL);
     for (int i = 0; i < 3; i++) {
         scales[i] = nd_temporary(f, ND_F32, 0, NULL);
     }
     nd_array *sums = nd_temporary(f, ND_F32, SHAPE(apart ? (s.n + 127) / 128 : 0, s.m));
     nd_vector_grads vectors = nd_vectors(f, a);
-    fp8 d = {&g.d, &g.d_t, scales[0]}, dpre = {&g.dpre, &g.dpre_t, scales[1]},
-        dq = {&g.dq, &g.dq_t, scales[2]};
+    fp8 d = {&grads.d, &grads.d_t, scales[0]}, dpre = {&grads.dpre, &grads.dpre_t, scales[1]},
+        dq = {&grads.dq, &grads.dq_t, scales[2]};
     nd_array dy = nd_merged(a->dy, 2);
     double bound = bounded ? (double)s.c * LARGEST_E5M2 * LARGEST_E4M3 : 0.0;
 
     RUN(f, fp8_quantize, .x = &dy, .e5m2 = 1, .q = d.q, .q_t = d.q_t, .scale = d.scale);
-    weight_grad(f, zq, d, a->add & ADD_O, a->dw_o);
-    weight_grad(f, g_q, d, a->add & ADD_2, a->dw2);
+    fp8_weight_grad(f, zq, d, a->add & ADD_O, a->dw_o);
+    fp8_weight_grad(f, g, d, a->add & ADD_2, a->dw2);
     nd_bias_grads(f, &dy, a->db_o, a->db2);
 
     if (apart) {
-        input_grad(f, d, w2, &g.dg);
-        RUN(f, fp8_quantize, .x = &g.dg, .dgelu = dgelu, .e5m2 = 1,
+        fp8_input_grad(f, d, w2, &grads.dg);
+        RUN(f, fp8_quantize, .x = &grads.dg, .dgelu = dgelu, .e5m2 = 1,
             .scale_a = bounded ? d.scale : NULL, .scale_b = bounded ? w2.scale : NULL,
             .bound = bound, .sums = sums, .q = dpre.q, .q_t = dpre.q_t, .scale = dpre.scale);
         nd_bias_grads(f, sums, a->db1, NULL);
@@ -214,16 +216,16 @@ void nd_layer_backward_fp8(nd_frame *f, const layer_bwd_args *a, const nd_kept *
             .dgelu = dgelu, .bound = bound, .db = a->db1 != NULL ? &vectors.db1 : NULL, .q = dpre.q,
             .q_t = dpre.q_t, .scale = dpre.scale);
     }
-    input_grad(f, dpre, w1, &g.dn2);
-    weight_grad(f, x2, dpre, a->add & ADD_1, a->dw1);
+    fp8_input_grad(f, dpre, w1, &grads.dn2);
+    fp8_weight_grad(f, x2, dpre, a->add & ADD_1, a->dw1);
 
-    input_grad(f, d, w_o, ROWS(&g.dz));
-    nd_attention_grads(f, a, qkv, V(nd_heads_of(z, &s)), lse, V(nd_heads_of(&g.dz, &s)), &g.dqkv,
-                       largest);
-    RUN(f, fp8_quantize, .x = ROWS(&g.dqkv), .e5m2 = 1, .largest = largest, .q = dq.q,
+    fp8_input_grad(f, d, w_o, ROWS(&grads.dz));
+    nd_attention_grads(f, a, qkv, V(nd_heads_of(z, &s)), lse, V(nd_heads_of(&grads.dz, &s)),
+                       &grads.dqkv, largest);
+    RUN(f, fp8_quantize, .x = ROWS(&grads.dqkv), .e5m2 = 1, .largest = largest, .q = dq.q,
         .q_t = dq.q_t, .scale = dq.scale);
-    input_grad(f, dq, w_qkv, &g.dn1);
-    weight_grad(f, x1, dq, a->add & ADD_QKV, a->dw_qkv);
+    fp8_input_grad(f, dq, w_qkv, &grads.dn1);
+    fp8_weight_grad(f, x1, dq, a->add & ADD_QKV, a->dw_qkv);
 
-    nd_norm_grads(f, a, &vectors, &g.dn1, &g.dn2, mean, rstd);
+    nd_norm_grads(f, a, &vectors, &grads.dn1, &grads.dn2, mean, rstd);
 }

@@ -107,8 +107,8 @@ nd_vector_grads nd_vectors(nd_frame *f, const layer_bwd_args *a) {
         int64_t size = i < 4 ? c : m;
         *to[i] =
             wanted[i] != NULL ? nd_merged(wanted[i], 0) : *nd_temporary(f, ND_F32, SHAPE(size));
-        nd_require(f, to[i]->shape[0] == size, "db1: must have the elements of b1");
     }
+    nd_require(f, into.db1.shape[0] == m, "db1: must have the elements of b1");
     return into;
 }
 

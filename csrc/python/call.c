@@ -574,7 +574,7 @@ static PyMethodDef table_method[] = {
 };
 
 int nd_callables_init(PyObject *module) {
-    nd_run_inner = nd_run_in_frame;
+    nd_run_init();
     bool failed = intern_names() < 0 || PyModule_AddFunctions(module, methods) < 0;
     return failed ? -1 : PyModule_AddFunctions(module, table_method);
 }

@@ -191,7 +191,8 @@ static nd_status named(const nd_op_info *info, const nd_device *device, nd_statu
     return nd_error(status, "%s%s%s", is_named ? "" : info->name, is_named ? "" : ": ", what);
 }
 
-void nd_run_in_frame(nd_frame *f, nd_op id, const void *args) {
+/* With or without the GIL. */
+static void run_in_frame(nd_frame *f, nd_op id, const void *args) {
     const nd_op_info *info = &nd_ops[id];
     nd_device *device = f->device;
     if (f->status != ND_OK) {
@@ -223,3 +224,5 @@ void nd_run_in_frame(nd_frame *f, nd_op id, const void *args) {
         trace_op(info, device, args, nd_microseconds() - start);
     }
 }
+
+void nd_run_init(void) { nd_run_in_frame = run_in_frame; }

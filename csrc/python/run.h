@@ -82,8 +82,8 @@ extern const nd_op_info nd_ops[NUM_OPS];
 bool nd_has_layout(field_kind kind, nd_array *a);
 /* Kernels of contiguous operands may read whole vectors, from a boundary of the backend's on. */
 bool nd_is_aligned(const nd_device *device, field_kind kind, const nd_array *a);
-/* nd_run_inner of composite.h, with or without the GIL. */
-void nd_run_in_frame(nd_frame *f, nd_op id, const void *args);
+/* Set nd_run_in_frame of composite.h. */
+void nd_run_init(void);
 /* Run the op on a device and trace it. `work` is the number of elements touched: small CPU
  * ops keep the GIL: releasing it costs more. */
 int nd_run_op(nd_op id, nd_device *device, const nd_slot *slots, int64_t work);
