@@ -101,7 +101,7 @@ def forward_backward(
 ) -> NDArray:
     """Leave the gradient of loss_scale times the loss in the buffers; return the loss, which stays
     on the device. All activations are free then."""
-    optimizer.reset_grad()
+    optimizer.reset_grad()  # flat.grad is of this micro-batch alone; add_micro_batch() sums
     value = loss(ids, targets)
     value.backward(loss_scale)
     return value.cached_data

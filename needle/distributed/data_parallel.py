@@ -75,7 +75,7 @@ class DataParallel:
         self.own_micro_batches = own_micro_batches(micro_batches, *ranks)
         self.shards = shards(flat.size, group.size)
         self._added = 0
-        self._sums: list[NDArray] = []  # of finished subtrees, the largest first ...
+        self._aside: list[NDArray] = []  # the sums of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
         self._received: list[NDArray] = []
         if group.size > 1:
@@ -91,21 +91,22 @@ class DataParallel:
     # ---- a step ---------------------------------------------------------------------------------
 
     def add_micro_batch(self) -> None:
-        """Add flat.grad, the gradient of this rank's next micro-batch. After the last one flat.grad
-        is the sum of all of this rank."""
+        """Add the gradients set aside to flat.grad, the gradient of this rank's next micro-batch
+        alone, as far as its place in the tree says, and set the sum aside. After the last one
+        flat.grad is the sum of all of this rank."""
         count = len(self.own_micro_batches)
         if count == 1:
             return  # it is the sum
         grad = self.flat.grad
         for _ in range(merges(self._added, count)):
-            grad += self._sums.pop()
+            grad += self._aside.pop()
         self._added = (self._added + 1) % count
         if self._added:
-            depth = len(self._sums)
+            depth = len(self._aside)
             if depth == len(self._buffers):
                 self._buffers.append(_C.empty(grad.shape, "float32", grad.device))
             _C.assign(self._buffers[depth], grad)
-            self._sums.append(self._buffers[depth])
+            self._aside.append(self._buffers[depth])
 
     def reduce(self, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
         """Sum the gradients over all ranks. Return (norm, scale) as optim.grad_norm. Of flat.grad
