@@ -239,9 +239,9 @@ def stream_text(
     """Yield the text that follows a prompt as it is drawn, in whole characters.
 
     Ends before the first of `stop_strings`, before the token `end` (by default each end of a text
-    that the tokenizer knows), or after max_new_tokens. What could be the beginning of a stop string
-    is held back until it is clear. tokenizer: as ndl.data.load_tokenizer takes it; an empty prompt
-    begins after the end of a text. options: of stream().
+    that the tokenizer knows), or after max_new_tokens. The beginning of a stop string that comes in
+    several tokens has been yielded by then. tokenizer: as ndl.data.load_tokenizer takes it; an
+    empty prompt begins after the end of a text. options: of stream().
     """
     tokenizer = load_tokenizer(tokenizer)
     ends = tokenizer.stops if end is None else (end,)
@@ -315,7 +315,7 @@ class _Text:
         self.text, self.shown, self.done = "", 0, False
 
     def push(self, token: int) -> str:
-        """The text that has become certain with this token."""
+        """The text that this token adds, in whole characters."""
         if self.done or token in self.ends:
             self.done = True
             return ""
@@ -327,14 +327,7 @@ class _Text:
             return self._show(len(self.text))
         if self.text.endswith("\ufffd"):  # a character is not complete yet
             return ""
-        return self._show(len(self.text) - self._doubtful())
-
-    def _doubtful(self) -> int:
-        """Count the characters at the end that may begin a stop string."""
-        return max(
-            (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
-            default=0,
-        )
+        return self._show(len(self.text))
 
     def _show(self, up_to: int) -> str:
         new = self.text[self.shown : up_to]

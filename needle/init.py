@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
@@ -23,51 +22,25 @@ from needle.autograd import Tensor
 from needle.backend_ndarray import full as full_array
 from needle.backend_ndarray import given_device
 
-
-@dataclasses.dataclass
-class Budget:
-    """The most that a model on the meta device may ask for: a file's configuration can ask for
-    anything."""
-
-    tensors: float = math.inf
-    nbytes: float = math.inf  # of other arrays, such as tables of positions
-
-    def take(self, tensors: int = 0, nbytes: int = 0) -> None:
-        self.tensors -= tensors
-        self.nbytes -= nbytes
-        if self.tensors < 0:
-            raise ValueError("it asks for far more tensors than there are")
-        if self.nbytes < 0:
-            raise ValueError(f"it asks for a table of {nbytes:,} bytes, far more than its weights")
-
-
-_meta: contextvars.ContextVar[Budget | None] = contextvars.ContextVar("meta", default=None)
+_meta: contextvars.ContextVar[bool] = contextvars.ContextVar("meta", default=False)
 
 
 @contextlib.contextmanager
-def meta_device(budget: Budget | None = None) -> Iterator[None]:
+def meta_device() -> Iterator[None]:
     """Make tensors of one element, broadcast to the shape, in this block: nothing is drawn and no
     memory is held. A module that is made here shows its shapes, and takes its values from a file
-    (each parameter's `cached_data` is replaced). ValueError where it takes more than the budget.
+    (each parameter's `cached_data` is replaced).
 
     >>> with ndl.init.meta_device():
     ...     layer = nn.Linear(1_000_000, 1_000_000)
     >>> layer.weight.shape
     (1000000, 1000000)
     """
-    token = _meta.set(budget or Budget())
+    token = _meta.set(True)
     try:
         yield
     finally:
         _meta.reset(token)
-
-
-def take_memory(nbytes: int) -> None:
-    """Count memory that is about to be allocated for no parameter. ValueError beyond the budget of
-    the meta device."""
-    budget = _meta.get()
-    if budget is not None:
-        budget.take(nbytes=nbytes)
 
 
 def check_size(what: str, size: Any, least: int = 0) -> int:
@@ -186,11 +159,10 @@ def constant(
      [7 7]]
     """
     shape = _sizes(shape)
-    budget = _meta.get()
-    if budget is None:
-        return Tensor.from_ndarray(full_array(shape, c, dtype, device), requires_grad)
-    budget.take(tensors=1)
-    return Tensor.from_ndarray(full_array((), c, dtype, device).broadcast_to(shape), requires_grad)
+    if _meta.get():
+        array = full_array((), c, dtype, device).broadcast_to(shape)
+        return Tensor.from_ndarray(array, requires_grad)
+    return Tensor.from_ndarray(full_array(shape, c, dtype, device), requires_grad)
 
 
 def manual_seed(seed: int) -> None:

@@ -121,7 +121,7 @@ def load(
     problems: list[str] = []
     entries = _entries(folder, mapping, problems)
     try:
-        model = config.meta_model(device, entries.values())
+        model = config.meta_model(device)
     except ValueError as error:  # sizes that no memory has
         raise FileError(f"{path}: {error}") from error
     transposed = _transposed(model)

@@ -199,7 +199,7 @@ class Checkpoint:
         device = given_device(device)
         config = self.configuration(dtype)
         with self._naming("its configuration cannot be used"):
-            model = config.meta_model(device, self._entries.values())
+            model = config.meta_model(device)
         tensors = model.saved()
         self._take_names(tensors)
         self._compare({name: tensor.shape for name, tensor in tensors.items()})

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from needle import init
 from needle.backend_ndarray import cpu
 from needle.files import FileError, named, reading
 from needle.nn import Module
-from needle.safetensors import FROM_FILE, Entry
 
 _families: dict[str, type[Module]] = {}
 
@@ -66,10 +64,9 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def meta_model(self, device: Any = None, entries: Collection[Entry] | None = None) -> Any:
-        """The model of this configuration, as shapes without memory: see init.meta_device().
-        ValueError where it asks for far more than `entries`, the tensors of a file."""
-        with init.meta_device(None if entries is None else _budget(entries)):
+    def meta_model(self, device: Any = None) -> Any:
+        """The model of this configuration, as shapes without memory: see init.meta_device()."""
+        with init.meta_device():
             return self.model_class(self, device=cpu() if device is None else device)
 
     def misfits(self, module: Module) -> list[str]:
@@ -95,14 +92,6 @@ class Config:
         return wrong + [
             f"{n} is {own[n]}, not {made[n]}" for n in own if own[n] != made.get(n, own[n])
         ]
-
-
-def _budget(entries: Collection[Entry]) -> init.Budget:
-    """Limit: twice the file's tensor count (enough to list missing names); tables up to the file's
-    size or 1 GiB."""
-    known = [entry for entry in entries if entry.dtype in FROM_FILE]
-    size = sum(math.prod(entry.shape) * FROM_FILE[entry.dtype][1].itemsize for entry in known)
-    return init.Budget(2 * len(entries) + 64, max(size, 1 << 30))
 
 
 def register(name: str) -> Callable[[AnyModel], AnyModel]:

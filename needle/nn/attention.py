@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from needle import _C, init, ops
+from needle import _C, ops
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import array
@@ -29,7 +29,6 @@ def rotary_tables(length: int, dims: int, base: float = 10000.0) -> tuple[np.nda
     """cos and sin (length, dims / 2) in float32, for heads of which the first `dims` dimensions are
     rotated (Su et al. 2021). The angles are rounded to float32 as every GPT-NeoX rounds them: the
     published weights have learned those."""
-    init.take_memory(3 * 4 * length * max(dims // 2, 1))  # angles, cos, sin
     exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(max(dims, 1))
     frequencies = np.float32(1) / np.float32(base) ** exponents
     angles = np.outer(np.arange(length, dtype=np.float32), frequencies)

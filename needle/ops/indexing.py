@@ -125,36 +125,12 @@ class IndexSelect(LinearMap):
         self.ids = ids
 
     def compute(self, a: NDArray) -> NDArray:
-        at, (x, ids) = self.at, self.joined(a)
-        shape = (*x.shape[:at], ids.shape[at], *x.shape[at + 1 :])
-        y = _C.take(five_axes(x, at), five_axes(ids.broadcast_to(shape), at))
-        return y.reshape(shape)
-
-    def joined(self, a: NDArray) -> tuple[NDArray, NDArray]:
-        """A view of a in which one axis, `at`, stands for `axes`, and the ids along it."""
         at, end = self.at, self.at + len(self.axes)
-        order = picked_axes_at(a.ndim, self.axes, at)
-        sizes, strides = ([x[i] for i in self.axes] for x in (a.shape, a.strides))
-        if math.prod(sizes) == 0 or all(
-            stride == below * n for stride, below, n in zip(strides, strides[1:], sizes[1:])
-        ):
-            x = a.permute(order)
-            return x.reshape((*x.shape[:at], math.prod(sizes), *x.shape[end:])), self.ids
-        # The places are numbered by steps in memory, which are multiples of one.
-        backwards = tuple(i for i in self.axes if a.strides[i] < 0)
-        x = (a.flip(backwards) if backwards else a).permute(order)
-        step = math.gcd(*strides) or 1
-        count = 1 + sum((n - 1) * abs(s) // step for n, s in zip(sizes, strides))
-        numbers, inside = from_beginning(self.ids, math.prod(sizes))
-        ids = 0 * numbers
-        for n, stride in zip(reversed(sizes), reversed(strides)):
-            place = _C.remainder(numbers, n)
-            ids = ids + (place if stride > 0 else n - 1 - place) * (abs(stride) // step)
-            numbers = _C.floor_divide(numbers, n)
-        shape, steps = (
-            (*sides[:at], own, *sides[end:]) for sides, own in ((x.shape, count), (x.strides, step))
-        )
-        return x.as_strided(shape, steps), (ids + count + 1) * inside - (count + 1)
+        x = a.permute(picked_axes_at(a.ndim, self.axes, at))
+        x = x.reshape((*x.shape[:at], math.prod(x.shape[at:end]), *x.shape[end:]))
+        shape = (*x.shape[:at], self.ids.shape[at], *x.shape[at + 1 :])
+        y = _C.take(five_axes(x, at), five_axes(self.ids.broadcast_to(shape), at))
+        return y.reshape(shape)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         return IndexAdd(self.axes, self.at, self.ids, node.inputs[0].shape)(out_grad)
