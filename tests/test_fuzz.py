@@ -47,11 +47,12 @@ SKIPPED = ("_exit_after_fatal", "cuda_reset", "cuda_init", "sync_each_op", "Modu
 FUNCTIONS = [getattr(_C, n) for n in sorted(dir(_C)) if n[:2] != "__" and n not in SKIPPED]
 FUNCTIONS = [f for f in FUNCTIONS if callable(f) and not f.__name__.endswith("Error")]
 METHODS = sorted({n for n in dir(_C.NDArray) if callable(getattr(_C.NDArray, n))} - {*dir(object)})
-METHODS += ["__init__", "__repr__", "__eq__", "__lt__", "__hash__", "__reduce_ex__", "__sizeof__"]
+METHODS += ["__init__", "__repr__", "__eq__", "__lt__", "__reduce_ex__", "__sizeof__"]
 OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul)
 ON_ARRAYS = [getattr(_C.NDArray, name) for name in METHODS]  # and what is called with one first
 ON_ARRAYS += [
     *OPERATORS,
+    hash,
     operator.pow,
     operator.iadd,
     operator.imul,

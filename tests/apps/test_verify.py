@@ -59,6 +59,10 @@ def edit_json(file, **changes):
     file.write_text(json.dumps(told, sort_keys=True, separators=(",", ":")) + "\n")
 
 
+def cut_off(path):
+    path.write_text(path.read_text() + '{"step": 7, "lo')
+
+
 def edit_everywhere(folder, **settings):
     """Claim other settings, in each file of a run."""
     data = {"seed": settings["data_seed"]} if "data_seed" in settings else {}
@@ -178,7 +182,7 @@ FAULTS = {
         {"step_6.safetensors": (DIFFERS, "line", 6)},
     ),
     "a damaged last line": (
-        lambda folder: (folder / "metrics.jsonl").open("a").write('{"step": 7, "lo'), {},
+        lambda folder: cut_off(folder / "metrics.jsonl"), {},
     ),
     "another rate in config.json": (
         lambda folder: edit_json(folder / "config.json", settings={"lr": 2e-3}),
