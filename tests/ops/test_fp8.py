@@ -184,6 +184,18 @@ def test_a_partly_frozen_layer_has_the_gradients_of_a_whole_one(device):
                     assert_same_bits(gradient, whole[name], name)
 
 
+def test_a_second_backward_is_added_to_flat_gradients(device, monkeypatch):
+    monkeypatch.setattr(pythia, "FP8_LAYERS_FROM", 32)
+    model = Pythia(PythiaConfig(vocab_size=48, hidden_size=32, num_layers=1, num_heads=2), device)
+    flat = flatten_parameters(model)
+    model.use_fp8()
+    loss = model.loss(np.arange(48).reshape(2, 24), np.arange(48).reshape(2, 24))
+    loss.backward()
+    once = flat.grad.numpy()
+    loss.backward()
+    np.testing.assert_allclose(flat.grad.numpy(), 2 * once, 1e-4, 1e-5 * np.abs(once).max())
+
+
 def test_layers_of_a_model(device, monkeypatch):
     """In FP8 for training alone, also where computed again in the backward; without for hooks, or a
     layer of one's own."""

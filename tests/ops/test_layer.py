@@ -11,6 +11,7 @@ from harness import naming, run
 
 import needle as ndl
 from needle import _C, nn, ops
+from needle.autograd import Accumulators
 from needle.block_mask import BlockMask
 from needle.models import Pythia, PythiaConfig
 
@@ -234,6 +235,34 @@ def test_shapes_that_do_not_fit_are_named(changed, message):
     ):
         with pytest.raises(TypeError, match=said):
             ops.layer(**wrong)
+
+
+def test_arrays_kept_by_a_forward_of_another_shape_are_refused():
+    layers = []
+    for batch in (2, 1):
+        given = operands(x=(batch, 5, 6))
+        given["x"].requires_grad = True
+        layers.append(ops.layer(**given))
+    large, small = layers
+    small.op.saved = large.op.saved
+    with pytest.raises(ValueError, match="saved: array 0 is not of a forward with these operands"):
+        small.backward()
+
+
+def test_backward_of_a_wide_mlp_has_memory_for_its_gradient(device):
+    """dx, and between the products gradients (B T, C) and (B T, M), M above 4 C."""
+    rows, c, m = 32, 16, 256
+    shapes = {name: (c,) for name in ("norm_w1", "norm_b1", "norm_w2", "norm_b2", "b_o", "b2")}
+    shapes |= {"x": (2, rows // 2, c), "w_qkv": (c, 3 * c), "b_qkv": (3 * c,), "w_o": (c, c)}
+    shapes |= {"w1": (c, m), "b1": (m,), "w2": (m, c)}
+    given = {name: ndl.ones(*shapes[name], device=device) for name in SHAPES}
+    given["x"].requires_grad = True
+    y = ops.layer(**given, heads=2, **dict(zip(("cos", "sin"), nn.rotary_tables(rows // 2, 2))))
+    dout, into = y.cached_data.copy(), Accumulators(y.inputs)
+    device.reset_peak()
+    before = device.memory_stats()["live_bytes"]
+    y.op.backward(dout, y, into)
+    assert device.memory_stats()["peak_bytes"] - before >= 4 * rows * (2 * c + m)
 
 
 @pytest.mark.cuda
