@@ -35,6 +35,8 @@ def test_components_add_up_to_the_stream_and_the_logits(device, parallel):
     assert labels == ["embed", "0_attn_out", "0_mlp_out", "1_attn_out", "1_mlp_out"]
     close(parts.sum(0), stream)
     close(cache.decompose_resid(1).sum(0), cache["resid_pre", 1])
+    of_mlps = cache.decompose_resid(1, mlp_input=True, mode="mlp", return_labels=True)[1]
+    assert of_mlps == ["embed", "0_mlp_out"]
     heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
     assert labels[:4] == ["L0H0", "L0H1", "L0H2", "L1H0"] and labels[-1] == "remainder"
     close(heads.sum(0), stream)

@@ -405,6 +405,18 @@ def test_flattening_a_part_takes_it_out_of_the_whole():
     assert not model[0].weight.grad_buffer.numpy().any() and model[0].bias.grad.numpy().any()
 
 
+def test_neighbours_in_a_flat_buffer_stay_there():
+    class Pair(nn.Sequential):
+        neighbours = (("0.weight", "1.weight"),)
+
+    for i in range(2):
+        model = Pair(nn.Linear(8, 8), nn.Linear(8, 8))
+        flat = nn.flatten_parameters(model, only=[f"{i}.weight"])
+        nn.place_neighbours(model)
+        flat.data.fill(7)
+        np.testing.assert_array_equal(model[i].weight.numpy(), np.full((8, 8), 7))
+
+
 def test_data_assigned_to_a_flattened_parameter_go_into_the_buffer():
     model = nn.Linear(3, 2)
     flat = nn.flatten_parameters(model)

@@ -216,6 +216,8 @@ def test_norms_and_deviations_of_any_size(device):
                 off = a / size - (a / size).mean(1, keepdims=True)
                 slope = off / wanted[:, None] / (4 - correction)
                 close(x.grad.numpy(), np.where(wanted[:, None] == 0, 0, slope))
+    far = Tensor([[1e-25, 1.0, 3.0]], device=device)  # the power of the smallest overflows as well
+    close(ops.norm(far, -2, 1).numpy() / 1e-25, [1])
     for call in (ops.norm, ops.std, lambda x: ops.norm(x, 3)):
         assert call(Tensor([1.0, inf])).item() in (inf, pytest.approx(nan, nan_ok=True))
         assert np.isnan(call(Tensor([1.0, nan, inf])).item())
