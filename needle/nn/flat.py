@@ -57,8 +57,9 @@ class FlatParameters:
 
     @property
     def grad(self) -> NDArray:
-        for p in self.parameters:
-            p.fill_zeros()
+        for p in self._zeroed_late:
+            if p.zeros_pending:
+                p.fill_zeros()
         return self._grad
 
     def reset_grad(self) -> None:

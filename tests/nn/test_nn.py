@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from harness import close, draw
 import needle as ndl
 from needle import Tensor, init, nn, optim
 from needle import backend_ndarray as nd
+from needle.models import Pythia, PythiaConfig
 from needle.testing.elementwise import gelu, gelu_tanh
 
 # ---- init ----------------------------------------------------------------------------------------
@@ -487,3 +489,27 @@ def test_wrong_sizes_are_named(made, error, said):
         made()
     with pytest.raises(error, match=said), init.meta_device():
         made()
+
+
+def test_step_of_a_layer_takes_few_python_calls():
+    """At most 180 in each step and 25 more a layer: the host must keep up with a GPU."""
+
+    def calls(layers):
+        config = PythiaConfig(
+            vocab_size=512, hidden_size=64, num_layers=layers, num_heads=4, max_seq_len=64
+        )
+        model = Pythia(config)
+        optimizer = optim.AdamW(nn.flatten_parameters(model))
+        ids = np.random.randint(0, 512, (2, 65))
+        entered = []
+        for seen in (None, None, lambda frame, event, argument: entered.append(event)):
+            sys.setprofile(seen)
+            optimizer.reset_grad()
+            model.loss(ids[:, :-1], ids[:, 1:]).backward()
+            optimizer.step()
+            sys.setprofile(None)
+        return entered.count("call")
+
+    one, three = calls(1), calls(3)
+    layer = (three - one) / 2
+    assert layer <= 25 and one - layer <= 180
