@@ -66,8 +66,12 @@ def test_examples_run(page, tmp_path, monkeypatch):
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})
 
 
+TUTORIALS = ["train", "patching", "dynamics", "own_op", "transformers"]
+TUTORIALS += ["memorisation", "rule", "bank"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "patching", "dynamics", "own_op", "transformers"])
+@pytest.mark.parametrize("name", TUTORIALS)
 def test_tutorials_run(name, tmp_path):
     """The code cells of each notebook, one after another."""
     notebook = ROOT / f"docs/tutorials/{name}.ipynb"
@@ -78,7 +82,7 @@ def test_tutorials_run(name, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", ["train", "patching", "dynamics", "own_op", "transformers"])
+@pytest.mark.parametrize("name", TUTORIALS)
 def test_tutorials_have_the_outputs_of_their_code(name):
     """`make tutorials` makes them, without paths, addresses and times of the machine."""
     notebook = json.loads((ROOT / f"docs/tutorials/{name}.ipynb").read_text())
