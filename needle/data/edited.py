@@ -425,7 +425,7 @@ class Edits:
         return [
             f"{len(self.checked)} edit(s) reach {plan['rows']:,} sequences, {plan['tokens']:,} "
             f"tokens, in {plan['steps']:,} of the steps {self.first} to {self.last}",
-            f"the first step that can differ is {plan['first']}, the last one {plan['last']}",
+            f"edits act on steps {plan['first']} to {plan['last']}; weights differ from then on",
             equal if plan["later_equal"] else moved,
             *([unread] if plan["unread"] else []),
             *self.notes,

@@ -190,8 +190,9 @@ def told(path: Path) -> dict[int, dict[str, Any]]:
         if isinstance(line, dict) and type(line.get("step")) is int:
             names = ("position", "batch", "scale") if is_proof(line) else OF_STEP
             facts = {name: line[name] for name in names if name in line}
-            digests = line["digest"].items() if is_proof(line) else ()
-            facts |= {f"digest of {name}": value for name, value in digests}
+            if is_proof(line):
+                facts |= {"rate of the proof": line.get("lr")}
+                facts |= {f"digest of {name}": value for name, value in line["digest"].items()}
             steps.setdefault(line["step"], {}).update(facts)
     return steps
 

@@ -140,9 +140,8 @@ def values_of(edit: dict[str, Any], sizes: dict[str, int]) -> dict[tuple[str, st
         return {}
     chosen = fnmatch.filter(sizes, edit.get("parts", "*"))
     if not chosen:
-        raise DataError(
-            f"parts: {edit['parts']!r} names no parameter; there are {', '.join(sizes)}"
-        )
+        said = f"{edit['do']}, parts: {edit['parts']!r} names no parameter"
+        raise DataError(f"{said}; there are {', '.join(sizes)}")
     if edit.get("to") == "zero":
         return {(slot, name): np.zeros(sizes[name]) for slot in ("m", "v") for name in chosen}
     model, optimizer, _, _ = find_checkpoint(edit["from"]).restore(cpu())

@@ -238,7 +238,7 @@ def test_command_prints_its_plan_and_a_dry_run_trains_nothing(
     assert replay.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 edit(s) reach 1 sequences, 17 tokens, in 1 of the steps 4 to 6" in said
-    assert "the first step that can differ is 5, the last one 5" in said
+    assert "edits act on steps 5 to 5; weights differ from then on" in said
     assert "begins with the checkpoint of step 2: 1 steps more, which --keep-optimizer" in said
     assert "control: 20 steps without edits have equal bits" in said
     monkeypatch.setattr(replay, "train", lambda *_, **__: pytest.fail("it trains"))

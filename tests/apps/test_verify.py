@@ -190,6 +190,11 @@ FAULTS = {
          **{f"step_{s}.safetensors": (DIFFERS, "settings", None) for s in (2, 4, 6)},
          THREE: UNDECIDED, FIVE: UNDECIDED},
     ),
+    "another rate in a line of proof": (
+        lambda folder: chain(folder, lambda lines: [
+            {**x, "lr": 1e-5.hex()} if "digest" in x and x["step"] == 4 else x for x in lines]),
+        {THREE: (DIFFERS, "line", 4)},
+    ),
     "another rate in all files": (
         lambda folder: edit_everywhere(folder, lr=2e-3),
         {THREE: (DIFFERS, "learning rate", 3), FIVE: (DIFFERS, "learning rate", 5)},
