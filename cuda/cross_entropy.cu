@@ -10,7 +10,8 @@
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
  * elements before its first 16-byte boundary and after its last go one by one.
  * Both: where two rows fit into shared memory a block walks down rows, and the next arrives while
- * it works on one; longer rows are read twice, the second time mostly from L2.
+ * it works on one; longer rows are read twice, the second time mostly from L2. Long 16-bit
+ * rows that start at multiples of 16 bytes: cross_entropy_long.cu.
  * Bytes, T bytes an element: forward N V T; both 2 N V T (3 N V T for long rows). An exponential an
  * element, two in both.
  */
@@ -296,22 +297,26 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
     const int32_t *targets = data_of<int32_t>(a->targets);
     float *losses = data_of<float>(a->losses);
     ND_TRY(check_columns(op, columns));
-    ND_TRY(with_float(op, a->logits->dtype, [&](auto tag) -> nd_status {
+    auto portable = [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         const int64_t row_bytes = (columns * (int64_t)sizeof(T) + 31) / 16 * 16;
         const size_t two_rows = 2 * (size_t)row_bytes, reductions = 1024;
         const bool ahead = two_rows + reductions <= limits->block_shared;
-        if (rows == 0) {
-            return ND_OK;
+        if (rows > 0) {
+            auto *kernel = ahead ? both_kernel<T, true> : both_kernel<T, false>;
+            const int threads = columns >= 16384 ? 1024 : threads_for(columns);
+            const size_t shared = ahead ? two_rows : 0;
+            const int fit = (int)(limits->block_shared / (shared + reductions));
+            const int together = fit < 2048 / threads ? fit : 2048 / threads;
+            ND_TRY(cuda_launch(op, device, kernel, cuda_grid(device, rows, together), threads,
+                               shared, data_of<T>(a->logits), targets, losses, rows, columns,
+                               row_bytes));
         }
-        auto *kernel = ahead ? both_kernel<T, true> : both_kernel<T, false>;
-        const int threads = columns >= 16384 ? 1024 : threads_for(columns);
-        const size_t shared = ahead ? two_rows : 0;
-        const int fit = (int)(limits->block_shared / (shared + reductions));
-        const int together = fit < 2048 / threads ? fit : 2048 / threads;
-        return cuda_launch(op, device, kernel, cuda_grid(device, rows, together), threads, shared,
-                           data_of<T>(a->logits), targets, losses, rows, columns, row_bytes);
-    }));
+        return ND_OK;
+    };
+    ND_TRY(cross_entropy_long_serves(device, a->logits)
+               ? cross_entropy_long(device, a)
+               : with_float(op, a->logits->dtype, portable));
     return cuda_mean_loss(op, device, losses, targets, data_of<float>(a->loss),
                           data_of<float>(a->share), rows);
 }
