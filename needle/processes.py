@@ -89,6 +89,16 @@ def collecting(into: list[int], *numbers: int) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+@contextlib.contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM in the block, so that what it made for a while is removed."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
 def signal_name(number: int) -> str:
     """Return SIGKILL for 9. Real-time signals between the first and the last have no name."""
     return next((one.name for one in signal.Signals if one == number), f"signal {number}")

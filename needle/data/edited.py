@@ -143,15 +143,17 @@ class Edits:
     @functools.cached_property
     def borders(self) -> np.ndarray:
         """int64 (N + 1,): document i is the ids [borders[i], borders[i + 1]) of the data."""
-        tokens = self.batches.tokens
-        if isinstance(tokens, Documents):
-            return np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
-        found = borders_of(tokens, self._end_of_text())
-        if len(found) == 2:
+        found = self._borders_of(self.batches.tokens)
+        if len(found) == 2 and not isinstance(self.batches.tokens, Documents):
             raise DataError(
                 f"{self.data.source}: no end of text within, hence no documents: name a step"
             )
         return found
+
+    def _borders_of(self, tokens: FlatTokens) -> np.ndarray:
+        if isinstance(tokens, Documents):
+            return np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
+        return borders_of(tokens, self._end_of_text())
 
     def _needed(self) -> Any:
         if self.tokenizer is None:
@@ -180,12 +182,22 @@ class Edits:
             return self.sequences, ((numbers["step"][:, None] - 1) * self.rows + rows).ravel()
         found = functools.reduce(np.intersect1d, numbers.values(), np.arange(len(self.borders) - 1))
         if "text" in where:
-            search, decode = re.compile(where["text"]).search, self._needed().decode
-            texts = (decode(self._document(i).read().tolist()) for i in found)
-            found = found[np.fromiter((search(text) is not None for text in texts), bool)]
+            has = functools.partial(self._has, re.compile(where["text"]))
+            found = found[np.fromiter((has(self._document(i).read()) for i in found), bool)]
+            held_out = self.data.held_out
+            borders = self._borders_of(held_out).tolist() if len(held_out) else []
+            parts = [to_ids(held_out.read(pair)) for pair in zip(borders, borders[1:])]
+            if count := sum(map(has, parts)):
+                self.notes.append(
+                    f"{where['text']!r:.80} is also in {count:,} documents that are held out: they "
+                    "are not trained on, and not edited"
+                )
         if len(found) == 0:
             raise DataError(f"no document has {str(where):.200}")
         return self.documents, found
+
+    def _has(self, pattern: re.Pattern, ids: np.ndarray) -> bool:
+        return pattern.search(self._needed().decode(ids.tolist())) is not None
 
     def _one(self, edit: dict[str, Any], key: str) -> int:
         """Return the number of the one place that a table names."""
@@ -422,11 +434,15 @@ class Edits:
         equal = "every other sequence is byte-equal, before, between and after"
         moved = "a shift moves the tokens behind it: later sequences are others"
         unread = f"edited documents that none of these steps reads: {plan['unread']:,}"
+        of_data = sum(edit["do"] not in TRAINING for edit in self.checked)
+        reached = (
+            f"{of_data} edit(s) reach {plan['rows']:,} sequences, {plan['tokens']:,} tokens, in "
+            f"{plan['steps']:,} of the steps {self.first} to {self.last}"
+        )
         return [
-            f"{len(self.checked)} edit(s) reach {plan['rows']:,} sequences, {plan['tokens']:,} "
-            f"tokens, in {plan['steps']:,} of the steps {self.first} to {self.last}",
+            *([reached] if of_data else []),
             f"edits act on steps {plan['first']} to {plan['last']}; weights differ from then on",
-            equal if plan["later_equal"] else moved,
+            (equal if plan["later_equal"] else moved) if of_data else "every batch is byte-equal",
             *([unread] if plan["unread"] else []),
             *self.notes,
         ]

@@ -29,7 +29,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -50,8 +50,9 @@ from needle.data.edits import TRAINING, read_edits
 from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
-from needle.files import MissingFileError, read_json, replacing
+from needle.files import MissingFileError, printable, read_json, replacing
 from needle.optim import Linear
+from needle.processes import die_with, unwound_by_sigterm
 from needle.training.folder import again, begin, described_config, read_description, read_settings
 from needle.training.log import lines_until
 from needle.training.proofs import differences, to_text
@@ -251,12 +252,26 @@ def _write_text(file: Path, text: str) -> None:
 # ---- the command -------------------------------------------------------------------------------
 
 
-def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool = False) -> int:
-    """Train the run in a folder to its end, as `needle train --resume auto`; return the exit code.
-    launch: the words before the command, as "mpirun -n 2"."""
+def training(folder: Path, launch: str, flags: Sequence[str]) -> list[str]:
+    """Return the command that trains the run in a folder to its end, as `needle train --resume
+    auto`. launch: the words before it, as "mpirun -n 2"."""
     program = [*shlex.split(launch), sys.executable, str(find("apps/train_pythia.py"))]
-    output = subprocess.DEVNULL if quiet else None
-    return subprocess.run([*program, *again(folder), *flags], stdout=output).returncode
+    return [*program, *again(folder), *flags]
+
+
+def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool = False) -> int:
+    """Train the run in a folder to its end, in a child that dies with this process; return the exit
+    code."""
+    parent, output = os.getpid(), subprocess.DEVNULL if quiet else None
+    command = training(folder, launch, flags)
+    return subprocess.run(command, stdout=output, preexec_fn=lambda: die_with(parent)).returncode
+
+
+def become_training(folder: Path, launch: str, flags: Sequence[str]) -> NoReturn:
+    """Train the run in a folder in the place of this process, which signals then reach."""
+    sys.stdout.flush()
+    command = training(folder, launch, flags)
+    os.execvp(command[0], command)
 
 
 @contextlib.contextmanager
@@ -278,14 +293,16 @@ def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]
         yield folder
 
 
-def control(replay: Replay, launch: str, flags: Sequence[str]) -> None:
-    """Repeat the first steps without edits. DataError where they differ from the parent's."""
+def control(replay: Replay, launch: str, flags: Sequence[str]) -> int:
+    """Repeat the first steps without edits; return how many. DataError where they differ from the
+    parent's."""
     until = min(replay.start + CONTROL, replay.until)
     with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as folder:
         steps, parent = range(replay.base + 1, until + 1), Path(replay.parent)
         wrong = differences(parent / "metrics.jsonl", folder / "metrics.jsonl", steps)
     if wrong:
         raise DataError(f"the control differs from {parent}: {'; '.join(wrong)}")
+    return until - replay.start
 
 
 def check(replay: Replay) -> tuple[Replay, list[str]]:
@@ -300,9 +317,14 @@ def check(replay: Replay) -> tuple[Replay, list[str]]:
     edits = Edits(replay.edits, data, batches, every, first, replay.until)
     model = described_config(parent / "config.json").meta_model(cpu())
     sizes = {name: p.size for name, p in model.named_parameters()}
-    for edit in replay.edits:
-        values_of(edit, sizes)
-    return dataclasses.replace(replay, edits=edits.checked), edits.describe()
+    lines = edits.describe()
+    for edit in edits.checked:
+        values = values_of(edit, sizes)
+        if edit["do"] in TRAINING:
+            says = ", ".join(f"{key} {edit[key]}" for key in edit if key not in ("do", "steps"))
+            count = f"; {len({name for _, name in values})} parameters" if values else ""
+            lines.append(f"{edit['do']}: {says}{count}")
+    return dataclasses.replace(replay, edits=edits.checked), lines
 
 
 def parser() -> argparse.ArgumentParser:
@@ -324,7 +346,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def goes_on(replay: Replay, folder: Path) -> bool:
+    """True if the folder is that of this replay, which was begun before."""
+    begun = read_replay(folder, max(whole_steps(folder)))
+    if begun == replay:
+        print(printable(f"{folder}: this replay was begun before, and goes on"), flush=True)
+    return begun == replay
+
+
 @reporting("needle replay")
+@unwound_by_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parser().parse_known_args(argv)
     edits = [] if args.edit is None else read_edits(args.edit)
@@ -336,8 +367,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(wrapped("\n".join(lines)), flush=True)
     if args.dry_run:
         return 0
+    out = args.out or Path(replay.parent).parent
+    if args.name is not None and goes_on(replay, out / args.name):
+        become_training(out / args.name, args.launch, flags)
     if replay.edits and not args.no_control:
-        control(replay, args.launch, flags)
-        print(f"control: {CONTROL} steps without edits have equal bits", flush=True)
-    folder = make_folder(replay, args.out or Path(replay.parent).parent, args.name)
-    return train(folder, args.launch, flags)
+        count = control(replay, args.launch, flags)
+        print(f"control: {count} steps without edits have equal bits", flush=True)
+    become_training(make_folder(replay, out, args.name), args.launch, flags)

@@ -32,6 +32,7 @@ from needle.command import Parser, path, reporting, told, whole, wrapped
 from needle.data import run_batches, run_data
 from needle.data.identity import SAMPLED
 from needle.files import FileError, MissingFileError, replacing
+from needle.processes import unwound_by_sigterm
 from needle.training import proofs
 from needle.training.folder import check_state, described_config, read_description, read_settings
 from needle.training.log import clock, read_lines
@@ -114,20 +115,40 @@ def of_lines(claims: Claims) -> Verdict:
     return Verdict("metrics.jsonl", EQUAL, text)
 
 
-def of_settings(claims: Claims, of: str, theirs: dict[str, Any]) -> list[Verdict]:
-    """Check that another file says what config.json does, as far as it decides the steps."""
-    free, wrong = {word(name) for name in FREE}, []
+def of_settings(claims: Claims) -> Verdict:
+    """Check that config.json, manifest.json and the checkpoints say the same, as far as it decides
+    the steps. No repetition can begin with a checkpoint that says something else than config.json.
+    """
+    free = {word(name) for name in FREE}
     free |= {"steps", "samples"} if claims.settings.get("schedule") == "constant" else set()
-    own, theirs = proofs.canonical(claims.description), proofs.canonical(theirs)
-    for part in ("settings", "model", "optimizer", "data"):
-        mine, found = own.get(part), theirs.get(part)
-        if isinstance(mine, dict) and isinstance(found, dict):
-            names = [
-                name for name in mine.keys() & found.keys() - free if mine[name] != found[name]
-            ]
-            wrong += [f"{part}.{n} is {found[n]}, in config.json {mine[n]}" for n in sorted(names)]
-    what = "settings" if any(not text.startswith("data.") for text in wrong) else "data"
-    return [Verdict(of, DIFFERS, "; ".join(wrong), what)] if wrong else []
+    files = {"config.json": claims.description, "manifest.json": claims.manifest}
+    names = {step: claims.files[step].name for step in claims.states}
+    for step, state in claims.states.items():
+        optimizer = {name: x for name, x in state["optimizer"].items() if name != "lr"}
+        facts = {"settings": state["settings"], "model": state["config"], "optimizer": optimizer}
+        files[names[step]] = {**facts, "data": {"fingerprint": state["fingerprint"]}}
+    said: dict[str, dict[str, Any]] = {}  # by name of a setting and file
+    for file, facts in files.items():
+        for part in ("settings", "model", "optimizer", "data"):
+            values = proofs.canonical(facts).get(part)
+            for name in values.keys() - free if isinstance(values, dict) else ():
+                said.setdefault(f"{part}.{name}", {})[file] = values[name]
+    text, what, others = [], "data", set()
+    for name, values in sorted(said.items()):
+        own = values.get("config.json")
+        wrong = {file: x for file, x in values.items() if "config.json" in values and x != own}
+        if wrong:
+            listed = "; ".join(f"{x} in {file}" for file, x in wrong.items())
+            text.append(f"{name} is {own} in config.json; {listed}")
+            what, others = what if name.startswith("data.") else "settings", others | {*wrong}
+    claims.good -= {step for step, file in names.items() if file in others}
+    if text:
+        return Verdict("settings", DIFFERS, ". ".join(text), what)
+    more = "" if claims.manifest else "; there is no manifest.json"
+    if claims.manifest.get("products", claims.products) != claims.products:
+        more = f"; the run multiplied by {claims.manifest['products']}, this machine by "
+        more += claims.products
+    return Verdict("settings", EQUAL, f"the same in {', '.join(files)}{more}")
 
 
 def of_data(claims: Claims) -> Verdict:
@@ -161,7 +182,7 @@ def of_data(claims: Claims) -> Verdict:
 
 
 def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
-    """Check that a checkpoint is whole and of its step, and what settings and proofs say."""
+    """Check that a checkpoint is whole, of its step, and what its line of proof says."""
     file, proof, found = claims.files[step], claims.proofs.get(step), []
     differs = lambda text, what: Verdict(file.name, DIFFERS, text, what, step)
     try:
@@ -173,10 +194,7 @@ def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
     state = checkpoint.state
     if state["step"] != step:
         return [differs(f"it is of step {state['step']}", "file")]
-    optimizer = {name: x for name, x in state["optimizer"].items() if name != "lr"}
-    facts = {"settings": state["settings"], "model": state["config"], "optimizer": optimizer}
-    facts["data"] = {"fingerprint": state["fingerprint"]}
-    claims.states[step], found = state, of_settings(claims, file.name, facts)
+    claims.states[step] = state
     proven = {} if proof is None else proof["digest"]
     if step == 0 and "weights" in claims.manifest:
         proven = {"weights": claims.manifest["weights"]}
@@ -189,7 +207,7 @@ def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
         text = f"the digest of {', '.join(wrong)} is another one than in its line of proof"
         found.append(differs(text, "moments" if {*wrong} <= {"m", "v"} else "weights"))
     claims.good |= {step} - {step for _ in found}
-    return found or [Verdict(file.name, EQUAL, "whole; settings" + ", digests" * bool(proven))]
+    return found or [Verdict(file.name, EQUAL, "whole" + "; digests" * bool(proven))]
 
 
 # ---- steps -------------------------------------------------------------------------------------
@@ -216,7 +234,8 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
         wrong = {0: {"digest of weights": (own, weights)}, **wrong}
     compared = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
     if not wrong and not tensors:
-        verdict.text = compared
+        foreign = claims.foreign(last)
+        verdict.text = compared + (f"; {foreign[1]}" if foreign else "")
         return verdict
     verdict.result, verdict.step = DIFFERS, min([*wrong, *tensors])
     pairs = sorted(wrong.get(verdict.step, {}).items(), key=lambda pair: len(str(pair[1][0])))
@@ -298,19 +317,16 @@ def verified(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on the files of a run, then on intervals of its steps."""
     yield of_lines(claims)
-    text = "as config.json" if claims.manifest else "there is none"
-    yield from of_settings(claims, "manifest.json", claims.manifest) or [
-        Verdict("manifest.json", EQUAL, text)
-    ]
     yield (data := of_data(claims))
     for step in sorted(claims.files):
         if any(first <= step <= last for first, last in intervals):
             yield from of_checkpoint(claims, step)
+    yield of_settings(claims)
     known = sorted({*claims.proofs, *claims.states})
     for first, last in intervals:
         reason = None
         if first not in claims.good:
-            reason = f"the checkpoint of step {first} is not the run's: an earlier one decides"
+            reason = f"the checkpoint of step {first} is not as config.json or its proof says"
         elif last not in known:
             reason = f"step {last} has no checkpoint and no proof; of {known} the next one decides"
         elif data.result != EQUAL and data.what != "order":
@@ -352,6 +368,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @reporting("needle verify")
+@unwound_by_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parser().parse_known_args(argv)
     args.seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
@@ -370,7 +387,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "{0} intervals, {steps:,} steps: {1} (m:ss) at the rate of the run, on {device}"
     text = text.format(len(intervals), clock(plan["seconds"]), **plan)
     text += "" if plan["seed"] is None else f"; drawn by --seed {args.seed}"
-    print(wrapped("\n".join([text, *map(_steps, intervals)])), flush=True)
+    first = min((interval[0] for interval in intervals), default=0)
+    before = [f"not computed: {_steps((0, first))}; --full computes them"] if first else []
+    print(wrapped("\n".join([text, *map(_steps, intervals), *before])), flush=True)
     if args.dry_run:
         return 0
     verdicts = []

@@ -1,14 +1,19 @@
 """needle replay: the null edit, edits and their effects, errors by name."""
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import train_pythia
-from harness import naming
+from harness import ROOT, naming, wait_for
 from small_runs import (
     TOKENS,
     assert_same_run,
@@ -36,6 +41,14 @@ def parent(tmp_path, tokens, here):
     """A run of 6 steps with the checkpoints 0, 2, 4 and 6; each step is proven."""
     assert train_pythia.main(flags(tmp_path, tokens, "a", EVERY)) == 0
     return ndl.open_run(tmp_path / "runs" / "a")
+
+
+def command(*words):
+    """The exit code of `needle replay` in this process."""
+    try:
+        return replay.main([*words])
+    except SystemExit as end:  # of the training that takes its place
+        return end.code
 
 
 def digests_of(tmp_path, name):
@@ -194,8 +207,8 @@ def test_control_finds_a_parent_that_does_not_repeat(tmp_path, parent):
     words = ["--from", "2", "--steps", "1", "--name", "b", *CPU]
     file = tmp_path / "e.toml"
     file.write_text("[[edit]]\ndo = 'rate'\nsteps = [3, 3]\nvalue = 0.0\n")
-    assert replay.main([str(parent.folder), *words, "--edit", str(file)]) == 1
-    assert replay.main([str(parent.folder), *words, "--edit", str(file), "--no-control"]) == 0
+    assert command(str(parent.folder), *words, "--edit", str(file)) == 1
+    assert command(str(parent.folder), *words, "--edit", str(file), "--no-control") == 0
     assert [line["lr"] for line in numbers_of(tmp_path, "b")][2:] == [0.0]
 
 
@@ -215,7 +228,7 @@ def test_folder_that_was_not_made_whole_is_no_replay(tmp_path, tokens, parent, m
                 for module, function in broken:
                     patch.setattr(module, function, full)
                 words = [str(parent.folder), "--from", str(start), "--name", name, *CPU]
-                assert replay.main(words) == 1
+                assert command(*words) == 1
             assert "needle replay: x: No space left on device" in capsys.readouterr().err
             assert (folder / "replay.json").exists()
             argv = flags(tmp_path, tokens, name, EVERY, "--resume auto")
@@ -235,15 +248,60 @@ def test_command_prints_its_plan_and_a_dry_run_trains_nothing(
     file = tmp_path / "e.toml"
     file.write_text("[[edit]]\ndo = 'drop'\nwhere = { step = 5, row = 0 }\n")
     words = [str(parent.folder), "--from", "3", "--edit", str(file), "--name", "b", *CPU]
-    assert replay.main(words) == 0
+    assert command(*words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 edit(s) reach 1 sequences, 17 tokens, in 1 of the steps 4 to 6" in said
     assert "edits act on steps 5 to 5; weights differ from then on" in said
     assert "begins with the checkpoint of step 2: 1 steps more, which --keep-optimizer" in said
-    assert "control: 20 steps without edits have equal bits" in said
+    assert "control: 3 steps without edits have equal bits" in said
+    assert command(*words) == 0  # the same again goes on: it is done
+    assert "b: this replay was begun before, and goes on" in capsys.readouterr().out
+    file.write_text("[[edit]]\ndo = 'rate'\nsteps = [5, 6]\nfactor = 2.0\n\n"
+                    "[[edit]]\ndo = 'moments'\nto = 'zero'\nparts = 'layers.0.*'\n")  # fmt: skip
+    assert command(*words) == 1
+    told = capsys.readouterr()
+    assert (
+        "edits act on steps 4 to 6; weights differ from then on every batch is byte-equal rate: "
+        "factor 2.0 moments: to zero, parts layers.0.*; 12 parameters" in " ".join(told.out.split())
+    )
+    assert "there is a run of this name already" in told.err
     monkeypatch.setattr(replay, "train", lambda *_, **__: pytest.fail("it trains"))
     (tmp_path / "null.toml").write_text("")
     words = [str(parent.folder), "--from", "2", "--edit", str(tmp_path / "null.toml")]
-    assert replay.main([*words, "--dry-run"]) == 0
+    assert command(*words, "--dry-run") == 0
     assert "no edit: every batch is byte-equal" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"a", "b"}
+
+
+def running(path):
+    """The processes whose command line has a path."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended
+            found += [file.parent.name] * (bytes(path) in file.read_bytes())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_command_that_is_killed_leaves_no_training(tmp_path, tokens, number):
+    """While it repeats the parent's steps, which leaves no folder after SIGTERM, and while it
+    trains."""
+    shape = ["--layers", "1", "--hidden", "16", "--heads", "1", "--vocab-size", "64"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NEEDLE_CACHE": str(tmp_path / "cache")}
+    words = flags(tmp_path, tokens, "a", "--keep 100 --keep-optimizer", *shape, steps=4000)
+    needle, runs, edits = [sys.executable, "-m", "needle"], tmp_path / "runs", tmp_path / "e.toml"
+    words += ["--save-every", "1000", "--eval-every", "1000"]
+    subprocess.run([*needle, "train", *words], env=env, check=True, stdout=subprocess.DEVNULL)
+    edits.write_text("[[edit]]\ndo = 'rate'\nsteps = [101, 4000]\nfactor = 2.0\n")
+    words = [*needle, "replay", str(runs / "a"), "--from", "100", "--edit", str(edits), *CPU]
+    for place, more in ((".a-*/again", []), ("b", ["--no-control", "--name", "b"])):
+        child = subprocess.Popen([*words, *more], env=env, stdout=subprocess.DEVNULL)
+        wait_for(lambda place=place: [*runs.glob(f"{place}/checkpoints/step_100.*")])
+        child.send_signal(number)
+        child.wait()
+        wait_for(lambda: not running(tmp_path))
+        assert (
+            number == signal.SIGKILL or [p.name for p in runs.iterdir() if p.name[0] == "."] == []
+        )
+    assert not (runs / "b" / "checkpoints" / "step_4000.safetensors").exists()

@@ -76,8 +76,8 @@ def edit_everywhere(folder, **settings):
 def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, verdicts, monkeypatch):
     code, wrong, told = verdicts(folder)
     assert (code, wrong) == (0, {})
-    assert [*told] == ["metrics.jsonl", "manifest.json", "data", "step_2.safetensors",
-                       "step_4.safetensors", "step_6.safetensors", "steps 3 to 4",
+    assert [*told] == ["metrics.jsonl", "data", "step_2.safetensors", "step_4.safetensors",
+                       "step_6.safetensors", "settings", "steps 3 to 4",
                        "steps 5 to 6"]  # fmt: skip
     assert told["steps 3 to 4"]["scope"] == "recomputed here from the checkpoint of step 2"
     assert told["steps 3 to 4"]["text"] == "2 lines, 2 proofs, 1 checkpoints"
@@ -186,9 +186,12 @@ FAULTS = {
     ),
     "another rate in config.json": (
         lambda folder: edit_json(folder / "config.json", settings={"lr": 2e-3}),
-        {"manifest.json": (DIFFERS, "settings", None),
-         **{f"step_{s}.safetensors": (DIFFERS, "settings", None) for s in (2, 4, 6)},
-         THREE: UNDECIDED, FIVE: UNDECIDED},
+        {"settings": (DIFFERS, "settings", None), THREE: UNDECIDED, FIVE: UNDECIDED},
+    ),
+    "another rate in a checkpoint": (
+        lambda folder: rewrite(folder / "checkpoints" / STEP_4, {"settings": {
+            **read_tensors(folder / "checkpoints" / STEP_4)[0]["settings"], "lr": 2e-3}}),
+        {"settings": (DIFFERS, "settings", None), FIVE: UNDECIDED},
     ),
     "another rate in a line of proof": (
         lambda folder: chain(folder, lambda lines: [
@@ -250,7 +253,11 @@ def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, 
 def test_products_that_were_others_and_gave_equal_bits_are_equal(folder, verdicts):
     for file in (folder / "checkpoints").glob("step_*"):
         rewrite(file, {"products": HOST})
-    assert verdicts(folder)[:2] == (0, {})
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (0, {}) and f"the run multiplied by {HOST}, this" in told[FIVE]["text"]
+    edit_json(folder / "manifest.json", products="another")
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (0, {}) and "multiplied by another, this" in told["settings"]["text"]
 
 
 def test_run_without_manifest_is_verified_by_its_checkpoints(folder, verdicts):
@@ -260,7 +267,7 @@ def test_run_without_manifest_is_verified_by_its_checkpoints(folder, verdicts):
     edit_json(folder / "config.json", settings={})
     code, wrong, told = verdicts(folder)
     assert (code, wrong) == (0, {})
-    assert told["manifest.json"]["text"] == "there is none"
+    assert told["settings"]["text"].endswith("; there is no manifest.json")
     assert told["steps 3 to 4"]["text"] == "2 lines, 0 proofs, 1 checkpoints"
     rewrite(folder / "checkpoints" / STEP_4, words=BIT)
     code, wrong, told = verdicts(folder)
