@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from collections.abc import Iterable, Mapping
-from numbers import Integral
 from typing import Any
 
 from needle import _C
@@ -29,23 +28,19 @@ from needle.nn import FlatParameters, Parameter
 from needle.nn.utils import clip_grad_norm, grad_norm  # noqa: F401  names of this file too
 
 OWN = ("lr", "weight_decay")  # what a group of parameters may have of its own
-MOST_STEPS = 2**53  # beyond it a float cannot count
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
 
 
-def _misfits(*groups: Mapping[str, Any]) -> list[str]:
-    """List the problems of the hyperparameters in `groups`."""
-    problems = []
-    for name, value in [item for group in groups for item in group.items()]:
-        try:
-            number = math.nan if isinstance(value, (bool, str)) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        below_one = name in ("momentum", "beta1", "beta2")
-        if not 0 <= number < (1 if below_one else math.inf):
-            kind = "in [0, 1)" if below_one else "finite and not negative"
-            problems.append(f"{name} must be {kind}, but is {value!r:.40}")
-    return problems
+def _check(owner: str, name: str, value: Any) -> None:
+    """Raise ValueError for a hyperparameter with which no step makes sense."""
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    below_one = name in ("momentum", "beta1", "beta2")
+    if not 0 <= number < (1 if below_one else math.inf):
+        kind = "in [0, 1)" if below_one else "finite and not negative"
+        raise ValueError(f"{owner}: {name} must be {kind}, but is {value!r:.40}")
 
 
 class Optimizer:
@@ -118,9 +113,9 @@ class Optimizer:
     def _set(self, **settings: float) -> None:
         """Take the hyperparameters; ValueError where one of them, or of a group's own, is one with
         which no step makes sense."""
-        problems = _misfits(settings, *self._own.values())
-        if problems:
-            raise ValueError(f"{type(self).__name__}: {'; '.join(problems)}")
+        for group in (settings, *self._own.values()):
+            for name, value in group.items():
+                _check(type(self).__name__, name, value)
         for name, value in settings.items():
             setattr(self, name, value)
 
@@ -196,12 +191,6 @@ class Optimizer:
                 )
         wanted = ("step", *self.hyperparameters)
         problems += [f"{name} is missing" for name in wanted if name not in state]
-        problems += _misfits({n: state[n] for n in self.hyperparameters if n in state})
-        step = state.get("step", 0)
-        whole = isinstance(step, Integral) and not isinstance(step, bool)
-        if not whole or not 0 <= step <= MOST_STEPS:
-            problems.append(f"step must be a whole number of 0 to 2^53, but is {step!r:.40}")
-        problems += self._group_misfits(state.get("groups", {}))
         if problems:
             raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
         changes: list[tuple[Any, Any, Any]] = [
@@ -211,13 +200,7 @@ class Optimizer:
         if "groups" in state:
             own_settings = {name: dict(group) for name, group in state["groups"].items()}
             changes.append((vars(self), "_own", own_settings))
-        return [*changes, (vars(self), "t", int(step))]
-
-    @staticmethod
-    def _group_misfits(groups: Any) -> list[str]:
-        if isinstance(groups, dict) and all(isinstance(own, dict) for own in groups.values()):
-            return _misfits(*groups.values())
-        return [f"groups must be a dict of dicts, but is {groups!r:.40}"]
+        return [*changes, (vars(self), "t", int(state["step"]))]
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)}" for name in self.hyperparameters)
@@ -236,8 +219,7 @@ class ParamGroup(UserDict):
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.data or name == "params":
             raise KeyError(f"param_groups: {name!r} is none of {[*self.data][1:]}")
-        if problems := _misfits({name: value}):
-            raise ValueError(f"param_groups: {problems[0]}")
+        _check("param_groups", name, value)
         self.data[name] = value
         for place in self.places if name in OWN else [self.optimizer]:
             place[name] = value

@@ -246,8 +246,8 @@ def test_state_dict_of_another_optimizer_is_refused():
     with pytest.raises((KeyError, ValueError)):
         adamw(Two(ndl.cpu()).parameters()).load_state_dict(state | {"arrays": arrays})
     del state["step"]
-    with pytest.raises(ValueError, match="step is missing; lr must be finite.*but is 'x'"):
-        adamw(Two(ndl.cpu()).parameters()).load_state_dict(state | {"lr": "x"})
+    with pytest.raises(ValueError, match="load_state_dict: step is missing"):
+        adamw(Two(ndl.cpu()).parameters()).load_state_dict(state)
     taken = adamw(Two(ndl.cpu()).parameters())
     taken.load_state_dict(state | {"step": np.int64(3)})  # as NumPy's files give it back
     assert taken.t == 3
