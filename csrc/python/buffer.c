@@ -3,7 +3,6 @@
  * A buffer that is handed out holds a reference on the memory itself. bfloat16 has no format.
  */
 #include <stdlib.h>
-#include <string.h>
 
 #include "backends.h"
 #include "exchange.h"
@@ -20,58 +19,14 @@ static bool has_buffer(const nd_array *a) {
     return a->storage->device->backend->is_host && formats[a->dtype] != NULL;
 }
 
-/* One that asks to write counts as a write when it is handed out and when it is released. NumPy and
- * memoryview do not ask, and may write: a hash of the elements tells whether they did, at the
- * release and, while the buffer is held, whenever a graph asks about the array. */
-struct nd_exported {
-    nd_exported *next;
+/* A buffer that asks to write counts as a write when it is handed out and when it is released. NumPy
+ * and memoryview do not ask, and may write: that is not seen. */
+typedef struct {
     nd_array array; /* holds a reference on the memory */
     bool writable;
-    bool hashed;
-    uint64_t hash;
     Py_ssize_t shape[ND_MAX_DIMS];
     Py_ssize_t strides[ND_MAX_DIMS];
-};
-
-static uint64_t hash_of(const nd_array *a) {
-    uint64_t lanes[4] = {1, 2, 3, 4}, word;
-    uintptr_t low = 0, high = 0;
-    nd_byte_range(a, &low, &high);
-    const char *memory = (const char *)low;
-    size_t bytes = high - low, i = 0;
-    for (; i + sizeof lanes <= bytes; i += sizeof lanes) {
-        for (size_t k = 0; k < 4; k++) {
-            memcpy(&word, memory + i + 8 * k, 8);
-            lanes[k] = (lanes[k] ^ word) * 0x9e3779b97f4a7c15u;
-            lanes[k] ^= lanes[k] >> 32;
-        }
-    }
-    for (; i < bytes; i++) {
-        lanes[i % 4] = (lanes[i % 4] ^ (uint8_t)memory[i]) * 0x9e3779b97f4a7c15u;
-    }
-    for (size_t k = 1; k < 4; k++) {
-        lanes[0] = (lanes[0] ^ lanes[k]) * 0x9e3779b97f4a7c15u;
-        lanes[0] ^= lanes[0] >> 32;
-    }
-    return lanes[0];
-}
-
-static void look_at(nd_exported *hold) {
-    uint64_t before = hold->hash;
-    hold->hash = hash_of(&hold->array);
-    if (hold->hashed && hold->hash != before) {
-        nd_count_write(&hold->array);
-    }
-    hold->hashed = true;
-}
-
-void nd_count_outside_writes(const nd_array *a) {
-    for (nd_exported *hold = nd.exported; hold != NULL; hold = hold->next) {
-        if (hold->array.storage == a->storage) {
-            look_at(hold);
-        }
-    }
-}
+} exported;
 
 static bool is_fortran(const nd_array *a) {
     nd_array reversed = *a;
@@ -98,7 +53,7 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
         (!has_strides && !c_order)) {
         FAIL(PyExc_BufferError, "the array is not contiguous; compact() copies it");
     }
-    nd_exported *hold = calloc(1, sizeof *hold);
+    exported *hold = calloc(1, sizeof *hold);
     if (hold == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -112,11 +67,7 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
     hold->writable = (flags & PyBUF_WRITABLE) == PyBUF_WRITABLE;
     if (hold->writable) {
         nd_count_write(a);
-    } else if (flags != PyBUF_SIMPLE) { /* plain bytes are asked for to be read: files, hashes */
-        look_at(hold);
     }
-    hold->next = nd.exported;
-    nd.exported = hold;
     static char nothing[8]; /* an empty array has no memory, but a buffer may not be NULL */
     view->buf = a->data != NULL ? a->data : nothing;
     view->obj = Py_NewRef(self);
@@ -133,17 +84,10 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
 }
 
 void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view) {
-    nd_exported *hold = view->internal;
+    exported *hold = view->internal;
     if (hold->writable) {
         nd_count_write(&hold->array);
-    } else if (hold->hashed) {
-        look_at(hold);
     }
-    nd_exported **link = &nd.exported;
-    while (*link != hold) {
-        link = &(*link)->next;
-    }
-    *link = hold->next;
     nd_array_clear(&hold->array);
     free(hold);
 }

@@ -8,8 +8,6 @@
 /* ---- buffer.c -------------------------------------------------------------------------------- */
 int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags);
 void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view);
-/* Count what was written into an array through buffers that are handed out. */
-void nd_count_outside_writes(const nd_array *a);
 
 /* ---- dlpack.c -------------------------------------------------------------------------------- */
 extern PyMethodDef nd_dlpack_functions[]; /* of the module */

@@ -176,7 +176,6 @@ static PyObject *get_device(PyObject *self, void *closure) {
 }
 
 static PyObject *get_written(PyObject *self, void *closure) {
-    nd_count_outside_writes(nd_array_of(self));
     return PyLong_FromUnsignedLongLong(nd_array_of(self)->storage->written);
 }
 
@@ -376,29 +375,15 @@ static PyType_Spec ndarray_spec = {
     .slots = ndarray_slots,
 };
 
-static void count_outside_writes(PyObject *object) {
-    if (PyObject_TypeCheck(object, nd.ndarray_type)) {
-        nd_count_outside_writes(nd_array_of(object));
-    } else if (PyTuple_Check(object) || PyList_Check(object)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) {
-            count_outside_writes(PySequence_Fast_GET_ITEM(object, i));
-        }
-    }
-}
-
-static PyObject *module_writes(PyObject *module, PyObject *operands) {
-    if (nd.exported != NULL) {
-        count_outside_writes(operands);
-    }
+static PyObject *module_writes(PyObject *module, PyObject *nothing) {
     return PyLong_FromUnsignedLongLong(nd.writes);
 }
 
 static PyMethodDef functions[] = {
-    {"writes", module_writes, METH_O,
-     "writes($module, operands, /)\n--\n\nHow often arrays were written to that were there before: "
-     "the last of these writes into an array is its `written`. Of writes through buffers that "
-     "NumPy "
-     "or a memoryview hold, those into the operands count."},
+    {"writes", module_writes, METH_NOARGS,
+     "writes($module, /)\n--\n\nHow often arrays were written to that were there before: the last "
+     "of these writes into an array is its `written`. Writes through buffers that NumPy or a "
+     "memoryview hold are not seen."},
     {"array", KEYWORD_METHOD(module_array),
      "array($module, obj, dtype='float32', device=None)\n--\n\nA new NDArray with a copy of a "
      "NumPy array of any real dtype, an NDArray, a number or nested lists. dtype None: that "

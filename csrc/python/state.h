@@ -33,8 +33,6 @@ typedef enum {
         NUM_BACKENDS
 } nd_backend_id;
 
-typedef struct nd_exported nd_exported; /* in buffer.c */
-
 /* The one state of the process, guarded by the GIL. */
 typedef struct {
     PyTypeObject *ndarray_type, *device_type, *handle_type, *module_type, *parameters_type;
@@ -45,7 +43,6 @@ typedef struct {
     PyObject *field_names[NUM_OPS][ND_MAX_FIELDS]; /* interned */
     nd_storage *nothing;                           /* of arrays that are not made yet */
     uint64_t writes;                               /* into arrays that were there */
-    nd_exported *exported;                         /* buffers that Python's protocol handed out */
     bool trace;                                    /* NEEDLE_TRACE=1 */
     bool sync;                                     /* NEEDLE_SYNC=1 */
 } nd_state;

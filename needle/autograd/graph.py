@@ -223,7 +223,7 @@ def joins_the_graph(view: Any) -> bool:
     joins = joins and shares_memory(view, base)  # or it is a copy
     if joins:
         take_place(view)
-        view.requires_grad, view.writes = True, _C.writes(view.operands)
+        view.requires_grad, view.writes = True, _C.writes()
     return joins
 
 

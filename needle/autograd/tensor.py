@@ -300,7 +300,7 @@ class Value:
                     value.inputs = inputs
                     value.operands = operands
                     value.kept = arrays_of(op)
-                    value.writes = _C.writes([*operands, *value.kept])
+                    value.writes = _C.writes()
                     value.requires_grad = True
                     break
             else:
@@ -460,9 +460,9 @@ class Tensor(Value, Operators["Tensor"]):
         """Add to `.grad` of every leaf that this Tensor was computed from.
 
         out_grad: the gradient of this Tensor, of its shape; ones when not given.
-        RuntimeError where an array that a gradient reads was written in place since the forward,
-        also through `np.asarray(array)` or a memoryview; writes of other libraries into memory that
-        they share (`from_dlpack`) are not seen.
+        RuntimeError where an array that a gradient reads was written in place since the forward.
+        Writes of other libraries into memory that they share (a NumPy view or memoryview of an
+        array, `from_dlpack`) are not seen.
         Threads may call it at the same time: one that reaches the same leaf waits for the other.
         The graph stays, so that it can be walked again: drop the Tensor (`del loss`) to free the
         activations before the next step allocates its own.
