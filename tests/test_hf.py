@@ -246,15 +246,12 @@ def test_tied_embeddings(tmp_path, dtype, device):
     assert float(read(ids, targets)[1].numpy()) < before
 
 
-def test_a_tied_file_may_hold_the_head_if_it_is_the_embedding(tmp_path):
+def test_head_in_the_file_of_a_tied_model_is_left_out(tmp_path):
     model = model_of(tie_word_embeddings=True)
     weights = theirs(model)
     weights["embed_out.weight"] = weights["gpt_neox.embed_in.weight"].copy()
     folder = write(tmp_path / "a", weights, tie_word_embeddings=True)
     assert_equal(Pythia.from_pretrained(folder), model)
-    weights["embed_out.weight"][3, 4] += 1
-    with pytest.raises(CheckpointError, match="tie_word_embeddings is true"):
-        Pythia.from_pretrained(write(folder, weights, tie_word_embeddings=True))
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -342,18 +339,12 @@ def test_damaged_indices(tmp_path):
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     names = index["weight_map"]
-    index["weight_map"] = names | {"gpt_neox.more": names["embed_out.weight"], "x": "../y"}
+    index["weight_map"] = names | {"x": "../y"}
     path.write_text(json.dumps(index))
     (folder / "model-00001-of-00004.safetensors").unlink(missing_ok=True)
     with pytest.raises(CheckpointError) as error:
         Pythia.from_pretrained(folder)
-    assert_says(error, "says that gpt_neox.more is in", "'../y', which is not in the folder")
-    hf.save(model_of(), folder, shard_size=20_000)
-    first, second = sorted(folder.glob("*.safetensors"))[:2]
-    name, values = next(iter(load_file(first).items()))
-    save_file({**load_file(second), name: values}, second, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{name} in {second.name} is {name} in {first.name}"):
-        Pythia.from_pretrained(folder)
+    assert_says(error, "'../y', which is not in the folder")
     path.write_text("{}")
     with pytest.raises(CheckpointError, match="has no weight_map"):
         Pythia.from_pretrained(folder)

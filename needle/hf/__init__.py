@@ -61,8 +61,7 @@ class WeightMapping(Protocol):
     """Describe a model family as transformers writes it; models/gpt_neox.py is one."""
 
     MODEL_TYPE: str  # of config.json
-    TIED_HEAD: str  # our name of a head that a file may hold beside the embedding TIED_TO
-    TIED_TO: str
+    TIED_HEAD: str  # our name of the head, which a tied model's file may hold as well
 
     def config_from_hf(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of our configuration. ValueError lists all that cannot be read."""
@@ -129,10 +128,9 @@ def load(
         name: parameter.shape[::-1] if name in transposed else parameter.shape
         for name, parameter in model.named_parameters()
     }
-    head = None if mapping.TIED_HEAD in shapes else entries.pop(mapping.TIED_HEAD, None)
+    if mapping.TIED_HEAD not in shapes:
+        entries.pop(mapping.TIED_HEAD, None)  # of a tied model, whose head is the embedding
     _compare(entries, shapes, mapping, problems)
-    if head is not None and not problems:
-        _compare_head(head, entries[mapping.TIED_TO], problems)
     if problems:
         raise FileError(f"{folder}: does not fit its configuration: {'; '.join(problems)}")
     for name, parameter in model.named_parameters():
@@ -171,13 +169,6 @@ def _compare(
             problems.append(f"{entry.name} is {entry.dtype}, not {' or '.join(allowed)}")
 
 
-def _compare_head(head: Entry, embedding: Entry, problems: list[str]) -> None:
-    """A tied model's file may hold the head as well; it must then be the embedding."""
-    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if not same or head.words().tobytes() != embedding.words().tobytes():
-        problems.append(f"{head.name} is not {embedding.name}, but tie_word_embeddings is true")
-
-
 def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[str, Entry]:
     """Our name -> tensor, of all weight files of the folder; buffers are left out."""
     whole, index = folder / WEIGHTS, folder / INDEX
@@ -192,12 +183,6 @@ def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[
         name = mapping.our_name(entry.name)
         if mapping.is_buffer(name):
             continue
-        if name in entries:
-            first = entries[name]
-            problems.append(
-                f"{entry.name} in {entry.path.name} is {first.name} in "
-                f"{first.path.name} a second time"
-            )
         entries[name] = entry
     return entries
 
@@ -228,14 +213,7 @@ def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[En
         if Path(file).name != file or not (folder / file).exists():
             problems.append(f"{INDEX} names the file {file!r}, which is not in the folder")
             continue
-        shard = _header(folder / file)
-        names = {entry.name for entry in shard}
-        problems += [
-            f"{INDEX} says that {name} is in {file}, but it is not"
-            for name, place in where.items()
-            if place == file and name not in names
-        ]
-        found += shard
+        found += _header(folder / file)
     return found
 
 

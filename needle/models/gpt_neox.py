@@ -12,7 +12,7 @@ from typing import Any
 
 MODEL_TYPE = "gpt_neox"
 # A tied model's file may hold the head as well; it must then be the embedding.
-TIED_HEAD, TIED_TO = "embed_out.weight", "embed_in.weight"
+TIED_HEAD = "embed_out.weight"
 
 # Hugging Face's hidden_act to ours. Those of one form differ in the order of roundings alone.
 READ_ACTIVATIONS = {
