@@ -163,10 +163,11 @@ const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
  * Strides of a and b in elements, of which one is 1. A row of base is `base_row` elements after the
  * one before: 0 for a bias, ldc for c itself; NULL is zeros. `more`: k steps of the next call,
  * prefetched now. `panels` has room for cpu_panels_words, 0 only if panels cannot be used. */
-enum { CPU_PANEL_ROWS = 14, CPU_PANEL_COLUMNS = 32 };
+enum { CPU_PANEL_COLUMNS = 32 };
 void cpu_panels_setup(void);                     /* chooses */
 bool cpu_panels_take(nd_dtype dtype, int64_t m); /* true if they multiply m rows of a */
 const char *cpu_panels_instructions(void);       /* and the dtypes: another, other bits; or NULL */
+int64_t cpu_panels_rows(nd_dtype dtype);         /* of a panel of a */
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k);
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
                         const int64_t *a_strides, const void *b, const int64_t *b_strides,

@@ -221,7 +221,8 @@ static void choose_tiles(product *p, int64_t batches) {
         if (!too_large && !too_wide && (!halve || *longer < 2 * smallest)) {
             return;
         }
-        int64_t unit = p->panels && longer == &p->tile_m ? CPU_PANEL_ROWS : 32;
+        bool by_rows = p->panels && longer == &p->tile_m;
+        int64_t unit = by_rows ? cpu_panels_rows(p->a.array->dtype) : 32;
         *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), unit) * unit;
     }
 }

@@ -1,4 +1,4 @@
-/* panels.c - matrix products of packed panels by AVX-512: float32, bfloat16 and float16.
+/* panels.c - matrix products of packed panels by AVX-512 and AMX: float32, bfloat16 and float16.
  *
  *   c = base + a b       a (m, k) and b (k, n) of one dtype; c float32, and base: c, a bias, or 0
  *
@@ -12,13 +12,15 @@
  * multiplied by AVX512-BF16's vdpbf16ps, whose float32 lanes get two products each; an odd k ends
  * with a zero. By definition that instruction ignores MXCSR: it rounds to nearest even, takes
  * denormal operands for zeros, and makes denormal sums zeros. Infinities and NaN go through as in
- * float32.
+ * float32. With AMX (tiles.h) the pairs of 32 rows of a lie by rows, and those of a step of k are
+ * filled up with zeros to whole tiles.
  *
  * Compiled for any x86-64 and chosen when needle starts. Intel's processors since Sapphire Rapids
- * do a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements.md): there bfloat16
- * becomes float32 while it is packed. AMD's do as many as published, and take pairs. Float32 was
- * not measured beside OpenBLAS there, so it is multiplied here on Intel's alone.
- * NEEDLE_CPU_PRODUCTS=blas, avx512 or avx512_bf16 decides otherwise.
+ * do a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements.md), but multiply by
+ * tiles: AMX is taken where it is. AMD's do as many as published, and take pairs. Elsewhere bfloat16
+ * becomes float32 while it is packed. Float32 was not measured beside OpenBLAS on AMD's, so it is
+ * multiplied here on Intel's alone. NEEDLE_CPU_PRODUCTS=blas, avx512, avx512_bf16 or avx512_amx
+ * decides otherwise.
  */
 #include <stdlib.h>
 
@@ -28,15 +30,18 @@
 
 #include "transpose16.h"
 
-enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
-/* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
-enum { ROWS = CPU_PANEL_ROWS, LANES = 16, COLUMNS = CPU_PANEL_COLUMNS };
-enum { GROUP = 8 }; /* panels of a that are packed together, where its rows lie side by side */
 #define INLINE static inline __attribute__((always_inline))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
-static bool chosen, floats_chosen, pairs_chosen;
+#include "tiles.h"
+
+enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
+/* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
+enum { ROWS = 14, LANES = 16, COLUMNS = CPU_PANEL_COLUMNS };
+enum { GROUP = 8 }; /* panels of a that are packed together, where its rows lie side by side */
+
+static bool chosen, floats_chosen, pairs_chosen, tiles_chosen;
 
 void cpu_panels_setup(void) {
     const char *asked = getenv("NEEDLE_CPU_PRODUCTS");
@@ -47,6 +52,8 @@ void cpu_panels_setup(void) {
     bool faster = __builtin_cpu_is("amd") && strcmp(asked, "avx512") != 0;
     pairs_chosen = chosen && __builtin_cpu_supports("avx512bf16") &&
                    (faster || strcmp(asked, "avx512_bf16") == 0);
+    bool others = strcmp(asked, "avx512") == 0 || strcmp(asked, "avx512_bf16") == 0;
+    tiles_chosen = chosen && !others && tiles_granted();
 }
 
 bool cpu_panels_take(nd_dtype dtype, int64_t m) {
@@ -54,6 +61,9 @@ bool cpu_panels_take(nd_dtype dtype, int64_t m) {
 }
 
 const char *cpu_panels_instructions(void) {
+    if (tiles_chosen) {
+        return floats_chosen ? "AMX-BF16 (float32 too)" : "AMX-BF16";
+    }
     if (floats_chosen) {
         return pairs_chosen ? "AVX512-BF16 (float32 too)" : "AVX-512 (float32 too)";
     }
@@ -61,25 +71,34 @@ const char *cpu_panels_instructions(void) {
 }
 
 /* The type that an operand's elements become. */
-typedef enum { PAIRS, FROM_F32, FROM_BF16, FROM_F16 } form;
+typedef enum { TILES, PAIRS, FROM_F32, FROM_BF16, FROM_F16 } form;
 
 static form form_of(nd_dtype dtype) {
     return dtype == ND_F32   ? FROM_F32
            : dtype == ND_F16 ? FROM_F16
+           : tiles_chosen    ? TILES
            : pairs_chosen    ? PAIRS
                              : FROM_BF16;
 }
 
 /* The words of k elements. */
-ND_FN int64_t words_of(form f, int64_t k) { return f == PAIRS ? cpu_ceil_div(k, 2) : k; }
+ND_FN int64_t words_of(form f, int64_t k) {
+    return f == TILES ? cpu_ceil_div(k, 2 * TILE) * TILE : f == PAIRS ? cpu_ceil_div(k, 2) : k;
+}
+
+/* The rows of a panel of a. */
+ND_FN int64_t height_of(form f) { return f == TILES ? TILE_ROWS : ROWS; }
 
 static int64_t panel_words(form f, int64_t lanes, int64_t width, int64_t k) {
     return cpu_ceil_div(lanes, width) * width * words_of(f, k);
 }
 
+int64_t cpu_panels_rows(nd_dtype dtype) { return height_of(form_of(dtype)); }
+
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) {
     form f = form_of(dtype);
-    return chosen ? panel_words(f, GROUP * ROWS, ROWS, k) + panel_words(f, n, COLUMNS, k) : 0;
+    int64_t height = height_of(f);
+    return chosen ? panel_words(f, GROUP * height, height, k) + panel_words(f, n, COLUMNS, k) : 0;
 }
 
 /* The first n <= 16 of elements side by side, a float32 each, then zeros. */
@@ -93,6 +112,19 @@ AVX512 INLINE __m512i load(form f, const char *from, int64_t n) {
                          : _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 }
 
+/* Pairs of k at `from` and `step` bytes behind it, of n <= 16 lanes side by side. left: of k. */
+AVX512 INLINE __m512i load_pairs(const char *from, int64_t step, int64_t n, int64_t left) {
+    /* bfloat16 is the upper half of float32 */
+    __m512i low = load(FROM_BF16, from, left > 0 ? n : 0);
+    __m512i high = load(FROM_BF16, from + step, left > 1 ? n : 0);
+    return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
+}
+
+/* The first n <= 32 of bfloat16 side by side, then zeros. */
+AVX512 INLINE __m512i load_row(const char *from, int64_t n) {
+    return _mm512_maskz_loadu_epi16((__mmask32)(((uint64_t)1 << n) - 1), from);
+}
+
 /* `lanes` <= 16 rows or columns, `lane` bytes apart, of k elements that are `step` bytes apart:
  * word w of lane l at to[w * width + l]; zeros from `lanes` to `room`. */
 AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t step, int64_t lanes,
@@ -102,11 +134,8 @@ AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t st
     if (step != size && k > 1) { /* so the lanes lie side by side */
         for (int64_t w = 0; w < words; w++) {
             __m512i x;
-            if (f == PAIRS) { /* bfloat16 is the upper half of float32 */
-                const char *first = from + 2 * w * step;
-                __m512i low = load(FROM_BF16, first, lanes);
-                __m512i high = load(FROM_BF16, first + step, 2 * w + 1 < k ? lanes : 0);
-                x = _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
+            if (f == PAIRS || f == TILES) {
+                x = load_pairs(from + 2 * w * step, step, lanes, k - 2 * w);
             } else {
                 x = load(f, from + w * step, lanes);
             }
@@ -120,10 +149,8 @@ AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t st
         for (int l = 0; l < LANES; l++) {
             if (l >= lanes) {
                 x[l] = _mm512_setzero_si512();
-            } else if (f == PAIRS) {
-                int64_t left = min_of(k - 2 * w0, 2 * LANES);
-                x[l] = _mm512_maskz_loadu_epi16((__mmask32)(((uint64_t)1 << left) - 1),
-                                                from + l * lane + 2 * w0 * size);
+            } else if (f == PAIRS || f == TILES) {
+                x[l] = load_row(from + l * lane + 2 * w0 * size, min_of(k - 2 * w0, 2 * LANES));
             } else {
                 x[l] = load(f, from + l * lane + w0 * size, min_of(k - w0, LANES));
             }
@@ -160,6 +187,9 @@ AVX512 INLINE void pack_form(form f, const void *from, int64_t lane, int64_t ste
 AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, int64_t lanes,
                         int64_t k, int64_t width, uint32_t *to) {
     switch (f) {
+    case TILES:
+        pack_form(TILES, from, lane, step, lanes, k, width, to);
+        break;
     case PAIRS:
         pack_form(PAIRS, from, lane, step, lanes, k, width, to);
         break;
@@ -172,6 +202,31 @@ AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, in
     case FROM_F16:
         pack_form(FROM_F16, from, lane, step, lanes, k, width, to);
         break;
+    }
+}
+
+/* Rows of a, of k elements, into panels for tiles. Strides in elements. */
+AVX512 static void pack_rows(const char *from, int64_t row, int64_t step, int64_t rows, int64_t k,
+                             uint32_t *to) {
+    for (int64_t r = 0; r < cpu_ceil_div(rows, TILE_ROWS) * TILE_ROWS; r += TILE) {
+        uint32_t *panel = to + r / TILE_ROWS * TILE_ROWS * words_of(TILES, k);
+        const char *first = from + r * row * 2;
+        int64_t some = max_of(0, min_of(TILE, rows - r));
+        for (int64_t w0 = 0; w0 < words_of(TILES, k); w0 += TILE) {
+            __m512i x[TILE];
+            for (int64_t i = 0; i < TILE; i++) {
+                int64_t at = 2 * (step == 1 ? w0 : w0 + i); /* of k */
+                x[i] = step != 1  ? load_pairs(first + at * step * 2, step * 2, some, k - at)
+                       : i < some ? load_row(first + (i * row + at) * 2, min_of(k - at, 2 * TILE))
+                                  : _mm512_setzero_si512();
+            }
+            if (step != 1) {
+                transpose16(x);
+            }
+            for (int64_t i = 0; i < TILE; i++) {
+                _mm512_storeu_si512(panel + w0 * TILE_ROWS + (r % TILE_ROWS + i) * TILE, x[i]);
+            }
+        }
     }
 }
 
@@ -284,20 +339,28 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                         uint32_t *panels) {
     form f = form_of(dtype);
     int64_t size = (int64_t)nd_dtype_size(dtype);
-    int64_t words = words_of(f, k), row_bytes = a_strides[0] * size;
-    int64_t group = a_strides[1] == 1 ? ROWS : GROUP * ROWS;
-    uint32_t *b_panels = panels + panel_words(f, GROUP * ROWS, ROWS, k);
+    int64_t words = words_of(f, k), row_bytes = a_strides[0] * size, height = height_of(f);
+    int64_t group = a_strides[1] == 1 ? height : GROUP * height;
+    uint32_t *b_panels = panels + panel_words(f, GROUP * height, height, k);
     pack(f, b, b_strides[1], b_strides[0], n, k, COLUMNS, b_panels);
-    foresight ahead = {NO_LINES, NO_LINES, cpu_ceil_div(m, ROWS) * cpu_ceil_div(n, COLUMNS)};
+    foresight ahead = {NO_LINES, NO_LINES, cpu_ceil_div(m, height) * cpu_ceil_div(n, COLUMNS)};
+    if (f == TILES) {
+        tiles_begin();
+    }
     if (more > 0) {
         ahead.b = lines_of(f, (const char *)b + k * b_strides[0] * size, b_strides[1], b_strides[0],
                            n, more);
     }
-    for (int64_t i = 0; i < m; i += ROWS, c += ROWS * ldc) {
-        uint32_t *a_panel = panels + panel_words(f, i % group, ROWS, k);
+    for (int64_t i = 0; i < m; i += height, c += height * ldc) {
+        uint32_t *a_panel = panels + panel_words(f, i % group, height, k);
         if (i % group == 0) {
             const char *from = (const char *)a + i * row_bytes;
-            pack(f, from, a_strides[0], a_strides[1], min_of(m - i, group), k, ROWS, panels);
+            int64_t packed = min_of(m - i, group);
+            if (f == TILES) {
+                pack_rows(from, a_strides[0], a_strides[1], packed, k, panels);
+            } else {
+                pack(f, from, a_strides[0], a_strides[1], packed, k, ROWS, panels);
+            }
             ahead.a = NO_LINES;
             if (i + group < m) {
                 ahead.a = lines_of(f, from + group * row_bytes, a_strides[0], a_strides[1],
@@ -307,13 +370,18 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                                    a_strides[1], min_of(m, group), more);
             }
         }
-        int64_t rows = min_of(m - i, ROWS);
-        if (f == PAIRS) {
+        int64_t rows = min_of(m - i, height);
+        if (f == TILES) {
+            multiply_tiles_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc);
+        } else if (f == PAIRS) {
             multiply_pairs_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc, &ahead);
         } else {
             multiply_floats_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc, &ahead);
         }
-        base = base ? base + ROWS * base_row : NULL;
+        base = base ? base + height * base_row : NULL;
+    }
+    if (f == TILES) {
+        tiles_end();
     }
 }
 
@@ -324,6 +392,8 @@ void cpu_panels_setup(void) {}
 const char *cpu_panels_instructions(void) { return NULL; }
 
 bool cpu_panels_take(nd_dtype dtype, int64_t m) { return false; }
+
+int64_t cpu_panels_rows(nd_dtype dtype) { return 1; }
 
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) { return 0; }
 

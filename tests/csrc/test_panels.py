@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, bits, run
+from harness import ROOT, bits, copy_needle, core_objects, run, shared_library
 
 import needle as ndl
 from needle import _C
@@ -38,8 +38,11 @@ SIZES = [  # (batch, m, k, n)
 THREADS = (1, 2, 3, 4)
 PATHS = {"blas": "", "avx512": "AVX-512 (float32 too) and "}  # what is said first
 PATHS["avx512_bf16"] = "AVX512-BF16 (float32 too) and "
+PATHS["avx512_amx"] = PATHS["emulated"] = "AMX-BF16 (float32 too) and "
 NEEDED = {"blas": set(), "avx512": {"avx512f", "avx512bw", "avx512vl"}}  # of the processor
 NEEDED["avx512_bf16"] = NEEDED["avx512"] | {"avx512_bf16"}
+NEEDED["avx512_amx"] = NEEDED["avx512"] | {"amx_tile", "amx_bf16"}
+NEEDED["emulated"] = NEEDED["avx512"]  # a core whose tiles are C (tests/emulation/amx_tiles.h)
 VIEWS = [(first, second) for first in LAYOUTS for second in {"contiguous", "transposed", first}]
 
 
@@ -105,17 +108,38 @@ def main(folder: str, *numbers: str) -> None:
         np.savez(Path(folder) / str(threads), **found)
 
 
+def with_emulated_tiles(folder: Path) -> None:
+    """Copy the needle that is tested here into a folder, with a core whose tiles are emulated."""
+    built, copied = core_objects() / "csrc", folder / "needle" / Path(_C.__file__).name
+    copy_needle(folder)
+    objects = [x for x in built.rglob("*.o") if x.name != "panels.o"]
+    maps = Path("/proc/self/maps").read_text()
+    for path in sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps))):
+        objects += [path, f"-Wl,-rpath,{Path(path).parent}"]
+    copied.unlink()
+    shared_library(
+        f'#include "{ROOT / "csrc/cpu/panels.c"}"',
+        copied,
+        *[f"-I{ROOT / 'csrc/cpu'}", f"-I{ROOT / 'tests/emulation'}", "-fopenmp", "-lm"],
+        *['-DNEEDLE_TILES="amx_tiles.h"', "-fvisibility=hidden", *objects],
+    )
+
+
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
     """Results of main() by path and number of threads."""
-    needle = Path(_C.__file__).parent.parent  # the one that is tested here
-    python_path = os.pathsep.join([str(needle), str(ROOT / "tests")])
 
     @cache
     def files(path: str) -> Path:
         folder = tmp_path_factory.mktemp(path)
         numbers = THREADS if path in PATHS else [1]
-        environment = {"NEEDLE_CPU_PRODUCTS": path, "PYTHONPATH": python_path}
+        needle = Path(_C.__file__).parent.parent  # the one that is tested here
+        if path == "emulated":
+            needle, numbers = folder, THREADS[:2]
+            with_emulated_tiles(folder)
+        python_path = os.pathsep.join([str(needle), str(ROOT / "tests")])
+        words = "avx512_amx" if path == "emulated" else path
+        environment = {"NEEDLE_CPU_PRODUCTS": words, "PYTHONPATH": python_path}
         done = run(sys.executable, __file__, folder, *numbers, **environment)
         assert done.returncode == 0, done.stderr
         return folder
@@ -146,7 +170,7 @@ def of_path(results, path):
 def test_threads_and_layouts_change_no_bit(results, path):
     """The order of the sums depends on k alone, but for few rows of float32, which a BLAS takes."""
     alone = of_path(results, path)
-    for threads in THREADS[1:]:
+    for threads in THREADS[1:2] if path == "emulated" else THREADS[1:]:
         others = results(path, threads)
         for name, expected in alone.items():
             if name != "detail":
@@ -155,8 +179,8 @@ def test_threads_and_layouts_change_no_bit(results, path):
         if name.startswith("matmul") and "broadcast" not in name and "float32" not in name:
             plain = name.rsplit(" ", 2)[0] + " contiguous contiguous"
             np.testing.assert_array_equal(result, alone[plain], name)
-    # Operands are bfloat16; only AVX512-BF16 takes denormals for zeros.
-    tiny = [0, 0] if path == "avx512_bf16" else [2.0**-10, 2.0**-140]
+    # Operands are bfloat16; AVX512-BF16 and AMX take denormals for zeros.
+    tiny = [2.0**-10, 2.0**-140] if path in ("blas", "avx512") else [0, 0]
     expected = np.float32([np.inf, np.nan, np.nan, np.nan, *tiny])
     np.testing.assert_array_equal(alone["special"], expected)
 
