@@ -223,187 +223,227 @@ __device__ __forceinline__ void hide(float (&s)[N], int columns, int half, int l
     }
 }
 
-template <class T, class Shape>
-__device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int team, int group) {
-    constexpr int PANELS = Shape::PANELS, CONSUMERS = Shape::CONSUMERS;
-    constexpr int WEIGHTS = Shape::KEYS / 16, /* steps of 16 keys */
-        SCORES = Shape::KEYS / 2;
-    const Problem &p = f.p;
-    const int lane = threadIdx.x & 31;
-    const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
-    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
-    const int my_turn = 1 + team * CONSUMERS + group,
-              next_turn = 1 + team * CONSUMERS + (group + 1) % CONSUMERS,
-              my_barrier = my_turn + Shape::TEAMS * CONSUMERS;
-    Ring<2> q;
-    Ring<Shape::STAGES> kv;
-    if (CONSUMERS > 1 && group == CONSUMERS - 1) {
-        named_barrier_arrive(next_turn, 2 * WARPGROUP);
-    }
-    for (;;) {
-        barrier_wait(at.q_full(q.at), q.phase);
-        const WorkItem item = load_item(at.item(q.at));
-        if (item.tile < 0) {
-            break;
-        }
-        const int first = item.tile * Shape::QUERIES, mine = first + HALF * group;
-        const int my_end = mine < p.T ? keys_end(p, mine + HALF) : 0;
-        const int least =
-            p.causal ? min(p.S, mine + p.offset + 1) : p.S; /* my first row sees so many */
-        const uint32_t my_q = at.q(q.at) + group * Shape::HALF_PANEL;
+/* A thread of a consumer, which owns 64 queries of each item. */
+template <class T, class Shape> struct Consumer {
+    static constexpr int PANELS = Shape::PANELS, CONSUMERS = Shape::CONSUMERS;
+    static constexpr int WEIGHTS = Shape::KEYS / 16; /* steps of 16 keys */
+    static constexpr int SCORES = Shape::KEYS / 2;
 
-        float o[32 * PANELS];
+    const Forward &f;
+    const Problem &p;
+    const Places<Shape> at;
+    const int group, lane, my_row;
+    const int my_turn, next_turn, my_barrier;
+    const bool leads; /* for its warpgroup */
+    Ring<2> q;
+    Ring<Shape::STAGES> kv, before; /* before: the tile whose values wait for w */
+    /* Of an item: its end of keys, my first query, the end of keys of all mine and of my first. */
+    WorkItem item;
+    int end, mine, my_end, least;
+    uint32_t my_q;
+    int tile;  /* its first key */
+    bool more; /* with lists: after this tile */
+    float o[32 * PANELS];
+    uint32_t w[WEIGHTS][4]; /* the weights of the tile before, rounded */
+    Softmax softmax;
+
+    __device__ __forceinline__ Consumer(const Forward &f, Places<Shape> at, int team, int group)
+        : f(f), p(f.p), at(at), group(group), lane(threadIdx.x & 31),
+          my_row((int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4),
+          my_turn(1 + team * CONSUMERS + group),
+          next_turn(1 + team * CONSUMERS + (group + 1) % CONSUMERS),
+          my_barrier(my_turn + Shape::TEAMS * CONSUMERS), leads(threadIdx.x % WARPGROUP == 0) {}
+
+    __device__ __forceinline__ void run() {
+        if (group == CONSUMERS - 1) {
+            pass_turn();
+        }
+        for (; begin(); q.advance()) {
+            next_tile();
+            if (tile < my_end) {
+                attend();
+            }
+#pragma unroll 1
+            for (; tile < end; next_tile()) { /* beyond the edge of mine */
+                pass_tile();
+            }
+            store();
+        }
+    }
+
+    /* ---- load -------------------------------------------------------------------------------- */
+    /* Waits for the queries of the next item, if there is one. */
+    __device__ __forceinline__ bool begin() {
+        barrier_wait(at.q_full(q.at), q.phase);
+        item = load_item(at.item(q.at));
+        if (item.tile < 0) {
+            return false;
+        }
+        const int first = item.tile * Shape::QUERIES;
+        end = keys_end(p, first + Shape::QUERIES);
+        mine = first + HALF * group;
+        my_end = mine < p.T ? keys_end(p, mine + HALF) : 0;
+        least = p.causal ? min(p.S, mine + p.offset + 1) : p.S;
+        my_q = at.q(q.at) + group * Shape::HALF_PANEL;
+        tile = -Shape::KEYS;
+        more = item.meets;
+        softmax.init();
 #pragma unroll
         for (int i = 0; i < 32 * PANELS; i++) {
             o[i] = 0.0f;
         }
-        uint32_t w[WEIGHTS][4]; /* the weights of the tile before, rounded */
-        Softmax softmax;
-        softmax.init();
-        Ring<Shape::STAGES> before; /* whose values wait for w */
+        return true;
+    }
 
-        /* Waits for the keys of the next tile, if there is one. Only the producer reads lists: it
-         * leaves word of a tile beside it, which all of a consumer's threads must have read when
-         * the tile is handed back. */
-        int tile = -Shape::KEYS; /* its first key */
-        bool more = item.meets;
-        const int end = keys_end(p, first + Shape::QUERIES);
-        auto next_tile = [&]() {
-            if constexpr (!Shape::LISTS) {
-                tile += Shape::KEYS;
-                more = tile < end;
-            }
-            if (!more) {
-                return false;
-            }
-            barrier_wait(at.k_full(kv.at), kv.phase);
-            if constexpr (Shape::LISTS) {
-                int word = (int)load_shared4(at.tile(kv.at));
-                tile = word & ~1;
-                more = word == tile;
-            }
-            return true;
-        };
-        auto take_turn = [&]() {
-            if (CONSUMERS > 1) {
-                named_barrier_sync(my_turn, 2 * WARPGROUP);
-            }
-        };
-        auto pass_turn = [&]() {
-            if (CONSUMERS > 1) {
-                named_barrier_arrive(next_turn, 2 * WARPGROUP);
-            }
-        };
-        auto multiply_keys = [&](float(&s)[SCORES]) {
-            const Operand queries = rows_operand(my_q), keys = rows_operand(at.k(kv.at));
-            products_begin();
-#pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) {
-#pragma unroll
-                for (int step = 0; step < PANEL_COLUMNS / 16; step++) {
-                    product<T, 0>(s, further(queries, panel * Shape::Q_PANEL + 32 * step),
-                                  further(keys, panel * Shape::KV_PANEL + 32 * step),
-                                  panel + step > 0);
-                }
-            }
-            products_end();
-        };
-        auto multiply_values = [&]() {
-            const Operand values = columns_operand(at.v(before.at), Shape::KV_PANEL);
-            barrier_wait(at.v_full(before.at), before.phase);
-            products_begin();
-#pragma unroll
-            for (int step = 0; step < WEIGHTS; step++) {
-                product<T, 1>(o, w[step], further(values, step * 16 * PANEL_ROW), true);
-            }
-            products_end();
-        };
-        auto values_done = [&]() {
-            products_wait<0>();
-            hold(o);
-            hold(w);
-            if (leads) {
-                barrier_arrive(at.v_empty(before.at));
-            }
-        };
-        /* From scores that have been multiplied to weights, but for rounding them. */
-        auto weigh = [&](float(&s)[SCORES]) {
-            hold(s);
-            if (leads) {
-                barrier_arrive(at.k_empty(kv.at));
-            }
-            if (tile + Shape::KEYS > least) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    int row = mine + my_row + 8 * half;
-                    int end = p.causal ? min(p.S, row + p.offset + 1) : p.S;
-                    hide(s, end - tile, half, lane);
-                }
-            }
-            return softmax.weights(s, p.scale_log2);
-        };
-        auto round = [&](const float(&s)[SCORES]) {
-#pragma unroll
-            for (int i = 0; i < 4 * WEIGHTS; i++) {
-                w[i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
-            }
-            before = kv;
-            kv.advance();
-        };
+    /* Waits for the keys of the next tile, if one begins before `end`. Only the producer reads
+     * lists: it leaves word of a tile beside it, which all of a consumer's threads must have read
+     * when the tile is handed back. */
+    __device__ __forceinline__ void next_tile() {
+        tile = Shape::LISTS ? INT_MAX : tile + Shape::KEYS;
+        if (Shape::LISTS ? !more : tile >= end) {
+            return;
+        }
+        barrier_wait(at.k_full(kv.at), kv.phase);
+        if constexpr (Shape::LISTS) {
+            int word = (int)load_shared4(at.tile(kv.at));
+            tile = word & ~1;
+            more = word == tile;
+        }
+    }
 
-        bool there = next_tile();
-        if (there && tile < my_end) {
-            float s[SCORES];
+    /* A tile that my queries do not see. */
+    __device__ __forceinline__ void pass_tile() {
+        take_turn();
+        pass_turn();
+        named_barrier_sync(my_barrier, WARPGROUP);
+        if (leads) {
+            barrier_arrive(at.k_empty(kv.at));
+            barrier_wait(at.v_full(kv.at), kv.phase);
+            barrier_arrive(at.v_empty(kv.at));
+        }
+        kv.advance();
+    }
+
+    /* ---- product ----------------------------------------------------------------------------- */
+    __device__ __forceinline__ void take_turn() {
+        if (CONSUMERS > 1) {
+            named_barrier_sync(my_turn, 2 * WARPGROUP);
+        }
+    }
+    __device__ __forceinline__ void pass_turn() {
+        if (CONSUMERS > 1) {
+            named_barrier_arrive(next_turn, 2 * WARPGROUP);
+        }
+    }
+
+    /* s = Q K^T */
+    __device__ __forceinline__ void multiply_keys(float (&s)[SCORES]) {
+        const Operand queries = rows_operand(my_q), keys = rows_operand(at.k(kv.at));
+        products_begin();
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++) {
+#pragma unroll
+            for (int step = 0; step < PANEL_COLUMNS / 16; step++) {
+                product<T, 0>(s, further(queries, panel * Shape::Q_PANEL + 32 * step),
+                              further(keys, panel * Shape::KV_PANEL + 32 * step), panel + step > 0);
+            }
+        }
+        products_end();
+    }
+
+    /* o += P V, of the tile before */
+    __device__ __forceinline__ void multiply_values() {
+        const Operand values = columns_operand(at.v(before.at), Shape::KV_PANEL);
+        barrier_wait(at.v_full(before.at), before.phase);
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < WEIGHTS; step++) {
+            product<T, 1>(o, w[step], further(values, step * 16 * PANEL_ROW), true);
+        }
+        products_end();
+    }
+
+    __device__ __forceinline__ void values_done() {
+        products_wait<0>();
+        hold(o);
+        hold(w);
+        if (leads) {
+            barrier_arrive(at.v_empty(before.at));
+        }
+    }
+
+    /* ---- softmax ----------------------------------------------------------------------------- */
+    /* From scores that have been multiplied to weights, but for rounding them; see
+     * Softmax::weights. */
+    __device__ __forceinline__ bool weigh(float (&s)[SCORES]) {
+        hold(s);
+        if (leads) {
+            barrier_arrive(at.k_empty(kv.at));
+        }
+        if (tile + Shape::KEYS > least) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int row = mine + my_row + 8 * half;
+                int seen = p.causal ? min(p.S, row + p.offset + 1) : p.S;
+                hide(s, seen - tile, half, lane);
+            }
+        }
+        return softmax.weights(s, p.scale_log2);
+    }
+
+    __device__ __forceinline__ void round(const float (&s)[SCORES]) {
+#pragma unroll
+        for (int i = 0; i < 4 * WEIGHTS; i++) {
+            w[i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
+        }
+        before = kv;
+        kv.advance();
+    }
+
+    /* The tiles that my queries see. */
+    __device__ __forceinline__ void attend() {
+        float s[SCORES];
+        take_turn();
+        multiply_keys(s);
+        pass_turn();
+        products_wait<0>();
+        weigh(s);
+        round(s);
+        for (next_tile(); tile < my_end; next_tile()) {
             take_turn();
             multiply_keys(s);
-            pass_turn();
-            products_wait<0>();
-            weigh(s);
-            round(s);
-            for (there = next_tile(); there && tile < my_end; there = next_tile()) {
-                take_turn();
-                multiply_keys(s);
-                multiply_values();
-                pass_turn();
-                products_wait<1>();
-                bool strays = weigh(s);
-                values_done();
-                if (strays) {
-#pragma unroll
-                    for (int i = 0; i < 32 * PANELS; i++) {
-                        o[i] *= softmax.shrink[i / 2 % 2];
-                    }
-                }
-                round(s);
-            }
             multiply_values();
-            values_done();
-        }
-        for (; there; there = next_tile()) { /* beyond the edge: passed on unread */
-            take_turn();
             pass_turn();
-            named_barrier_sync(my_barrier, WARPGROUP);
-            if (leads) {
-                barrier_arrive(at.k_empty(kv.at));
-                barrier_wait(at.v_full(kv.at), kv.phase);
-                barrier_arrive(at.v_empty(kv.at));
+            products_wait<1>();
+            bool strays = weigh(s);
+            values_done();
+            if (strays) {
+#pragma unroll
+                for (int i = 0; i < 32 * PANELS; i++) {
+                    o[i] *= softmax.shrink[i / 2 % 2];
+                }
             }
-            kv.advance();
+            round(s);
         }
+        multiply_values();
+        values_done();
+    }
 
+    /* ---- store ------------------------------------------------------------------------------- */
+    /* o and lse; o over my queries in shared memory, and from there. */
+    __device__ __forceinline__ void store() {
         named_barrier_sync(my_barrier, WARPGROUP); /* the products with my_q are done */
         float factors[2];
         float *lse = p.lse + ((int64_t)item.b * p.H + item.h) * p.T;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = warp_sum<4>(softmax.sum[half]);
-            float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
             int row = mine + my_row + 8 * half;
             if (lane % 4 == 0 && row < p.T) {
                 lse[row] =
                     sum == 0.0f ? -INFINITY : softmax.from[half] * p.scale_log2 * LN2 + logf(sum);
             }
-            factors[half] = factor;
+            factors[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
         }
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++) {
@@ -411,19 +451,16 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
         }
         proxy_fence();
         named_barrier_sync(my_barrier, WARPGROUP);
-        if (leads) {
-            if (mine < p.T) {
-                for (int panel = 0; panel < PANELS; panel++) {
-                    box_store(&f.o, my_q + panel * Shape::Q_PANEL, panel * PANEL_COLUMNS, mine,
-                              item.h, item.b);
-                }
-                box_stores_read();
+        if (leads && mine < p.T) {
+            for (int panel = 0; panel < PANELS; panel++) {
+                box_store(&f.o, my_q + panel * Shape::Q_PANEL, panel * PANEL_COLUMNS, mine, item.h,
+                          item.b);
             }
+            box_stores_read();
         }
         barrier_arrive(at.q_empty(q.at)); /* by every thread: each has read which item it was */
-        q.advance();
     }
-}
+};
 
 #endif
 
@@ -457,7 +494,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     } else {
         registers_up_to<Shape::TAKE>();
         const int number = warp / (WARPGROUP / 32) - 1, team = number / Shape::CONSUMERS;
-        consume<T>(f, Places<Shape>{shared + team * Shape::TEAM}, team, number % Shape::CONSUMERS);
+        Consumer<T, Shape>(f, Places<Shape>{shared + team * Shape::TEAM}, team,
+                           number % Shape::CONSUMERS)
+            .run();
     }
 #endif
 }
