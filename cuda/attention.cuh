@@ -14,8 +14,7 @@
  *   16-bit: rows of DP = 32, 64, 96, 128, 192 or 256 columns (head dim D, then zeros), 16-byte
  *           chunks permuted so that eight neighbouring rows of a chunk column lie in different
  *           banks; products by mma.sync with float32 accumulators.
- *   float32: rows of DP = 64, 128 or 256 columns and 4 floats of padding; 16 x 16 threads, each
- *           with rows ty + 16 i and columns tx + 16 j of a product; plain float32 arithmetic.
+ *   float32: see attention_float.cuh.
  */
 #ifndef NEEDLE_ATTENTION_CUH
 #define NEEDLE_ATTENTION_CUH
@@ -47,6 +46,16 @@ struct Rows {
     }
 };
 
+/* A float of each row of (B, H, T), any strides. */
+struct RowFloats {
+    float *data;
+    int64_t b, h, t;
+
+    __device__ __forceinline__ float *row(int batch, int head, int row) const {
+        return data + batch * b + head * h + row * t;
+    }
+};
+
 /* Which blocks a block meets; offsets is NULL when there is one block, and it meets it. */
 struct Lists {
     const int *offsets, *entries, *order;
@@ -71,7 +80,8 @@ struct Problem {
     float scale_log2; /* of scores, times log2 e; positive in the forward */
     uint32_t flip;    /* 0x80008000 where q must change sign in the forward, else 0 */
     Rows q, k, v, o, dout, dq, dk, dv;
-    float *lse;    /* (B, H, T) */
+    RowFloats lse;
+    int joins;     /* o and lse, or dq, dk and dv, hold parts: see attention_part_fwd */
     float2 *stats; /* (B, H, T): what the backward needs of a row, see there */
     /* Of the backward on Hopper, or NULL: see attention_hopper.cuh. */
     void *terms;       /* (B, H, T, TERMS) */
@@ -88,6 +98,12 @@ static inline Rows rows_of(const nd_array *a) {
         vector = vector && (a->shape[axis] <= 1 || a->strides[axis] % per_chunk == 0);
     }
     return Rows{a->data, a->strides[0], a->strides[1], a->strides[2], vector};
+}
+
+/* Axes (B, H, T), or (B, T, H) of the ops that join parts. */
+static inline RowFloats row_floats(const nd_array *a, bool time_first) {
+    return RowFloats{(float *)a->data, a->strides[0], a->strides[time_first ? 2 : 1],
+                     a->strides[time_first ? 1 : 2]};
 }
 
 static inline nd_status problem_new(const char *op, const nd_array *q, const nd_array *k,
@@ -317,6 +333,18 @@ __device__ __forceinline__ Span queries_of_keys(const Problem &p, Span keys) {
     return Span{p.causal ? max(keys.begin - p.offset, 0) : 0, p.T};
 }
 
+/* Of a softmax over keys in two parts, whose log-sum-exps are `mine` and `before`: the weights of
+ * the parts, and the log-sum-exp of both in `mine`. */
+__device__ __forceinline__ float2 join_parts(float *mine, float before) {
+    const float top = nd_max(*mine, before);
+    if (before == -INFINITY || top == -INFINITY) {
+        return make_float2(1.0f, 0.0f);
+    }
+    const float x = expf(*mine - top), y = expf(before - top);
+    *mine = top + logf(x + y);
+    return make_float2(x / (x + y), y / (x + y));
+}
+
 /* ---- device: 16-bit tiles -------------------------------------------------------------------- */
 /* Byte offset of 16-byte chunk `chunk` of row `row`. */
 template <int DP> __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
@@ -531,11 +559,13 @@ __device__ __forceinline__ void hide_keys(float (&s)[MI][N][4], float hidden, co
 
 /* Write a warp's accumulators, times factor[mi][half row], to rows span.begin + m0.. of a head
  * (those before span.end) and columns 8 first..; through `tile`, whose rows m0.. and chunks
- * first.. are free. */
+ * first.. are free. joins: they are added to what is there, times the rows' `weights` in shared
+ * memory (0: 1); where a weight is 0 nothing is read. */
 template <class T, int DP, int MI, int N>
 __device__ __forceinline__ void store_rows(const float (&c)[MI][N][4], const float (&factor)[MI][2],
                                            uint32_t tile, int m0, int first, const Rows &rows,
-                                           T *head, Span span, int D) {
+                                           T *head, Span span, int D, int joins = 0,
+                                           uint32_t weights = 0) {
     int lane = threadIdx.x & 31;
 #pragma unroll
     for (int mi = 0; mi < MI; mi++) {
@@ -564,6 +594,17 @@ __device__ __forceinline__ void store_rows(const float (&c)[MI][N][4], const flo
             unsigned short elements[8];
         } u;
         load_shared16(u.words, tile + chunk_offset<DP>(row, chunk));
+        const float weight = weights ? __uint_as_float(load_shared4(weights + 4 * row)) : 1.0f;
+        if (joins && weight > 0.0f) {
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                if (e < count) {
+                    const float before = to_float(checked(to + e));
+                    T *sum = (T *)u.elements + e;
+                    *sum = from_float<T>(fmaf(weight, before, to_float(*sum)));
+                }
+            }
+        }
         if (rows.vector) {
             checked((uint4 *)to) = make_uint4(u.words[0], u.words[1], u.words[2], u.words[3]);
         } else {
@@ -571,120 +612,6 @@ __device__ __forceinline__ void store_rows(const float (&c)[MI][N][4], const flo
             for (int e = 0; e < 8; e++) {
                 if (e < count) {
                     checked((unsigned short *)to + e) = u.elements[e];
-                }
-            }
-        }
-    }
-}
-
-/* ---- device: float32 tiles ------------------------------------------------------------------- */
-constexpr int FLOAT_THREADS = 256;
-
-template <int DP> constexpr int FLOAT_STRIDE = DP + 4;
-
-template <int DP, int ROWS>
-__device__ __forceinline__ void load_float_tile(float *tile, const Rows &rows, const float *head,
-                                                Span span, int D) {
-    for (int index = threadIdx.x; index < ROWS * DP; index += FLOAT_THREADS) {
-        int row = index / DP, d = index % DP;
-        bool inside = span.begin + row < span.end && d < D;
-        tile[row * FLOAT_STRIDE<DP> + d] =
-            inside ? checked(head + (span.begin + row) * rows.t + d) : 0.0f;
-    }
-}
-
-__device__ __forceinline__ float dot4(float4 a, float4 b, float c) {
-    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, c))));
-}
-
-/* c[i][j] = row ty + 16 i of a times row tx + 16 j of b, over D columns. */
-template <int DP, int M>
-__device__ __forceinline__ void float_product_rows(float (&c)[M][M], const float *a, const float *b,
-                                                   int D) {
-    int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-#pragma unroll
-    for (int i = 0; i < M; i++) {
-#pragma unroll
-        for (int j = 0; j < M; j++) {
-            c[i][j] = 0.0f;
-        }
-    }
-#pragma unroll 2
-    for (int d = 0; d < D; d += 4) {
-        float4 right[M];
-#pragma unroll
-        for (int j = 0; j < M; j++) {
-            right[j] = *(const float4 *)(b + (tx + 16 * j) * FLOAT_STRIDE<DP> + d);
-        }
-#pragma unroll
-        for (int i = 0; i < M; i++) {
-            float4 left = *(const float4 *)(a + (ty + 16 * i) * FLOAT_STRIDE<DP> + d);
-#pragma unroll
-            for (int j = 0; j < M; j++) {
-                c[i][j] = dot4(left, right[j], c[i][j]);
-            }
-        }
-    }
-}
-
-/* c[i][g][e] += row ty + 16 i of the weights (16 M wide, padded by 4) times column
- * 64 g + 4 tx + e of b. */
-template <int DP, int M>
-__device__ __forceinline__ void float_product_columns(float (&c)[M][DP / 64][4], const float *w,
-                                                      const float *b) {
-    int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-#pragma unroll 2
-    for (int n = 0; n < 16 * M; n++) {
-        float weight[M];
-#pragma unroll
-        for (int i = 0; i < M; i++) {
-            weight[i] = w[(ty + 16 * i) * (16 * M + 4) + n];
-        }
-#pragma unroll
-        for (int g = 0; g < DP / 64; g++) {
-            float4 x = *(const float4 *)(b + n * FLOAT_STRIDE<DP> + 64 * g + 4 * tx);
-#pragma unroll
-            for (int i = 0; i < M; i++) {
-                c[i][g][0] = fmaf(weight[i], x.x, c[i][g][0]);
-                c[i][g][1] = fmaf(weight[i], x.y, c[i][g][1]);
-                c[i][g][2] = fmaf(weight[i], x.z, c[i][g][2]);
-                c[i][g][3] = fmaf(weight[i], x.w, c[i][g][3]);
-            }
-        }
-    }
-}
-
-/* The other way round: own product elements into a weights tile. */
-template <int M>
-__device__ __forceinline__ void float_store_weights(float *w, const float (&c)[M][M]) {
-    int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-#pragma unroll
-    for (int i = 0; i < M; i++) {
-#pragma unroll
-        for (int j = 0; j < M; j++) {
-            w[(ty + 16 * i) * (16 * M + 4) + tx + 16 * j] = c[i][j];
-        }
-    }
-}
-
-template <int DP, int M>
-__device__ __forceinline__ void float_store_rows(const float (&c)[M][DP / 64][4],
-                                                 const float (&factor)[M], const Rows &rows,
-                                                 float *head, Span span, int D) {
-    int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-#pragma unroll
-    for (int i = 0; i < M; i++) {
-        int row = span.begin + ty + 16 * i;
-        if (row >= span.end) {
-            continue;
-        }
-#pragma unroll
-        for (int g = 0; g < DP / 64; g++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                int d = 64 * g + 4 * tx + e;
-                if (d < D) {
-                    checked(head + row * rows.t + d) = c[i][g][e] * factor[i];
                 }
             }
         }

@@ -4,10 +4,10 @@
  *     P_ij  = exp(scale q_i . k_j - lse_i)        delta_i = do_i . o_i
  *     dS_ij = P_ij (do_i . v_j - delta_i)
  *     dv_j = sum_i P_ij do_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
- *   A query without a key (lse = -inf) has P = 0. dq, dk, dv are written, not added to. With cos
- *   and sin dq and dk are rotated back by the angles of their positions, and db is the sum of all
- *   rows of a head: by the kernels for Hopper before rounding (db in parts of 64 rows), else by a
- *   pass over dq, dk and dv.
+ *   A query without a key (lse = -inf) has P = 0. dq, dk, dv are written, or with joins added to what
+ *   is there, by one thread or copy each. With cos and sin dq and dk are rotated back by the angles
+ *   of their positions, and db is the sum of all rows of a head: by the kernels for Hopper before
+ *   rounding (db in parts of 64 rows), else by a pass over dq, dk and dv.
  * Precision: 16-bit operands; products, P, dS and the gradients in float32; P and dS are rounded to
  *   the operands' dtype as operands of the second products. float32 operands: float32 throughout.
  * Same bits from run to run: no atomics. Three kernels, each output element summed by one thread:
@@ -22,6 +22,7 @@
  * Bytes: q, do, dq once and k, v once a query tile (dq); k, v, dk, dv once and q, do once a key
  *   tile (dk dv), repeats mostly from L2; do, o once and 8 bytes a row written (stats).
  */
+#include "attention_float.cuh"
 #include "attention_hopper.cuh"
 #include "attention_sums.cuh"
 
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(STATS_THREADS)
         sum = warp_sum<8>(sum);
         if (inside && lane == 0) {
             int64_t head = (int64_t)b * p.H + h;
-            float lse = p.lse[head * p.T + t];
+            float lse = *p.lse.row(b, h, t);
             float unit = sizeof(T) == 4 ? 1.0f : LOG2E;
             p.stats[head * p.T + t] = make_float2(lse == -INFINITY ? INFINITY : lse * unit, sum);
             if constexpr (sizeof(T) == 2) {
@@ -196,7 +197,8 @@ __global__ void __launch_bounds__(QueryTile<DP>::THREADS, QueryTile<DP>::CTAS)
 
     __syncthreads(); /* q is read from the tile that dq leaves through */
     const float factor[1][2] = {{p.scale, p.scale}};
-    store_rows<T, DP>(dq, factor, q_tile, m0, 0, p.dq, p.dq.head<T>(work.b, work.h), work.own, p.D);
+    store_rows<T, DP>(dq, factor, q_tile, m0, 0, p.dq, p.dq.head<T>(work.b, work.h), work.own, p.D,
+                      p.joins);
 }
 
 /* Above 128 columns, dk and dv of 16 keys are more than the registers of a warp: PARTS warps then
@@ -339,9 +341,9 @@ __global__ void __launch_bounds__(KeyTile<DP>::THREADS, KeyTile<DP>::CTAS)
     __syncthreads(); /* k and v are read from the tiles that dk and dv leave through */
     const float one[1][2] = {{1.0f, 1.0f}}, factor[1][2] = {{p.scale, p.scale}};
     store_rows<T, DP>(dk, factor, k_tile, m0, first_chunk, p.dk, p.dk.head<T>(work.b, work.h),
-                      work.own, p.D);
+                      work.own, p.D, p.joins);
     store_rows<T, DP>(dv, one, v_tile, m0, first_chunk, p.dv, p.dv.head<T>(work.b, work.h),
-                      work.own, p.D);
+                      work.own, p.D, p.joins);
 }
 
 /* ---- float32 ------------------------------------------------------------------------------------
@@ -410,7 +412,8 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     for (int i = 0; i < M; i++) {
         factor[i] = p.scale;
     }
-    float_store_rows<DP>(dq, factor, p.dq, p.dq.head<float>(work.b, work.h), work.own, p.D);
+    float_store_rows<DP>(dq, factor, p.dq, p.dq.head<float>(work.b, work.h), work.own, p.D,
+                         p.joins);
 }
 
 template <int DP>
@@ -474,8 +477,9 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
         one[i] = 1.0f;
         factor[i] = p.scale;
     }
-    float_store_rows<DP>(dk, factor, p.dk, p.dk.head<float>(work.b, work.h), work.own, p.D);
-    float_store_rows<DP>(dv, one, p.dv, p.dv.head<float>(work.b, work.h), work.own, p.D);
+    float_store_rows<DP>(dk, factor, p.dk, p.dk.head<float>(work.b, work.h), work.own, p.D,
+                         p.joins);
+    float_store_rows<DP>(dv, one, p.dv, p.dv.head<float>(work.b, work.h), work.own, p.D, p.joins);
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -544,7 +548,7 @@ template <class Args> nd_status check_sums_and_angles(const char *op, const Args
 /* The fields that the dense and the sparse op share. */
 template <class Args>
 nd_status backward(const char *op, int device, const Args *a, const BlockLists &lists,
-                   const BlockLists &transposed) {
+                   const BlockLists &transposed, RowFloats lse, int64_t joins = 0) {
     Problem p;
     ND_TRY(problem_new(op, a->q, a->k, a->v, a->scale, a->causal, &p));
     ND_TRY(check_sums_and_angles(op, a));
@@ -553,7 +557,8 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     p.dq = rows_of(a->dq);
     p.dk = rows_of(a->dk);
     p.dv = rows_of(a->dv);
-    p.lse = (float *)a->lse->data;
+    p.lse = lse;
+    p.joins = joins != 0;
     void *scratch = NULL;
     const bool on_hopper = hopper_serves(device, p, a->q->dtype, lists.block,
                                          {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv});
@@ -617,7 +622,23 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
 } // namespace
 
 nd_status cuda_attention_bwd(int device, const attention_bwd_args *a) {
-    return backward("attention_bwd", device, a, DENSE, DENSE);
+    return backward("attention_bwd", device, a, DENSE, DENSE, row_floats(a->lse, false));
+}
+
+nd_status cuda_attention_part_bwd(int device, const attention_part_bwd_args *a) {
+    attention_bwd_args part = {};
+    part.dout = a->dout;
+    part.q = a->q;
+    part.k = a->k;
+    part.v = a->v;
+    part.o = a->o;
+    part.scale = a->scale;
+    part.causal = a->causal;
+    part.dq = a->dq;
+    part.dk = a->dk;
+    part.dv = a->dv;
+    return backward("attention_part_bwd", device, &part, DENSE, DENSE, row_floats(a->lse, true),
+                    a->joins);
 }
 
 nd_status cuda_block_sparse_attention_bwd(int device, const block_sparse_attention_bwd_args *a) {
@@ -627,5 +648,5 @@ nd_status cuda_block_sparse_attention_bwd(int device, const block_sparse_attenti
     const BlockLists transposed = {a->offsets_t, a->rows, a->order_t, a->block};
     ND_TRY(check_blocks(op, "", lists, heads, a->q->shape[1]));
     ND_TRY(check_blocks(op, "_t", transposed, heads, a->k->shape[1]));
-    return backward(op, device, a, lists, transposed);
+    return backward(op, device, a, lists, transposed, row_floats(a->lse, false));
 }

@@ -436,10 +436,10 @@ template <class T, class Shape> struct Consumer {
             if (mine < own_rows) {
                 for (int which = 0; which < GRADIENTS; which++) {
                     for (int panel = 0; panel < PANELS; panel++) {
-                        box_store(&f.gradient[which],
-                                  at.staged(slot.at, which) + panel * Shape::OWN_PANEL +
-                                      group * Shape::PART,
-                                  panel * PANEL_COLUMNS, mine, item.h, item.b);
+                        gradient_store(p, &f.gradient[which],
+                                       at.staged(slot.at, which) + panel * Shape::OWN_PANEL +
+                                           group * Shape::PART,
+                                       panel * PANEL_COLUMNS, mine, item.h, item.b);
                     }
                 }
                 box_stores_read();

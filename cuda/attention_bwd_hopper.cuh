@@ -151,6 +151,16 @@ __device__ __forceinline__ auto walk_of(const Problem &p, const WorkItem &item, 
     }
 }
 
+/* A box of a gradient, which no other item stores: the one sum of each element is of launches. */
+__device__ __forceinline__ void gradient_store(const Problem &p, const CUtensorMap *map,
+                                               uint32_t from, int column, int row, int h, int b) {
+    if (p.joins) {
+        box_add(map, from, column, row, h, b);
+    } else {
+        box_store(map, from, column, row, h, b);
+    }
+}
+
 /* Rotates rows of a gradient back by the angles of their positions: a thread has columns 2 (lane %
  * 4) and the next, of each eight, of two rows. */
 template <int R, int N>

@@ -179,7 +179,8 @@ __device__ __forceinline__ void write_shares(const Backward &f, Places<Shape> at
         float *sum = p.dq_sums + (int64_t)place * DQ_SHARE;
         if (use == SHARE_IS_DQ) {
             const int head = place / parts;
-            box_store(&f.dq, at.share(share), 0, place % parts * HALF, head % p.H, head / p.H);
+            gradient_store(p, &f.dq, at.share(share), 0, place % parts * HALF, head % p.H,
+                           head / p.H);
         } else if (use == SHARE_STORE) {
             bulk_store(sum, at.share(share), Shape::SHARE);
         } else {

@@ -2,10 +2,12 @@
  *
  * Maths, for a query i and the keys j it sees (causal: j <= i + S - T; sparse: of listed blocks):
  *     s_ij = scale q_i . k_j     lse_i = log sum_j exp(s_ij)     o_i = sum_j exp(s_ij - lse_i) v_j
- *   A query that sees no key: o_i = 0, lse_i = -inf. Computed in one pass (Milakov and Gimelshein
- *   2018; Dao 2023): running maximum m, sum l and accumulator o, l and o rescaled by
- *   exp(m_old - m_new) when the maximum grows. For 16-bit operands exponentials are base 2, with
- *   log2 e folded into the scale.
+ *   A query that sees no key: o_i = 0, lse_i = -inf. With joins o' and lse' of other keys are there
+ *   before, and o_i becomes exp(lse'_i - L_i) o'_i + exp(lse_i - L_i) o_i, and lse_i
+ *   L_i = log(exp(lse'_i) + exp(lse_i)). Computed in one pass (Milakov and Gimelshein 2018; Dao
+ *   2023): running maximum m, sum l and accumulator o, l and o rescaled by exp(m_old - m_new) when
+ *   the maximum grows. For 16-bit operands exponentials are base 2, with log2 e folded into the
+ *   scale.
  * Precision: 16-bit operands, products and all statistics in float32; the weights exp(s - m) are
  *   rounded to the operands' dtype for the second product, l sums them unrounded. float32 operands:
  *   float32 throughout, no TF32.
@@ -16,6 +18,7 @@
  * Work: 4 D operations a visible (query, key) pair; causal about half of 4 T S D a head.
  * Bytes: q and o once; k and v once a query tile, mostly from L2; lse 4 a row.
  */
+#include "attention_float.cuh"
 #include "attention_hopper.cuh"
 
 #include <float.h>
@@ -163,7 +166,6 @@ __global__ void __launch_bounds__(ForwardTile<DP>::THREADS, ForwardTile<DP>::CTA
 
     __syncthreads(); /* q is read from the tile that o leaves through */
     float factor[MI][2];
-    float *lse = p.lse + ((int64_t)work.b * p.H + work.h) * p.T;
 #pragma unroll
     for (int mi = 0; mi < MI; mi++) {
 #pragma unroll
@@ -171,14 +173,22 @@ __global__ void __launch_bounds__(ForwardTile<DP>::THREADS, ForwardTile<DP>::CTA
             float sum = warp_sum<4>(softmax.sum[mi][half]);
             int row = first_row + 16 * mi + 8 * half + lane / 4;
             factor[mi][half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            float lse = sum == 0.0f ? -INFINITY
+                                    : softmax.maximum[mi][half] * p.scale_log2 * LN2 + logf(sum);
             if (lane % 4 == 0 && row < work.own.end) {
-                checked(lse + row) =
-                    sum == 0.0f ? -INFINITY
-                                : softmax.maximum[mi][half] * p.scale_log2 * LN2 + logf(sum);
+                float &to = checked(p.lse.row(work.b, work.h, row));
+                if (p.joins) {
+                    const float2 weights = join_parts(&lse, to);
+                    store_shared4(k_tiles + 4 * (row - work.own.begin), __float_as_uint(weights.y));
+                    factor[mi][half] *= weights.x;
+                }
+                to = lse;
             }
+            factor[mi][half] = __shfl_sync(~0u, factor[mi][half], lane & ~3);
         }
     }
-    store_rows<T, DP>(o, factor, q_tile, m0, 0, p.o, p.o.head<T>(work.b, work.h), work.own, p.D);
+    store_rows<T, DP>(o, factor, q_tile, m0, 0, p.o, p.o.head<T>(work.b, work.h), work.own, p.D,
+                      p.joins, p.joins ? k_tiles : 0);
 }
 
 /* ---- float32 --------------------------------------------------------------------------------- */
@@ -262,27 +272,43 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     }
 
     float factor[M];
-    float *lse = p.lse + ((int64_t)work.b * p.H + work.h) * p.T;
+    float *head = p.o.head<float>(work.b, work.h);
 #pragma unroll
     for (int i = 0; i < M; i++) {
         int row = work.own.begin + ty + 16 * i;
         float total = warp_sum<16>(sum[i]);
         factor[i] = total == 0.0f ? 0.0f : 1.0f / total;
+        float *to = p.lse.row(work.b, work.h, row);
+        float lse = total == 0.0f ? -INFINITY : maximum[i] + logf(total);
+        if (p.joins && row < work.own.end) {
+            const float2 weights = join_parts(&lse, checked(to));
+            for (int e = 0; e < DP / 16; e++) {
+                const int d = e / 4 * 64 + 4 * tx + e % 4;
+                float &x = o[i][e / 4][e % 4];
+                x *= factor[i] * weights.x;
+                if (weights.y > 0.0f && d < p.D) {
+                    x += weights.y * checked(head + row * p.o.t + d);
+                }
+            }
+            factor[i] = 1.0f;
+        }
+        __syncwarp(); /* lse has been read */
         if (tx == 0 && row < work.own.end) {
-            checked(lse + row) = total == 0.0f ? -INFINITY : maximum[i] + logf(total);
+            checked(to) = lse;
         }
     }
-    float_store_rows<DP>(o, factor, p.o, p.o.head<float>(work.b, work.h), work.own, p.D);
+    float_store_rows<DP>(o, factor, p.o, head, work.own, p.D);
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
 nd_status forward(const char *op, int device, const nd_array *q, const nd_array *k,
                   const nd_array *v, const BlockLists &lists, double scale, int64_t causal,
-                  nd_array *o, nd_array *lse) {
+                  nd_array *o, RowFloats lse, int64_t joins) {
     Problem p;
     ND_TRY(problem_new(op, q, k, v, scale, causal, &p));
     p.o = rows_of(o);
-    p.lse = data_of<float>(lse);
+    p.lse = lse;
+    p.joins = joins != 0;
     if (hopper_serves(device, p, q->dtype, lists.block, {q, k, v, o})) {
         return attention_fwd_hopper(op, device, p, Operands{q, k, v, o, NULL, NULL, NULL, NULL},
                                     lists);
@@ -316,12 +342,18 @@ nd_status forward(const char *op, int device, const nd_array *q, const nd_array 
 
 nd_status cuda_attention_fwd(int device, const attention_fwd_args *a) {
     return forward("attention_fwd", device, a->q, a->k, a->v, DENSE, a->scale, a->causal, a->o,
-                   a->lse);
+                   row_floats(a->lse, false), 0);
+}
+
+nd_status cuda_attention_part_fwd(int device, const attention_part_fwd_args *a) {
+    return forward("attention_part_fwd", device, a->q, a->k, a->v, DENSE, a->scale, a->causal, a->o,
+                   row_floats(a->lse, true), a->joins);
 }
 
 nd_status cuda_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
     const char *op = "block_sparse_attention_fwd";
     const BlockLists lists = {a->offsets, a->columns, a->order, a->block};
     ND_TRY(check_blocks(op, "", lists, a->q->shape[2], a->q->shape[1]));
-    return forward(op, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o, a->lse);
+    return forward(op, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o,
+                   row_floats(a->lse, false), 0);
 }

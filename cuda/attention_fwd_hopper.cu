@@ -12,6 +12,8 @@
  *   only tiles that the edge or the end of the keys cuts are masked.
  * Shared memory: Q twice, so that the next item's queries are there; O leaves through it. K and V
  *   in STAGES stages each.
+ * With JOINS the copy engine brings what o is of other keys over the queries when those have been
+ *   read, and a thread joins it with its part of o where it stages that.
  * Bytes: those of attention_fwd.cu.
  */
 #include "attention_hopper.cuh"
@@ -24,11 +26,12 @@ using namespace hopper;
 /* Not in the namespace below, whose members must all be used. */
 namespace attention {
 
-template <int PANELS_, int TEAMS_, int CONSUMERS_, int KEYS_, int STAGES_, bool LISTS_>
+template <int PANELS_, int TEAMS_, int CONSUMERS_, int KEYS_, int STAGES_, bool LISTS_,
+          bool JOINS_ = false>
 struct ForwardShape {
     static constexpr int PANELS = PANELS_, TEAMS = TEAMS_, CONSUMERS = CONSUMERS_;
     static constexpr int KEYS = KEYS_, STAGES = STAGES_; /* of a tile; tiles in shared memory */
-    static constexpr bool LISTS = LISTS_;
+    static constexpr bool LISTS = LISTS_, JOINS = JOINS_;
     static constexpr int CTAS = 1, QUERIES = HALF * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + TEAMS * CONSUMERS);
     /* Registers a thread: at the launch, and a producer's and a consumer's thereafter. */
@@ -40,7 +43,7 @@ struct ForwardShape {
     static constexpr uint32_t Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
     static constexpr uint32_t K_AT = 2 * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES;
     static constexpr uint32_t BARRIERS_AT = V_AT + STAGES * KV_BYTES;
-    static constexpr uint32_t ITEMS_AT = BARRIERS_AT + 8 * (4 + 4 * STAGES);
+    static constexpr uint32_t ITEMS_AT = BARRIERS_AT + 8 * (4 + 4 * STAGES + JOINS * CONSUMERS);
     static constexpr uint32_t TILES_AT = ITEMS_AT + 2 * ITEM_BYTES;
     static constexpr uint32_t TEAM =
         (TILES_AT + 4 * STAGES + PANEL_ALIGN - 1) / PANEL_ALIGN * PANEL_ALIGN;
@@ -91,6 +94,10 @@ template <class Shape> struct Places {
     }
     __device__ __forceinline__ uint32_t v_empty(int stage) const {
         return barrier(4 + 3 * Shape::STAGES + stage);
+    }
+    /* What o was has come, over a consumer's queries. */
+    __device__ __forceinline__ uint32_t o_full(int group) const {
+        return barrier(4 + 4 * Shape::STAGES + group);
     }
 };
 
@@ -243,6 +250,7 @@ template <class T, class Shape> struct Consumer {
     uint32_t my_q;
     int tile;  /* its first key */
     bool more; /* with lists: after this tile */
+    uint32_t o_phase = 0;
     float o[32 * PANELS];
     uint32_t w[WEIGHTS][4]; /* the weights of the tile before, rounded */
     Softmax softmax;
@@ -262,6 +270,9 @@ template <class T, class Shape> struct Consumer {
             next_tile();
             if (tile < my_end) {
                 attend();
+            }
+            if constexpr (Shape::JOINS) {
+                fetch_before();
             }
 #pragma unroll 1
             for (; tile < end; next_tile()) { /* beyond the edge of mine */
@@ -308,6 +319,18 @@ template <class T, class Shape> struct Consumer {
             int word = (int)load_shared4(at.tile(kv.at));
             tile = word & ~1;
             more = word == tile;
+        }
+    }
+
+    /* What o is over other keys, to the place of my queries. */
+    __device__ __forceinline__ void fetch_before() {
+        named_barrier_sync(my_barrier, WARPGROUP); /* the products with my_q are done */
+        if (leads) {
+            barrier_expect(at.o_full(group), PANELS * Shape::HALF_PANEL);
+            for (int panel = 0; panel < PANELS; panel++) {
+                box_load(my_q + panel * Shape::Q_PANEL, &f.o, at.o_full(group),
+                         panel * PANEL_COLUMNS, mine, item.h, item.b);
+            }
         }
     }
 
@@ -430,20 +453,44 @@ template <class T, class Shape> struct Consumer {
     }
 
     /* ---- store ------------------------------------------------------------------------------- */
+    /* A row's o, times factor, is added to what it was before, times `weight`. */
+    __device__ __forceinline__ void join_row(int half, float factor, float weight) {
+#pragma unroll
+        for (int i = 0; i < 8 * PANELS; i++) {
+            const float2 before = unpack_pair<T>(
+                load_shared4(my_q + i / 8 * Shape::Q_PANEL +
+                             panel_offset(my_row + 8 * half, i % 8) + 4 * (lane % 4)));
+            float *pair = o + 4 * i + 2 * half;
+            pair[0] = pair[0] * factor + (weight > 0.0f ? weight * before.x : 0.0f);
+            pair[1] = pair[1] * factor + (weight > 0.0f ? weight * before.y : 0.0f);
+        }
+    }
+
     /* o and lse; o over my queries in shared memory, and from there. */
     __device__ __forceinline__ void store() {
         named_barrier_sync(my_barrier, WARPGROUP); /* the products with my_q are done */
-        float factors[2];
-        float *lse = p.lse + ((int64_t)item.b * p.H + item.h) * p.T;
+        float factors[2], *lses = p.lse.row(item.b, item.h, mine + my_row);
+        if constexpr (Shape::JOINS) {
+            barrier_wait(at.o_full(group), o_phase);
+            o_phase ^= 1;
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = warp_sum<4>(softmax.sum[half]);
             int row = mine + my_row + 8 * half;
-            if (lane % 4 == 0 && row < p.T) {
-                lse[row] =
-                    sum == 0.0f ? -INFINITY : softmax.from[half] * p.scale_log2 * LN2 + logf(sum);
-            }
             factors[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            float lse =
+                sum == 0.0f ? -INFINITY : softmax.from[half] * p.scale_log2 * LN2 + logf(sum);
+            if constexpr (Shape::JOINS) {
+                const float before = row < p.T ? lses[8 * half * p.lse.t] : -INFINITY;
+                const float2 weights = join_parts(&lse, before);
+                join_row(half, factors[half] * weights.x, weights.y);
+                factors[half] = 1.0f;
+                __syncwarp(); /* lse has been read */
+            }
+            if (lane % 4 == 0 && row < p.T) {
+                lses[8 * half * p.lse.t] = lse;
+            }
         }
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++) {
@@ -475,6 +522,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
         for (int slot = 0; slot < 2; slot++) {
             barrier_init(at.q_full(slot), 1);
             barrier_init(at.q_empty(slot), Shape::CONSUMERS * WARPGROUP);
+        }
+        for (int group = 0; group < Shape::JOINS * Shape::CONSUMERS; group++) {
+            barrier_init(at.o_full(group), 1);
         }
         for (int stage = 0; stage < Shape::STAGES; stage++) {
             barrier_init(at.k_full(stage), 1);
@@ -524,6 +574,10 @@ nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p,
     f.p = p;
     auto run = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, lists); };
     bool wide = p.D > PANEL_COLUMNS;
+    if (p.joins) {
+        return wide ? run(ForwardShape<2, 1, 2, 128, 2, false, true>())
+                    : run(ForwardShape<1, 1, 3, 128, 4, false, true>());
+    }
     if (lists.offsets == NULL) {
         return wide ? run(ForwardShape<2, 1, 2, 128, 2, false>())
                     : run(ForwardShape<1, 1, 3, 128, 4, false>());

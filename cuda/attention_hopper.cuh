@@ -75,7 +75,8 @@ static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, i
 static inline nd_status box_map(const char *op, const nd_array *a, int rows, CUtensorMap *out) {
     const int64_t shape[4] = {a->shape[3], a->shape[1], a->shape[2], a->shape[0]};
     const int64_t strides[3] = {2 * a->strides[1], 2 * a->strides[2], 2 * a->strides[0]};
-    return hopper::tensor_map(op, a->data, 2, shape, strides, hopper::PANEL_COLUMNS, rows, out);
+    return hopper::tensor_map(op, a->data, a->dtype, shape, strides, hopper::PANEL_COLUMNS, rows,
+                              out);
 }
 
 /* As many thread blocks as run at once, each of which takes one item after the other. Launches of

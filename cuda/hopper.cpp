@@ -53,14 +53,12 @@ static nd_status encode_map(const char *op, CUtensorMapDataType type, CUtensorMa
     return ND_OK;
 }
 
-nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_t (&shape)[4],
+nd_status tensor_map(const char *op, void *data, nd_dtype dtype, const int64_t (&shape)[4],
                      const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out) {
     const cuuint32_t box[4] = {(cuuint32_t)box0, (cuuint32_t)box1, 1, 1};
-    return element_bytes == 2
-               ? encode_map(op, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, data,
-                            shape, strides, box, out)
-               : encode_map(op, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE, data,
-                            shape, strides, box, out);
+    const CUtensorMapDataType type =
+        dtype == ND_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    return encode_map(op, type, CU_TENSOR_MAP_SWIZZLE_128B, data, shape, strides, box, out);
 }
 
 nd_status byte_map(const char *op, void *data, const int64_t (&shape)[4],

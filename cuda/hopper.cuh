@@ -38,10 +38,9 @@ constexpr uint32_t PANEL_ALIGN = 1024;
  * True if kernels for sm_90a were built and the device (or NEEDLE_ARCH) takes them. */
 bool hopper_usable(int device);
 
-/* A tensor map of up to 4 axes, fastest first: elements of 2 bytes (bf16, float16: the map does not
- * care) or 4 (float), `strides` in bytes of axes 1 to 3, boxes of box0 x box1 x 1 x 1. 16-bit boxes
- * are panels. */
-nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_t (&shape)[4],
+/* A tensor map of up to 4 axes, fastest first: elements of bf16 or float16, `strides` in bytes of
+ * axes 1 to 3, boxes of box0 x box1 x 1 x 1, which are panels. */
+nd_status tensor_map(const char *op, void *data, nd_dtype dtype, const int64_t (&shape)[4],
                      const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out);
 
 /* The same of bytes in boxes of any shape, whose rows lie in shared memory with the swizzle of
@@ -137,6 +136,15 @@ __device__ __forceinline__ void box_store(const CUtensorMap *map, uint32_t from,
             map),
         "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
+}
+
+/* Added to what is there, each sum rounded to nearest [cp.reduce.async.bulk.tensor]. */
+__device__ __forceinline__ void box_add(const CUtensorMap *map, uint32_t from, int c0, int c1,
+                                        int c2, int c3) {
+    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+                 " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
 }
 
 /* `bytes` in a row to global memory, stored or added to the floats there [cp.async.bulk,

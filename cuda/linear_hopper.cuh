@@ -126,7 +126,8 @@ static inline nd_status map_of(const char *op, const nd_array *a, int rows, CUte
     const int64_t shape[4] = {a->shape[1], a->shape[0], 1, 1};
     const int64_t row = a->shape[0] > 1 ? a->strides[0] : (a->shape[1] + 7) / 8 * 8;
     const int64_t strides[3] = {2 * row, 0, 0};
-    return hopper::tensor_map(op, a->data, 2, shape, strides, hopper::PANEL_COLUMNS, rows, out);
+    return hopper::tensor_map(op, a->data, a->dtype, shape, strides, hopper::PANEL_COLUMNS, rows,
+                              out);
 }
 
 /* As many blocks as run at once. Rounded down to a multiple of column_tiles if that lengthens a

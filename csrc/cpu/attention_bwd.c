@@ -18,7 +18,8 @@ typedef struct {
     const nd_array *dout, *q, *k, *v, *o, *lse;
     attention_pattern pattern; /* for each query block, the key blocks that it sees */
     float scale;
-    bool causal;
+    bool causal, joins;
+    int64_t lse_steps[3];                  /* of lse along batch, heads and queries */
     const nd_array *cos, *sin;             /* NULL: no rotary */
     nd_array *dq, *dk, *dv, *db, *largest; /* the last two may be NULL */
 } backward;
@@ -70,17 +71,17 @@ static void gradient_row(float *restrict p, float *restrict ds, const float *res
  * saw no key, and the columns beyond the last, get probabilities of 0. */
 static void load_queries(const backward *b, int64_t batch, int64_t head, int64_t t0, int64_t rows,
                          workspace *w) {
-    int64_t queries = b->q->shape[1], heads = b->q->shape[2], d = b->q->shape[3];
-    int64_t padded = tile_padded(d);
+    int64_t d = b->q->shape[3], padded = tile_padded(d), step = b->lse_steps[2];
     attention_rows q_rows = attention_head(b->q, batch, head);
     attention_rows dout_rows = attention_head(b->dout, batch, head);
     attention_load(&q_rows, t0, rows, w->q, padded);
     attention_load(&dout_rows, t0, rows, w->dout, padded);
     attention_columns(w->q, rows, d, padded, b->scale, w->qt);
     attention_columns(w->dout, rows, d, padded, 1.0f, w->doutt);
-    const float *lse = (const float *)b->lse->data + (batch * heads + head) * queries + t0;
+    const float *lse =
+        (const float *)b->lse->data + batch * b->lse_steps[0] + head * b->lse_steps[1] + t0 * step;
     for (int64_t i = 0; i < ATTENTION_QUERIES; i++) {
-        w->lse[i] = i < rows && lse[i] != -INFINITY ? lse[i] : INFINITY;
+        w->lse[i] = i < rows && lse[i * step] != -INFINITY ? lse[i * step] : INFINITY;
         w->delta[i] = 0;
     }
     attention_rows o_rows = attention_head(b->o, batch, head);
@@ -129,6 +130,22 @@ static void add_rows(const float *rows, int64_t n, int64_t d, int64_t leading, f
     }
 }
 
+/* Rows of a gradient to where they belong, added to what is there where parts are joined. scratch:
+ * of n x d. */
+static void store_gradient(const backward *b, const attention_rows *to, int64_t first, int64_t n,
+                           float *restrict rows, int64_t leading, float *restrict scratch) {
+    int64_t d = b->q->shape[3];
+    if (b->joins) {
+        attention_load(to, first, n, scratch, d);
+        for (int64_t i = 0; i < n; i++) {
+            for (int64_t j = 0; j < d; j++) {
+                rows[i * leading + j] += scratch[i * d + j];
+            }
+        }
+    }
+    attention_store(to, first, n, rows, leading);
+}
+
 /* Queries [t0, t1) of one query block against all keys that they see. */
 static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t block, int64_t t0,
                        int64_t t1, workspace *w) {
@@ -174,7 +191,7 @@ static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t b
     if (w->sums != NULL) {
         add_rows(w->q, rows, d, d, w->sums);
     }
-    attention_store(&dq_rows, t0, rows, w->q, d);
+    store_gradient(b, &dq_rows, t0, rows, w->q, d, w->qt);
 }
 
 static void backward_head(const backward *b, int64_t batch, int64_t head, workspace *w) {
@@ -198,8 +215,8 @@ static void backward_head(const backward *b, int64_t batch, int64_t head, worksp
         add_rows(w->dk, keys, d, padded, w->sums + d);
         add_rows(w->dv, keys, d, padded, w->sums + 2 * d);
     }
-    attention_store(&dk_rows, 0, keys, w->dk, padded);
-    attention_store(&dv_rows, 0, keys, w->dv, padded);
+    store_gradient(b, &dk_rows, 0, keys, w->dk, padded, w->k);
+    store_gradient(b, &dv_rows, 0, keys, w->dv, padded, w->v);
 }
 
 static nd_status angles_check(const char *name, const backward *b) {
@@ -261,12 +278,13 @@ static nd_status attention_backward(int device, const char *name, const backward
 }
 
 /* The operands of either op. */
-#define OPERANDS(args)                                                                        \
-    {                                                                                         \
-        .dout = (args)->dout, .q = (args)->q, .k = (args)->k, .v = (args)->v, .o = (args)->o, \
-        .lse = (args)->lse, .scale = (float)(args)->scale, .causal = (args)->causal != 0,     \
-        .cos = (args)->cos, .sin = (args)->sin, .dq = (args)->dq, .dk = (args)->dk,           \
-        .dv = (args)->dv, .db = (args)->db, .largest = (args)->largest                        \
+#define OPERANDS(args)                                                                            \
+    {                                                                                             \
+        .dout = (args)->dout, .q = (args)->q, .k = (args)->k, .v = (args)->v, .o = (args)->o,     \
+        .lse = (args)->lse, .scale = (float)(args)->scale, .causal = (args)->causal != 0,         \
+        .lse_steps = {(args)->lse->strides[0], (args)->lse->strides[1], (args)->lse->strides[2]}, \
+        .cos = (args)->cos, .sin = (args)->sin, .dq = (args)->dq, .dk = (args)->dk,               \
+        .dv = (args)->dv, .db = (args)->db, .largest = (args)->largest                            \
     }
 
 nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {
@@ -274,6 +292,26 @@ nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {
     ND_TRY(attention_pattern_make("attention_bwd", "", NULL, NULL, 0, args->q->shape[1],
                                   args->k->shape[1], args->q->shape[2], &b.pattern));
     return attention_backward(device, "attention_bwd", &b);
+}
+
+nd_status cpu_attention_part_bwd(int device, const attention_part_bwd_args *a) {
+    backward b = {.dout = a->dout,
+                  .q = a->q,
+                  .k = a->k,
+                  .v = a->v,
+                  .o = a->o,
+                  .lse = a->lse,
+                  .scale = (float)a->scale,
+                  .causal = a->causal != 0,
+                  .joins = a->joins != 0,
+                  .lse_steps = {a->lse->strides[0], a->lse->strides[2], a->lse->strides[1]},
+                  .dq = a->dq,
+                  .dk = a->dk,
+                  .dv = a->dv};
+    const char *op = "attention_part_bwd";
+    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, a->q->shape[1], a->k->shape[1],
+                                  a->q->shape[2], &b.pattern));
+    return attention_backward(device, op, &b);
 }
 
 nd_status cpu_block_sparse_attention_bwd(int device, const block_sparse_attention_bwd_args *args) {

@@ -89,8 +89,9 @@ typedef struct {
     const nd_array *q, *k, *v;
     attention_pattern pattern;
     float scale;
-    bool causal;
+    bool causal, joins;
     nd_array *o, *lse;
+    int64_t lse_steps[3]; /* of lse along batch, heads and queries */
 } forward;
 
 /* One thread's tiles: scores (KEYS, PANEL), out and q (D, QUERIES), rows (QUERIES, D). */
@@ -142,11 +143,26 @@ static void softmax_panel(float *restrict scores, int64_t n, float *restrict max
     }
 }
 
+/* Rows of o and their lse, over some keys, become those over these and the keys whose results lie
+ * in `before`, with an lse of `before_lse`. */
+static void join_row(float *restrict o, const float *restrict before, int64_t d, float *lse,
+                     float before_lse) {
+    float top = nd_max(*lse, before_lse);
+    if (before_lse == -INFINITY) {
+        return;
+    }
+    float mine = nd_exp(*lse - top), theirs = nd_exp(before_lse - top), sum = mine + theirs;
+    for (int64_t j = 0; j < d; j++) {
+        o[j] = (mine * o[j] + theirs * before[j]) / sum;
+    }
+    *lse = top + nd_log(sum);
+}
+
 /* k, v: the head's, (S, D). */
 static void forward_tile(const forward *f, int64_t batch, int64_t head, const float *k,
                          const float *v, int64_t block, int64_t t0, int64_t t1, workspace *w) {
     int64_t d = f->q->shape[3], queries = f->q->shape[1], keys = f->k->shape[1];
-    int64_t heads = f->q->shape[2], rows = t1 - t0, s0, s1;
+    int64_t rows = t1 - t0, s0, s1;
     attention_rows q_rows = attention_head(f->q, batch, head);
     attention_load(&q_rows, t0, rows, w->rows, d);
     attention_columns(w->rows, rows, d, d, f->scale, w->q);
@@ -172,14 +188,24 @@ static void forward_tile(const forward *f, int64_t batch, int64_t head, const fl
                          ATTENTION_QUERIES, true);
         }
     }
-    float *lse = (float *)f->lse->data + (batch * heads + head) * queries + t0;
     for (int64_t i = 0; i < rows; i++) {
         bool empty = w->maximum[i] == -INFINITY && w->sum[i] == 0;
-        lse[i] = empty ? -INFINITY : w->maximum[i] + nd_log(w->sum[i]);
+        w->maximum[i] = empty ? -INFINITY : w->maximum[i] + nd_log(w->sum[i]);
         w->sum[i] = empty ? 0.0f : 1.0f / w->sum[i];
     }
     attention_rows_of(w->out, rows, d, w->sum, w->rows);
     attention_rows o_rows = attention_head(f->o, batch, head);
+    if (f->joins) {
+        attention_load(&o_rows, t0, rows, w->out, d);
+    }
+    float *lse = (float *)f->lse->data + batch * f->lse_steps[0] + head * f->lse_steps[1];
+    for (int64_t i = 0; i < rows; i++) {
+        float *to = lse + (t0 + i) * f->lse_steps[2];
+        if (f->joins) {
+            join_row(w->rows + i * d, w->out + i * d, d, &w->maximum[i], *to);
+        }
+        *to = w->maximum[i];
+    }
     attention_store(&o_rows, t0, rows, w->rows, d);
 }
 
@@ -276,8 +302,25 @@ nd_status cpu_attention_fwd(int device, const attention_fwd_args *a) {
                  .scale = (float)a->scale,
                  .causal = a->causal != 0,
                  .o = a->o,
-                 .lse = a->lse};
+                 .lse = a->lse,
+                 .lse_steps = {a->lse->strides[0], a->lse->strides[1], a->lse->strides[2]}};
     const char *op = "attention_fwd";
+    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, a->q->shape[1], a->k->shape[1],
+                                  a->q->shape[2], &f.pattern));
+    return attention_forward(device, op, &f);
+}
+
+nd_status cpu_attention_part_fwd(int device, const attention_part_fwd_args *a) {
+    forward f = {.q = a->q,
+                 .k = a->k,
+                 .v = a->v,
+                 .scale = (float)a->scale,
+                 .causal = a->causal != 0,
+                 .joins = a->joins != 0,
+                 .o = a->o,
+                 .lse = a->lse,
+                 .lse_steps = {a->lse->strides[0], a->lse->strides[2], a->lse->strides[1]}};
+    const char *op = "attention_part_fwd";
     ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, a->q->shape[1], a->k->shape[1],
                                   a->q->shape[2], &f.pattern));
     return attention_forward(device, op, &f);
@@ -290,7 +333,8 @@ nd_status cpu_block_sparse_attention_fwd(int device, const block_sparse_attentio
                  .scale = (float)a->scale,
                  .causal = a->causal != 0,
                  .o = a->o,
-                 .lse = a->lse};
+                 .lse = a->lse,
+                 .lse_steps = {a->lse->strides[0], a->lse->strides[1], a->lse->strides[2]}};
     const char *op = "block_sparse_attention_fwd";
     ND_TRY(attention_pattern_make(op, "offsets", a->offsets, a->columns, a->block, a->q->shape[1],
                                   a->k->shape[1], a->q->shape[2], &f.pattern));

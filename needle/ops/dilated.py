@@ -8,14 +8,13 @@ with L the log-sum-exp over all branches, P = exp(score - L) and the output o, e
 gradient is the plain one for L and o: its weight needs no gradient of its own.
 
 A dilation is a stride: every branch is a few views of q, k and v through the dense kernels, which
-write the same views of an array of the branch. Elements of tokens outside the branch are neither
-written nor read; the join makes one pass over the others. The arrays are as large as q for each
-branch, in the backward three of them.
+join what they compute with the same views of the result, where they write it. Elements of tokens
+outside the branch are neither written nor read, and there is no array of a branch.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -115,54 +114,58 @@ def _merges(x: NDArray) -> bool:
     return x.shape[0] == 1 or x.strides[0] == x.shape[1] * x.strides[1]
 
 
-def each(x: NDArray) -> list[NDArray]:
-    """Its parts along the first axis."""
-    return [x[n : n + 1].reshape(x.shape[1:]) for n in range(x.shape[0])]
+Branch = tuple[int, int]  # segment, dilation
 
 
-@functools.lru_cache(maxsize=64)
-def numbers_of(
-    branches: tuple[tuple[int, int], ...], device: Device, generation: int
+def joined(branches: Sequence[Branch]) -> list[tuple[Branch, int]]:
+    """Return the branches from the one with most tokens on, each with `joins` of its kernels: 0
+    where it overwrites all tokens, being the first and without dilation."""
+    ordered = sorted(branches, key=lambda branch: branch[1])
+    return [(branch, int(i > 0 or branch[1] > 1)) for i, branch in enumerate(ordered)]
+
+
+def to_join(
+    branches: Sequence[tuple[Branch, int]], shape: tuple[int, ...], dtype: str, device: Device
 ) -> list[NDArray]:
-    """Segments and dilations on the device, as long as it is not reset: a step of training does not
-    wait for their upload."""
-    return [_C.array(list(numbers), "int32", device) for numbers in zip(*branches)]
+    """Return the result (B, T, H, D) and its log-sum-exp (B, T, H) before the first branch."""
+    arrays = [_C.empty(shape, dtype, device), _C.empty(shape[:3], "float32", device)]
+    if branches[0][1]:
+        for array, value in zip(arrays, (0, -math.inf)):
+            array.fill(value)
+    return arrays
 
 
 class DilatedAttention(FusedOp):
-    def __init__(self, branches: Sequence[tuple[int, int]], scale: float, causal: bool) -> None:
-        self.branches, self.scale, self.causal = branches, scale, int(causal)
+    def __init__(self, branches: Sequence[Branch], scale: float, causal: bool) -> None:
+        self.branches, self.scale, self.causal = joined(branches), scale, int(causal)
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         merges = all(map(_merges, (q, k, v)))
-        self.views = [list(views_of(q.shape, *branch, merges)) for branch in self.branches]
-        self.numbers = numbers_of(tuple(self.branches), q.device, q.device.generation)
-        parts = _C.empty((len(self.branches), *q.shape), q.dtype, q.device)
-        lses = _C.empty(parts.shape[:4], "float32", q.device)
-        for views, part, to in zip(self.views, each(parts), each(lses)):
-            for view in views:
-                lse = _C.attention_fwd(
-                    view(q), view(k), view(v), self.scale, self.causal, view(part)
-                )
-                _C.assign(view(to), lse.permute((0, 2, 1)))
-        self.out, self.lse = _C.dilated_merge(parts, lses, *self.numbers)
+        self.out, self.lse = to_join(self.branches, q.shape, q.dtype, q.device)
+        self.views = [
+            (view, joins)
+            for branch, joins in self.branches
+            for view in views_of(q.shape, *branch, merges)
+        ]
+        for view, joins in self.views:
+            _C.attention_part_fwd(
+                *map(view, (q, k, v)), self.scale, self.causal, joins,
+                view(self.out), view(self.lse),
+            )  # fmt: skip
         return self.out
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         arrays = [x.cached_data for x in node.inputs]
-        dout = dout.compact()
-        sums = [_C.empty((len(self.branches), *x.shape), x.dtype, x.device) for x in arrays]
-        for views, *grads in zip(self.views, *map(each, sums)):
-            for view in views:
-                lse = view(self.lse).permute((0, 2, 1)).compact()
-                _C.attention_bwd(
-                    view(dout), *map(view, arrays), view(self.out), lse, self.scale,
-                    self.causal, None, None, *map(view, grads), None, None,
-                )  # fmt: skip
-        return [
-            _C.dilated_sum(parts, *self.numbers) if x.requires_grad else None
-            for x, parts in zip(node.inputs, sums)
-        ]
+        read = [dout.compact(), *arrays, self.out, self.lse]
+        grads = [_C.empty(x.shape, x.dtype, x.device) for x in arrays]
+        if self.branches[0][1]:
+            for grad in grads:
+                grad.fill(0)
+        for view, joins in self.views:
+            _C.attention_part_bwd(
+                *map(view, read), self.scale, self.causal, joins, *map(view, grads)
+            )
+        return [grad if x.requires_grad else None for x, grad in zip(node.inputs, grads)]
 
 
 def dilated_attention(

@@ -6,24 +6,30 @@ of dilation r they are queries to the keys o, o + r, ... of the segment, with ca
 those before y alone. The last query is then the last key, which is what `causal` of the kernels
 means with fewer queries than keys. So runs need not fit segments, nor segments runs.
 
-Branches are joined as on one device, a run at a time. The join counts the tokens of a branch from
-the run's first token. Where counting from the segment's start gives other tokens, those outside the
-branch are filled with values that add nothing.
+Branches are joined as on one device, a run at a time: the kernels join what they compute with what
+the run's results are by then.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
-from needle.ops.dilated import View, checked, each, heads_of, numbers_of, tokens_before, views_of
+from needle.ops.dilated import (
+    Branch,
+    View,
+    checked,
+    heads_of,
+    joined,
+    to_join,
+    tokens_before,
+    views_of,
+)
 from needle.ops.ring_attention import Ranks, SharedSequence
 
-Branch = tuple[int, int]  # segment, dilation
 Call = tuple[View, View]  # of a run its queries, of all tokens the keys
 
 
@@ -55,73 +61,54 @@ def calls_of(
         begin = stop
 
 
-def counts_from_its_run(branch: Branch, run: slice) -> bool:
-    """Does a branch hold the tokens that it would hold if the run's first were the sequence's?"""
-    width, dilation = branch
-    begin = run.start % width
-    return begin == 0 or (begin % dilation == 0 and begin + run.stop - run.start <= width)
-
-
 class RingDilatedAttention(FusedOp):
     def __init__(
         self, group: Ranks, layout: str, branches: Sequence[Branch], scale: float, causal: bool
     ) -> None:
         self.group, self.layout = group, layout
-        self.branches, self.scale, self.causal = branches, scale, int(causal)
+        self.branches, self.scale, self.causal = joined(branches), scale, int(causal)
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         self.sequence = SharedSequence(self.group, q.shape[1], self.layout)
         keys, values = self.sequence.gathered(k, v)
-        out, self.lses = _C.empty(q.shape, q.dtype, q.device), []
-        for local, run in self.sequence.own():
-            own = q[:, local]
-            parts = _C.empty((len(self.branches), *own.shape), q.dtype, q.device)
-            lses = _C.empty(parts.shape[:4], "float32", q.device)
-            for branch, part, to in zip(self.branches, each(parts), each(lses)):
-                if not counts_from_its_run(branch, run):
-                    part.fill(0)
-                    to.fill(-math.inf)
-                for queries, seen in self._calls(own, run, branch):
-                    lse = _C.attention_fwd(
-                        queries(own), seen(keys), seen(values), self.scale, self.causal,
-                        queries(part),
-                    )  # fmt: skip
-                    _C.assign(queries(to), lse.permute((0, 2, 1)))
-            joined, lse = _C.dilated_merge(parts, lses, *self._numbers(own, run))
-            _C.assign(out[:, local], joined)
-            self.lses.append(lse)
+        out, self.lse = to_join(self.branches, q.shape, q.dtype, q.device)
+        for local, queries, seen, joins in self._calls(q):
+            own = [queries(x[:, local]) for x in (q, out, self.lse)]
+            _C.attention_part_fwd(
+                own[0], seen(keys), seen(values), self.scale, self.causal, joins, *own[1:]
+            )
         return out
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         operands = self.sequence.backward_operands(dout.compact(), node)
         q, keys, values, dout, result, dq, *sums = operands
-        for (local, run), lse in zip(self.sequence.own(), self.lses):
-            own, given, found = (x[:, local] for x in (q, dout, result))
-            parts = _C.empty((len(self.branches), *own.shape), q.dtype, q.device)
-            for branch, part in zip(self.branches, each(parts)):
-                if not counts_from_its_run(branch, run):
-                    part.fill(0)
-                for queries, seen in self._calls(own, run, branch):
-                    operands = seen(keys), seen(values)
-                    grads = [_C.empty(x.shape, q.dtype, q.device) for x in operands]
-                    _C.attention_bwd(
-                        queries(given), queries(own), *operands, queries(found),
-                        queries(lse).permute((0, 2, 1)).compact(), self.scale, self.causal,
-                        None, None, queries(part), *grads, None, None,
-                    )  # fmt: skip
-                    for total, dx in zip(sums, grads):
-                        place = seen(total)
-                        place += dx if dx.dtype == "float32" else dx.astype("float32")
-            _C.assign(dq[:, local], _C.dilated_sum(parts, *self._numbers(own, run)))
+        if self.branches[0][1]:
+            dq.fill(0)
+        for local, queries, seen, joins in self._calls(q):
+            own = [queries(x[:, local]) for x in (dout, q, result, self.lse, dq)]
+            theirs = seen(keys), seen(values)
+            grads = [_C.empty(x.shape, q.dtype, q.device) for x in theirs]
+            if joins:
+                for dx in grads:
+                    dx.fill(0)
+            _C.attention_part_bwd(
+                *own[:2], *theirs, *own[2:4], self.scale, self.causal, joins, own[4], *grads
+            )
+            for total, dx in zip(sums, grads):
+                place = seen(total)
+                place += dx if dx.dtype == "float32" else dx.astype("float32")
         return self.sequence.gradients(node.inputs, dq, sums)
 
-    def _calls(self, own: NDArray, run: slice, branch: Branch) -> Iterator[Call]:
-        return calls_of(own.shape, run, self.sequence.time, branch, bool(self.causal))
-
-    def _numbers(self, own: NDArray, run: slice) -> list[NDArray]:
-        """Segments and dilations by which the branches are joined."""
-        held = [b if counts_from_its_run(b, run) else (1, 1) for b in self.branches]
-        return numbers_of(tuple(held), own.device, own.device.generation)
+    def _calls(self, own: NDArray) -> Iterator[tuple[slice, View, View, int]]:
+        """One of the kernels each: where a run of this rank's tokens lies, of it the queries, of
+        all tokens the keys, and `joins`."""
+        for local, run in self.sequence.own():
+            shape = own[:, local].shape
+            for branch, joins in self.branches:
+                for queries, seen in calls_of(
+                    shape, run, self.sequence.time, branch, bool(self.causal)
+                ):
+                    yield local, queries, seen, joins
 
 
 def ring_dilated_attention(

@@ -1,4 +1,4 @@
-"""Rotary embedding, attention dense, block-sparse and dilated, and the step of generation."""
+"""Rotary embedding, attention dense, in parts and block-sparse, and the step of generation."""
 
 import math
 from collections.abc import Callable
@@ -118,6 +118,27 @@ def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, cos, sin, dq, dk, dv,
     return summed_up(r, rotated_back(r, gradients, cos, sin), db)
 
 
+def attention_part_fwd(r, q, k, v, scale, causal, joins, o, lse):
+    """lse is (B, T, H)."""
+    found = attention_fwd(r, q, k, v, scale, causal, o)
+    mine = found["lse"].transpose(0, 2, 1)
+    if not joins:
+        return {"o": found["o"], "lse": mine}
+    total = np.logaddexp(lse, mine)
+    with np.errstate(invalid="ignore"):  # of -inf and -inf
+        weights = [np.where(x > -np.inf, np.exp(x - total), 0)[..., None] for x in (lse, mine)]
+    before = np.where(weights[0] > 0, o, 0)
+    return {"o": r(weights[0] * before + weights[1] * found["o"]), "lse": total}
+
+
+def attention_part_bwd(r, dout, q, k, v, o, lse, scale, causal, joins, dq, dk, dv):
+    see = visible(q.shape[1], k.shape[1], causal)
+    lse = lse.transpose(0, 2, 1)
+    gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
+    before = {"dq": dq, "dk": dk, "dv": dv} if joins else {}
+    return {name: r(x + before.get(name, 0)) for name, x in gradients.items()}
+
+
 def kept_blocks(r, dense, block, kept):
     """dense (G, T, S): of each block, whether an element is true."""
     kept = np.zeros_like(kept)
@@ -192,30 +213,6 @@ def decode_attention(r, qkv, cos, sin, positions, scale, keys, values, o):
     return {"keys": keys, "values": values, "o": np.array(seen).reshape(o.shape)}
 
 
-def held(segments, dilations, t, heads) -> np.ndarray:
-    """(W, T, H): which branches of dilated attention hold a token for a head."""
-    segments, dilations = (np.maximum(n, 1)[:, None, None] for n in (segments, dilations))
-    return np.arange(t)[:, None] % segments % dilations == np.arange(heads) % dilations
-
-
-def dilated_merge(r, parts, lse, segments, dilations):
-    see = held(segments, dilations, *parts.shape[2:4])[:, None]
-    lse = np.where(see, lse, -np.inf)
-    top = lse.max(0, initial=-np.inf)
-    top = np.where(np.isfinite(top), top, 0)
-    weights = r(np.exp(lse - top))
-    sums = weights.sum(0)
-    with np.errstate(divide="ignore"):
-        total = np.log(sums) + top
-    weights = r(weights / np.where(sums > 0, sums, 1))[..., None]
-    return {"out": r((weights * np.where(see[..., None], parts, 0)).sum(0)), "total": total}
-
-
-def dilated_sum(r, parts, segments, dilations):
-    see = held(segments, dilations, *parts.shape[2:4])[:, None, ..., None]
-    return {"out": r(np.where(see, parts, 0).sum(0))}
-
-
 def decode_greedy(r, logits, tokens, positions):
     return {"tokens": logits.argmax(-1), "positions": positions + 1}
 
@@ -253,27 +250,6 @@ def decode_inputs(b, h, d, s, half, positions, scale=None, count=None):
             "values": rng.standard_normal((b, h, s, d)),
             "o": np.full((b, h, d), np.nan),
         }
-
-    return inputs
-
-
-def dilated_inputs(b, t, h, d, segments, dilations, merge=False):
-    """Elements that a branch does not hold are NaN; a few queries saw no key in any branch."""
-
-    def inputs(rng):
-        numbers = {
-            "segments": np.array(segments, np.int64),
-            "dilations": np.array(dilations, np.int64),
-        }
-        see = held(*numbers.values(), t, h)[:, None]
-        parts = rng.standard_normal((len(segments), b, t, h, d))
-        made = {"parts": np.where(see[..., None], parts, np.nan)}
-        if merge:
-            lse = 5 * rng.standard_normal(parts.shape[:-1])
-            lse[rng.random(lse.shape) < 0.1] = -np.inf
-            lse[:, :, :2] = -np.inf
-            made["lse"] = np.where(see, lse, np.nan)
-        return made | numbers
 
     return inputs
 
@@ -317,6 +293,29 @@ def attention_inputs(
             lists = {n: lists[n] for n in ("offsets", "columns", "order") if n in lists}
             made["o"] = np.full((b, t, h, d), np.nan)
         return made | lists | ({"block": block} if lists else {}) | last
+
+    return inputs
+
+
+def part_inputs(b, t, s, h, d, causal, joins, backward=False):
+    """Results of parts before are random; a few queries saw no key in those, where o is NaN."""
+
+    def inputs(rng):
+        made = attention_inputs(b, t, s, h, d, causal, backward=backward)(rng) | {"joins": joins}
+        if backward:
+            for name in ("cos", "sin", "db", "largest"):
+                del made[name]
+            made["lse"] = made["lse"].transpose(0, 2, 1) + rng.random((b, t, h))
+            changed = ("dq", "dk", "dv")
+        else:
+            made["lse"] = 3 + rng.standard_normal((b, t, h))
+            changed = ("o",)
+        if joins:
+            made |= {name: rng.standard_normal(made[name].shape) for name in changed}
+        if not backward:
+            none = rng.random((b, t, h)) < 0.1
+            made["lse"][none], made["o"][none] = -np.inf, np.nan
+        return made
 
     return inputs
 
@@ -393,19 +392,6 @@ ROTATED_SPARSE = {  # label: B, T, S, H, D, causal, blocks, block, R or None
     "summed-more-keys": (1, 40, 90, 2, 64, 1, irregular(2, 3, 6), 16, None),
 }
 
-DILATED = {  # label: B, T, H, D, segments, dilations
-    "one": (1, 1, 1, 1, [1], [1]),
-    "odd": (2, 31, 3, 16, [31, 8, 13], [1, 3, 2]),
-    "odd-dims": (2, 37, 5, 21, [10, 37], [1, 4]),
-    "long-rows": (1, 7, 2, 2500, [4, 7], [1, 2]),
-    "more-dilation-than-heads": (1, 65, 3, 24, [16, 64], [1, 8]),
-    "held-by-none": (2, 40, 4, 8, [20], [4]),
-    "numbers-below-1": (1, 9, 2, 8, [0, 4, -3], [1, 0, 2]),
-    "many-rows": (3, 300, 7, 64, [64, 128, 300], [1, 2, 4]),
-    "no-branch": (1, 3, 2, 8, [], []),
-    "no-token": (2, 0, 3, 8, [4], [1]),
-    "no-dim": (1, 5, 2, 0, [5, 5], [1, 2]),
-}
 ATTENTION = {  # label: B, T, S, H, D, causal
     "one": (1, 1, 1, 1, 1, 1),
     "odd": (2, 31, 31, 3, 16, 1),
@@ -423,6 +409,11 @@ ATTENTION = {  # label: B, T, S, H, D, causal
     "zero-batch": (0, 5, 5, 2, 8, 1),
     "zero-queries": (1, 0, 4, 2, 8, 1),
     "zero-keys": (2, 3, 0, 1, 4, 0),
+}
+PARTS = {  # the same, and joins
+    f"{label}-{way}": (*shape, joins)
+    for label, shape in (ATTENTION | {"two-tiles-d128": (1, 260, 260, 2, 128, 1)}).items()
+    for joins, way in enumerate(("first", "joins"))
 }
 SPARSE = {  # label: B, T, S, H, D, causal, blocks, block
     "local": (2, 80, 80, 2, 16, 1, LOCAL, 16),
@@ -568,15 +559,8 @@ CASES = [
         backward_terms,
         of_rounded=("db",),
     ),
-    *cases_of(
-        dilated_merge,
-        partial(dilated_inputs, merge=True),
-        DILATED,
-        lambda b, t, h, d, segments, dilations: len(segments),
-    ),
-    *cases_of(
-        dilated_sum, dilated_inputs, DILATED, lambda b, t, h, d, segments, dilations: len(segments)
-    ),
+    *cases_of(attention_part_fwd, part_inputs, PARTS, forward_terms),
+    *cases_of(attention_part_bwd, partial(part_inputs, backward=True), PARTS, backward_terms),
     *cases_of(
         decode_attention,
         decode_inputs,

@@ -12,14 +12,14 @@ from needle.testing.attention import (
     attention_bwd,
     attention_fwd,
     attention_inputs,
+    attention_part_bwd,
+    attention_part_fwd,
     backward_terms,
     block_sparse_attention_bwd,
     block_sparse_attention_fwd,
-    dilated_inputs,
-    dilated_merge,
-    dilated_sum,
     forward_terms,
     irregular,
+    part_inputs,
 )
 from needle.testing.case import cases_of, draw, normal, targets
 from needle.testing.layers import (
@@ -140,13 +140,16 @@ LARGE = [
         lambda n, v, c: n / v,
     ),
     *cases_of(
-        dilated_merge,
-        partial(dilated_inputs, merge=True),
-        {"long-rows": (2, 9, 5, 2500, [4, 9], [1, 2])},
-        lambda *s: 2,
+        attention_part_fwd,
+        part_inputs,
+        {"several-tiles": (2, 197, 389, 3, 24, 1, 1)},
+        forward_terms,
     ),
     *cases_of(
-        dilated_sum, dilated_inputs, {"long-rows": (2, 9, 5, 2500, [4, 9], [1, 2])}, lambda *s: 2
+        attention_part_bwd,
+        partial(part_inputs, backward=True),
+        {"several-tiles": (2, 197, 389, 3, 24, 1, 1)},
+        backward_terms,
     ),
     *cases_of(
         grad_norm,

@@ -9,7 +9,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
                                 const Given *dq, const Given *dk, const Given *dv, float *stats,
                                 const GivenLists *given, const GivenLists *turned, float *cos,
                                 float *sin, int half, float *sums, unsigned *largest, int causal,
-                                double scale, int is_half, unsigned seed) {
+                                int joins, double scale, int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array arrays[7] = {array_of(*q, is_half),    array_of(*k, is_half),  array_of(*v, is_half),
                           array_of(*dout, is_half), array_of(*dq, is_half), array_of(*dk, is_half),
@@ -19,6 +19,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
         return message;
     }
     p.stats = (float2 *)stats;
+    p.joins = joins;
     const int64_t rows = (int64_t)p.B * p.H * p.T, parts = (int64_t)p.B * p.H * ceil_div(p.T, HALF);
     std::vector<uint4> terms((size_t)rows * 2);
     p.terms = terms.data();

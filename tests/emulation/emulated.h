@@ -356,8 +356,9 @@ inline void issue(const Product &asked, float *sums, int count, const uint32_t *
 
 struct Map { /* inside of a CUtensorMap */
     unsigned char *data;
-    int element, rows, columns, swizzle; /* 128, 32 or 0 */
+    int element, rows, columns, swizzle; /* 128 or 32 */
     int64_t shape[4], strides[4];
+    bool is_half;
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
 
@@ -493,10 +494,10 @@ constexpr uint32_t PANEL_ROW = 128, PANEL_ALIGN = 1024;
 inline bool hopper_usable(int) { return true; }
 inline uint32_t dynamic_shared() { return emulated::BASE; }
 
-inline nd_status tensor_map(const char *, void *data, int element, const int64_t (&shape)[4],
-                            const int64_t (&strides)[3], int columns, int rows, CUtensorMap *out) {
-    const int swizzle = element == 2 ? 128 : element == 1 ? 32 : 0;
-    emulated::Map map = {(unsigned char *)data, element, rows, columns, swizzle, {}, {element}};
+inline nd_status emulated_map(void *data, int element, bool is_half, const int64_t (&shape)[4],
+                        const int64_t (&strides)[3], int columns, int rows, CUtensorMap *out) {
+    const int swizzle = element == 2 ? 128 : 32;
+    emulated::Map map = {(unsigned char *)data, element, rows, columns, swizzle, {}, {}, is_half};
     for (int axis = 0; axis < 4; axis++) {
         map.shape[axis] = shape[axis];
         map.strides[axis] = axis == 0 ? element : strides[axis - 1];
@@ -504,10 +505,14 @@ inline nd_status tensor_map(const char *, void *data, int element, const int64_t
     memcpy(out, &map, sizeof map);
     return ND_OK;
 }
+inline nd_status tensor_map(const char *, void *data, nd_dtype dtype, const int64_t (&shape)[4],
+                            const int64_t (&strides)[3], int columns, int rows, CUtensorMap *out) {
+    return emulated_map(data, 2, dtype == ND_F16, shape, strides, columns, rows, out);
+}
 inline nd_status byte_map(const char *op, void *data, const int64_t (&shape)[4],
                           const int64_t (&strides)[3], const int (&box)[4], int swizzle,
                           CUtensorMap *out) {
-    return swizzle == 32 ? tensor_map(op, data, 1, shape, strides, box[0], box[1], out)
+    return swizzle == 32 ? emulated_map(data, 1, false, shape, strides, box[0], box[1], out)
                          : nd_error(ND_EVALUE, "not emulated");
 }
 
@@ -574,14 +579,32 @@ inline void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t ba
     }});
 }
 inline void proxy_fence() {}
-inline void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
+/* f(there, what was read) for the elements of a box. */
+template <class F>
+void box_to(const CUtensorMap *map, uint32_t from, const int (&corner)[4], F f) {
     emulated::Map m = checked(map, from);
     emulated::stores[threadIdx.x].push_back([=] {
-        emulated::each_of_box(m, from, {c0, c1, c2, c3}, [&](uint32_t place, unsigned char *to) {
+        emulated::each_of_box(m, from, corner, [&](uint32_t place, unsigned char *to) {
             if (to) {
-                memcpy(to, emulated::at(place, (size_t)m.element), (size_t)m.element);
+                f(m, to, emulated::at(place, (size_t)m.element));
             }
         });
+    });
+}
+inline void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
+    box_to(map, from, {c0, c1, c2, c3}, [](const emulated::Map &m, void *to, const void *read) {
+        memcpy(to, read, (size_t)m.element);
+    });
+}
+inline void box_add(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
+    box_to(map, from, {c0, c1, c2, c3}, [](const emulated::Map &m, void *to, const void *read) {
+        uint16_t there, x;
+        memcpy(&there, to, 2);
+        memcpy(&x, read, 2);
+        const uint32_t sum =
+            m.is_half ? pack_pair<f16>(emulated::of_f16(there) + emulated::of_f16(x), 0)
+                      : pack_pair<bf16>(emulated::of_bf16(there) + emulated::of_bf16(x), 0);
+        memcpy(to, &sum, 2);
     });
 }
 /* f(there, what was read) for the floats of a bulk copy, once it arrives in global memory. */

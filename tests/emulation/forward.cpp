@@ -4,8 +4,8 @@
 #include "attention_fwd_hopper.cu"
 
 extern "C" const char *forward(const Given *q, const Given *k, const Given *v, const Given *o, float *lse,
-                               const GivenLists *given, int causal, double scale, int is_half,
-                               unsigned seed) {
+                               const GivenLists *given, int causal, int joins, double scale,
+                               int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array arrays[4] = {array_of(*q, is_half), array_of(*k, is_half), array_of(*v, is_half),
                           array_of(*o, is_half)};
@@ -13,7 +13,8 @@ extern "C" const char *forward(const Given *q, const Given *k, const Given *v, c
     if (problem_new("forward", &arrays[0], &arrays[1], &arrays[2], scale, causal, &p) != ND_OK) {
         return message;
     }
-    p.lse = lse;
+    p.lse = RowFloats{lse, (int64_t)p.H * p.T, p.T, 1};
+    p.joins = joins;
     if (!hopper_serves(0, p, arrays[0].dtype, given->block, {&arrays[0], &arrays[1], &arrays[2], &arrays[3]})) {
         return "not served";
     }

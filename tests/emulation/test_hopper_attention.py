@@ -205,24 +205,25 @@ def name_of(given: dict) -> str:
 # ---- the kernels ---------------------------------------------------------------------------------
 
 
-def forward(compiled, p: Problem, change=None, o=None) -> tuple[np.ndarray, np.ndarray]:
-    """o and lse. o: where it shall lie."""
+def forward(compiled, p: Problem, change=None, o=None, lse=None) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse. o: where it shall lie. lse: of other keys, whose result o is."""
+    joins = lse is not None
     o = poison(p.dout.shape) if o is None else o
-    lse = np.full(p.lse.shape, NO_LSE, np.float32)
+    lse = np.full(p.lse.shape, NO_LSE, np.float32) if lse is None else lse
     lists, _kept = p.blocks(False, change)
     call(
         compiled("forward", "forward"),
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, o)), lse,
-        ctypes.byref(lists), int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
+        ctypes.byref(lists), int(p.causal), int(joins), ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
     return o, lse
 
 
 def backward(
-    compiled, p: Problem, change=None, sums=None, largest=None, into=None
+    compiled, p: Problem, change=None, sums=None, largest=None, into=None, joins=False
 ) -> list[np.ndarray]:
     """dq, dk, dv; and `sums` of 64 rows each and the bits of the `largest` magnitude, where those
-    are given. into: where they shall lie."""
+    are given. into: where they shall lie, or `joins`: be added to."""
     gradients = into or [poison(x.shape) for x in (p.q, p.k, p.v)]
     lists, _kept = p.blocks(False, change)
     transposed, _kept_too = p.blocks(True, change)
@@ -230,7 +231,7 @@ def backward(
         compiled("backward", "backward"),
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
         p.stats(), ctypes.byref(lists), ctypes.byref(transposed), *p.rotation(), sums, largest,
-        int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
+        int(p.causal), int(joins), ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
     return gradients
 
@@ -262,6 +263,39 @@ def test_backward(compiled, given):
         rows = rows.reshape((b, tiles, 64, h, d))
         rounding = np.abs(rows).sum(2) * 2.0 ** (-11 if p.is_half else -8) + 1e-6
         assert (np.abs(sums[:, :, :, i] - rows.sum(2)) <= rounding).all()
+
+
+JOINED = [i for i, given in enumerate(PROBLEMS) if "block" not in given]
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+@pytest.mark.parametrize("i", JOINED, ids=lambda i: name_of(PROBLEMS[i]))
+def test_forward_joins_what_o_is_of_other_keys(compiled, i, is_half):
+    """Every seventh query saw no key before; o is no number there."""
+    p, rng = Problem(**{**PROBLEMS[i], "is_half": is_half}), np.random.default_rng(i)
+    before = rng.standard_normal(p.lse.shape).astype(np.float32) + 4
+    before[:, :, 3::7] = -np.inf
+    o = to_16(rng.standard_normal(p.o.shape), is_half)
+    with np.errstate(invalid="ignore"):  # no key at all
+        total = np.logaddexp(before, p.lse)
+        shares = [by_heads(np.exp(x - total)[..., None]) for x in (before, p.lse)]
+    wanted = sum(np.nan_to_num(s) * x for s, x in zip(shares, (from_16(o, is_half), p.o)))
+    o[:, 3::7] = NOTHING
+    forward(compiled, p, o=o, lse=before)
+    p.close(o, wanted, "o")
+    np.testing.assert_allclose(before, total, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+@pytest.mark.parametrize("i", JOINED, ids=lambda i: name_of(PROBLEMS[i]))
+def test_backward_adds_to_gradients_of_other_keys(compiled, i, is_half):
+    p, rng = Problem(**{**PROBLEMS[i], "is_half": is_half}), np.random.default_rng(i)
+    into = [to_16(rng.standard_normal(x.shape), is_half) for x in (p.q, p.k, p.v)]
+    wanted = [from_16(x, is_half) + getattr(p, n) for x, n in zip(into, ("dq", "dk", "dv"))]
+    for name, got, want in zip(
+        ("dq", "dk", "dv"), backward(compiled, p, None, None, None, into, True), wanted
+    ):
+        p.close(got, want, name)
 
 
 def test_a_key_of_nan_and_queries_without_keys(compiled):

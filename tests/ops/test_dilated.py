@@ -1,10 +1,13 @@
 """Dilated attention against softmax attention in float64 in which a key counts once for each branch
 that holds it."""
 
+import re
+import sys
+
 import numpy as np
 import pytest
 from gradients import attend_dilated, dilated_weights
-from harness import draw, poison
+from harness import draw, poison, run
 
 from needle import Tensor, ops
 from needle.testing import rounder
@@ -55,6 +58,30 @@ def test_forward_and_gradients(t, heads, segments, dilations, causal, dtype, dev
     wanted = gradients_of(q, k, v, dout, branches, causal)
     for name, leaf, want in zip("qkv", leaves, wanted):
         assert_close(leaf.grad.numpy(), want, dtype, f"d{name}")
+
+
+CALLS = """
+import sys
+import types
+import needle as ndl
+from needle.ops.dilated import DilatedAttention
+
+node = types.SimpleNamespace(inputs=[ndl.randn(2, 64, 8, 4, requires_grad=True) for _ in "qkv"])
+op = DilatedAttention([(16, 1), (32, 4), (64, 8)], 0.5, True)
+dout = ndl.ones(2, 64, 8, 4).cached_data
+for call in (lambda: op.compute(*(x.cached_data for x in node.inputs)),
+             lambda: op.backward(dout, node, ())):
+    print("a way", file=sys.stderr, flush=True)
+    call()
+"""
+
+
+def test_calls_are_a_kernel_a_view_and_no_copy():
+    """Views: the first branch one, the second one each of heads 0-3 and 4-7, the third one."""
+    done = run(sys.executable, "-c", CALLS, NEEDLE_TRACE=1)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ways = [re.findall(r"^needle: (\w+)", way, re.M) for way in done.stderr.split("a way\n")[1:]]
+    assert ways == [["attention_part_fwd"] * 4, ["attention_part_bwd"] * 4]
 
 
 def test_gradients_of_slices(device):
