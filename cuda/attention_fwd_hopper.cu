@@ -12,8 +12,8 @@
  *   only tiles that the edge or the end of the keys cuts are masked.
  * Shared memory: Q twice, so that the next item's queries are there; O leaves through it. K and V
  *   in STAGES stages each.
- * With JOINS the copy engine brings what o is of other keys over the queries when those have been
- *   read, and a thread joins it with its part of o where it stages that.
+ * With JOINS the copy engine brings what o is of other keys beside the products, and a thread joins
+ *   its part of that with its o before it stages it.
  * Bytes: those of attention_fwd.cu.
  */
 #include "attention_hopper.cuh"
@@ -42,8 +42,10 @@ struct ForwardShape {
     static constexpr uint32_t Q_PANEL = QUERIES * PANEL_ROW, KV_PANEL = KEYS * PANEL_ROW;
     static constexpr uint32_t Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
     static constexpr uint32_t K_AT = 2 * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES;
-    static constexpr uint32_t BARRIERS_AT = V_AT + STAGES * KV_BYTES;
-    static constexpr uint32_t ITEMS_AT = BARRIERS_AT + 8 * (4 + 4 * STAGES + JOINS * CONSUMERS);
+    static constexpr uint32_t BEFORE_AT = V_AT + STAGES * KV_BYTES;
+    static constexpr uint32_t BARRIERS_AT = BEFORE_AT + JOINS * Q_BYTES;
+    static constexpr int BARRIERS = 4 + 4 * STAGES + JOINS * CONSUMERS;
+    static constexpr uint32_t ITEMS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
     static constexpr uint32_t TILES_AT = ITEMS_AT + 2 * ITEM_BYTES;
     static constexpr uint32_t TEAM =
         (TILES_AT + 4 * STAGES + PANEL_ALIGN - 1) / PANEL_ALIGN * PANEL_ALIGN;
@@ -72,6 +74,8 @@ template <class Shape> struct Places {
     __device__ __forceinline__ uint32_t v(int stage) const {
         return base + Shape::V_AT + stage * Shape::KV_BYTES;
     }
+    /* What o is over other keys. */
+    __device__ __forceinline__ uint32_t before() const { return base + Shape::BEFORE_AT; }
     __device__ __forceinline__ uint32_t barrier(int number) const {
         return base + Shape::BARRIERS_AT + 8 * number;
     }
@@ -95,8 +99,7 @@ template <class Shape> struct Places {
     __device__ __forceinline__ uint32_t v_empty(int stage) const {
         return barrier(4 + 3 * Shape::STAGES + stage);
     }
-    /* What o was has come, over a consumer's queries. */
-    __device__ __forceinline__ uint32_t o_full(int group) const {
+    __device__ __forceinline__ uint32_t before_full(int group) const {
         return barrier(4 + 4 * Shape::STAGES + group);
     }
 };
@@ -250,7 +253,7 @@ template <class T, class Shape> struct Consumer {
     uint32_t my_q;
     int tile;  /* its first key */
     bool more; /* with lists: after this tile */
-    uint32_t o_phase = 0;
+    uint32_t before_phase = 0;
     float o[32 * PANELS];
     uint32_t w[WEIGHTS][4]; /* the weights of the tile before, rounded */
     Softmax softmax;
@@ -270,9 +273,6 @@ template <class T, class Shape> struct Consumer {
             next_tile();
             if (tile < my_end) {
                 attend();
-            }
-            if constexpr (Shape::JOINS) {
-                fetch_before();
             }
 #pragma unroll 1
             for (; tile < end; next_tile()) { /* beyond the edge of mine */
@@ -303,6 +303,9 @@ template <class T, class Shape> struct Consumer {
         for (int i = 0; i < 32 * PANELS; i++) {
             o[i] = 0.0f;
         }
+        if constexpr (Shape::JOINS) {
+            fetch_before();
+        }
         return true;
     }
 
@@ -322,14 +325,13 @@ template <class T, class Shape> struct Consumer {
         }
     }
 
-    /* What o is over other keys, to the place of my queries. */
+    /* Asks for what o is over other keys; all threads have read that of the item before. */
     __device__ __forceinline__ void fetch_before() {
-        named_barrier_sync(my_barrier, WARPGROUP); /* the products with my_q are done */
         if (leads) {
-            barrier_expect(at.o_full(group), PANELS * Shape::HALF_PANEL);
+            barrier_expect(at.before_full(group), PANELS * Shape::HALF_PANEL);
             for (int panel = 0; panel < PANELS; panel++) {
-                box_load(my_q + panel * Shape::Q_PANEL, &f.o, at.o_full(group),
-                         panel * PANEL_COLUMNS, mine, item.h, item.b);
+                box_load(at.before() + panel * Shape::Q_PANEL + group * Shape::HALF_PANEL, &f.o,
+                         at.before_full(group), panel * PANEL_COLUMNS, mine, item.h, item.b);
             }
         }
     }
@@ -458,7 +460,7 @@ template <class T, class Shape> struct Consumer {
 #pragma unroll
         for (int i = 0; i < 8 * PANELS; i++) {
             const float2 before = unpack_pair<T>(
-                load_shared4(my_q + i / 8 * Shape::Q_PANEL +
+                load_shared4(at.before() + i / 8 * Shape::Q_PANEL + group * Shape::HALF_PANEL +
                              panel_offset(my_row + 8 * half, i % 8) + 4 * (lane % 4)));
             float *pair = o + 4 * i + 2 * half;
             pair[0] = pair[0] * factor + (weight > 0.0f ? weight * before.x : 0.0f);
@@ -471,8 +473,8 @@ template <class T, class Shape> struct Consumer {
         named_barrier_sync(my_barrier, WARPGROUP); /* the products with my_q are done */
         float factors[2], *lses = p.lse.row(item.b, item.h, mine + my_row);
         if constexpr (Shape::JOINS) {
-            barrier_wait(at.o_full(group), o_phase);
-            o_phase ^= 1;
+            barrier_wait(at.before_full(group), before_phase);
+            before_phase ^= 1;
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -524,7 +526,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
             barrier_init(at.q_empty(slot), Shape::CONSUMERS * WARPGROUP);
         }
         for (int group = 0; group < Shape::JOINS * Shape::CONSUMERS; group++) {
-            barrier_init(at.o_full(group), 1);
+            barrier_init(at.before_full(group), 1);
         }
         for (int stage = 0; stage < Shape::STAGES; stage++) {
             barrier_init(at.k_full(stage), 1);

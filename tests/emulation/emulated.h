@@ -179,6 +179,9 @@ inline unsigned char *at(uint32_t address, size_t bytes = 1) {
         fail("an address outside of shared memory");
         return memory;
     }
+    if (bytes <= 16 && address % bytes != 0) {
+        fail("an address that is not aligned");
+    }
     return memory + (address - BASE);
 }
 
