@@ -14,6 +14,7 @@ outside the branch are neither written nor read, and there is no array of a bran
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,14 +41,20 @@ class View:
     steps: tuple[Steps, Steps, Steps]
 
     def __call__(self, x: NDArray) -> NDArray:
-        rest = x.ndim - 3
-        first = tuple(slice(at, None) for at in self.start) + (slice(None),) * rest
-        strides = [sum(n * s for n, s in zip(step, x.strides)) for step in self.steps]
-        return x[first].as_strided((*self.shape, *x.shape[3:]), (*strides, *x.strides[3:]))
+        first, shape, strides = _placed(self, x.shape, x.strides)
+        return x[first].as_strided(shape, strides)
 
     def later(self, tokens: int) -> View:
         batch, time, head = self.start
         return replace(self, start=(batch, time + tokens, head))
+
+
+@functools.lru_cache(maxsize=1024)  # each training step asks for the same views
+def _placed(view: View, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple:
+    """(index of the first element, shape, strides) of the view of an array."""
+    first = tuple(slice(at, None) for at in view.start)
+    steps = [sum(n * s for n, s in zip(step, strides)) for step in view.steps]
+    return first, (*view.shape, *shape[3:]), (*steps, *strides[3:])
 
 
 def views_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[View]:
@@ -117,11 +124,19 @@ def _merges(x: NDArray) -> bool:
 Branch = tuple[int, int]  # segment, dilation
 
 
-def joined(branches: Sequence[Branch]) -> list[tuple[Branch, int]]:
+def joined(branches: Sequence[Branch]) -> tuple[tuple[Branch, int], ...]:
     """Return the branches from the one with most tokens on, each with `joins` of its kernels: 0
     where it overwrites all tokens, being the first and without dilation."""
     ordered = sorted(branches, key=lambda branch: branch[1])
-    return [(branch, int(i > 0 or branch[1] > 1)) for i, branch in enumerate(ordered)]
+    return tuple((branch, int(i > 0 or branch[1] > 1)) for i, branch in enumerate(ordered))
+
+
+@functools.lru_cache(maxsize=64)
+def views_to_join(
+    shape: tuple[int, ...], branches: tuple[tuple[Branch, int], ...], merges: bool
+) -> list[tuple[View, int]]:
+    """Return the views of all branches in their order, each with its `joins`."""
+    return [(view, joins) for of, joins in branches for view in views_of(shape, *of, merges)]
 
 
 def to_join(
@@ -142,11 +157,7 @@ class DilatedAttention(FusedOp):
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         merges = all(map(_merges, (q, k, v)))
         self.out, self.lse = to_join(self.branches, q.shape, q.dtype, q.device)
-        self.views = [
-            (view, joins)
-            for branch, joins in self.branches
-            for view in views_of(q.shape, *branch, merges)
-        ]
+        self.views = views_to_join(q.shape, self.branches, merges)
         for view, joins in self.views:
             _C.attention_part_fwd(
                 *map(view, (q, k, v)), self.scale, self.causal, joins,
