@@ -160,22 +160,23 @@ class DilatedAttention(FusedOp):
         self.views = views_to_join(q.shape, self.branches, merges)
         for view, joins in self.views:
             _C.attention_part_fwd(
-                *map(view, (q, k, v)), self.scale, self.causal, joins,
+                view(q), view(k), view(v), self.scale, self.causal, joins,
                 view(self.out), view(self.lse),
             )  # fmt: skip
         return self.out
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
-        arrays = [x.cached_data for x in node.inputs]
-        read = [dout.compact(), *arrays, self.out, self.lse]
-        grads = [_C.empty(x.shape, x.dtype, x.device) for x in arrays]
+        q, k, v = (x.cached_data for x in node.inputs)
+        dout = dout.compact()
+        grads = dq, dk, dv = [_C.empty(x.shape, x.dtype, x.device) for x in (q, k, v)]
         if self.branches[0][1]:
             for grad in grads:
                 grad.fill(0)
         for view, joins in self.views:
             _C.attention_part_bwd(
-                *map(view, read), self.scale, self.causal, joins, *map(view, grads)
-            )
+                view(dout), view(q), view(k), view(v), view(self.out), view(self.lse),
+                self.scale, self.causal, joins, view(dq), view(dk), view(dv),
+            )  # fmt: skip
         return [grad if x.requires_grad else None for x, grad in zip(node.inputs, grads)]
 
 

@@ -73,9 +73,9 @@ class RingDilatedAttention(FusedOp):
         keys, values = self.sequence.gathered(k, v)
         out, self.lse = to_join(self.branches, q.shape, q.dtype, q.device)
         for local, queries, seen, joins in self._calls(q):
-            own = [queries(x[:, local]) for x in (q, out, self.lse)]
+            own, o, lse = (queries(x[:, local]) for x in (q, out, self.lse))
             _C.attention_part_fwd(
-                own[0], seen(keys), seen(values), self.scale, self.causal, joins, *own[1:]
+                own, seen(keys), seen(values), self.scale, self.causal, joins, o, lse
             )
         return out
 
@@ -85,14 +85,15 @@ class RingDilatedAttention(FusedOp):
         if self.branches[0][1]:
             dq.fill(0)
         for local, queries, seen, joins in self._calls(q):
-            own = [queries(x[:, local]) for x in (dout, q, result, self.lse, dq)]
-            theirs = seen(keys), seen(values)
-            grads = [_C.empty(x.shape, q.dtype, q.device) for x in theirs]
+            of = dout, q, result, self.lse, dq
+            given, own, o, lse, to = (queries(x[:, local]) for x in of)
+            k, v = seen(keys), seen(values)
+            grads = dk, dv = [_C.empty(x.shape, q.dtype, q.device) for x in (k, v)]
             if joins:
                 for dx in grads:
                     dx.fill(0)
             _C.attention_part_bwd(
-                *own[:2], *theirs, *own[2:4], self.scale, self.causal, joins, own[4], *grads
+                given, own, k, v, o, lse, self.scale, self.causal, joins, to, dk, dv
             )
             for total, dx in zip(sums, grads):
                 place = seen(total)
