@@ -87,59 +87,29 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
 }
 
 /* ---- a consumer ------------------------------------------------------------------------------ */
-/* A thread of a consumer, which owns 64 rows of each item. */
-template <class T, class Shape> struct Consumer {
-    static constexpr int PANELS = Shape::PANELS, GRADIENTS = Shape::GRADIENTS;
-
-    const Backward &f;
-    const Problem &p;
-    const Places<Shape> at;
-    const int group, lane, my_row;
+template <class T, class Shape>
+__device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
+    constexpr int PANELS = Shape::PANELS;
+    constexpr int GRADIENTS = Shape::GRADIENTS;
+    const Problem &p = f.p;
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1 - Shape::ONE_PASS,
+              lane = threadIdx.x & 31;
+    const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
     const ColumnTerms<T> terms;
-    const bool leads; /* for its warpgroup */
-    const int own_rows;
+    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+    const int own_rows = Shape::KEYS ? p.S : p.T;
     Ring<Shape::SLOTS> slot;
-    Ring<Shape::STAGES> stage, before; /* before: the part whose w waits for the second products */
+    Ring<Shape::STAGES> stage;
     Ring<Shape::WEIGHTS> weights;
     uint32_t most = 0; /* see larger() */
-    /* Of an item. Of its parts my rows, from `mine` on, see something: after `none`, before `end`; on
-     * one side of `edge` they see not all. */
-    WorkItem item;
-    int first, mine, none, end, edge;
-    float stat[2][2]; /* of the two rows: lse, delta */
-    uint32_t own[Shape::IN_REGISTERS ? 2 * 4 * PANELS : 1][4];
-    float gradient[GRADIENTS][32 * PANELS];
-    float s[32], dp[32];
-    uint32_t w[GRADIENTS][4][4]; /* dS and P of the part before, rounded */
-
-    __device__ __forceinline__ Consumer(const Backward &f, Places<Shape> at)
-        : f(f), p(f.p), at(at),
-          group(__shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1 - Shape::ONE_PASS),
-          lane(threadIdx.x & 31), my_row((int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4),
-          leads(threadIdx.x % WARPGROUP == 0), own_rows(Shape::KEYS ? f.p.S : f.p.T) {}
-
-    __device__ __forceinline__ void run() {
-        for (; begin(); slot.advance()) {
-            load_own();
-            set_limits();
-            gather();
-            store();
-        }
-        join_largest<T>(most, p.largest);
-    }
-
-    /* ---- load -------------------------------------------------------------------------------- */
-    /* Waits for the rows of the next item, if there is one. */
-    __device__ __forceinline__ bool begin() {
+    for (;;) {
         barrier_wait(at.own_full(slot.at), slot.phase);
-        item = load_item(at.item(slot.at));
-        first = item.tile * Shape::ROWS;
-        mine = first + HALF * group;
-        return item.tile >= 0;
-    }
-
-    /* My rows of X and Y where they are in registers, lse and delta of rows; no gradients yet. */
-    __device__ __forceinline__ void load_own() {
+        const WorkItem item = load_item(at.item(slot.at));
+        if (item.tile < 0) {
+            break;
+        }
+        const int first = item.tile * Shape::ROWS, mine = first + HALF * group;
+        float stat[2][2]; /* of the two rows: lse, delta */
         if constexpr (!Shape::KEYS) {
             const float2 *stats = p.stats + ((int64_t)item.b * p.H + item.h) * p.T;
 #pragma unroll
@@ -150,6 +120,8 @@ template <class T, class Shape> struct Consumer {
                 stat[half][1] = pair.y;
             }
         }
+
+        uint32_t own[Shape::IN_REGISTERS ? 2 * 4 * PANELS : 1][4];
         if constexpr (Shape::IN_REGISTERS) {
 #pragma unroll
             for (int i = 0; i < 8 * PANELS; i++) {
@@ -160,6 +132,7 @@ template <class T, class Shape> struct Consumer {
                                           panel_offset(row, 2 * step + (lane >> 4)));
             }
         }
+        float gradient[GRADIENTS][32 * PANELS];
 #pragma unroll
         for (int which = 0; which < GRADIENTS; which++) {
 #pragma unroll
@@ -167,12 +140,13 @@ template <class T, class Shape> struct Consumer {
                 gradient[which][i] = 0.0f;
             }
         }
-    }
+        float s[32], dp[32];
+        uint32_t w[GRADIENTS][4][4]; /* dS and P of the part before, rounded */
+        Ring<Shape::STAGES> before;
 
-    __device__ __forceinline__ void set_limits() {
-        none = -1;
-        end = mine < own_rows ? p.T : 0;
-        edge = INT_MIN;
+        /* Of these parts my rows see something: after `none`, before `end`; on one side of `edge`
+         * they see not all. */
+        int none = -1, end = mine < own_rows ? p.T : 0, edge = INT_MIN;
         if constexpr (Shape::KEYS) {
             if (p.causal) {
                 none = mine - p.offset - HALF;
@@ -184,197 +158,175 @@ template <class T, class Shape> struct Consumer {
             end = mine < own_rows ? keys_end(p, mine + HALF) : 0;
             edge = p.causal ? min(mine + p.offset - HALF + 1, p.S - HALF) : p.S - HALF;
         }
-    }
+        auto sees = [&](int part) { return part > none && part < end; };
 
-    __device__ __forceinline__ bool sees(int part) const { return part > none && part < end; }
-
-    /* ---- product ----------------------------------------------------------------------------- */
-    /* which: 0 S = X x^T, 1 dP = Y y^T */
-    __device__ __forceinline__ void first_product(int which) {
-        const Operand other = rows_operand(at.other(stage.at, which));
-        const Operand ours = rows_operand(at.own(slot.at, which) + group * Shape::PART);
-        float(&c)[32] = which == 0 ? s : dp;
-        products_begin();
-        if constexpr (Shape::KEYS) {
-            terms.product(c, which, at.terms(stage.at));
-        }
-#pragma unroll
-        for (int i = 0; i < 4 * PANELS; i++) {
-            const bool add = Shape::KEYS || i > 0;
-            const Operand b = further(other, i / 4 * Shape::PART + i % 4 * 32);
-            if constexpr (Shape::IN_REGISTERS) {
-                product<T, 0>(c, own[which * 4 * PANELS + i], b, add);
-            } else {
-                product<T, 0>(c, further(ours, i / 4 * Shape::OWN_PANEL + i % 4 * 32), b, add);
-            }
-        }
-        products_end();
-    }
-
-    /* dX += dS x and dY += P y, of the part before */
-    __device__ __forceinline__ void second_products() {
-        const Operand others = columns_operand(at.other(before.at, 0), Shape::PART);
-        products_begin();
-#pragma unroll
-        for (int which = 0; which < GRADIENTS; which++) {
-#pragma unroll
-            for (int step = 0; step < 4; step++) {
-                product<T, 1>(gradient[which], w[which][step],
-                              further(others, which * Shape::OTHER + step * 16 * PANEL_ROW), true);
-            }
-        }
-        products_end();
-    }
-
-    __device__ __forceinline__ void second_products_done() {
-        products_wait<0>();
-#pragma unroll
-        for (int which = 0; which < GRADIENTS; which++) {
-            hold(gradient[which]);
-            hold(w[which]);
-        }
-        if (leads) {
-            barrier_arrive(at.empty(before.at));
-        }
-    }
-
-    /* One pass: store dS of my keys, in w, for the warpgroup that computes dq. */
-    __device__ __forceinline__ void hand_on() {
-        if constexpr (Shape::ONE_PASS) {
-            barrier_wait(at.weights_empty(weights.at), weights.phase ^ 1);
-            const int row = (my_row - lane / 4) + (lane & 15);
-#pragma unroll
-            for (int step = 0; step < 4; step++) {
-                store_matrices(at.weights(weights.at) + group * Shape::PART +
-                                   panel_offset(row, 2 * step + (lane >> 4)),
-                               w[0][step]);
-            }
-            proxy_fence();
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(at.weights_full(weights.at));
-            }
-            weights.advance();
-        }
-    }
-
-    /* ---- softmax and its gradient ------------------------------------------------------------ */
-    /* key - query above the offset is not seen, nor a key beyond the end */
-    __device__ __forceinline__ void hide(int part) {
-        const int column_0 = part + 2 * (lane % 4);
-        const int distance = !p.causal
-                                 ? (Shape::KEYS ? INT_MIN / 2 : p.S)
-                                 : mine + my_row - column_0 + (Shape::KEYS ? -p.offset : p.offset);
-        const int last = p.S - 1 - column_0;      /* column, of keys */
-        const int beyond = p.S - (mine + my_row); /* row, of keys */
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-            bool hidden = Shape::KEYS ? distance + row > column || row >= beyond
-                                      : column > min(distance + row, last);
-            s[i] = hidden ? -INFINITY : s[i];
-        }
-    }
-
-    /* S becomes P. */
-    __device__ __forceinline__ void exponentiate() {
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
+        auto first_product = [&](int which) {
+            const Operand other = rows_operand(at.other(stage.at, which));
+            const Operand ours = rows_operand(at.own(slot.at, which) + group * Shape::PART);
+            float(&c)[32] = which == 0 ? s : dp;
+            products_begin();
             if constexpr (Shape::KEYS) {
-                s[i] = fast_exp2(s[i] * p.scale_log2);
-            } else {
-                s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -stat[i / 2 % 2][0]));
+                terms.product(c, which, at.terms(stage.at));
             }
-        }
-    }
-
-    /* dP becomes dS. */
-    __device__ __forceinline__ void differentiate() {
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-            dp[i] = s[i] * (Shape::KEYS ? dp[i] : dp[i] - stat[i / 2 % 2][1]);
-        }
-    }
-
-    __device__ __forceinline__ void round() {
+            for (int i = 0; i < 4 * PANELS; i++) {
+                const bool add = Shape::KEYS || i > 0;
+                const Operand b = further(other, i / 4 * Shape::PART + i % 4 * 32);
+                if constexpr (Shape::IN_REGISTERS) {
+                    product<T, 0>(c, own[which * 4 * PANELS + i], b, add);
+                } else {
+                    product<T, 0>(c, further(ours, i / 4 * Shape::OWN_PANEL + i % 4 * 32), b, add);
+                }
+            }
+            products_end();
+        };
+        auto second_products = [&]() {
+            const Operand others = columns_operand(at.other(before.at, 0), Shape::PART);
+            products_begin();
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            w[0][i / 4][i % 4] = pack_pair<T>(dp[2 * i], dp[2 * i + 1]);
-            if constexpr (Shape::KEYS) {
-                w[GRADIENTS - 1][i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
+            for (int which = 0; which < GRADIENTS; which++) {
+#pragma unroll
+                for (int step = 0; step < 4; step++) {
+                    product<T, 1>(gradient[which], w[which][step],
+                                  further(others, which * Shape::OTHER + step * 16 * PANEL_ROW),
+                                  true);
+                }
             }
-        }
-        before = stage;
-        stage.advance();
-    }
-
-    /* A part's S and dP become w. PENDING: the second products of the part before are issued on the
-     * way, to be done at its end. */
-    template <int PENDING> __device__ __forceinline__ void work(int part) {
-        barrier_wait(at.full(stage.at), stage.phase);
-        first_product(0);
-        if constexpr (Shape::OVERLAP) {
-            first_product(1);
-        }
-        if constexpr (PENDING) {
-            second_products();
-            hand_on();
-        }
-        products_wait<PENDING + Shape::OVERLAP>();
-        hold(s);
-        if (Shape::KEYS ? part < edge : part > edge) {
-            hide(part);
-        }
-        exponentiate();
-        hold(s);
-        stay_above(p.D);
-        if constexpr (Shape::OVERLAP) {
-            products_wait<PENDING>();
-        } else {
-            if constexpr (PENDING) {
-                second_products_done();
-            }
-            first_product(1);
+            products_end();
+        };
+        auto second_products_done = [&]() {
             products_wait<0>();
-        }
-        hold(dp);
-        differentiate();
-        if constexpr (PENDING && Shape::OVERLAP) {
-            hold(s);
-            hold(dp);
-            stay_above(p.D);
-            second_products_done();
-        }
-        round();
-    }
-
-    /* A part that none of my rows meets. */
-    __device__ __forceinline__ void pass() {
-        if (leads) {
-            barrier_wait(at.full(stage.at), stage.phase);
-            barrier_arrive(at.empty(stage.at));
-        }
-        stage.advance();
-        if constexpr (Shape::ONE_PASS) {
+#pragma unroll
+            for (int which = 0; which < GRADIENTS; which++) {
+                hold(gradient[which]);
+                hold(w[which]);
+            }
+            if (leads) {
+                barrier_arrive(at.empty(before.at));
+            }
+        };
+        /* key - query above the offset is not seen, nor a key beyond the end */
+        auto hide = [&](int part) {
+            const int first = part + 2 * (lane % 4);
+            const int distance = !p.causal
+                                     ? (Shape::KEYS ? INT_MIN / 2 : p.S)
+                                     : mine + my_row - first + (Shape::KEYS ? -p.offset : p.offset);
+            const int last = p.S - 1 - first;         /* column, of keys */
+            const int beyond = p.S - (mine + my_row); /* row, of keys */
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
+                bool hidden = Shape::KEYS ? distance + row > column || row >= beyond
+                                          : column > min(distance + row, last);
+                s[i] = hidden ? -INFINITY : s[i];
+            }
+        };
+        /* One pass: store dS of my keys, in w, for the warpgroup that computes dq. */
+        auto hand_on = [&]() {
+            if constexpr (Shape::ONE_PASS) {
+                barrier_wait(at.weights_empty(weights.at), weights.phase ^ 1);
+                const int row = (my_row - lane / 4) + (lane & 15);
+#pragma unroll
+                for (int step = 0; step < 4; step++) {
+                    store_matrices(at.weights(weights.at) + group * Shape::PART +
+                                       panel_offset(row, 2 * step + (lane >> 4)),
+                                   w[0][step]);
+                }
+                proxy_fence();
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(at.weights_full(weights.at));
+                }
+                weights.advance();
+            }
+        };
+        auto round = [&]() {
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-                w[0][i / 4][i % 4] = 0;
+                w[0][i / 4][i % 4] = pack_pair<T>(dp[2 * i], dp[2 * i + 1]);
+                if constexpr (Shape::KEYS) {
+                    w[GRADIENTS - 1][i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
+                }
             }
-            hand_on();
-        }
-    }
+            before = stage;
+            stage.advance();
+        };
+        /* A part's S and dP become w. `following`: the second products of the part before are
+         * issued on the way, to be done at its end. */
+        auto work = [&](int part, auto following) {
+            constexpr int PENDING = decltype(following)::value;
+            first_product(0);
+            if constexpr (Shape::OVERLAP) {
+                first_product(1);
+            }
+            if constexpr (PENDING) {
+                second_products();
+                hand_on();
+            }
+            products_wait<PENDING + Shape::OVERLAP>();
+            hold(s);
+            if (Shape::KEYS ? part < edge : part > edge) {
+                hide(part);
+            }
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                if constexpr (Shape::KEYS) {
+                    s[i] = fast_exp2(s[i] * p.scale_log2);
+                } else {
+                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -stat[i / 2 % 2][0]));
+                }
+            }
+            hold(s);
+            stay_above(p.D);
+            if constexpr (Shape::OVERLAP) {
+                products_wait<PENDING>();
+            } else {
+                if constexpr (PENDING) {
+                    second_products_done();
+                }
+                first_product(1);
+                products_wait<0>();
+            }
+            hold(dp);
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                dp[i] = s[i] * (Shape::KEYS ? dp[i] : dp[i] - stat[i / 2 % 2][1]);
+            }
+            if constexpr (PENDING && Shape::OVERLAP) {
+                hold(s);
+                hold(dp);
+                stay_above(p.D);
+                second_products_done();
+            }
+            round();
+        };
+        /* A part that none of my rows meets. */
+        auto pass = [&]() {
+            if (leads) {
+                barrier_wait(at.full(stage.at), stage.phase);
+                barrier_arrive(at.empty(stage.at));
+            }
+            stage.advance();
+            if constexpr (Shape::ONE_PASS) {
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    w[0][i / 4][i % 4] = 0;
+                }
+                hand_on();
+            }
+        };
 
-    /* The gradients of my rows, from all parts that the item meets. */
-    __device__ __forceinline__ void gather() {
         auto walk = walk_of<Shape>(p, item, first);
         int part = walk.next();
         for (; part >= 0 && !sees(part); part = walk.next()) {
             pass();
         }
         if (part >= 0) {
-            work<0>(part);
+            barrier_wait(at.full(stage.at), stage.phase);
+            work(part, std::integral_constant<int, 0>());
             for (part = walk.next(); part >= 0 && sees(part); part = walk.next()) {
-                work<1>(part);
+                barrier_wait(at.full(stage.at), stage.phase);
+                work(part, std::integral_constant<int, 1>());
             }
             second_products();
             hand_on();
@@ -383,10 +335,7 @@ template <class T, class Shape> struct Consumer {
         for (; part >= 0; part = walk.next()) {
             pass();
         }
-    }
 
-    /* ---- store ------------------------------------------------------------------------------- */
-    __device__ __forceinline__ void store() {
         /* Beyond the end any angle does: nothing is stored there. */
         const int positions[2] = {min(mine + my_row, own_rows - 1),
                                   min(mine + my_row + 8, own_rows - 1)};
@@ -447,8 +396,10 @@ template <class T, class Shape> struct Consumer {
         }
         /* by every thread: each has read which item it was */
         barrier_arrive(at.own_empty(slot.at));
+        slot.advance();
     }
-};
+    join_largest<T>(most, p.largest);
+}
 
 #endif
 
@@ -497,7 +448,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
         }
     }
     registers_up_to<Shape::TAKE>();
-    Consumer<T, Shape>(f, at).run();
+    consume<T>(f, at);
 #endif
 }
 
