@@ -2,14 +2,17 @@
 training step passes the stops of docs/walk.md."""
 
 import ast
+import contextlib
 import dataclasses
 import hashlib
 import html
 import inspect
+import io
 import json
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -120,10 +123,20 @@ def test_links_lead_to_files_and_headings():
                 assert anchor in anchors, f"{page.name}: {target}"
 
 
-def test_commands_have_the_flags_they_are_shown_with():
+def printed(monkeypatch, *words: str) -> str:
+    """Return what a command of `needle` prints before it exits with 0, run in this process."""
+    monkeypatch.setattr(sys, "argv", [str(PACKAGE / "__main__.py"), *words])
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as end:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert not end.value.code, words
+    return out.getvalue()
+
+
+def test_commands_have_the_flags_they_are_shown_with(monkeypatch):
     """`--flag` of a command in a document is in that program's help, and none is missing. The help
     of each word of `needle` names it and fits 80 columns."""
     programs: dict[str, str] = {}
+    monkeypatch.setenv("COLUMNS", "80")
     texts = {page.name: page.read_text().replace("\\\n", " ") for page in PAGES}
     texts["needle --help"] = "".join(f"`needle {word} `" for word in COMMANDS)
     for page, text in texts.items():
@@ -132,18 +145,21 @@ def test_commands_have_the_flags_they_are_shown_with():
             parts = words[: 1 + (words[0] == "data")]
             if words[0] == "lm_eval":  # a program of another package
                 continue
-            name, parts = " ".join(parts), ["-m", "needle"] * (words[0] in COMMANDS) + parts
+            name = " ".join(parts)
             if name not in programs:
                 asked = ["--help", "all"] if "train" in name else ["--help"]
-                shown = run(sys.executable, *parts, *asked, COLUMNS="80")
-                assert shown.returncode == 0, f"{page}: {name}: {shown.stderr}"
-                programs[name] = shown.stdout
-                long = [line for line in shown.stdout.split("\n") if len(line) > 80]
-                assert words[0] not in COMMANDS or not long, long
-                assert words[0] not in COMMANDS or shown.stdout.startswith(f"usage: needle {name}")
+                if words[0] in COMMANDS:
+                    shown = printed(monkeypatch, *parts, *asked)
+                    assert not [line for line in shown.split("\n") if len(line) > 80], name
+                    assert shown.startswith(f"usage: needle {name}")
+                else:
+                    done = run(sys.executable, *parts, *asked)
+                    assert done.returncode == 0, f"{page}: {name}: {done.stderr}"
+                    shown = done.stdout
+                programs[name] = shown
             for flag in (word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)):
                 assert flag in programs[name], f"{page}: {name} has no {flag}"
-            if len(words) > len(parts) - 2 * (words[0] in COMMANDS):  # it is shown with arguments
+            if len(words) > len(parts):  # it is shown with arguments
                 needed = re.split(r"\n\n|;", programs[name])[0]
                 for _ in range(2):  # brackets within brackets
                     needed = re.sub(r"\[[^][]*\]", "", needed)
@@ -169,8 +185,8 @@ def test_the_command_lists_and_runs_its_programs(tmp_path):
 
 
 def test_walk_is_followed_by_a_step(tmp_path):
-    words = ["--steps", 1, "--device", "cpu", "--data", ROOT / "docs", "--out", tmp_path]
-    words += ["--model", "tiny", "--batch-size", 2, "--eval-every", 0]
+    words = ["--steps", 1, "--device", "cpu", "--data", ROOT / "docs/walk.md"]
+    words += ["--out", tmp_path, "--model", "tiny", "--batch-size", 2, "--eval-every", 0]
     done = run(
         sys.executable, "-c", TRACED, ROOT, PACKAGE.parent, *words, NEEDLE_CACHE=tmp_path / "cache"
     )
@@ -258,6 +274,8 @@ def test_examples_of_docstrings_render_as_code():
             if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 continue
             text = ast.get_docstring(node) or ""
+            if ">" not in text:  # neither a prompt nor a quotation
+                continue
             page = markdown.markdown(text, extensions=[Examples(), "fenced_code"])
             code = html.unescape("\n".join(re.findall(r"<code.*?>(.*?)</code>", page, re.S)))
             prompts = re.findall("^>>> .*", text, re.M)
