@@ -121,7 +121,7 @@ def with_emulated_tiles(folder: Path) -> None:
         f'#include "{ROOT / "csrc/cpu/panels.c"}"',
         copied,
         *[f"-I{ROOT / 'csrc/cpu'}", f"-I{ROOT / 'tests/emulation'}", "-fopenmp", "-lm"],
-        *['-DNEEDLE_TILES="amx_tiles.h"', "-fvisibility=hidden", *objects],
+        *['-DNEEDLE_TILES="amx_tiles.h"', "-fvisibility=hidden", "-O3", *objects],
     )
 
 
