@@ -145,6 +145,8 @@ train: $(STATE)/train lib
 
 # NumPy's threads, which wait for products by spinning, would take the processor of what is tested.
 test test-all asan: export OPENBLAS_NUM_THREADS := 1
+# Images set it; then each of hundreds of processes compiles needle's modules.
+test test-all check asan: export PYTHONDONTWRITEBYTECODE :=
 # A process for each core, each with Python's -X dev.
 define pytest
 @"$(PY)" -X dev -W error -m pytest -q -W error --tx "$$(nproc)*popen//python=$(PY) -X dev" --dist load
