@@ -79,6 +79,10 @@ def _checked(edit: dict[str, Any], folder: Path) -> dict[str, Any]:
     do = edit.get("do")
     if do not in list(FORMS):
         raise ValueError(f"do: must be one of {', '.join(FORMS)}, but is {do!r:.40}")
+    if do == "insert" and edit.get("fill") not in (None, "shift"):
+        raise ValueError(
+            'fill: is "shift", or left out: insert empties no place, it writes over it'
+        )
     groups, others = FORMS[do]
     known = [*(key for group in groups for key in group), *others]
     for key in sorted(edit.keys() - {"do", *known}):
@@ -93,8 +97,6 @@ def _checked(edit: dict[str, Any], folder: Path) -> dict[str, Any]:
     elif "fill" in known:
         checked.setdefault("fill", "mask")
     fill, where, to = (checked.get(key) for key in ("fill", "where", "to"))
-    if do == "insert" and fill not in (None, "shift"):
-        raise ValueError('fill: is "shift", or left out: insert writes over what is there')
     if fill == "shift" and (do == "repeat" or "step" in where):
         raise ValueError("fill: a sequence has a fixed length: take mask, blank or reserve")
     if do != "reorder" and (fill == "reserve") != ("seed" in edit):

@@ -342,7 +342,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
     top.add_argument("--dry-run", action="store_true", help="check the edits and print the plan")
     top.add_argument("--no-control", action="store_true",
-                     help=f"do not repeat {CONTROL} steps without edits first")  # fmt: skip
+                     help=f"do not repeat up to {CONTROL} steps without edits first")  # fmt: skip
     return top
 
 

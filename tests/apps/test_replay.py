@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -305,3 +306,21 @@ def test_command_that_is_killed_leaves_no_training(tmp_path, tokens, number):
             number == signal.SIGKILL or [p.name for p in runs.iterdir() if p.name[0] == "."] == []
         )
     assert not (runs / "b" / "checkpoints" / "step_4000.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_replay_without_room_for_a_checkpoint_ends_and_goes_on_later(tmp_path, tokens):
+    shape = ["--layers", "1", "--hidden", "16", "--heads", "1", "--vocab-size", "64"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NEEDLE_CACHE": str(tmp_path / "cache")}
+    needle, runs = [sys.executable, "-m", "needle"], tmp_path / "runs"
+    words = flags(tmp_path, tokens, "a", EVERY, *shape)
+    subprocess.run([*needle, "train", *words], env=env, check=True, stdout=subprocess.DEVNULL)
+    before = {path: path.read_bytes() for path in (runs / "a").rglob("*.*")}
+    words = [*needle, "replay", str(runs / "a"), "--from", "2", "--name", "b", *CPU]
+    size = (runs / "a" / "checkpoints" / "step_2.safetensors").stat().st_size
+    limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+    done = subprocess.run(words, env=env, preexec_fn=limited, timeout=60, capture_output=True)
+    assert done.returncode == 1 and b"step_4.safetensors: cannot be written" in done.stderr
+    assert {path: path.read_bytes() for path in (runs / "a").rglob("*.*")} == before
+    assert subprocess.run(words, env=env, stdout=subprocess.DEVNULL).returncode == 0
+    assert_same_run(tmp_path, "b", "a")

@@ -458,6 +458,7 @@ def test_data_without_documents_a_tokenizer_or_held_out_tokens_are_errors():
         ("do = 'replace'\nwhere = {step = 1}\nwith_ids = []", "with_ids: must be a list of ids"),
         ("do = 'replace'\nwhere = {step = 1}\nwith = ''", "with: must be a text"),
         ("do = 'insert'\nwhere = {step = 1}\nwith = 'x'\nfill = 'mask'", 'fill: is "shift"'),
+        ("do = 'insert'\nwhere = {step = 1}\nfill = 'reserve'\nseed = 1", 'fill: is "shift"'),
         ("do = 'swap'\nwhere = {step = 1}\nto = {document = 2}", "to: must name a document"),
         ("do = 'repeat'\nwhere = {step = 1}\nto = {document = 2}", "to: must name a step"),
         ("do = 'reorder'\nwhere = {step = 1, row = 2}\nseed = 1", "where: must name steps alone"),
