@@ -183,7 +183,7 @@ AVX512 INLINE void pack_form(form f, const void *from, int64_t lane, int64_t ste
     }
 }
 
-/* The form is a constant in each case, so that the compiler makes four of the above. */
+/* The form is a constant in each case, so that the compiler makes one of the above for each. */
 AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, int64_t lanes,
                         int64_t k, int64_t width, uint32_t *to) {
     switch (f) {
