@@ -198,6 +198,16 @@ def test_augmented_assignment_writes_in_place_where_no_gradient_flows(name, how)
     np.testing.assert_array_equal(view.numpy(), tensor.numpy().T)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "uint16", "bool"])
+def test_values_of_no_float_dtype_need_no_gradient_and_change_in_place(dtype):
+    x = Tensor([1, 0, 1], dtype=dtype)
+    assert not x.requires_grad and Tensor([1.0], dtype="bfloat16").requires_grad
+    same = x
+    same &= Tensor([1, 1, 0], dtype=dtype)
+    x[2] = 1
+    assert same is x and x.numpy().tolist() == [1, 0, 1]
+
+
 STEPS = {  # what an augmented assignment of h gives, and its derivative
     "add": (lambda h, y: h + y, lambda h, y: 1),
     "sub": (lambda h, y: h - y, lambda h, y: 1),

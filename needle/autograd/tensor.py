@@ -347,7 +347,7 @@ class Tensor(Value, Operators["Tensor"]):
 
     array: a nested list, number, NumPy array of any dtype (becomes `dtype`, float32 by default), an
     NDArray (copied; keeps its dtype and device unless told) or a Tensor (shares its memory unless
-    dtype or device change).
+    dtype or device change). requires_grad: by default True for floats, False for other dtypes.
 
     >>> x = ndl.Tensor([[1, 2], [3, 4]])
     >>> y = (x @ x).sum()
@@ -366,7 +366,7 @@ class Tensor(Value, Operators["Tensor"]):
         array: Any,
         device: Device | str | None = None,
         dtype: str | None = None,
-        requires_grad: bool = True,
+        requires_grad: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs:
@@ -380,7 +380,7 @@ class Tensor(Value, Operators["Tensor"]):
         else:
             data = _C.array(array, dtype or "float32", given_device(device))
         self.cached_data = data
-        self.requires_grad = requires_grad
+        self.requires_grad = data.dtype in FLOATS if requires_grad is None else requires_grad
 
     @staticmethod
     def from_ndarray(array: NDArray, requires_grad: bool = False) -> Tensor:

@@ -74,9 +74,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def nll_loss(input: Tensor, target: Any) -> Tensor:
-    """The mean of -input[target] over the rows of log-probabilities (N, V)."""
-    classes = target.reshape(-1, 1)
-    if bool((classes < 0).any()):
+def nll_loss(input: Tensor, target: Any, ignore_index: int = -100) -> Tensor:
+    """The mean of -input[target] over the rows of log-probabilities (N, V) whose target, a Tensor,
+    array or list, is not `ignore_index`; 0 with no row left."""
+    given = target if isinstance(target, Tensor) else init.tensor(target, device=input.device)
+    classes = given.reshape(-1, 1)
+    counts = classes != ignore_index
+    if bool((counts & (classes < 0)).any()):
         raise ValueError("nll_loss: target has a number below 0, which is no class")
-    return -input.gather(1, classes).mean()
+    picked = input.gather(1, classes * counts) * counts
+    return -picked.sum() / (int(counts.sum().item()) or 1)

@@ -300,6 +300,13 @@ def test_setitem_of_values_that_broadcast():
                         np.testing.assert_array_equal(array.numpy(), host, f"{shape} {index} {of}")
 
 
+def test_value_with_several_axes_of_one_element_is_assigned():
+    host, array = pair(2, 2)
+    value = numbers(2, 1, 1, 2)
+    host[:], array[:] = value.reshape(2, 2), nd.array(value)
+    np.testing.assert_array_equal(array.numpy(), host)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 REFUSED = [  # calls on a (3, 4), cube (3, 2, 4), one (1,) and zero (0, 3); words of their error

@@ -63,6 +63,7 @@ F.cross_entropy(x, [0, 9, 1], ignore_index=9) = nll[[0, 2]].mean()
 F.one_hot(i) = np.eye(4, dtype="i8")[i]
 F.cross_entropy(x, [0, -100, 1], "none") = nll * [1, 0, 1]
 F.nll_loss(F.log_softmax(x), r) = nll.mean()
+F.nll_loss(F.log_softmax(x), [0, -100, 1]) = nll[[0, 2]].mean()
 F.pad(x, (1, 0, 0, 2), value=5) = np.pad(x, ((0, 2), (1, 0)), constant_values=5)
 F.linear(x, y, p[0, :3]) = x @ y.T + p[0, :3]
 F.normalize(x) = x / np.linalg.norm(x, axis=1)[:, None]
