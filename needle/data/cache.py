@@ -7,6 +7,7 @@ its folder, and the others' work is dropped.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -72,9 +73,10 @@ def cached_text(
         except FileError:
             raise
         except OSError as error:
+            full = "free some space, or " * (error.errno in (errno.ENOSPC, errno.EDQUOT))
             raise DataError(
-                f"{folder}: the cache cannot be written ({error.strerror}); free some space, or "
-                "set NEEDLE_CACHE to a folder that can be written"
+                f"{folder}: the cache cannot be written ({error.strerror}); {full}set NEEDLE_CACHE "
+                "to a folder that can be written"
             ) from error
     try:
         facts = json.loads((folder / "facts.json").read_bytes())

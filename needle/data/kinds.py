@@ -140,6 +140,7 @@ def kind_of(path: Path, field: str = "text") -> str:
         return FLAT  # tokens may begin as anything does
     for magic, call in TABLES.items():
         if head.startswith(magic):
+            call = call.replace("FOLDER", repr(str(path.parent))).replace("FILES", repr(str(path)))
             raise DataError(
                 f"{path}: a table of Arrow or Parquet, which needle does not read: take it out, or "
                 f'write JSON lines by the package datasets: {call}.to_json("texts.jsonl")'

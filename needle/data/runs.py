@@ -83,4 +83,5 @@ def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, FileError):
             raise
-        raise DataError(f"{path}: not the config.json of a run: {error!r}") from error
+        what = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise DataError(f"{path}: not the config.json of a run: {what}") from error

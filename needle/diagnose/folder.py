@@ -4,6 +4,7 @@ checkpoint, and the command that goes on. Nothing in it is changed."""
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shlex
 from pathlib import Path
@@ -18,6 +19,15 @@ from needle.training.settings import from_json
 PUT_BACK = "put a whole one back from a copy, or begin anew under another --name"
 
 
+def _state(line: str) -> str:
+    """Return "ok", or what a line of JSON is that a kill or a full disk has cut."""
+    try:
+        json.loads(line, strict=False)
+    except ValueError:
+        return "note, cut off, and mended by a resume"
+    return "ok"
+
+
 def examine(path: str) -> None:
     folder = Path(path)
     trying(f"reading {folder}")
@@ -30,7 +40,7 @@ def examine(path: str) -> None:
         if (folder / name).is_file():
             lines = (folder / name).read_text(errors="replace").splitlines()
             for line in [line for line in lines if '"digest"' not in line][-1:]:  # no proof
-                show("run", f"ok: the last line of {name}: {line[:300]}")
+                show("run", f"{_state(line)}: the last line of {name}: {line[:300]}")
     damaged = lambda text: failed("run", text, "put it back from a copy, or remove it")
     try:
         newest = newest_checkpoint(folder / "checkpoints", damaged)

@@ -53,7 +53,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def described_config(path: Path) -> Config:
-    """Return the configuration of the model that the config.json of a run describes."""
+    """Return the configuration of the model that the config.json of a run describes. FileError for
+    a file of no run."""
+    if not isinstance(read_json(path).get("model"), dict):
+        raise FileError(f"{path}: not the config.json of a run: it describes no model")
     fields = read_config(str(path))
     return models.model_class(fields.pop("model")).config_class.from_dict(fields)
 

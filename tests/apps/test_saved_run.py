@@ -189,3 +189,10 @@ ndl.Pythia.from_pretrained(name, revision="step7")
     done = python("import sys; sys.modules['huggingface_hub'] = None\n" + code, **hub)
     said = r"EleutherAI/pythia-70m: no such file.*pip install 'needle-lm\[hf\]'"
     assert re.search(said, done.stderr)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"settings": 3}', '{"settings": {}, "model": []}'])
+def test_config_of_no_run_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ndl.data.DataError, match="config.json: not the config.json of a run: it"):
+        _ = ndl.open_run(tmp_path).config

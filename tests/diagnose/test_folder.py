@@ -50,11 +50,13 @@ def test_stopped_run_goes_on_from_its_newest_checkpoint(run, look):
     (run / "faults.jsonl").write_text('{"step": 4, "op": "gelu"}\n')
     said = look()
     assert "FAILED" not in said and f"ok: no process works in {run}\n" in said
-    assert 'the last line of metrics.jsonl: {"step": 6, "loss": 3.5}\n' in said
+    assert 'ok: the last line of metrics.jsonl: {"step": 6, "loss": 3.5}\n' in said
     assert 'the last line of faults.jsonl: {"step": 4, "op": "gelu"}\n' in said
     assert "the newest whole checkpoint: step_6.safetensors, step 6, loss 2.5000\n" in said
     assert "to go on from step 6: " in said
     assert said.endswith(f" --resume auto --name a --out {run.parent}\n")
+    (run / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6, "lo')
+    assert "note, cut off, and mended by a resume: the last line of metrics.jsonl" in look()
 
 
 def test_names_and_lines_of_a_run_are_printed_with_escapes(run, look, capsys):
