@@ -9,12 +9,15 @@ the same work under the causal mask. The results and the gradients are compared 
 attention over the whole sequence in this process.
 """
 
+import sys
+
 import numpy as np
 
 import needle as ndl
 from needle.distributed.control import Control
 from needle.distributed.environment import find
 from needle.distributed.group import Group
+from needle.processes import program
 
 B, T, H, D = 1, 1024, 4, 32
 SEGMENTS, DILATIONS = (128, 1024), (1, 4)  # LongNet's: near tokens, and every fourth of all
@@ -65,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))
