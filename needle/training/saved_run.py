@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import described_config, read_settings
 from needle.training.log import read_lines
-from needle.training.replay import check, control, make_folder, planned, train
+from needle.training.replay import check, control, goes_on, make_folder, planned, train
 
 
 class SavedRun:
@@ -117,17 +118,19 @@ class SavedRun:
 
         edit: a file of edits, or a list of them (docs/replay.md), whose paths are then relative to
         the current folder; none: the same bits. steps: to train, by default to the end. name: of
-        the new run's folder. flags: of `needle train`, as ["--device", "cpu"]. DataError for edits
-        that name nothing, and where 20 steps without edits differ; RuntimeError where the training
-        fails, whose message is on standard error."""
+        the new run's folder; one of the same replay goes on. flags: of `needle train`, as
+        ["--device", "cpu"]. DataError for edits that name nothing, and where up to 20 steps without
+        edits differ; RuntimeError where the training fails, whose message is on standard error."""
         if isinstance(edit, (str, os.PathLike)):
             edits = read_edits(edit)
         else:
             edits = check_edits(edit, Path.cwd())
-        replay, _ = check(planned(self.folder, step, steps, edits))
-        if replay.edits:
-            control(replay, "", flags)
-        folder = make_folder(replay, self.folder.resolve().parent, name)
+        replay, _ = check(planned(self.folder, operator.index(step), steps, edits))
+        folder = self.folder.resolve().parent / (name or "")
+        if name is None or not goes_on(replay, folder):
+            if replay.edits:
+                control(replay, "", flags)
+            folder = make_folder(replay, self.folder.resolve().parent, name)
         if code := train(folder, "", flags, quiet=True):
             raise RuntimeError(f"{folder}: its training ended with exit code {code}")
         return SavedRun(folder)

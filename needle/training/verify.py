@@ -248,6 +248,10 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
     verdict.what = _what(wrong, tensors, None if last in files else wrong.get(last))
     if verdict.what == "order" and SAMPLED in claims.data["fingerprint"]:
         verdict.what = "data"
+    if verdict.what == "weights" and verdict.step not in claims.proofs:
+        verdict.text += (
+            f"; no line of proof has the batch of step {verdict.step}: it may be the order"
+        )
     if verdict.what != "line" and (foreign := claims.foreign(last)):
         verdict.result, verdict.what = UNDECIDED, foreign[0]
         verdict.text += f"; {foreign[1]}, and one as the run's decides"
@@ -299,7 +303,7 @@ def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
 def intervals_of(claims: Claims, args: argparse.Namespace) -> list[Interval]:
     """Return the intervals to train again."""
     starts = sorted({*claims.files} - {0})
-    found, last = [*zip(starts, starts[1:])], max([*claims.proofs, *starts], default=0)
+    found, last = [*zip([0, *starts], starts)], max([*claims.proofs, *starts], default=0)
     if args.full:
         return [(0, last)] if last else []
     if args.steps is not None:
@@ -331,12 +335,14 @@ def verified(
             reason = f"step {last} has no checkpoint and no proof; of {known} the next one decides"
         elif data.result != EQUAL and data.what != "order":
             reason = "the run's data decide"
+        elif first == 0 and not Path(claims.settings.get("init") or ".").exists():
+            reason = f"the first model is that of {claims.settings['init']}, which is not here"
         if reason is None:
             yield of_steps(claims, (first, last), launch, flags)
         else:
             yield Verdict(_steps((first, last)), UNDECIDED, reason, scope="not computed")
     if not intervals:
-        text = "there are no two checkpoints: --full decides"
+        text = "there is no checkpoint: --full decides"
         yield Verdict("steps", UNDECIDED, text, scope="not computed")
 
 
@@ -355,8 +361,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("run", type=path, metavar="RUN", help="the folder of the run")
     which = top.add_mutually_exclusive_group()
     which.add_argument("--steps", type=_interval, metavar="A:B",
-                       help="from the checkpoint of step A, or 0, to step B (default: between all "
-                       "neighbouring checkpoints)")  # fmt: skip
+                       help="from the checkpoint of step A, or 0, to step B (default: from 0 to "
+                       "the last checkpoint, each stretch from the checkpoint before)")  # fmt: skip
     which.add_argument("--sample", type=whole(1), metavar="K", help="K intervals, drawn by --seed")
     which.add_argument("--full", action="store_true", help="from the initial state, by no state of "
                        "a checkpoint")  # fmt: skip
@@ -387,9 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "{0} intervals, {steps:,} steps: {1} (m:ss) at the rate of the run, on {device}"
     text = text.format(len(intervals), clock(plan["seconds"]), **plan)
     text += "" if plan["seed"] is None else f"; drawn by --seed {args.seed}"
-    first = min((interval[0] for interval in intervals), default=0)
-    before = [f"not computed: {_steps((0, first))}; --full computes them"] if first else []
-    print(wrapped("\n".join([text, *map(_steps, intervals), *before])), flush=True)
+    print(wrapped("\n".join([text, *map(_steps, intervals)])), flush=True)
     if args.dry_run:
         return 0
     verdicts = []

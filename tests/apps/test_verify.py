@@ -77,8 +77,8 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
     code, wrong, told = verdicts(folder)
     assert (code, wrong) == (0, {})
     assert [*told] == ["metrics.jsonl", "data", "step_2.safetensors", "step_4.safetensors",
-                       "step_6.safetensors", "settings", "steps 3 to 4",
-                       "steps 5 to 6"]  # fmt: skip
+                       "step_6.safetensors", "settings", "steps 1 to 2",
+                       "steps 3 to 4", "steps 5 to 6"]  # fmt: skip
     assert told["steps 3 to 4"]["scope"] == "recomputed here from the checkpoint of step 2"
     assert told["steps 3 to 4"]["text"] == "2 lines, 2 proofs, 1 checkpoints"
     code, wrong, told = verdicts(folder, "--full")
@@ -87,8 +87,8 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
     for words, wanted in (
         (("--steps", "0:3"), ["steps 1 to 3"]),
         (("--steps", "2:6"), ["steps 3 to 6"]),
-        (("--sample", "1", "--seed", "3"), ["steps 3 to 4"]),
-        (("--sample", "9", "--seed", "3"), ["steps 3 to 4", "steps 5 to 6"]),
+        (("--sample", "1", "--seed", "3"), ["steps 1 to 2"]),
+        (("--sample", "9", "--seed", "3"), ["steps 1 to 2", "steps 3 to 4", "steps 5 to 6"]),
     ):
         with naming(words):
             code, wrong, told = verdicts(folder, *words)
@@ -126,7 +126,7 @@ def forged(folder, library=None):
 
 
 DIFFERS, UNDECIDED = "differs", "undecided"
-STEP_4, THREE, FIVE = "step_4.safetensors", "steps 3 to 4", "steps 5 to 6"
+STEP_4, ONE, THREE, FIVE = "step_4.safetensors", "steps 1 to 2", "steps 3 to 4", "steps 5 to 6"
 HOST = "AVX2 and OpenBLAS 0.2.1"
 FAULTS = {
     "a bit of the weights": (
@@ -160,11 +160,11 @@ FAULTS = {
     ),
     "a changed token": (
         lambda folder: swap_token(folder, 4),
-        {"data": (DIFFERS, "data", 4), THREE: UNDECIDED, FIVE: UNDECIDED},
+        {"data": (DIFFERS, "data", 4), ONE: UNDECIDED, THREE: UNDECIDED, FIVE: UNDECIDED},
     ),
     "a changed token that no line of proof has": (
         lambda folder: swap_token(folder, 5),
-        {"data": (DIFFERS, "data", None), THREE: UNDECIDED, FIVE: UNDECIDED},
+        {"data": (DIFFERS, "data", None), ONE: UNDECIDED, THREE: UNDECIDED, FIVE: UNDECIDED},
     ),
     "a changed line": (
         lambda folder: (folder / "metrics.jsonl").write_text(
@@ -186,7 +186,8 @@ FAULTS = {
     ),
     "another rate in config.json": (
         lambda folder: edit_json(folder / "config.json", settings={"lr": 2e-3}),
-        {"settings": (DIFFERS, "settings", None), THREE: UNDECIDED, FIVE: UNDECIDED},
+        {"settings": (DIFFERS, "settings", None), ONE: (DIFFERS, "learning rate", 1),
+         THREE: UNDECIDED, FIVE: UNDECIDED},
     ),
     "another rate in a checkpoint": (
         lambda folder: rewrite(folder / "checkpoints" / STEP_4, {"settings": {
@@ -200,14 +201,17 @@ FAULTS = {
     ),
     "another rate in all files": (
         lambda folder: edit_everywhere(folder, lr=2e-3),
-        {THREE: (DIFFERS, "learning rate", 3), FIVE: (DIFFERS, "learning rate", 5)},
+        {ONE: (DIFFERS, "learning rate", 1), THREE: (DIFFERS, "learning rate", 3),
+         FIVE: (DIFFERS, "learning rate", 5)},
     ),
     "another order in all files": (
         lambda folder: edit_everywhere(folder, data_seed=9),
-        {"data": (DIFFERS, "order", 2), THREE: (DIFFERS, "order", 3), FIVE: (DIFFERS, "order", 5)},
+        {"data": (DIFFERS, "order", 2), ONE: (DIFFERS, "order", 1), THREE: (DIFFERS, "order", 3),
+         FIVE: (DIFFERS, "order", 5)},
     ),
     "another first model in manifest.json": (
-        lambda folder: edit_json(folder / "manifest.json", weights="0" * 64), {},
+        lambda folder: edit_json(folder / "manifest.json", weights="0" * 64),
+        {ONE: (DIFFERS, "weights", 0)},
     ),
 }  # fmt: skip
 
@@ -327,7 +331,7 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
         (
             lambda *_, **__: 75,
             1,
-            "steps 3 to 4 were trained again, and ended before with exit code 75",
+            "steps 1 to 2 were trained again, and ended before with exit code 75",
         ),
         (lambda *_, **__: 0, 1, "ended before with exit code 0"),  # a signal stopped it
         (raising(KeyboardInterrupt()), 130, "interrupted"),
@@ -358,6 +362,11 @@ def test_command_and_its_children(tmp_path, tokens):
         words = [folder, "--device", "cpu", "--sample", "1", "--seed", "3"]
         done = run_program(sys.executable, "-m", "needle", "verify", *words, **env)
         assert done.returncode == code, done.stdout + done.stderr
-        assert "recomputed here from the checkpoint of step 2" in " ".join(done.stdout.split())
-        chain(folder, lossy)
+        assert "recomputed here from the initial state" in " ".join(done.stdout.split())
+        chain(
+            folder,
+            lambda lines: [
+                {**x, "loss": x["loss"] + 1} if x["step"] == 2 and "loss" in x else x for x in lines
+            ],
+        )
     assert [path.name for path in folder.parent.iterdir()] == ["a"]

@@ -36,6 +36,8 @@ SIZES = [  # (batch, m, k, n)
     (1, 300, 200, 300),  # many tiles
 ]
 THREADS = (1, 2, 3, 4)
+SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
+EMULATED = THREADS[: 1 if SANITIZED else 2]  # a thread takes ten times as long as another path's
 PATHS = {"blas": "", "avx512": "AVX-512 (float32 too) and "}  # what is said first
 PATHS["avx512_bf16"] = "AVX512-BF16 (float32 too) and "
 PATHS["avx512_amx"] = PATHS["emulated"] = "AMX-BF16 (float32 too) and "
@@ -110,7 +112,11 @@ def main(folder: str, *numbers: str) -> None:
 
 def with_emulated_tiles(folder: Path) -> None:
     """Copy the needle that is tested here into a folder, with a core whose tiles are emulated."""
-    built, copied = core_objects() / "csrc", folder / "needle" / Path(_C.__file__).name
+    copied, flags = folder / "needle" / Path(_C.__file__).name, ["-fopenmp", "-lm"]
+    built = core_objects() / "csrc"
+    if SANITIZED:
+        built = ROOT / "build" / "asan" / "objects" / "csrc"
+        flags += ["-fsanitize=address,undefined"]
     copy_needle(folder)
     objects = [x for x in built.rglob("*.o") if x.name != "panels.o"]
     maps = Path("/proc/self/maps").read_text()
@@ -120,7 +126,7 @@ def with_emulated_tiles(folder: Path) -> None:
     shared_library(
         f'#include "{ROOT / "csrc/cpu/panels.c"}"',
         copied,
-        *[f"-I{ROOT / 'csrc/cpu'}", f"-I{ROOT / 'tests/emulation'}", "-fopenmp", "-lm"],
+        *[f"-I{ROOT / 'csrc/cpu'}", f"-I{ROOT / 'tests/emulation'}", *flags],
         *['-DNEEDLE_TILES="amx_tiles.h"', "-fvisibility=hidden", "-O3", *objects],
     )
 
@@ -135,7 +141,7 @@ def results(tmp_path_factory):
         numbers = THREADS if path in PATHS else [1]
         needle = Path(_C.__file__).parent.parent  # the one that is tested here
         if path == "emulated":
-            needle, numbers = folder, THREADS[:2]
+            needle, numbers = folder, EMULATED
             with_emulated_tiles(folder)
         python_path = os.pathsep.join([str(needle), str(ROOT / "tests")])
         words = "avx512_amx" if path == "emulated" else path
@@ -170,7 +176,7 @@ def of_path(results, path):
 def test_threads_and_layouts_change_no_bit(results, path):
     """The order of the sums depends on k alone, but for few rows of float32, which a BLAS takes."""
     alone = of_path(results, path)
-    for threads in THREADS[1:2] if path == "emulated" else THREADS[1:]:
+    for threads in (EMULATED if path == "emulated" else THREADS)[1:]:
         others = results(path, threads)
         for name, expected in alone.items():
             if name != "detail":
