@@ -172,7 +172,9 @@ def of_path(results, path):
     return alone
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.slow] * (p == "emulated")) for p in PATHS]
+)
 def test_threads_and_layouts_change_no_bit(results, path):
     """The order of the sums depends on k alone, but for few rows of float32, which a BLAS takes."""
     alone = of_path(results, path)
