@@ -43,14 +43,16 @@ typedef struct {
     uint8_t rows[16];
 } tile_shapes;
 
-AMX static void tiles_begin(void) {
-    tile_shapes shapes = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        shapes.row_bytes[t] = TILE * 4;
-        shapes.rows[t] = TILE;
-    }
-    _tile_loadconfig(&shapes);
-}
+/* A constant: to compilers ldtilecfg reads its first word alone, and of a variable they leave the rest
+ * unwritten. */
+static const tile_shapes shapes = {
+    .palette = 1,
+    .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+    .rows = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE},
+};
+_Static_assert(sizeof shapes == 64 && TILE * 4 == 64, "as the processor reads it");
+
+AMX static void tiles_begin(void) { _tile_loadconfig(&shapes); }
 
 AMX static void tiles_end(void) { _tile_release(); }
 
@@ -61,6 +63,7 @@ AMX static void multiply_tiles_row(int64_t m, int64_t n, int64_t words, const ui
                                    const uint32_t *b, const float *base, int64_t base_row, float *c,
                                    int64_t ldc) {
     enum { COLUMNS_OF_B = 2 * TILE };
+    __asm__ volatile("" ::: "memory"); /* to compilers tileloadd reads no memory */
     for (int64_t j = 0; j < n; j += COLUMNS_OF_B, b += COLUMNS_OF_B * words) {
         _tile_zero(0);
         _tile_zero(1);
