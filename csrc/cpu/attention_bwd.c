@@ -277,45 +277,31 @@ static nd_status attention_backward(int device, const char *name, const backward
     return ND_OK;
 }
 
-/* The operands of either op. */
-#define OPERANDS(args)                                                                            \
-    {                                                                                             \
-        .dout = (args)->dout, .q = (args)->q, .k = (args)->k, .v = (args)->v, .o = (args)->o,     \
-        .lse = (args)->lse, .scale = (float)(args)->scale, .causal = (args)->causal != 0,         \
-        .lse_steps = {(args)->lse->strides[0], (args)->lse->strides[1], (args)->lse->strides[2]}, \
-        .cos = (args)->cos, .sin = (args)->sin, .dq = (args)->dq, .dk = (args)->dk,               \
-        .dv = (args)->dv, .db = (args)->db, .largest = (args)->largest                            \
-    }
+/* The operands of each op. heads, queries: axes of its lse. */
+#define OPERANDS(a, heads, queries)                                                            \
+    .dout = (a)->dout, .q = (a)->q, .k = (a)->k, .v = (a)->v, .o = (a)->o, .lse = (a)->lse,    \
+    .scale = (float)(a)->scale, .causal = (a)->causal != 0,                                    \
+    .lse_steps = {(a)->lse->strides[0], (a)->lse->strides[heads], (a)->lse->strides[queries]}, \
+    .dq = (a)->dq, .dk = (a)->dk, .dv = (a)->dv
+#define ROTATED(a) .cos = (a)->cos, .sin = (a)->sin, .db = (a)->db, .largest = (a)->largest
 
-nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {
-    backward b = OPERANDS(args);
-    ND_TRY(attention_pattern_make("attention_bwd", "", NULL, NULL, 0, args->q->shape[1],
-                                  args->k->shape[1], args->q->shape[2], &b.pattern));
-    return attention_backward(device, "attention_bwd", &b);
+static nd_status dense_backward(int device, const char *op, backward *b) {
+    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, b->q->shape[1], b->k->shape[1],
+                                  b->q->shape[2], &b->pattern));
+    return attention_backward(device, op, b);
+}
+
+nd_status cpu_attention_bwd(int device, const attention_bwd_args *a) {
+    return dense_backward(device, "attention_bwd", &(backward){OPERANDS(a, 1, 2), ROTATED(a)});
 }
 
 nd_status cpu_attention_part_bwd(int device, const attention_part_bwd_args *a) {
-    backward b = {.dout = a->dout,
-                  .q = a->q,
-                  .k = a->k,
-                  .v = a->v,
-                  .o = a->o,
-                  .lse = a->lse,
-                  .scale = (float)a->scale,
-                  .causal = a->causal != 0,
-                  .joins = a->joins != 0,
-                  .lse_steps = {a->lse->strides[0], a->lse->strides[2], a->lse->strides[1]},
-                  .dq = a->dq,
-                  .dk = a->dk,
-                  .dv = a->dv};
-    const char *op = "attention_part_bwd";
-    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, a->q->shape[1], a->k->shape[1],
-                                  a->q->shape[2], &b.pattern));
-    return attention_backward(device, op, &b);
+    return dense_backward(device, "attention_part_bwd",
+                          &(backward){OPERANDS(a, 2, 1), .joins = a->joins != 0});
 }
 
 nd_status cpu_block_sparse_attention_bwd(int device, const block_sparse_attention_bwd_args *args) {
-    backward b = OPERANDS(args);
+    backward b = {OPERANDS(args, 1, 2), ROTATED(args)};
     attention_pattern transposed; /* for GPUs; checked here as well, so that both say the same */
     ND_TRY(attention_pattern_make("block_sparse_attention_bwd", "offsets_t", args->offsets_t,
                                   args->rows, args->block, args->k->shape[1], args->q->shape[1],

@@ -295,46 +295,29 @@ static nd_status attention_forward(int device, const char *name, const forward *
     return ND_OK;
 }
 
+/* The operands of each op. heads, queries: axes of its lse. */
+#define OPERANDS(a, heads, queries)                                                                \
+    .q = (a)->q, .k = (a)->k, .v = (a)->v, .scale = (float)(a)->scale, .causal = (a)->causal != 0, \
+    .o = (a)->o, .lse = (a)->lse,                                                                  \
+    .lse_steps = {(a)->lse->strides[0], (a)->lse->strides[heads], (a)->lse->strides[queries]}
+
+static nd_status dense_forward(int device, const char *op, forward *f) {
+    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, f->q->shape[1], f->k->shape[1],
+                                  f->q->shape[2], &f->pattern));
+    return attention_forward(device, op, f);
+}
+
 nd_status cpu_attention_fwd(int device, const attention_fwd_args *a) {
-    forward f = {.q = a->q,
-                 .k = a->k,
-                 .v = a->v,
-                 .scale = (float)a->scale,
-                 .causal = a->causal != 0,
-                 .o = a->o,
-                 .lse = a->lse,
-                 .lse_steps = {a->lse->strides[0], a->lse->strides[1], a->lse->strides[2]}};
-    const char *op = "attention_fwd";
-    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, a->q->shape[1], a->k->shape[1],
-                                  a->q->shape[2], &f.pattern));
-    return attention_forward(device, op, &f);
+    return dense_forward(device, "attention_fwd", &(forward){OPERANDS(a, 1, 2)});
 }
 
 nd_status cpu_attention_part_fwd(int device, const attention_part_fwd_args *a) {
-    forward f = {.q = a->q,
-                 .k = a->k,
-                 .v = a->v,
-                 .scale = (float)a->scale,
-                 .causal = a->causal != 0,
-                 .joins = a->joins != 0,
-                 .o = a->o,
-                 .lse = a->lse,
-                 .lse_steps = {a->lse->strides[0], a->lse->strides[2], a->lse->strides[1]}};
-    const char *op = "attention_part_fwd";
-    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, a->q->shape[1], a->k->shape[1],
-                                  a->q->shape[2], &f.pattern));
-    return attention_forward(device, op, &f);
+    return dense_forward(device, "attention_part_fwd",
+                         &(forward){OPERANDS(a, 2, 1), .joins = a->joins != 0});
 }
 
 nd_status cpu_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
-    forward f = {.q = a->q,
-                 .k = a->k,
-                 .v = a->v,
-                 .scale = (float)a->scale,
-                 .causal = a->causal != 0,
-                 .o = a->o,
-                 .lse = a->lse,
-                 .lse_steps = {a->lse->strides[0], a->lse->strides[1], a->lse->strides[2]}};
+    forward f = {OPERANDS(a, 1, 2)};
     const char *op = "block_sparse_attention_fwd";
     ND_TRY(attention_pattern_make(op, "offsets", a->offsets, a->columns, a->block, a->q->shape[1],
                                   a->k->shape[1], a->q->shape[2], &f.pattern));
