@@ -441,7 +441,7 @@ class Edits:
         )
         return [
             *([reached] if of_data else []),
-            f"edits act on steps {plan['first']} to {plan['last']}; weights differ from then on",
+            f"edits act on steps {plan['first']} to {plan['last']}; weights can differ from there",
             (equal if plan["later_equal"] else moved) if of_data else "every batch is byte-equal",
             *([unread] if plan["unread"] else []),
             *self.notes,

@@ -83,4 +83,4 @@ def nll_loss(input: Tensor, target: Any, ignore_index: int = -100) -> Tensor:
     if bool((counts & (classes < 0)).any()):
         raise ValueError("nll_loss: target has a number below 0, which is no class")
     picked = input.gather(1, classes * counts) * counts
-    return -picked.sum() / (int(counts.sum().item()) or 1)
+    return -picked.sum() / ops.maximum(counts.sum(), 1)

@@ -53,7 +53,14 @@ from needle.distributed.data_parallel import DataParallel
 from needle.files import MissingFileError, printable, read_json, replacing
 from needle.optim import Linear
 from needle.processes import die_with, unwound_by_sigterm
-from needle.training.folder import again, begin, described_config, read_description, read_settings
+from needle.training.folder import (
+    again,
+    begin,
+    check_free,
+    described_config,
+    read_description,
+    read_settings,
+)
 from needle.training.log import lines_until
 from needle.training.proofs import differences, to_text
 from needle.training.settings import run_name
@@ -347,11 +354,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def goes_on(replay: Replay, folder: Path) -> bool:
-    """True if the folder is that of this replay, which was begun before."""
-    begun = read_replay(folder, max(whole_steps(folder)))
-    if begun == replay:
-        print(printable(f"{folder}: this replay was begun before, and goes on"), flush=True)
-    return begun == replay
+    """True if the folder is that of this replay, which was begun before. DataError where another
+    run has it."""
+    begun = read_replay(folder, max(whole_steps(folder))) == replay
+    if not begun:
+        check_free(folder)
+    return begun
 
 
 @reporting("needle replay")
@@ -369,6 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     out = args.out or Path(replay.parent).parent
     if args.name is not None and goes_on(replay, out / args.name):
+        print(printable(f"{out / args.name}: this replay was begun before, and goes on"))
         become_training(out / args.name, args.launch, flags)
     if replay.edits and not args.no_control:
         count = control(replay, args.launch, flags)

@@ -126,11 +126,13 @@ class SavedRun:
         else:
             edits = check_edits(edit, Path.cwd())
         replay, _ = check(planned(self.folder, operator.index(step), steps, edits))
-        folder = self.folder.resolve().parent / (name or "")
-        if name is None or not goes_on(replay, folder):
+        out = self.folder.resolve().parent
+        if name is not None and goes_on(replay, out / name):
+            folder = out / name
+        else:
             if replay.edits:
                 control(replay, "", flags)
-            folder = make_folder(replay, self.folder.resolve().parent, name)
+            folder = make_folder(replay, out, name)
         if code := train(folder, "", flags, quiet=True):
             raise RuntimeError(f"{folder}: its training ended with exit code {code}")
         return SavedRun(folder)
