@@ -116,16 +116,20 @@ def shared_library(source: str, out: Path, *more: str | Path) -> None:
     subprocess.run(command, input=source, text=True, check=True)
 
 
+def blas_of_core() -> list[str]:
+    """Return the words that link the BLAS of the core, which this process has loaded."""
+    maps = Path("/proc/self/maps").read_text()
+    found = sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps)))
+    return [word for path in found for word in (path, f"-Wl,-rpath,{Path(path).parent}")]
+
+
 def fake_gpus(folder: Path) -> None:
     """Copy the needle that is tested into a folder, with a CUDA backend that computes on the CPU
     (fake_cuda.c)."""
     built = core_objects()  # the CPU backend and the core beneath it, as `make lib` left them
     sources = [*ROOT.glob("csrc/cpu/*.c"), *ROOT.glob("csrc/*.c")]
     linked = [built / source.relative_to(ROOT).with_suffix(".o") for source in sources]
-    maps = Path("/proc/self/maps").read_text()  # this process has the core's matrix product
-    for path in sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps))):
-        linked += [path, f"-Wl,-rpath,{Path(path).parent}"]
-    linked += ["-fvisibility=hidden", "-fopenmp", "-lm", "-Wl,-z,defs"]
+    linked += [*blas_of_core(), "-fvisibility=hidden", "-fopenmp", "-lm", "-Wl,-z,defs"]
     copy_needle(folder)
     source = f'#include "{ROOT / "tests/fake_cuda.c"}"'
     shared_library(source, folder / "needle" / "_cuda.so", *linked)

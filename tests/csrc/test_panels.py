@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, bits, copy_needle, core_objects, run, shared_library
+from harness import ROOT, bits, blas_of_core, copy_needle, core_objects, run, shared_library
 
 import needle as ndl
 from needle import _C
@@ -119,15 +119,12 @@ def with_emulated_tiles(folder: Path) -> None:
         flags += ["-fsanitize=address,undefined"]
     copy_needle(folder)
     objects = [x for x in built.rglob("*.o") if x.name != "panels.o"]
-    maps = Path("/proc/self/maps").read_text()
-    for path in sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps))):
-        objects += [path, f"-Wl,-rpath,{Path(path).parent}"]
     copied.unlink()
     shared_library(
         f'#include "{ROOT / "csrc/cpu/panels.c"}"',
         copied,
         *[f"-I{ROOT / 'csrc/cpu'}", f"-I{ROOT / 'tests/emulation'}", *flags],
-        *['-DNEEDLE_TILES="amx_tiles.h"', "-fvisibility=hidden", "-O3", *objects],
+        *['-DNEEDLE_TILES="amx_tiles.h"', "-fvisibility=hidden", "-O3", *objects, *blas_of_core()],
     )
 
 

@@ -23,7 +23,8 @@ static void emulated_config(const void *from) {
 }
 
 static void emulated_check(int tile) {
-    if (tiles.palette != 1 || tiles.rows[tile] > 16 || tiles.row_bytes[tile] > 64) {
+    if (tiles.palette != 1 || tiles.rows[tile] == 0 || tiles.rows[tile] > 16 ||
+        tiles.row_bytes[tile] == 0 || tiles.row_bytes[tile] > 64) {
         abort(); /* the processor raises #UD */
     }
 }

@@ -10,8 +10,6 @@ from struck_runs import ENVIRON, missing, mpirun
 from needle.distributed.group import visible_gpus
 
 PROGRAM = ROOT / "examples" / "ring.py"
-
-
 MANY = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
