@@ -42,12 +42,10 @@ from needle.kernels.toolkit import find_tool
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")  # of compute-sanitizer
 NO_SANITIZER = "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)"
 ERRORS_FOUND = "exited with code 99"  # its end
-ANSWERED = "illegal_address misaligned_address assertion launch_failure".split()
-FAULTS = [*ANSWERED, "timeout", "crashed"]
+FAULTS = "illegal_address misaligned_address assertion launch_failure timeout crashed".split()
 SLOWER = 10  # times as long as a plain run may take under compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIME_SECONDS = 0.5  # that the timed calls of a case take
-SMALL_BYTES = 64 << 20  # of arrays, which a process may hold when the next job runs
 KEPT_CODES = 256  # compiled kernels that the pool keeps
 NO_GPU = -1  # the number of the device that is none
 RESOURCES = ("registers", "shared_bytes", "local_bytes", "max_threads")
@@ -88,7 +86,6 @@ class Job:
     def __init__(self, pool: Pool, device: Device, process: Process) -> None:
         self.pool, self.device, self.process = pool, device, process
         self.resources: dict[str, Any] = {}
-        self.most_bytes = 0  # of a launch
 
     def ask(self, message: Message, arrays: Sequence[Any], seconds: float) -> Result:
         """Return what the process answers; `answer` and `blocks` have all of it."""
@@ -126,7 +123,6 @@ class Job:
         if launch.nbytes > most:
             said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
             return Result("out_of_memory", said, device=self.device.number)
-        self.most_bytes = max(self.most_bytes, launch.nbytes)
         message = {"do": "run", **launch.message(self.entry)}
         result = self.ask(message, launch.arrays, seconds)
         return replace(result, outputs=launch.read(self.blocks))
@@ -257,7 +253,7 @@ class Pool:
             if number is None and all(device.lost for device in devices):
                 raise _AllLost("; ".join(str(device.lost) for device in devices))
             free = [d for d in devices if not d.busy and (number is not None or not d.lost)]
-            return max(free, key=lambda device: len(device.those("ready")), default=None)
+            return max(free, key=lambda device: len(device.spares), default=None)
 
         with self.changed:
             device = self.changed.wait_for(choose)
@@ -296,8 +292,7 @@ class Pool:
                             result = do(job)
                         return replace(result, printed=process.printed())
                     finally:
-                        later = result.status in ANSWERED and job.most_bytes <= SMALL_BYTES
-                        device.finish(process, result.status in FAULTS, later)
+                        device.finish(process, result.status in FAULTS)
         except _AllLost as error:
             return Result("device_lost", str(error))
 
@@ -465,8 +460,8 @@ class Pool:
                 {
                     "device": number,
                     "facts": device.facts,
-                    "ready": [process.pid for process in device.those("ready")],
-                    "used": [process.pid for process in device.those("used")],
+                    "ready": [spare.pid for spare in device.spares if spare.is_ready()],
+                    "used": [process.pid for process in device.used],
                     "faults": device.faults,
                     "started": device.started,
                     "set_aside": device.lost,
@@ -478,8 +473,9 @@ class Pool:
         """Return the bytes of device memory that the idle processes gave back to the system."""
         freed = 0
         for number, device in self.devices.items():
-            with self._reserved(number), self.changed:
-                for process in device.those("ready"):
+            with self._reserved(number):
+                device.settle()
+                for process in device.spares:
                     freed += process.ask({"do": "clean"}, (), self.timeout)[0].get("freed", 0)
         return freed
 

@@ -3,9 +3,8 @@
 A message is JSON, then arrays as raw bytes. Nothing is pickled or unpickled, so a process can at
 most send wrong numbers. A process does one job and is killed. Others wait meanwhile, with a context
 and a kernel run, so that the next job need not wait for a start. A start would disturb what is
-timed: processes start while their device is idle, or when none is ready. The end of a context holds
-up the driver for some 25 ms, and with it the next job: a process that answered with a fault waits
-until the device is idle, and one that had to be killed is gone before its job ends.
+timed, and so would the end of a context, which holds up the driver for some 25 ms: processes start
+while their device is idle, or when there is none, and are gone before something is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,7 +36,6 @@ PRINTED_BYTES = 64 << 10
 START_SECONDS = 60.0
 REAP_SECONDS = 5.0  # after SIGKILL, in which a process must be gone
 IDLE_SECONDS = 0.05  # after a job, before processes start
-STARTS = 2  # that fail in a row before a device is set aside
 # One thread, and memory that a process keeps: what NVRTC frees after a source, and gives back to
 # the system, costs a page fault each 4 KiB at the next one.
 VARIABLES = {
@@ -94,35 +94,27 @@ def answer_all(
 
 class Process:
     """A process in a session of its own, its connection, and its output. It is killed with the
-    thread that starts it (needle.processes.die_with). state: starting, ready, used, done (to be
-    killed later) or dying."""
+    thread that starts it (needle.processes.die_with). OSError where it does not start."""
 
     def __init__(
         self, command: Sequence[str], environment: dict[str, str], cwd: str | None = None
     ) -> None:
-        self.command, self.environment, self.cwd = command, environment, cwd
-        self.state = "starting"
-        self.process: subprocess.Popen | None = None
-        ours, self.theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         self.output = os.fdopen(os.memfd_create("needle-output"), "rb")
-
-    def start(self) -> None:
-        with self.theirs:
+        self.reported = False  # its first message was read
+        with theirs:
             self.process = subprocess.Popen(
-                [*self.command, str(self.theirs.fileno()), str(os.getpid())],
-                env=self.environment,
-                cwd=self.cwd,
-                pass_fds=(self.theirs.fileno(),),
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                env=environment,
+                cwd=cwd,
+                pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self.output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid if self.process else 0
+        self.pid = self.process.pid
 
     def ask(
         self, message: Message | None, arrays: Arrays, seconds: float
@@ -139,9 +131,13 @@ class Process:
         except (EOFError, OSError):
             return {"status": "crashed", "message": f"the process of the kernel {self.end()}"}, []
 
+    def is_ready(self) -> bool:
+        """Return whether it runs, and has sent its first message."""
+        return self.process.poll() is None and (self.reported or self.connection.poll())
+
     def end(self, seconds: float = REAP_SECONDS) -> str:
         """Wait for its end, and describe it."""
-        if self.process is None or not ends_within(self.process, seconds):
+        if not ends_within(self.process, seconds):
             return "closed its connection"
         code = self.process.returncode
         return f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
@@ -154,7 +150,7 @@ class Process:
 
     def kill(self) -> None:
         """Kill it and its children."""
-        if self.process is not None and self.process.returncode is None:
+        if self.process.returncode is None:
             signal_group(self.process, signal.SIGKILL)
 
     def close(self) -> None:
@@ -164,11 +160,11 @@ class Process:
 
 class Device:
     """A GPU with its processes, for one job at a time. `changed` is held for every change here, and
-    notified; the devices of a pool share it. Each process has a thread as long as it lives.
+    notified; the devices of a pool share it.
 
     Attributes: number, visible (its name in CUDA_VISIBLE_DEVICES), lost (why no job runs here
     before a reset, or None), facts (of the GPU, once a process has reported them), busy (a job has
-    it), and counts that never fall: faults, started.
+    it), counts that never fall (faults, started), and processes: spares, used (of the job), dying.
     """
 
     def __init__(
@@ -181,73 +177,59 @@ class Device:
     ) -> None:
         self.number, self.visible, self.size = number, visible, size
         self.command, self.changed = command, changed
-        self.processes: list[Process] = []
+        self.spares: list[Process] = []
+        self.used: list[Process] = []
+        self.dying: list[Process] = []
         self.lost: str | None = None
         self.facts: dict[str, Any] = {}
-        self.faults = self.started = self.failures = 0
+        self.faults = self.started = 0
         self.busy = self.closed = False
-        self.fill()
+        self.keeper = ThreadPoolExecutor(1)  # the thread of all spares, with which they end
+        self.keeper.submit(self._fill)
 
-    def those(self, *states: str) -> list[Process]:
-        """Return its processes in these states."""
-        return [process for process in self.processes if process.state in states]
-
-    def fill(self) -> None:
-        """Kill the processes that are done, and start those that are missing."""
+    def _fill(self, idle: float = 0.0) -> None:
+        """Start the spares that are missing, if need be once the device is idle for so long."""
+        time.sleep(idle)
         with self.changed:
-            self._kill(*self.those("done"))
-            there = len(self.those("starting", "ready", "used"))
-            for _ in range(0 if self.lost or self.closed else self.size - there):
-                new = self._new(self.command, None, **VARIABLES)
-                self.processes.append(new)
-                threading.Thread(target=self._live, args=(new,), daemon=True).start()
+            if idle and self.busy:
+                return
+            self._kill(*[spare for spare in self.spares if spare.process.poll() is not None])
+            try:
+                while not (self.lost or self.closed) and len(self.spares) < self.size:
+                    self.spares.append(self._new(self.command, None, **VARIABLES))
+                    self.started += 1
+            except OSError as error:
+                self.lose(f"a process for cuda({self.number}) does not start: {error}")
+            self.changed.notify_all()
 
     def _new(self, command: Sequence[str], cwd: str | None, **variables: str) -> Process:
         variables["CUDA_VISIBLE_DEVICES"] = self.visible
         return Process(command, {**os.environ, **variables}, cwd)
 
-    def _live(self, process: Process) -> None:
-        """Start a process, and follow it to its end."""
-        try:
-            process.start()
-            answer, _ = process.ask(None, (), START_SECONDS)
-        except OSError as error:
-            answer = {"status": "failed", "message": str(error)}
-        with self.changed:
-            self.started += 1
-            if answer["status"] == "ok" and not self.closed:
-                self.failures, self.facts, process.state = 0, answer["facts"], "ready"
-            else:
-                self.failures += 1
-                if self.failures >= STARTS:
-                    why = f"{answer.get('message', '')}\n{process.printed()}".strip()
-                    self.lose(f"a process for cuda({self.number}) does not start: {why}")
-                self._kill(process)
-                self.fill()
-            self.changed.notify_all()
-        self._follow(process)
-
-    def _follow(self, process: Process) -> None:
-        """Wait for the end of a process."""
-        if process.process is not None:
-            process.process.wait()
-        with self.changed:
-            self.processes.remove(process)
-            if process.state != "used":  # else its job closes it
-                process.close()
-            if process.state == "ready":
-                self._fill_when_idle()
-            self.changed.notify_all()
-
-    def _fill_when_idle(self) -> None:
-        with self.changed:
-            if not self.those("used"):  # else the end of that job asks again
-                self.fill()
-
     def _kill(self, *processes: Process) -> None:
         for process in processes:
-            process.state = "dying"
+            (self.spares if process in self.spares else self.used).remove(process)
+            self.dying.append(process)
             process.kill()
+            process.close()
+
+    def _await_ends(self) -> None:
+        """Wait for the ends of killed processes. One that outlives SIGKILL loses the device."""
+        for process in [*self.dying]:
+            if not ends_within(process.process, REAP_SECONDS):
+                self.lose(f"process {process.pid} outlives SIGKILL on cuda({self.number})")
+        self.dying = [one for one in self.dying if one.process.returncode is None]
+
+    def _starts(self, spare: Process) -> bool:
+        """Wait for its first message. One that fails loses the device."""
+        if not spare.reported:
+            answer, _ = spare.ask(None, (), START_SECONDS)
+            spare.reported = answer["status"] == "ok"
+            self.facts = answer.get("facts", self.facts)
+            if not spare.reported and not self.closed:
+                why = f"{answer.get('message', '')}\n{spare.printed()}".strip()
+                self.lose(f"a process for cuda({self.number}) does not start: {why}")
+        return spare.reported and spare.is_ready()
 
     # ---- used by the Pool ------------------------------------------------------------------------
 
@@ -257,84 +239,81 @@ class Device:
             self.lost = self.lost or f"{why}: set aside until reset"
             self.changed.notify_all()
 
+    def ready(self) -> Process | None:
+        """Wait for a spare that is ready. None if the device is lost or the pool closed."""
+        while True:
+            with self.changed:
+                if not (self.spares or self.closed):
+                    self.keeper.submit(self._fill)
+                self.changed.wait_for(lambda: self.spares or self.lost or self.closed)
+                if self.lost or self.closed:
+                    return None
+                spare = max(self.spares, key=Process.is_ready)
+            if self._starts(spare):
+                return spare
+            with self.changed:
+                if spare in self.spares:
+                    self._kill(spare)
+
     def take(self) -> Process | None:
-        """Wait for a process that is ready. None if the device is lost or the pool closed."""
+        """Wait for a process for a job. None if the device is lost or the pool closed."""
+        spare = self.ready()
         with self.changed:
-            if not self.those("ready"):
-                self.fill()
-            self.changed.wait_for(lambda: self.those("ready") or self.lost or self.closed)
-            if self.lost or self.closed:
+            if spare not in self.spares:  # the pool was closed just now
                 return None
-            process = self.those("ready")[0]
-            process.state = "used"
-            return process
+            self.spares.remove(spare)
+            self.used.append(spare)
+            return spare
 
     def start(self, command: Sequence[str], cwd: str | None = None, **variables: str) -> Process:
         """Start a process for the job of this thread, which asks for its first message."""
         process = self._new(command, cwd, **variables)
-        process.start()
         with self.changed:
-            process.state = "used"
-            self.processes.append(process)
-        threading.Thread(target=self._follow, args=(process,), daemon=True).start()
+            self.used.append(process)
         return process
 
-    def finish(self, process: Process, fault: bool = False, later: bool = False) -> None:
-        """Kill a process after its job, or `later`; wait for the end of one with a fault."""
+    def finish(self, process: Process, fault: bool = False) -> None:
+        """Kill a process after its job; wait for the end of one with a fault."""
         with self.changed:
             self.faults += fault
-            if later and process in self.processes:
-                process.state = "done"
-                return
             self._kill(process)
-            process.close()
-            if fault:
-                self._await_ends()
+        if fault:
+            self._await_ends()
 
     def release(self) -> None:
         """Let the next job have the device."""
         with self.changed:
             self.busy = False
             self.changed.notify_all()
-        timer = threading.Timer(IDLE_SECONDS, self._fill_when_idle)
-        timer.daemon = True
-        timer.start()
+            if not self.closed:
+                self.keeper.submit(self._fill, IDLE_SECONDS)
 
     def settle(self) -> None:
         """Wait until no process starts or ends here, before something is timed. None starts while
         the job has the device."""
-        with self.changed:
-            self._kill(*self.those("done"))
-            self.changed.wait_for(lambda: not self.those("starting"), REAP_SECONDS)
-            self._await_ends()
-
-    def _await_ends(self) -> None:
-        """Wait for the ends of killed processes. One that outlives SIGKILL loses the device."""
-        dying = self.those("dying")
-        gone = lambda: not set(dying) & set(self.processes)
-        if not self.changed.wait_for(gone, REAP_SECONDS):
-            pids = ", ".join(str(process.pid) for process in dying if process in self.processes)
-            self.lose(f"process {pids} outlives SIGKILL on cuda({self.number})")
+        for spare in [*self.spares]:
+            self._starts(spare)
+        self._await_ends()
 
     def reset(self) -> None:
-        """Replace the processes that are ready, and try again if the device was lost. RuntimeError
-        if none gets ready."""
+        """Replace the spares, and try again if the device was lost. RuntimeError if none gets
+        ready."""
         with self.changed:
-            self._kill(*self.those("ready"))
-            self.lost, self.failures = None, 0
-            self._await_ends()
-            self.fill()
-            ended = lambda: self.those("ready") or self.lost or self.closed or not self.size
-            self.changed.wait_for(ended)
-            if self.lost is not None:
-                raise RuntimeError(self.lost)
+            self._kill(*self.spares)
+            self.lost = None
+        self._await_ends()
+        if self.size:
+            self.ready()
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
 
     def close(self) -> None:
         """Kill all processes, and wait for their ends."""
         with self.changed:
             self.closed = True
-            self._kill(*self.those("starting", "ready", "done"))
-            for process in self.those("used"):
+            self._kill(*self.spares)
+            for process in self.used:
                 process.kill()  # the thread of its job sees its end
             self.changed.notify_all()
-            self.changed.wait_for(lambda: not self.those("starting", "dying"), REAP_SECONDS)
+        self.keeper.shutdown()
+        self._await_ends()
