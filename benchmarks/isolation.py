@@ -159,10 +159,10 @@ FAULTS = {
         body("y[threadIdx.x] = 0;"), "out_of_memory", "", [Out((1 << 41,), "uint8")]
     ),
     "2,048 threads": Fault(
-        body("y[threadIdx.x] = 0;"), "invalid_launch", "block.x is 2,048", block=2048
+        body("y[threadIdx.x] = 0;"), "invalid_launch", "block.x: 2,048", block=2048
     ),
     "grid.y 65,536": Fault(
-        body("y[threadIdx.x] = 0;"), "invalid_launch", "grid.y is 65,536", grid=(1, 65536)
+        body("y[threadIdx.x] = 0;"), "invalid_launch", "grid.y: 65,536", grid=(1, 65536)
     ),
     "300 KB shared memory": Fault(
         body("extern __shared__ float s[]; s[threadIdx.x] = 1; y[threadIdx.x] = s[0];"),

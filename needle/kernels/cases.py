@@ -12,7 +12,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.kernels.guard import itemsize
-from needle.kernels.limits import Entry, Size, whole_numbers
+from needle.kernels.limits import Entry, Size, triple, whole
 from needle.kernels.process import Message
 
 # The dtypes that arrays of a job may have. NumPy has no bfloat16: it comes as an NDArray on the
@@ -25,15 +25,6 @@ DTYPES = (
 TOLERANCES = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-4, "complex64": 1e-4}
 TOLERANCES |= {"float64": 1e-8, "complex128": 1e-8}
 Tolerance = float | Sequence[float] | None
-
-
-def whole(name: str, value: Any, least: int) -> int:
-    """Check that an argument is a whole number of at least `least`. TypeError, ValueError."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: must be a whole number, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: must be {least} or more, not {value}")
-    return value.__index__()
 
 
 def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
@@ -233,9 +224,9 @@ class Launch:
             self.plain.append(None)
         self.nbytes = self.written + sum(array.nbytes for array in self.arrays)
         self.way: Message = {
-            "grid": whole_numbers("grid", case.grid),
-            "block": whole_numbers("block", case.block),
-            "shared": whole("shared", case.shared, -(2**63)),
+            "grid": triple("grid", case.grid),
+            "block": triple("block", case.block),
+            "shared": whole("shared", case.shared, 0),
             "arguments": self.plain,
         }
 

@@ -6,12 +6,13 @@ the limits are the device's own, and resident blocks are counted by the driver.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 from needle._C import CudaError
 from needle.kernels.signature import Signature
@@ -73,7 +74,7 @@ class Limits:
     processors: int = 0
     sm_threads: int = 0  # of a multiprocessor
     block_registers: int = 65536
-    block_shared: int | None = None
+    block_shared: float = math.inf
     free_bytes: int = 0
 
 
@@ -98,18 +99,6 @@ class LaunchReport:
     occupancy: float | None = None
     resident: int | None = None
 
-    def __str__(self) -> str:
-        more = f", cluster {self.cluster}" if self.cluster else ""
-        more += ", cooperative" if self.cooperative else ""
-        if self.occupancy is not None:
-            more += f"\n  {self.blocks_per_sm} blocks a multiprocessor, {self.resident:,} on the "
-            more += f"device: occupancy {self.occupancy:.0%}"
-        return (
-            f"{self.kernel} on {self.where}: grid {self.grid}, block {self.block}{more}\n"
-            f"  {self.registers} registers and {self.local_bytes:,} bytes of local memory a "
-            f"thread, {self.shared_bytes:,} bytes of shared memory a block"
-        )
-
 
 def of_arch(arch: str) -> Limits:
     """Return those that hold for every GPU of an architecture, "90a" as NVRTC names it after sm_.
@@ -119,31 +108,26 @@ def of_arch(arch: str) -> Limits:
     return Limits(f"sm_{arch}", int(arch.rstrip("af")))
 
 
-def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
-    """Return a size as one to three of Python's numbers. TypeError, ValueError."""
-    with contextlib.suppress(TypeError):  # an array of NumPy's has __index__, and refuses
-        return (operator.index(size),)  # type: ignore[arg-type]
-    said = f"{what}: must be a whole number or a tuple of up to three, not"
+def whole(what: str, value: Any, least: int) -> int:
+    """Return a whole number of at least `least`. TypeError, ValueError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{what}: must be a whole number, not {value!r}")
+    if value < least:
+        raise ValueError(f"{what}: must be {least} or more, not {value}")
+    return value.__index__()
+
+
+def triple(what: str, size: Size) -> tuple[int, int, int]:
+    """Return a size as three of Python's numbers. TypeError, ValueError."""
+    said = f"{what}: must be a whole number or a tuple of up to three, not {size!r}"
     try:
-        sizes = tuple(map(operator.index, size))  # type: ignore[arg-type]
+        sizes = [operator.index(n) for n in (size if isinstance(size, Iterable) else (size,))]
     except TypeError:
-        raise TypeError(f"{said} {size!r}") from None
+        raise TypeError(said) from None
     if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"{said} of {len(sizes):,}")
-    return sizes
-
-
-def triple(what: str, size: Size, most: Sequence[int], remedy: str) -> tuple[int, int, int]:
-    """Return a size as three numbers, each from 1 to its limit. LaunchError, TypeError or
-    ValueError."""
-    sizes = whole_numbers(what, size)
-    sizes += (1,) * (3 - len(sizes))
-    for axis, n, limit in zip("xyz", sizes, most):
-        if n < 1:
-            raise LaunchError(f"{what}.{axis} is {n:,}, and must be 1 or more")
-        if n > limit:
-            raise LaunchError(f"{what}.{axis} is {n:,}, and at most {limit:,} are allowed{remedy}")
-    return sizes[0], sizes[1], sizes[2]
+        raise ValueError(said)
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
 
 
 def check(
@@ -162,124 +146,113 @@ def check(
     thread that its context holds already. LaunchError names the limit, with both numbers and the
     remedy; TypeError and ValueError a wrong size."""
     try:
-        grid = triple("grid", grid, GRID_SIZES, "; put the largest number into x")
-        block = triple("block", block, BLOCK_SIZES, "; use smaller blocks and more of them")
-        if cluster is not None:
-            cluster = triple("cluster", cluster, GRID_SIZES, "")
-        try:
-            shared = operator.index(shared)
-        except TypeError:
-            raise TypeError(f"shared: must be a whole number of bytes, not {shared!r}") from None
-        shape, threads = cluster or kernel.cluster, math.prod(block)
-        refusals = [
-            *_of_block(kernel, limits, block, threads),
-            *_of_memory(kernel, limits, shared, held_local),
-            *_of_cluster(kernel, limits, grid, shape),
-        ]
-        if refusals:
-            raise LaunchError(refusals[0])
-        fits = occupancy = resident = None
-        if count_blocks is not None:
-            fits = count_blocks(threads, shared)
-            occupancy = fits * _up(threads, WARP) / limits.sm_threads
-            resident = fits * limits.processors
-            if cooperative and math.prod(grid) > resident:
-                raise LaunchError(
-                    f"a cooperative grid of {math.prod(grid):,} blocks, and {limits.where} holds "
-                    f"{resident:,} at once ({fits} on each of {limits.processors} "
-                    "multiprocessors), and all must run; use at most that many, each in a loop "
-                    "over its share"
-                )
+        grid, block = triple("grid", grid), triple("block", block)
+        shape = kernel.cluster if cluster is None else triple("cluster", cluster)
+        shared = whole("shared", shared, 0)
+        report = LaunchReport(
+            kernel.name,
+            limits.where,
+            grid,
+            block,
+            math.prod(block),
+            kernel.registers,
+            kernel.shared_bytes + shared,
+            kernel.local_bytes,
+            shape,
+            bool(cooperative),
+        )
+        refusals = chain(_shapes(kernel, report), _amounts(kernel, limits, report, held_local))
+        for said in refusals:
+            raise LaunchError(said)
+        if count_blocks is None:
+            return report
+        fits = count_blocks(report.threads, shared)
+        resident = fits * limits.processors
+        if cooperative and math.prod(grid) > resident:
+            raise LaunchError(
+                f"a cooperative grid of {math.prod(grid):,} blocks, and {limits.where} holds "
+                f"{resident:,} at once ({fits} on each of {limits.processors} multiprocessors), "
+                "and all must run; use at most that many, each in a loop over its share"
+            )
     except (LaunchError, TypeError, ValueError) as error:
         raise type(error)(f"{kernel.name}: {error}") from None
-    return LaunchReport(
-        kernel.name,
-        limits.where,
-        grid,
-        block,
-        threads,
-        kernel.registers,
-        kernel.shared_bytes + shared,
-        kernel.local_bytes,
-        shape,
-        bool(cooperative),
-        fits,
-        occupancy,
-        resident,
-    )
+    occupancy = fits * _up(report.threads, WARP) / limits.sm_threads
+    return replace(report, blocks_per_sm=fits, occupancy=occupancy, resident=resident)
 
 
 def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _of_block(
-    kernel: Entry, limits: Limits, block: tuple[int, int, int], threads: int
-) -> Iterator[str]:
-    if threads > BLOCK_THREADS:
-        yield (
-            f"block {block} has {threads:,} threads, and {limits.where} allows {BLOCK_THREADS:,} a "
-            "block; use smaller blocks and more of them"
-        )
-    if kernel.block not in (None, block):
-        yield f"block is {block}, and the source fixes it at {kernel.block} (__block_size__)"
-    if threads > kernel.max_threads:
-        yield (
-            f"block {block} has {threads:,} threads, and the source promises at most "
-            f"{kernel.max_threads:,} (__launch_bounds__); use smaller blocks, or raise the promise"
-        )
-    a_warp = _up(kernel.registers * WARP, REGISTER_UNIT)
-    needed = a_warp * _up(_up(threads, WARP) // WARP, PARTITIONS)
-    if needed > limits.block_registers:
-        most = limits.block_registers // a_warp // PARTITIONS * PARTITIONS * WARP
-        yield (
-            f"block {block} of {threads:,} threads needs {needed:,} registers "
-            f"({kernel.registers} a thread), and {limits.where} has {limits.block_registers:,} a "
-            f"block; use at most {most:,} threads, or compile with "
-            f"__launch_bounds__({_up(threads, WARP)})"
-        )
-
-
-def _of_memory(kernel: Entry, limits: Limits, shared: int, held_local: int) -> Iterator[str]:
-    if shared < 0:
-        yield f"shared is {shared:,} bytes, and must be 0 or more"
-    whole = kernel.shared_bytes + shared
-    if limits.block_shared is not None and whole > limits.block_shared:
-        yield (
-            f"{whole:,} bytes of shared memory a block ({kernel.shared_bytes:,} static, {shared:,} "
-            f"dynamic), and {limits.where} has {limits.block_shared:,}; use smaller tiles or types"
-        )
-    # The driver keeps local memory for every thread that can be resident, for any grid.
-    threads = limits.processors * limits.sm_threads
-    needed, free = threads * kernel.local_bytes, limits.free_bytes + threads * held_local
-    if needed > free:
-        yield (
-            f"{kernel.local_bytes:,} bytes of local memory a thread, {needed / 2**30:.2f} GiB for "
-            f"the {threads:,} threads that {limits.where} can hold, and {free / 2**30:.2f} GiB are "
-            "free; make arrays in the kernel smaller, or free memory (device.empty_cache())"
-        )
-
-
-def _of_cluster(
-    kernel: Entry, limits: Limits, grid: tuple[int, int, int], shape: tuple[int, int, int] | None
-) -> Iterator[str]:
-    if shape is None:
-        return
-    if kernel.cluster not in (None, shape):
-        yield f"cluster is {shape}, and the source fixes it at {kernel.cluster} (__cluster_dims__)"
-    if limits.arch < CLUSTER_ARCH and shape != (1, 1, 1):
-        yield (
-            f"cluster {shape} needs compute capability 9.0, and {limits.where} has "
-            f"{limits.arch / 10:.1f}; launch without clusters"
-        )
-    if math.prod(shape) > CLUSTER_BLOCKS:
-        yield (
-            f"cluster {shape} has {math.prod(shape):,} blocks, and at most {CLUSTER_BLOCKS} are "
-            "allowed; use smaller clusters"
-        )
-    for axis, whole, part in zip("xyz", grid, shape):
-        if whole % part:
+def _shapes(kernel: Entry, launch: LaunchReport) -> Iterator[str]:
+    """Describe sizes that are not those of the source, or not positive."""
+    cluster = launch.cluster or (1, 1, 1)
+    for what, size, fixed in (
+        ("grid", launch.grid, None),
+        ("block", launch.block, kernel.block),
+        ("cluster", cluster, kernel.cluster),
+    ):
+        if fixed not in (None, size):
+            yield f"{what} is {size}, and the source fixes it at {fixed}"
+        if min(size) < 1:
+            yield f"{what} is {size}, and must be 1 or more"
+    for axis, blocks, part in zip("xyz", launch.grid, cluster):
+        if blocks % part:
             yield (
-                f"grid.{axis} is {whole:,}, which is no multiple of cluster.{axis} = {part}; round "
-                "it up, and let the blocks beyond the end do nothing"
+                f"grid.{axis} is {blocks:,}, which is no multiple of cluster.{axis} = {part}; "
+                "round it up, and let the blocks beyond the end do nothing"
             )
+
+
+def _amounts(kernel: Entry, limits: Limits, launch: LaunchReport, held_local: int) -> Iterator[str]:
+    """Describe what is beyond a limit."""
+    a_warp = _up(kernel.registers * WARP, REGISTER_UNIT)
+    registers = a_warp * _up(_up(launch.threads, WARP) // WARP, PARTITIONS)
+    fitting = limits.block_registers // max(a_warp, 1) // PARTITIONS * PARTITIONS * WARP
+    # The driver keeps local memory for every thread that can be resident, for any grid.
+    residents = limits.processors * limits.sm_threads
+    local, free = residents * kernel.local_bytes, limits.free_bytes + residents * held_local
+    clusters, smaller = limits.arch >= CLUSTER_ARCH, "use smaller blocks and more of them"
+    most = "put the largest number into x"
+    for what, needed, limit, remedy in (
+        *((f"grid.{a}", n, limit, most) for a, n, limit in zip("xyz", launch.grid, GRID_SIZES)),
+        *(
+            (f"block.{a}", n, limit, smaller)
+            for a, n, limit in zip("xyz", launch.block, BLOCK_SIZES)
+        ),
+        ("threads a block", launch.threads, BLOCK_THREADS, smaller),
+        (
+            "threads a block",
+            launch.threads,
+            kernel.max_threads,
+            f"{smaller}, or raise the __launch_bounds__ of the source",
+        ),
+        (
+            f"registers a block ({kernel.registers} a thread)",
+            registers,
+            limits.block_registers,
+            f"use at most {fitting:,} threads, or compile with "
+            f"__launch_bounds__({_up(launch.threads, WARP)})",
+        ),
+        (
+            f"bytes of shared memory a block ({kernel.shared_bytes:,} of them static)",
+            launch.shared_bytes,
+            limits.block_shared,
+            "use smaller tiles or types",
+        ),
+        (
+            f"bytes of local memory ({kernel.local_bytes:,} for each of {residents:,} threads that "
+            "it can hold)",
+            local,
+            free,
+            "make arrays in the kernel smaller, or free memory (device.empty_cache())",
+        ),
+        (
+            "blocks a cluster",
+            math.prod(launch.cluster or (1,)),
+            CLUSTER_BLOCKS if clusters else 1,
+            "use smaller clusters" if clusters else "clusters need compute capability 9.0",
+        ),
+    ):
+        if needed > limit:
+            yield f"{what}: {needed:,}, and {limits.where} allows {limit:,}; {remedy}"

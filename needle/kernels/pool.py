@@ -31,10 +31,10 @@ import numpy as np
 
 from needle import _C
 from needle.kernels import kernelbench
-from needle.kernels.cases import Case, Launch, Reference, Tolerance, both, whole
+from needle.kernels.cases import Case, Launch, Reference, Tolerance, both
 from needle.kernels.compile import Compiled, reads_files
 from needle.kernels.kernelbench import KernelExecResult, Problem
-from needle.kernels.limits import Entry, Size
+from needle.kernels.limits import Entry, Size, whole
 from needle.kernels.process import START_SECONDS, Device, Message, Process
 from needle.kernels.timing import Timing, judge
 from needle.kernels.toolkit import find_tool

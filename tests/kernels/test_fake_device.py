@@ -125,7 +125,7 @@ for error, call in (
     (TypeError, lambda: fill(None, 32, x, 1, 4)),
     (OverflowError, lambda: fill(1, 32, x, 1, 2**31)),
     (kernels.LaunchError, lambda: fill(10**40, 32, x, 1, 4)),
-    (kernels.LaunchError, lambda: fill(1, 32, x, 1, 4, shared=-1)),
+    (ValueError, lambda: fill(1, 32, x, 1, 4, shared=-1)),
 ):
     assert "fill" in raised(error, call)
 assert x.written == before and [line for line in log() if line != "limits"] == []

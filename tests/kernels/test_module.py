@@ -146,7 +146,7 @@ def test_shared_memory_is_opted_in(own, device):
         x, y = array(np.arange(size // 4)), array(np.zeros(size // 4))
         own["reversed"](1, 256, x, y, size // 4, shared=size)
         np.testing.assert_array_equal(y.numpy(), np.arange(size // 4)[::-1])
-    with pytest.raises(LaunchError, match=f"{most + 1:,} .* has {most:,}"):
+    with pytest.raises(LaunchError, match=f"{most + 1:,}, and .* allows {most:,}"):
         own["reversed"](1, 256, x, y, size // 4, shared=most + 1)
 
 
