@@ -19,21 +19,21 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 from aiohttp import web
 from msgspec import Meta, Struct
 
 from needle.kernels.cases import Case, InOut, Out, Random, Reference, host_array, readable
 from needle.kernels.kernelbench import Problem
-from needle.kernels.pool import TOOLS, Pool, ReferenceFails, Result
+from needle.kernels.pool import Pool, ReferenceFails, Result
 from needle.kernels.toolkit import nvidia_smi
 from needle.safetensors import pack, unpack
 
 HEADER_BYTES = 256 << 10  # JSON of the arrays' safetensors header
+MOST_ARGUMENTS = 256
 REMEMBERED = 1000  # jobs, for the medians
 SMI_SECONDS = 2.0
 FIELDS = "uuid name memory.total memory.free memory.used temperature.gpu utilization.gpu".split()
@@ -41,95 +41,71 @@ NO_FIGURES = dict.fromkeys(("name", "memory", "temperature", "load"))
 HEADERS = ("Allow", "Retry-After", "WWW-Authenticate")
 log = logging.getLogger("needle.kernels")
 
-Size = int | Annotated[list[int], Meta(min_length=1, max_length=3)]
-Whole = Annotated[int, Meta(ge=0)]
+
+def named(arrays: Mapping[str, Any], name: Any) -> Any:
+    if name not in arrays:
+        raise ValueError(f"no array {name!r} in the safetensors: {', '.join(arrays) or 'none'}")
+    return arrays[name]
 
 
-class Argument(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """{"array": "x"}: one of the arrays that came with the job.
-    {"shape": [4096], "dtype": "float32", "seed": 1}: drawn for each trial; optional low and high.
-    {"shape": [4096], "dtype": "float32", "out": true}: written by the kernel, every element.
+def argument(given: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return an argument of a kernel from its JSON: a number, or
+
+    {"array": "x"}: one of the arrays that came with the job.
+    {"shape": [4096], "dtype": "float32", "seed": 1}: Random, with optional low and high.
+    {"shape": [4096], "dtype": "float32", "out": true}: Out.
     {"bytes": "3f800000"}: a struct in hexadecimal. The first two may have "inout": true."""
-
-    array: str | None = None
-    shape: Annotated[list[Whole], Meta(max_length=8)] | None = None
-    dtype: str = "float32"
-    seed: Whole = 0
-    low: float | None = None
-    high: float | None = None
-    out: bool = False
-    inout: bool = False
-    bytes_: str | None = msgspec.field(default=None, name="bytes")
-
-    def __post_init__(self) -> None:
-        if sum(one is not None for one in (self.array, self.shape, self.bytes_)) != 1:
-            raise ValueError("must have exactly one of array, shape, bytes")
-
-    def value(self, arrays: Mapping[str, Any]) -> Any:
-        if self.bytes_ is not None:
-            return bytes.fromhex(self.bytes_)
-        if self.out and self.shape is not None:
-            return Out(tuple(self.shape), self.dtype)
-        if self.array is not None:
-            value = named(arrays, self.array)
-        else:
-            value = Random(tuple(self.shape or ()), self.dtype, self.seed, self.low, self.high)
-        return InOut(value) if self.inout else value
-
-
-class Launch(Struct, forbid_unknown_fields=True):
-    grid: Size
-    block: Size
-    args: Annotated[list[bool | int | float | Argument], Meta(max_length=256)]
-    shared: Whole | None = None
-    expected: list[str] | None = None
-    operations: Annotated[float, Meta(ge=0)] = 0
-
-    def case(self, arrays: Mapping[str, Any]) -> Case:
-        args = [a.value(arrays) if isinstance(a, Argument) else a for a in self.args]
-        return Case(self.grid, self.block, args, self.shared or 0, self.operations)
-
-    def right(self, arrays: Mapping[str, Any]) -> list[np.ndarray]:
-        return [readable(*host_array(named(arrays, name))) for name in self.expected or ()]
+    match given:
+        case {"inout": inout, **rest}:
+            return InOut(argument(rest, arrays)) if inout else argument(rest, arrays)
+        case {"out": out, **rest}:
+            return Out(**rest) if out else argument(rest, arrays)
+        case {"array": name, **rest} if not rest:
+            return named(arrays, name)
+        case {"bytes": str(text), **rest} if not rest:
+            return bytes.fromhex(text)
+        case {"shape": _}:
+            return Random(**given)
+        case bool() | int() | float():
+            return given
+    raise ValueError("an argument is a number, or has exactly one of array, shape, bytes")
 
 
 class Job(Struct, forbid_unknown_fields=True):
-    """CUDA with its cases. One case without `expected` or `reference` is launched once. Otherwise
-    each case is compared with the arrays that `expected` names, or with the outputs of another
-    kernel for the same arguments."""
+    """CUDA with its cases: the fields of a Case, and `expected`. One case without `expected` or
+    `reference` is launched once. Otherwise each case is compared with the arrays that `expected`
+    names, or with the outputs of another kernel for the same arguments."""
 
     source: str
     entry: Annotated[str, Meta(min_length=1, max_length=1000)]
-    cases: Annotated[list[Launch], Meta(min_length=1, max_length=64)]
+    cases: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=64)]
     language: Literal["cuda"] = "cuda"
     reference: Reference | None = None
     tolerance: float | Annotated[list[float], Meta(min_length=2, max_length=2)] | None = None
     trials: Annotated[int, Meta(ge=1, le=50)] = 5
     time: bool = True
-    sanitizer: Literal[TOOLS] | None = None  # type: ignore[valid-type]
+    sanitizer: str | None = None
     explain: bool = False
     outputs: bool = False
 
     def do(self, pool: Pool, arrays: Mapping[str, Any]) -> Result:
-        cases = [case.case(arrays) for case in self.cases]
-        expected = [case.expected is not None for case in self.cases]
-        if self.reference is None and not any(expected):
-            if len(cases) > 1:
-                raise ValueError("cases: without expected or reference, give one case")
-            case = cases[0]
+        expected = [case.pop("expected", None) for case in self.cases]
+        cases = [Case(**case) for case in self.cases]
+        for case in cases:
+            if len(case.args) > MOST_ARGUMENTS:
+                raise ValueError(f"args: at most {MOST_ARGUMENTS}")
+        cases = [replace(case, args=[argument(a, arrays) for a in case.args]) for case in cases]
+        if self.reference is None and expected == [None]:
+            (case,) = cases
             way = case.grid, case.block, case.args, case.shared
             return pool.run(self.source, self.entry, *way, self.sanitizer, self.explain)
-        if self.reference is None and not all(expected):
-            raise ValueError("cases: give expected in each, or in none and a reference")
-        right = self.reference or [case.right(arrays) for case in self.cases]
+        if self.reference is None and None in expected:
+            raise ValueError("cases: give expected in each, or a reference, or one case alone")
+        right = self.reference or [
+            [readable(*host_array(named(arrays, name))) for name in names] for names in expected
+        ]
         options = self.tolerance, self.trials, self.time
         return pool.evaluate(self.source, self.entry, cases, right, *options)
-
-
-def named(arrays: Mapping[str, Any], name: str) -> Any:
-    if name not in arrays:
-        raise ValueError(f"no array {name!r} in the safetensors: {', '.join(arrays) or 'none'}")
-    return arrays[name]
 
 
 async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, Any]]:
@@ -158,12 +134,9 @@ async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, A
 
 def read_job(text: bytes) -> Job | Problem:
     given = msgspec.json.decode(text)
-    if not isinstance(given, dict) or "original_model_src" not in given:
-        return msgspec.json.decode(text, type=Job)
-    unknown = given.keys() - {one.name for one in fields(Problem)}
-    if unknown:
-        raise ValueError(f"a problem has no field {', '.join(sorted(unknown))}")
-    return msgspec.convert(given, Problem)
+    if isinstance(given, dict) and "original_model_src" in given:
+        return Problem(**given)
+    return msgspec.convert(given, Job)
 
 
 def do(job: Job | Problem, pool: Pool, arrays: Mapping[str, Any]) -> Any:

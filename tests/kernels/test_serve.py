@@ -21,7 +21,7 @@ import safetensors.numpy
 from fake_pool import SECONDS, SOURCE, FakePool
 from harness import ROOT, in_thread, naming, run, state_of, wait_for
 
-from needle.kernels import KernelExecResult, Problem, Result, Timing
+from needle.kernels import KernelExecResult, Out, Problem, Result, Timing
 from needle.kernels import __main__ as program
 
 web = pytest.importorskip("aiohttp.web", reason="no aiohttp (pip install aiohttp): no service")
@@ -41,7 +41,8 @@ REFERENCE = {"source": SOURCE, "entry": "scale"}
 BYTES = {"shape": [1], "dtype": "uint8", "out": True}
 PROBLEM = {"original_model_src": "a", "custom_model_src": "b"}
 MADE = KernelExecResult(True, True, {"hardware": "H"}, 1.5, speedup=2.0)
-SIMPLE = {"source": "any", "entry": "k", "cases": [{"grid": 1, "block": 1, "args": []}]}
+LAUNCH = {"grid": 1, "block": 1, "args": []}
+SIMPLE = {"source": "any", "entry": "k", "cases": [LAUNCH]}
 
 
 class MadeUpPool:
@@ -157,7 +158,7 @@ def fake():
 
 
 def test_job_has_its_status_and_its_outputs(fake):
-    case, inout = {"grid": 1, "block": 1}, {"array": "x", "inout": True}
+    case, inout = LAUNCH, {"array": "x", "inout": True}
     wrong = {"source": SOURCE.replace("= a * x", "= 2.125 * x"), "entry": "scale"}
     timed = {"reference": REFERENCE, "tolerance": [0, 0], "trials": 1, "time": True}
     for job, status, said, outputs in (
@@ -210,42 +211,36 @@ def test_cuda_job_without_a_gpu_is_answered():
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def changed(*path, to):
-    """Return JUDGED with one place changed."""
-    value = json.loads(json.dumps(JUDGED))
-    inner = value
-    for step in path[:-1]:
-        inner = inner[step]
-    inner[path[-1]] = to
-    return value
+def with_argument(given) -> dict:
+    return JUDGED | {"cases": [CASE | {"args": [given, OUT, 2.0, 6]}]}
 
 
-ARG = ("cases", 0, "args", 0)
-(LAUNCH,) = SIMPLE["cases"]
-
-
-def test_wrong_jobs_are_refused_with_their_place(client):
-    client.service.pool.evaluate = lambda *_: pytest.fail("a wrong job has come through")
+def test_wrong_jobs_are_refused(fake):
     for job, said in (
-        (changed("source", to=5), "`$.source`"),
-        (changed("entry", to=""), "`$.entry`"),
-        (changed("cases", to=[]), "`$.cases`"),
-        (changed("trials", to=51), "`$.trials`"),
-        (changed("unknown", to=1), "unknown field `unknown`"),
-        (changed("sanitizer", to="memcheck --kill"), "`$.sanitizer`"),
-        (changed("cases", 0, "grid", to=1.5), "`$.cases[0].grid`"),
-        (changed("cases", 0, "expected", to=["y"]), "no array 'y' in the safetensors: none"),
-        (changed(*ARG, to={}), "exactly one of array, shape, bytes"),
-        (changed(*ARG, to={"bytes": "xy"}), "non-hexadecimal"),
-        (changed(*ARG, to=OUT | {"dtype": "float8"}), "dtype 'float8'"),
-        (changed(*ARG, to=DRAWN | {"seed": -1}), "`$.cases[0].args[0].seed`"),
-        (SIMPLE | {"cases": [LAUNCH] * 2}, "without expected or reference, give one case"),
+        (JUDGED | {"source": 5}, "`$.source`"),
+        (JUDGED | {"entry": ""}, "`$.entry`"),
+        (JUDGED | {"cases": []}, "`$.cases`"),
+        (JUDGED | {"trials": 51}, "`$.trials`"),
+        (JUDGED | {"unknown": 1}, "unknown field `unknown`"),
+        (SIMPLE | {"sanitizer": "memcheck --kill"}, "sanitizer: must be one of"),
+        (JUDGED | {"cases": [CASE | {"grid": 1.5, "expected": []}]}, "no array 'x'"),
+        (SIMPLE | {"cases": [LAUNCH | {"grid": 1.5}]}, "grid: must be a whole number"),
+        (SIMPLE | {"cases": [LAUNCH | {"args": [1] * 257}]}, "at most 256"),
+        (SIMPLE | {"cases": [LAUNCH | {"other": 1}]}, "'other'"),
+        (SIMPLE | {"cases": [LAUNCH | {"expected": ["y"]}]}, "no array 'y' in the safetensors: no"),
+        (with_argument({}), "exactly one of array, shape, bytes"),
+        (with_argument(None), "exactly one of array, shape, bytes"),
+        (with_argument({"bytes": "xy"}), "non-hexadecimal"),
+        (with_argument({"array": "x", "shape": [1]}), "'array'"),
+        (with_argument(OUT | {"dtype": "float8"}), "dtype 'float8'"),
+        (with_argument(DRAWN | {"seed": -1}), "seed: must be 0 or more"),
+        (SIMPLE | {"cases": [LAUNCH] * 2}, "or one case alone"),
         (SIMPLE | {"cases": [LAUNCH | {"expected": []}, LAUNCH]}, "give expected in each"),
-        (PROBLEM | {"trials": 1}, "no field trials"),
+        (PROBLEM | {"trials": 1}, "'trials'"),
         (PROBLEM | {"num_perf_trials": 0}, "1 or more"),
     ):
         with naming(said):
-            status, answer = client.evaluate(job)
+            status, answer = fake.evaluate(job)
             assert status == 400 == answer["error"]["status"], answer
             assert said in answer["error"]["message"], answer
 
@@ -439,7 +434,8 @@ def test_job_and_unit_of_the_docs(tmp_path):
     page = (ROOT / "docs/kernels.md").read_text()
     job = serve.read_job(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1].encode())
     assert (job.entry, job.trials, job.outputs) == ("scale<float>", 5, True)
-    assert job.cases[0].case({"x": X}).args[2:] == [2.0, 1000]
+    args = [serve.argument(given, {"x": X}) for given in job.cases[0]["args"]]
+    assert args[0] is X and args[1:] == [Out(1000), 2.0, 1000]
     text = re.search(r"```ini\n(.*?)```", page, re.DOTALL)[1]
     words = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
     assert words[1] == "serve"
