@@ -77,19 +77,14 @@ def bands(places: Sequence[Place], size: int) -> list[tuple[int, int]]:
     return list(zip([0, *stops], [*starts, size]))
 
 
-def fill(memory: np.ndarray, places: Sequence[Place]) -> None:
-    """Fill the bands and outputs of a buffer ((bytes,) uint8) with a new pattern."""
+def fill(memory: np.ndarray) -> None:
+    """Fill a buffer ((bytes,) uint8) with a new pattern."""
     units = np.random.default_rng().integers(0xFF81, 0xFFFF, TILE, dtype=np.uint16)
     units[units == CANONICAL] += 1
     tile = units.view(np.uint8)
-    spans = bands(places, memory.size)
-    spans += [(place.start, place.stop) for place in places if place.role == "out"]
-    for at, stop in spans:
-        while at < stop:
-            begin = at % tile.size  # even where `at` is: a unit stays on a multiple of 2
-            count = min(tile.size - begin, stop - at)
-            memory[at : at + count] = tile[begin : begin + count]
-            at += count
+    for at in range(0, memory.size, tile.size):
+        part = memory[at : at + tile.size]
+        part[:] = tile[: part.size]
 
 
 def written_outside(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) -> str:

@@ -406,7 +406,13 @@ class Pool:
             except _AllLost as error:
                 lost = {"runtime_error_name": "device_lost", "runtime_error": str(error)}
                 return KernelExecResult(metadata=lost)
-        _check_cases(cases, reference)
+        for case in cases:
+            Launch(case)  # TypeError, ValueError
+        if not cases:
+            raise ValueError("cases: there must be one at least")
+        given = isinstance(reference, Reference) or callable(reference)
+        if not given and len(reference) != len(cases):
+            raise ValueError(f"reference: {len(reference)} for {len(cases)} cases; give one each")
         whole("trials", trials, 1)
         both(tolerance)
         if isinstance(reference, Reference):
@@ -515,20 +521,3 @@ def _names(devices: Sequence[int] | None) -> dict[int, str]:
         if whole("devices", number, 0) >= (math.inf if shown is None else len(shown)):
             raise ValueError(f"devices: there is no {number}: CUDA_VISIBLE_DEVICES={visible}")
     return {n: str(n) if shown is None else shown[n] for n in devices} or {NO_GPU: ""}
-
-
-def _check_cases(cases: Sequence[Case], reference: Right | Reference) -> None:
-    """TypeError and ValueError for wrong ones, before a process is taken."""
-    for case in cases:
-        Launch(case)
-    if not cases:
-        raise ValueError("cases: there must be one at least")
-    if isinstance(reference, Reference) or callable(reference):
-        return
-    if not isinstance(reference, Sequence):
-        raise TypeError(
-            "reference: must be a function, a Reference, or a list with the outputs of each case, "
-            f"not {type(reference).__name__}"
-        )
-    if len(reference) != len(cases):
-        raise ValueError(f"reference: {len(reference)} for {len(cases)} cases; give one each")

@@ -119,7 +119,7 @@ class Launch:
         self.job, self.device, self.apart = job, device, apart
         self.places, size = guard.lay_out(job["places"])
         self.image = np.empty(size, np.uint8)
-        guard.fill(self.image, self.places)
+        guard.fill(self.image)
         for place in self.places:
             if place.role != "out":
                 place.bytes_of(self.image)[:] = np.frombuffer(values.pop(0), np.uint8)

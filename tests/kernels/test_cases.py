@@ -116,7 +116,7 @@ def test_bands_differ_and_lie_on_both_sides_of_aligned_arrays():
     places, size = guard.lay_out([("x", "float32", (5, 3), "in"), ("y", "bfloat16", (7,), "out")])
     memory, again = np.zeros((2, size), np.uint8)
     for one in memory, again:
-        guard.fill(one, places)
+        guard.fill(one)
     assert all(place.start % 256 == 0 for place in places) and (memory != again).any()
     spans = guard.bands(places, size)
     assert len(spans) == len(places) + 1 and all(stop - at >= GUARD for at, stop in spans)
