@@ -115,13 +115,5 @@ def arch_of(device: Device) -> str:
 
 
 def load(compiled: Compiled, device: Device) -> Module:
-    """Load machine code on a device. ValueError if it is for another architecture."""
-    own, made = arch_of(device), compiled.arch
-    number, its = int(own.rstrip("a")), int(made.rstrip("af"))
-    same_family = number // 10 == its // 10 and number >= its
-    if not (number == its if made.endswith("a") else same_family):
-        raise ValueError(
-            f"compiled for sm_{made}, and {device} is sm_{own}: compile with arch={own!r}, or "
-            "without arch"
-        )
+    """Load machine code on a device. CudaError if it is for another architecture."""
     return Module(compiled, device)

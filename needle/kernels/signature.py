@@ -48,14 +48,26 @@ NUMBERS: dict[str, tuple[str, int, str | None]] = {
     "long long": ("int", 8, "int64"),
     "unsigned long long": ("uint", 8, "int64"),
 }
-# CUDA's vector types: float4 lies on 16 bytes. In C++ `uchar` is `unsigned char`, and so on.
-VECTOR = re.compile(r"(u?)(char|short|int|long|longlong)([1-4])|(float|double)([1-4])")
-VECTORS_OF_TWO = {"__half2": "__half", "__nv_bfloat162": "__nv_bfloat16"}
+POINTER_BYTES = 8
+ANY_BYTES = "uint8"  # the dtype of arrays of types that needle has no dtype for: structs, double
+# The dtype of arrays of each type, and their alignment. float4 lies on 16 bytes, float3 on 4.
+ELEMENTS = {name: (dtype or ANY_BYTES, size) for name, (_, size, dtype) in NUMBERS.items()}
+ELEMENTS |= {
+    f"{short}{lanes}": (
+        ELEMENTS[name][0],
+        min(ELEMENTS[name][1] * (lanes if lanes != 3 else 1), 16),
+    )
+    for short, name in {
+        **{name: name for name in ("char", "short", "int", "long", "float", "double")},
+        **{f"u{name}": f"unsigned {name}" for name in ("char", "short", "int", "long")},
+        **{"longlong": "long long", "ulonglong": "unsigned long long"},
+    }.items()
+    for lanes in (1, 2, 3, 4)
+}
+ELEMENTS |= {"void": (None, 1), "__half2": ("float16", 4), "__nv_bfloat162": ("bfloat16", 4)}
 TYPE = re.compile(r"[\w:]+(<.*>[\w:]*)?")  # of a struct
 POINTER = re.compile(r"(.+?)((?: const| volatile)*)\*")
 ARRAY = re.compile(r" \(\*\) (\[\d*\])+$")  # of `int x[4][8]`, which is the address of an int
-POINTER_BYTES = 8
-ANY_BYTES = "uint8"  # the dtype of arrays of types that needle has no dtype for: structs, double
 
 
 @dataclass(frozen=True)
@@ -102,18 +114,10 @@ class Signature:
 
 @functools.cache
 def _demangler() -> Callable[..., int | None]:
-    for library in ("libstdc++.so.6", "libc++abi.so.1"):
-        try:
-            function = ctypes.CDLL(library)["__cxa_demangle"]
-        except OSError:
-            continue
-        function.restype = ctypes.c_void_p
-        function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-        return function
-    raise RuntimeError(
-        "the C++ runtime (libstdc++.so.6) is not there, which reads the types of a kernel's "
-        "parameters: apt install libstdc++6"
-    )
+    function = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return function
 
 
 def demangle(symbol: str) -> str | None:
@@ -183,28 +187,9 @@ def read_type(text: str, offset: int, size: int) -> Parameter:
     if pointer and size == POINTER_BYTES:
         pointee, qualifiers = pointer.groups()
         if pointee in NUMBERS or pointee.endswith("*") or TYPE.fullmatch(pointee):
-            dtype, alignment = _element(pointee)
+            dtype, alignment = ELEMENTS.get(pointee, (ANY_BYTES, 1))
             written = "const" not in qualifiers
             return Parameter(plain, "array", size, offset, dtype, written, alignment)
     kind, own_size, _ = NUMBERS.get(text, ("bytes", size, None))
     known = own_size == size and (text in NUMBERS or TYPE.fullmatch(text))
     return Parameter(text, kind if known else "unknown", size, offset)
-
-
-def _element(spelled: str) -> tuple[str | None, int]:
-    """Return (the dtype of arrays for a pointer to this, their alignment in bytes)."""
-    if spelled == "void":
-        return None, 1
-    if spelled in NUMBERS:
-        _, size, dtype = NUMBERS[spelled]
-        return dtype or ANY_BYTES, size
-    scalar, lanes = VECTORS_OF_TWO.get(spelled), 2
-    match = VECTOR.fullmatch(spelled)
-    if match:
-        unsigned, integer, count, floating, float_count = match.groups()
-        scalar = floating or "unsigned " * bool(unsigned) + integer.replace("longlong", "long long")
-        lanes = int(count or float_count)
-    if scalar is None:
-        return ANY_BYTES, 1
-    _, size, dtype = NUMBERS[scalar]
-    return dtype or ANY_BYTES, min(size * (lanes if lanes != 3 else 1), 16)

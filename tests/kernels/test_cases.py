@@ -1,11 +1,11 @@
-"""What the pool and its processes share: arguments and the comparison of results (cases.py), guard
-bands (guard.py), times and their judgement (timing.py)."""
+"""What the pool and its processes share: arguments and the comparison of results (cases.py), times
+and their judgement (timing.py)."""
 
 import numpy as np
 import pytest
 from harness import naming
 
-from needle.kernels import Timing, guard, timing
+from needle.kernels import Timing, timing
 from needle.kernels.cases import (
     DTYPES,
     Case,
@@ -18,7 +18,6 @@ from needle.kernels.cases import (
     host_array,
     readable,
 )
-from needle.kernels.guard import GUARD
 from needle.kernels.timing import judge
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -107,21 +106,6 @@ def test_element_is_right_within_its_tolerance():
     ):
         with naming(got, expected, dtype):
             assert (difference(got, expected, dtype, tolerance) is None) == right
-
-
-# ---- guard bands ---------------------------------------------------------------------------------
-
-
-def test_bands_differ_and_lie_on_both_sides_of_aligned_arrays():
-    places, size = guard.lay_out([("x", "float32", (5, 3), "in"), ("y", "bfloat16", (7,), "out")])
-    memory, again = np.zeros((2, size), np.uint8)
-    for one in memory, again:
-        guard.fill(one)
-    assert all(place.start % 256 == 0 for place in places) and (memory != again).any()
-    spans = guard.bands(places, size)
-    assert len(spans) == len(places) + 1 and all(stop - at >= GUARD for at, stop in spans)
-    first, second = (memory[at : at + GUARD] for at, _ in spans[:2])
-    assert (first != second).mean() > 0.4
 
 
 # ---- time ----------------------------------------------------------------------------------------

@@ -215,12 +215,6 @@ gone = dataclasses.replace(compiled, entries={"f": dataclasses.replace(entry, sy
 for made, said in ((lambda: kernels.load(bad, device), "Module: module: not machine code"),
                    (lambda: kernels.load(gone, device)["f"], "Kernel: no such symbol")):
     assert said.endswith(raised(ndl.CudaError, made))
-for arch, good in (("90", 1), ("90a", 1), ("80", 0), ("100", 0), ("91", 0), ("90f", 1)):
-    try:
-        kernels.load(dataclasses.replace(compiled, arch=arch), device)
-        assert good, arch
-    except ValueError as error:
-        assert not good and f"compiled for sm_{arch}, and cuda() is sm_90a" in str(error)
 before = device.generation, ndl.cpu().generation
 ndl.cuda_reset()
 assert (device.generation, ndl.cpu().generation) == (before[0] + 1, before[1])

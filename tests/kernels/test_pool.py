@@ -27,6 +27,7 @@ def test_run_returns_arrays_that_the_kernel_writes(pool):
         ("scale", [X.reshape(2, 3), Out((2, 3)), np.float32(0.5), 6], X.reshape(2, 3) / 2),
         ("scale", [X.reshape(2, 3).T, Out((3, 2)), 2.0, 6], 2 * X.reshape(2, 3).T),
         ("increment", [n], n + 1),
+        ("apart", [X[:5], Out(1, "int32")], [0]),
         ("scale_c", [X, InOut(np.zeros(6, np.float32)), 2.0, 6], 2 * X),
         ("scale", [array([2.0, 1.0], device=cpu())[::-1], Out(2), 3.0, 2], [3, 6]),
         ("scale", [np.zeros((0, 4), np.float32), Out((0, 4)), 3.0, 0], np.zeros((0, 4))),
