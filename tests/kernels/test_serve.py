@@ -1,5 +1,5 @@
-"""needle serve over real sockets: jobs, refusals, access, every route, and the program. The pool is
-made up, or one whose processes have no GPU (fake_pool.py)."""
+"""needle serve over real sockets: jobs, refusals, access, every route, and the program. The pool's
+processes have no GPU (fake_pool.py)."""
 
 import asyncio
 import base64
@@ -43,44 +43,6 @@ PROBLEM = {"original_model_src": "a", "custom_model_src": "b"}
 MADE = KernelExecResult(True, True, {"hardware": "H"}, 1.5, speedup=2.0)
 LAUNCH = {"grid": 1, "block": 1, "args": []}
 SIMPLE = {"source": "any", "entry": "k", "cases": [LAUNCH]}
-
-
-class MadeUpPool:
-    """A pool that answers at once; a source "wait" when `go` is set, or the pool is closed."""
-
-    def __init__(self):
-        self.go, self.begun, self.closed = threading.Event(), threading.Semaphore(0), False
-        self.calls, self.lost, self.devices = [], None, {0: None}
-
-    def run(self, source, entry, *args, **more):
-        self.calls.append(entry)
-        self.begun.release()
-        if source == "wait":
-            assert self.go.wait(60)
-        if source == "fail":
-            raise {"type": TypeError, "memory": MemoryError, "defect": KeyError}[entry]("told so")
-        timing = (Timing(1.0, 0.5, float("inf"), 3, float("nan"), 2.0),)
-        resources = {"registers": np.int64(5)}
-        return Result("ok", outputs=(X, np.array(True)), resources=resources, timing=timing)
-
-    def evaluate(self, problem):
-        self.calls.append(problem)
-        return MADE
-
-    def state(self):
-        facts = {"name": "H", "uuid": "GPU-1"}
-        one = {"facts": facts, "ready": [1], "used": [], "faults": 2, "started": 5}
-        return [{"device": 0, "set_aside": self.lost, **one}]
-
-    def cleanup(self):
-        return 12345
-
-    def reset(self, device):
-        raise RuntimeError("process 7 outlives SIGKILL")
-
-    def close(self):
-        self.closed = True
-        self.go.set()
 
 
 class Client:
@@ -140,24 +102,22 @@ def running(pool):
         ended.result(60)
 
 
-@pytest.fixture
-def client():
-    """A service whose pool is made up."""
-    with running(MadeUpPool()) as found:
-        yield found
-
-
 @pytest.fixture(scope="session")
-def fake():
+def client():
     """A service whose pool is real, and whose kernels are Python functions."""
     with FakePool(devices=[0], timeout=SECONDS) as pool, running(pool) as found:
         yield found
 
 
+@pytest.fixture
+def pool(client):
+    return client.service.pool
+
+
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
-def test_job_has_its_status_and_its_outputs(fake):
+def test_job_has_its_status_and_its_outputs(client):
     case, inout = LAUNCH, {"array": "x", "inout": True}
     wrong = {"source": SOURCE.replace("= a * x", "= 2.125 * x"), "entry": "scale"}
     timed = {"reference": REFERENCE, "tolerance": [0, 0], "trials": 1, "time": True}
@@ -175,31 +135,37 @@ def test_job_has_its_status_and_its_outputs(fake):
          "ok", "", [X, 2 * X]),
     ):  # fmt: skip
         with naming(status, said):
-            code, answer = fake.evaluate(job | {"outputs": True}, x=X, y=2 * X)
+            code, answer = client.evaluate(job | {"outputs": True}, x=X, y=2 * X)
             assert (code, answer["status"]) == (200, status) and said in answer["message"], answer
             assert bool(answer["timing"]) == (status == "ok" and bool(job.get("time")))
             got = safetensors.numpy.load(base64.b64decode(answer["outputs"], validate=True))
             if outputs is not None:
                 assert got.keys() == {str(n) for n in range(len(outputs))}
                 assert all((got[str(n)] == array).all() for n, array in enumerate(outputs))
-    status, answer = fake.evaluate(JUDGED | {"reference": REFERENCE | {"entry": "absent"}})
+    status, answer = client.evaluate(JUDGED | {"reference": REFERENCE | {"entry": "absent"}})
     assert status == 422 and "reference: it fails: compile_error" in answer["error"]["message"]
 
 
-def test_answer_has_all_fields_of_a_result(client):
+def test_answer_has_all_fields_of_a_result(client, pool, monkeypatch):
+    jobs, given = client.ask("GET", "/statistics")[1]["jobs"], []
+    timing = (Timing(1.0, 0.5, float("inf"), 3, float("nan"), 2.0),)
+    made = {"outputs": (X, np.array(True)), "resources": {"registers": np.int64(5)}}
+    monkeypatch.setattr(pool, "run", lambda *_: Result("made", timing=timing, **made))
+    monkeypatch.setattr(pool, "evaluate", lambda job: given.append(job) or MADE)
     status, answer = client.evaluate(SIMPLE)
     figures = {"median": 1.0, "lower": 0.5, "upper": None, "calls": 3, "rate": None}
     more = {"device_rate": 2.0, "valid": True, "reason": "", "hints": []}
     assert answer.pop("timing") == [figures | more]
     assert answer.pop("seconds").keys() == {"queued", "ran"}
-    texts = {"status": "ok", "message": "", "printed": "", "explanation": ""}
+    texts = {"status": "made", "message": "", "printed": "", "explanation": ""}
     rest = {"resources": {"registers": 5}, "deterministic": None, "device": -1}
     assert (status, answer) == (200, texts | rest)
     status, answer = client.evaluate(PROBLEM | {"num_correct_trials": 2})
-    assert client.service.pool.calls == ["k", Problem("a", "b", num_correct_trials=2)]
+    assert given == [Problem("a", "b", num_correct_trials=2)]
     assert (status, answer["compiled"], answer["correctness"]) == (200, True, True)
     assert (answer["runtime"], answer["metadata"]) == (1.5, {"hardware": "H"})
-    assert client.ask("GET", "/statistics")[1]["jobs"] == {"ok": 2}
+    after = {"made": 1, "ok": jobs.get("ok", 0) + 1}
+    assert client.ask("GET", "/statistics")[1]["jobs"] == jobs | after
 
 
 def test_cuda_job_without_a_gpu_is_answered():
@@ -215,7 +181,7 @@ def with_argument(given) -> dict:
     return JUDGED | {"cases": [CASE | {"args": [given, OUT, 2.0, 6]}]}
 
 
-def test_wrong_jobs_are_refused(fake):
+def test_wrong_jobs_are_refused(client):
     for job, said in (
         (JUDGED | {"source": 5}, "`$.source`"),
         (JUDGED | {"entry": ""}, "`$.entry`"),
@@ -240,7 +206,7 @@ def test_wrong_jobs_are_refused(fake):
         (PROBLEM | {"num_perf_trials": 0}, "1 or more"),
     ):
         with naming(said):
-            status, answer = fake.evaluate(job)
+            status, answer = client.evaluate(job)
             assert status == 400 == answer["error"]["status"], answer
             assert said in answer["error"]["message"], answer
 
@@ -264,21 +230,28 @@ def test_bodies_that_are_no_job_are_refused(client):
     assert client.service.waiting == client.service.running == 0
 
 
-def test_errors_of_the_pool_have_a_status(client, caplog):
-    assert client.ask("POST", "/cleanup")[:2] == (200, {"freed_bytes": 12345})
+def test_errors_of_the_pool_have_a_status(client, pool, monkeypatch, caplog):
+    def fails(error):
+        raise error
+
+    lives = RuntimeError("process 7 outlives SIGKILL")
+    monkeypatch.setattr(pool, "reset", lambda number: fails(lives))
     status, answer, _ = client.ask("POST", "/reset_gpu/0")
     assert status == 503 and "outlives SIGKILL" in answer["error"]["message"]
-    for entry, status in (("type", 400), ("memory", 503), ("defect", 500)):
-        got, answer = client.evaluate(SIMPLE | {"source": "fail", "entry": entry})
+    for kind, status in ((TypeError, 400), (MemoryError, 503), (KeyError, 500)):
+        monkeypatch.setattr(pool, "run", lambda *_, kind=kind: fails(kind("told so")))
+        got, answer = client.evaluate(SIMPLE)
         assert got == status and ("told so" in answer["error"]["message"]) == (status != 500)
     assert "KeyError" in caplog.text
     assert client.service.waiting == client.service.running == 0
 
 
-def test_full_queue_refuses_jobs_and_health_answers(client):
-    pool = client.service.pool
-    sent = [in_thread(client.evaluate, SIMPLE | {"source": "wait"}) for _ in range(3)]
+def test_full_queue_refuses_jobs_and_health_answers(client, pool, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(pool, "run", lambda *_: Result("ok", str(go.wait(60))))
+    sent = [in_thread(client.evaluate, SIMPLE) for _ in range(3)]
     wait_for(lambda: (client.service.running, client.service.waiting) == (1, 2))
+    refused = client.ask("GET", "/statistics")[1]["refused"].get("429", 0)
     status, answer, headers = client.ask(
         "POST", "/evaluate", json.dumps(SIMPLE), Content_Type="application/json"
     )
@@ -286,9 +259,12 @@ def test_full_queue_refuses_jobs_and_health_answers(client):
     assert answer["error"] == {"status": 429, "message": "2 jobs wait, and 2 may (--queue)"}
     status, health, _ = client.ask("GET", "/health")
     assert (status, health["running"], health["waiting"]) == (200, 1, 2)
-    pool.go.set()
+    _, counts, _ = client.ask("GET", "/statistics")
+    queue = {"running": 1, "waiting": 2, "most_running": 1, "most_waiting": 2}
+    assert (counts["queue"], counts["refused"]["429"]) == (queue, refused + 1)
+    go.set()
     assert [one.result(60)[0] for one in sent] == [200] * 3
-    assert client.evaluate(SIMPLE)[0] == 200 and len(pool.calls) == 4
+    assert client.evaluate(SIMPLE)[0] == 200
 
 
 # ---- access, and the other routes ----------------------------------------------------------------
@@ -304,7 +280,6 @@ def test_every_route_needs_the_token_and_others_are_refused(client, caplog):
                 status, answer, headers = client.ask(method, path, Authorization=value)
                 assert status == 401 and answer["error"]["status"] == 401
                 assert headers["WWW-Authenticate"] == "Bearer"
-    assert client.service.pool.calls == []
     status, answer, headers = client.ask("PUT", "/evaluate")
     assert (status, headers["Allow"]) == (405, "POST") and answer["error"]["status"] == 405
     for method, path in ("GET", "/../health"), ("POST", "/reset_gpu/x"), ("POST", "/reset_gpu/1"):
@@ -317,13 +292,17 @@ def test_every_route_needs_the_token_and_others_are_refused(client, caplog):
     assert r"'/no\nwhere' 401" in lines[-1]
 
 
-def test_health_has_the_figures_of_each_gpu(client, tmp_path, monkeypatch):
+def test_health_and_statistics_have_each_gpu(client, pool, tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     missing = {"name": None, "memory": None, "temperature": None, "load": None}
     memory = {"total": 141 << 30, "free": 138 << 30, "used": 3 << 30}
     there = {"name": "NVIDIA Pretend", "memory": memory, "temperature": 71, "load": None}
     row = "GPU-1, NVIDIA Pretend, 144384, 141312, 3072, 71, [N/A]"
+    one = {"device": 0, "facts": {"name": "H", "uuid": "GPU-1"}, "ready": [1], "used": []}
+    one |= {"faults": 2, "started": 5, "set_aside": None}
+    lost = one | {"device": 1, "set_aside": "why"}
+    monkeypatch.setattr(pool, "state", lambda: [one])
     for text, figures in (
         (f"echo GPU-0, other, 1, 1, 1, 1, 1\necho '{row}'", there | {"why": None}),
         ("echo No devices; exit 6", missing | {"why": "nvidia-smi: No devices"}),
@@ -334,25 +313,18 @@ def test_health_has_the_figures_of_each_gpu(client, tmp_path, monkeypatch):
             status, answer, _ = client.ask("GET", "/health")
             expected = {"device": 0, "set_aside": None, "ready": 1, **figures}
             assert (status, answer["devices"]) == (200, [expected])
-    client.service.pool.lost = "set aside"
-    (lost,) = client.service.pool.state()
-    left = lost | {"device": 1, "set_aside": None}
-    for state, wanted, word in ([lost], 503, "device_lost"), ([lost, left], 200, "ok"):
-        monkeypatch.setattr(client.service.pool, "state", lambda state=state: state)
+    status, answer, _ = client.ask("GET", "/statistics")
+    device = {"device": 0, "name": "H", "faults": 2, "restarts": 5, "set_aside": None}
+    assert answer["devices"] == [device] and answer["median_seconds"].keys() == {"queued", "ran"}
+    for state, wanted, word in ([lost], 503, "device_lost"), ([lost, one], 200, "ok"):
+        monkeypatch.setattr(pool, "state", lambda state=state: state)
         status, answer, _ = client.ask("GET", "/health")
         assert (status, answer["status"], answer["uptime_seconds"] > 0) == (wanted, word, True)
 
 
-def test_statistics_count(client):
-    for _ in range(3):
-        client.evaluate(SIMPLE)
-    client.ask("GET", "/nowhere")
-    status, answer, _ = client.ask("GET", "/statistics")
-    assert (status, answer["jobs"], answer["refused"]) == (200, {"ok": 3}, {"404": 1})
-    queue = {"running": 0, "waiting": 0, "most_running": 1, "most_waiting": 2}
-    assert answer["queue"] == queue and answer["median_seconds"]["ran"] >= 0
-    device = {"device": 0, "name": "H", "faults": 2, "restarts": 5, "set_aside": None}
-    assert answer["devices"] == [device] and answer["uptime_seconds"] > 0
+def test_cleanup_and_reset_answer(client):
+    assert client.ask("POST", "/cleanup")[1]["freed_bytes"] >= 0
+    assert client.ask("POST", "/reset_gpu/0")[:2] == (200, {"status": "ok", "device": 0})
 
 
 # ---- the program ---------------------------------------------------------------------------------
