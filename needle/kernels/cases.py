@@ -16,7 +16,7 @@ from needle.kernels.limits import Entry, Size, triple, whole
 from needle.kernels.process import Message
 
 # The dtypes that arrays of a job may have. NumPy has no bfloat16: it comes as an NDArray on the
-# host, or of ml_dtypes, lies as uint16, and is read as float32, which holds it exactly.
+# host, lies as uint16, and is read as float32, which holds it exactly.
 DTYPES = (
     "float32 bfloat16 float16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool "
     "complex64 complex128"
@@ -125,8 +125,6 @@ def host_array(value: Any) -> tuple[str, np.ndarray]:
         return value.dtype, bits.numpy()
     array = np.ascontiguousarray(value).reshape(np.shape(value))
     name = array.dtype.name
-    if name == "bfloat16":  # of ml_dtypes
-        return name, array.view(np.uint16)
     if name not in DTYPES or not array.dtype.isnative:
         raise TypeError(f"an array of dtype {array.dtype}; there are {', '.join(DTYPES)}")
     return name, array

@@ -93,15 +93,13 @@ class Compiled:
     options: tuple[str, ...] = field(default=(), compare=False)
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the kernel of a name, without regard to spaces. KeyError lists the names."""
-        wanted = _spelling(name)
-        for known, entry in self.entries.items():
-            if _spelling(known) == wanted:
-                return entry
-        raise KeyError(
-            f"no kernel {name!r}: there are {', '.join(self.entries)}; a template is compiled when "
-            f"it is asked for: compile(source, entries=[{name!r}])"
-        )
+        """Return the kernel of a name. KeyError lists the names."""
+        if name not in self.entries:
+            raise KeyError(
+                f"no kernel {name!r}: there are {', '.join(self.entries)}; a template is compiled "
+                f"when it is asked for: compile(source, entries=[{name!r}])"
+            )
+        return self.entries[name]
 
     def declared(self, name: str, types: str) -> Entry:
         """Return a kernel with the types of a declaration, "const float*, int", for one that is
@@ -143,10 +141,6 @@ def _entry_from(facts: dict[str, Any]) -> Entry:
     facts["signature"] = Signature(signature["name"], parameters)
     sizes = {name: facts[name] and tuple(facts[name]) for name in ("block", "cluster")}
     return Entry(**{**facts, **sizes})
-
-
-def _spelling(name: str) -> str:
-    return re.sub(r"\s+", "", name)
 
 
 # ---- compiling -----------------------------------------------------------------------------------

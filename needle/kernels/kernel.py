@@ -78,9 +78,6 @@ class Kernel(_C.Kernel):
         given = report.cluster if self.entry.cluster is None else None  # else the code has it
         return report.grid, report.block, dynamic, given, report.cooperative
 
-    def __repr__(self) -> str:
-        return f"<kernel {self.signature} on {self.device}>"
-
 
 class Module:
     """The kernels of one compiled source on a device, by name: `module["scale<float>"]`. They stay
@@ -102,9 +99,6 @@ class Module:
 
     def __getitem__(self, name: str) -> Kernel:
         return self.kernel(name)
-
-    def __repr__(self) -> str:
-        return f"<module {', '.join(self.compiled.entries)} on {self.device}>"
 
 
 def arch_of(device: Device) -> str:

@@ -93,9 +93,6 @@ class Job:
         status, said = self.answer["status"], self.answer.get("message", "")
         if status == "device_lost":  # as the driver reports
             self.device.lose(f"cuda({self.device.number}): {said}")
-        if status == "assertion":
-            lines = [line for line in self.process.printed().splitlines() if "Assertion `" in line]
-            said = "\n".join([*lines[:1], said])
         self.resources |= self.answer.get("resources", {})
         return Result(status, said, resources=self.resources, device=self.device.number)
 

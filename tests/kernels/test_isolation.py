@@ -34,7 +34,7 @@ def test_fault_has_its_name_and_the_next_job_is_right(pool, name):
     if name == "forged result":
         assert result.printed.startswith('{"status": "illegal_address"}')
     if name == "assert":
-        assert "Assertion `threadIdx.x < 3` failed" in result.message
+        assert "Assertion `threadIdx.x < 3` failed" in result.printed
 
 
 def test_timing_of_a_kernel_that_is_bound_by_memory(pool):
