@@ -234,10 +234,10 @@ def inject(pool: Pool, name: str) -> Result:
 STEPS: dict[str, float] = {}  # seconds of each step of the last job, as the pool waits for it
 
 
-def ask(process: Process, message: Any, arrays: Any, most: float, plain: Any = Process.ask) -> Any:
+def ask(process: Process, message: Any, most: float, plain: Any = Process.ask) -> Any:
     """Process.ask, noting the time."""
     began = time.perf_counter()
-    answer = plain(process, message, arrays, most)
+    answer = plain(process, message, most)
     STEPS[message["do"] if message else "start"] = time.perf_counter() - began
     return answer
 

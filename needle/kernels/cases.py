@@ -192,14 +192,15 @@ class Launch:
     """A case with the arrays of a trial. TypeError and ValueError for arguments that cannot be
     sent.
 
-    Attributes: arrays (those that are sent), nbytes (of all), written (bytes of the Outs), outputs
-    (name, dtype, shape of each array that comes back, once there was a `message`).
+    Attributes: arguments (as they are sent: numbers, NumPy's as arrays without axes, bytes, or of
+    an array its role, dtype, shape and elements), arrays (of those), nbytes (of all), written
+    (bytes of the Outs), outputs (name, dtype, shape of each array that comes back, once there was a
+    `message`).
     """
 
     def __init__(self, case: Case, trial: int = 0) -> None:
         self.case = case
-        self.plain: list[Any] = []  # of each argument as JSON; None: an array
-        self.described: list[tuple[str, str, tuple[int, ...]]] = []  # role, dtype, shape of arrays
+        self.arguments: list[Any] = []
         self.arrays: list[np.ndarray] = []
         self.written = 0
         for number, value in enumerate(case.args):
@@ -207,55 +208,53 @@ class Launch:
             value = value.array if isinstance(value, InOut) else value
             value = value.array(trial, number) if isinstance(value, Random) else value
             if isinstance(value, Out):
-                self.described.append(("out", value.dtype, value.shape))
+                given = {"role": "out", "dtype": value.dtype, "shape": value.shape}
                 self.written += math.prod(value.shape) * itemsize(value.dtype)
             elif role == "inout" or isinstance(value, (np.ndarray, NDArray)):
                 try:
                     dtype, array = host_array(value)
                 except TypeError as error:
                     raise TypeError(f"args[{number}]: {error}") from None
-                self.described.append((role, dtype, array.shape))
+                given = {"role": role, "dtype": dtype, "shape": array.shape, "array": array}
                 self.arrays.append(array)
             else:
-                self.plain.append(to_json(number, value))
-                continue
-            self.plain.append(None)
+                given = plain(number, value)
+            self.arguments.append(given)
         self.nbytes = self.written + sum(array.nbytes for array in self.arrays)
         self.way: Message = {
             "grid": triple("grid", case.grid),
             "block": triple("block", case.block),
             "shared": whole("shared", case.shared, 0),
-            "arguments": self.plain,
+            "arguments": self.arguments,
         }
 
     def message(self, entry: Entry) -> Message:
         """Return the launch of a kernel, whose signature shows which arrays it writes."""
         places, known = [], entry.signature.parameters
-        numbers = [number for number, plain in enumerate(self.plain) if plain is None]
-        for number, (role, dtype, shape) in zip(numbers, self.described):
-            parameter = known[number] if number < len(known) else None
+        for number, given in enumerate(self.arguments):
+            if not isinstance(given, dict):
+                continue
+            role, parameter = given["role"], known[number] if number < len(known) else None
             name = f"args[{number}]" + (f" ({parameter})" if parameter else "")
             if role == "in" and parameter is not None and parameter.kind != "unknown":
                 role = "inout" if parameter.written else "const"
-            places.append((name, dtype, shape, role))
+            places.append((name, given["dtype"], given["shape"], role))
         self.outputs = [place[:3] for place in places if place[3] in ("out", "inout")]
         return {**self.way, "places": places}
 
-    def read(self, blocks: list[bytes]) -> tuple[np.ndarray, ...]:
+    def read(self, answer: Message) -> tuple[np.ndarray, ...]:
         """Return the outputs that a process sent; bfloat16 as float32."""
         found = []
-        for block, (_, dtype, shape) in zip(blocks, self.outputs):
+        for block, (_, dtype, shape) in zip(answer.get("outputs", ()), self.outputs):
             flat = np.frombuffer(block, "uint16" if dtype == "bfloat16" else dtype)
             found.append(readable(dtype, flat).reshape(shape))
         return tuple(found)
 
     def inputs(self) -> list[Any]:
         """Return copies of the arguments without Out, as a reference takes them."""
-        dtypes = [dtype for role, dtype, _ in self.described if role != "out"]
-        given = iter(zip(dtypes, self.arrays))
         return [
-            value if plain is not None else readable(*next(given))
-            for plain, value in zip(self.plain, self.case.args)
+            readable(given["dtype"], given["array"]) if isinstance(given, dict) else value
+            for given, value in zip(self.arguments, self.case.args)
             if not isinstance(value, Out)
         ]
 
@@ -292,22 +291,15 @@ class Launch:
         )
 
 
-def to_json(number: int, value: Any) -> Any:
-    """Return an argument that is no array: a number, [dtype, number] if it is NumPy's, or the bytes
-    of a struct in hexadecimal."""
-    if isinstance(value, (bytes, np.void)):
-        return bytes(value).hex()
+def plain(number: int, value: Any) -> Any:
+    """Return an argument that is no array as it is sent."""
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return [value.dtype.name, value.item()]
+        return np.asarray(value)  # JSON has no float64 apart from Python's
+    if isinstance(value, (bytes, np.void)):
+        return bytes(value)
     if isinstance(value, (bool, int, float)):
         return value
     raise TypeError(
         f"args[{number}]: {type(value).__name__} is no argument of a kernel; pass an array, Out, "
         "InOut, Random, a number, or bytes for a struct"
     )
-
-
-def from_json(value: Any) -> bool | int | float | bytes | np.generic:
-    if isinstance(value, str):
-        return bytes.fromhex(value)
-    return np.dtype(value[0]).type(value[1]) if isinstance(value, list) else value

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -121,26 +120,22 @@ class Compiled:
         kernels = ", ".join(str(entry.signature) for entry in self.entries.values())
         return f"<compiled for sm_{self.arch}: {kernels}>"
 
-    def pack(self) -> bytes:
-        """Return bytes for another process: a line of JSON, then the machine code."""
-        facts = asdict(self) | {"cubin": "", "source": "", "options": ()}
-        return json.dumps(facts).encode() + b"\n" + self.cubin
+    def pack(self) -> dict[str, Any]:
+        """Return it for another process, without its source."""
+        return asdict(self) | {"source": "", "options": ()}
 
     @staticmethod
-    def unpack(data: bytes) -> Compiled:
-        """Read the bytes of pack()."""
-        head, _, cubin = data.partition(b"\n")
-        facts = json.loads(head)
-        entries = {name: _entry_from(entry) for name, entry in facts.pop("entries").items()}
-        return Compiled(**{**facts, "cubin": cubin, "entries": entries})
+    def unpack(facts: dict[str, Any]) -> Compiled:
+        """Read what pack() returns, also after JSON."""
+        entries = {name: _entry_from(entry) for name, entry in facts["entries"].items()}
+        return Compiled(**{**facts, "entries": entries, "options": ()})
 
 
 def _entry_from(facts: dict[str, Any]) -> Entry:
     signature = facts["signature"]
     parameters = tuple(Parameter(**parameter) for parameter in signature["parameters"])
-    facts["signature"] = Signature(signature["name"], parameters)
     sizes = {name: facts[name] and tuple(facts[name]) for name in ("block", "cluster")}
-    return Entry(**{**facts, **sizes})
+    return Entry(**{**facts, **sizes, "signature": Signature(signature["name"], parameters)})
 
 
 # ---- compiling -----------------------------------------------------------------------------------

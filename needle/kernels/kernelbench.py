@@ -124,13 +124,11 @@ class _Evaluation:
     timeout: float
     result: KernelExecResult
 
-    def ask(
-        self, role: str, message: Message | None, seconds: float, blocks: Any = ()
-    ) -> tuple[Message, list[bytes]]:
+    def ask(self, role: str, message: Message | None, seconds: float) -> Message:
         """Return the answer of a process. _Fails of the candidate, ValueError of the reference."""
-        answer, found = self.processes[role].ask(message, blocks, seconds)
+        answer = self.processes[role].ask(message, seconds)
         if answer["status"] == "ok":
-            return answer, found
+            return answer
         if role == "candidate":
             raise _Fails(answer)
         raise ValueError(f"original_model_src: {answer['status']}: {answer['message']}")
@@ -138,7 +136,7 @@ class _Evaluation:
     def run(self, device: Device) -> None:
         problem, result = self.problem, self.result
         for role in self.processes:
-            result.metadata |= self.ask(role, None, START_SECONDS)[0]["facts"]
+            result.metadata |= self.ask(role, None, START_SECONDS)["facts"]
         make = {"do": "make", "seed": problem.seed_num, "precision": problem.precision}
         for role, source in (
             ("reference", problem.original_model_src),
@@ -146,8 +144,7 @@ class _Evaluation:
         ):
             self.ask(role, {"do": "load", "role": role, "source": source}, COMPILE_SECONDS)
             result.compiled = role == "candidate"
-            made, _ = self.ask(role, make, FIRST_CALL_SECONDS)
-            make["init"] = made["init"]
+            make["init"] = self.ask(role, make, FIRST_CALL_SECONDS)["init"]
         device.settle()
         passed = sum(self.trial(n == 0) is not None for n in range(problem.num_correct_trials))
         result.metadata["correctness_trials"] = f"({passed} / {problem.num_correct_trials})"
@@ -160,11 +157,11 @@ class _Evaluation:
         their outputs differ."""
         seconds = 2 * self.timeout + (FIRST_CALL_SECONDS if first else 0)
         draw = {"do": "draw", "seed": secrets.randbits(32)}
-        drawn, blocks = self.ask("reference", draw, seconds)
+        drawn = self.ask("reference", draw, seconds)
         run = {"do": "run", "values": drawn["values"], "twice": first}
-        called, outputs = self.ask("candidate", run, seconds, blocks)
+        called = self.ask("candidate", run, seconds)
         compare = {"do": "compare", "values": called["values"]}
-        compared, _ = self.ask("reference", compare, seconds, outputs)
+        compared = self.ask("reference", compare, seconds)
         metadata = self.result.metadata
         if first:
             metadata["deterministic"] = called["deterministic"]
@@ -189,7 +186,7 @@ class _Evaluation:
                 result.correctness = False
                 return
         times, reference_times = ([pair[side] for pair in both] for side in (0, 1))
-        rates, _ = self.ask("reference", {"do": "rates"}, FIRST_CALL_SECONDS)
+        rates = self.ask("reference", {"do": "rates"}, FIRST_CALL_SECONDS)
         written, operations = rates["written"], rates["operations"]
         least = least_time(written, operations, rates["fill_rate"], rates["product_rate"])
         least, median = max(least, SHORTEST) / 1e3, statistics.median(times)

@@ -87,9 +87,9 @@ class Job:
         self.pool, self.device, self.process = pool, device, process
         self.resources: dict[str, Any] = {}
 
-    def ask(self, message: Message, arrays: Sequence[Any], seconds: float) -> Result:
-        """Return what the process answers; `answer` and `blocks` have all of it."""
-        self.answer, self.blocks = self.process.ask(message, arrays, seconds)
+    def ask(self, message: Message, seconds: float) -> Result:
+        """Return what the process answers; `answer` has all of it."""
+        self.answer = self.process.ask(message, seconds)
         status, said = self.answer["status"], self.answer.get("message", "")
         if status == "device_lost":  # as the driver reports
             self.device.lose(f"cuda({self.device.number}): {said}")
@@ -100,11 +100,10 @@ class Job:
         """Compile and load, from the pool's code if it has some."""
         arch, codes = self.device.facts.get("arch"), self.pool.codes
         key = hashlib.sha256(f"{arch}\0{entry}\0{source}".encode()).digest()
-        code = codes.get(key)
-        message = {"do": "load", "entry": entry, "source": source if code is None else ""}
-        result = self.ask(message, [] if code is None else [code], COMPILE_SECONDS)
+        message = {"do": "load", "entry": entry, "source": source, "code": codes.get(key)}
+        result = self.ask(message, COMPILE_SECONDS)
         if result.status == "ok":
-            code = code or self.blocks[0]
+            code = codes.get(key) or self.answer["code"]
             self.entry: Entry = Compiled.unpack(code)[entry]
             self.resources |= {name: getattr(self.entry, name) for name in RESOURCES}
             if not reads_files(source):
@@ -120,9 +119,8 @@ class Job:
         if launch.nbytes > most:
             said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
             return Result("out_of_memory", said, device=self.device.number)
-        message = {"do": "run", **launch.message(self.entry)}
-        result = self.ask(message, launch.arrays, seconds)
-        return replace(result, outputs=launch.read(self.blocks))
+        result = self.ask({"do": "run", **launch.message(self.entry)}, seconds)
+        return replace(result, outputs=launch.read(self.answer))
 
     def time(self, launch: Launch, warm: bool, seconds: float) -> Result:
         """Time calls of the last launch. warm: by the launch before it. The outputs are those of
@@ -130,8 +128,8 @@ class Job:
         self.device.settle()
         message = {"do": "time", "warm": warm, "seconds": seconds}
         message["operations"] = launch.case.operations
-        result = self.ask(message, (), seconds + 4 * self.pool.timeout)
-        return replace(result, outputs=launch.read(self.blocks))
+        result = self.ask(message, seconds + 4 * self.pool.timeout)
+        return replace(result, outputs=launch.read(self.answer))
 
     def evaluate(
         self, case: Case, right: Any, tolerance: Tolerance, trials: int, time: bool
@@ -217,7 +215,7 @@ class Pool:
         self.timeout, self.memory = float(timeout), memory
         self.changed = threading.Condition()
         self.closed = False
-        self.codes: dict[bytes, bytes] = {}  # machine code by the hash of its source
+        self.codes: dict[bytes, Message] = {}  # machine code by the hash of its source
         self.devices = {
             number: Device(
                 number, name, 0 if number == NO_GPU else 1 + spares, self.worker, self.changed
@@ -276,7 +274,7 @@ class Pool:
                     process: Process | None
                     if command:
                         process = device.start(command)
-                        answer, _ = process.ask(None, (), START_SECONDS)
+                        answer = process.ask(None, START_SECONDS)
                         device.facts = answer.get("facts", device.facts)
                     else:
                         process = device.take()
@@ -479,7 +477,7 @@ class Pool:
             with self._reserved(number):
                 device.settle()
                 for process in device.spares:
-                    freed += process.ask({"do": "clean"}, (), self.timeout)[0].get("freed", 0)
+                    freed += process.ask({"do": "clean"}, self.timeout).get("freed", 0)
         return freed
 
     def reset(self, device: int) -> None:

@@ -1,10 +1,11 @@
 """Processes of the pool: both ends of their connection, and `Device`, which keeps some ready.
 
-A message is JSON, then arrays as raw bytes. Nothing is pickled or unpickled, so a process can at
-most send wrong numbers. A process does one job and is killed. Others wait meanwhile, with a context
-and a kernel run, so that the next job need not wait for a start. A start would disturb what is
-timed, and so would the end of a context, which holds up the driver for some 25 ms: processes start
-while their device is idle, or when there is none, and are gone before something is timed.
+A message is JSON, then its arrays and bytes as they are. Nothing is pickled or unpickled, so a
+process can at most send wrong numbers. A process does one job and is killed. Others wait meanwhile,
+with a context and a kernel run, so that the next job need not wait for a start. A start would
+disturb what is timed, and so would the end of a context, which holds up the driver for some 25 ms:
+processes start while their device is idle, or when there is none, and are gone before something is
+timed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ import numpy as np
 
 from needle.processes import die_with, ends_within, signal_group, signal_name
 
-Message = dict[str, Any]
-Arrays = Sequence[bytes | np.ndarray]
-Answer = tuple[Message, Arrays]
+Message = dict[str, Any]  # of what JSON has, bytes and NumPy arrays
 
 MESSAGE_LETTERS = 64 << 10  # characters of an error
 PRINTED_BYTES = 64 << 10
@@ -49,18 +48,36 @@ VARIABLES = {
 # ---- messages ------------------------------------------------------------------------------------
 
 
-def send(connection: Connection, message: Message, arrays: Arrays = ()) -> None:
-    connection.send_bytes(json.dumps({**message, "arrays": len(arrays)}).encode())
-    for array in arrays:
-        if isinstance(array, np.ndarray):
-            array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        connection.send_bytes(array)
+def send(connection: Connection, message: Message) -> None:
+    blocks: list[bytes | np.ndarray] = []
+
+    def place(value: bytes | np.ndarray) -> Message:
+        blocks.append(value)
+        if isinstance(value, bytes):
+            return {"bytes": len(blocks) - 1}
+        blocks[-1] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return {"bytes": len(blocks) - 1, "dtype": value.dtype.name, "shape": value.shape}
+
+    text = json.dumps(message, default=place).encode()
+    connection.send_bytes(b"%d %b" % (len(blocks), text))
+    for block in blocks:
+        connection.send_bytes(block)
 
 
-def receive(connection: Connection) -> tuple[Message, list[bytes]]:
+def receive(connection: Connection) -> Message:
     """Wait for a message. EOFError when the other end is closed."""
-    message = json.loads(connection.recv_bytes())
-    return message, [connection.recv_bytes() for _ in range(message.pop("arrays"))]
+    count, _, text = connection.recv_bytes().partition(b" ")
+    blocks = [connection.recv_bytes() for _ in range(int(count))]
+
+    def value(given: Message) -> Any:
+        if "bytes" not in given:
+            return given
+        block = blocks[given["bytes"]]
+        if "dtype" not in given:
+            return block
+        return np.frombuffer(block, given["dtype"]).reshape(given["shape"])
+
+    return json.loads(text, object_hook=value)
 
 
 def failure(status: str, error: BaseException) -> Message:
@@ -69,8 +86,7 @@ def failure(status: str, error: BaseException) -> Message:
 
 
 def answer_all(
-    words: Sequence[str],
-    begin: Callable[[], tuple[Message, Callable[[Message, list[bytes]], Answer]]],
+    words: Sequence[str], begin: Callable[[], tuple[Message, Callable[[Message], Message]]]
 ) -> None:
     """Answer the pool, as a process of it whose last two words are FD PARENT. begin: returns the
     facts that are sent first, and the function that answers a message."""
@@ -86,7 +102,7 @@ def answer_all(
             return send(connection, failure("failed", error))
         send(connection, {"status": "ok", "facts": facts})
         while True:
-            send(connection, *do(*receive(connection)))
+            send(connection, do(receive(connection)))
 
 
 # ---- the pool's end ------------------------------------------------------------------------------
@@ -116,20 +132,18 @@ class Process:
             )
         self.pid = self.process.pid
 
-    def ask(
-        self, message: Message | None, arrays: Arrays, seconds: float
-    ) -> tuple[Message, list[bytes]]:
+    def ask(self, message: Message | None, seconds: float) -> Message:
         """Send a message (None: wait for the first one of the process). Return its answer, or
         `timeout`, or `crashed` and how it ended."""
         try:
             if message is not None:
-                send(self.connection, message, arrays)
+                send(self.connection, message)
             if self.connection.poll(seconds):
                 return receive(self.connection)
             said = f"no answer after {seconds:g} s: the process was killed"
-            return {"status": "timeout", "message": said}, []
+            return {"status": "timeout", "message": said}
         except (EOFError, OSError):
-            return {"status": "crashed", "message": f"the process of the kernel {self.end()}"}, []
+            return {"status": "crashed", "message": f"the process of the kernel {self.end()}"}
 
     def is_ready(self) -> bool:
         """Return whether it runs, and has sent its first message."""
@@ -223,7 +237,7 @@ class Device:
     def _starts(self, spare: Process) -> bool:
         """Wait for its first message. One that fails loses the device."""
         if not spare.reported:
-            answer, _ = spare.ask(None, (), START_SECONDS)
+            answer = spare.ask(None, START_SECONDS)
             spare.reported = answer["status"] == "ok"
             self.facts = answer.get("facts", self.facts)
             if not spare.reported and not self.closed:

@@ -2,8 +2,7 @@
 
 It imports torch, says so, and does what the pool asks for: "load" a source and "make" its model; as
 the reference "draw" inputs, "compare" a candidate's outputs with its own, and tell the "rates" of
-the device; as the candidate "run". Tensors travel as raw bytes beside their dtypes and shapes,
-other values as Python's literals.
+the device; as the candidate "run". Tensors travel as raw bytes beside their dtypes and shapes.
 """
 
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from needle.kernels.process import MESSAGE_LETTERS, Answer, Message, answer_all, failure
+from needle.kernels.process import MESSAGE_LETTERS, Message, answer_all, failure
 from needle.kernels.timing import FLUSH_BYTES
 
 HOST_MILLISECONDS = 0.05  # in which the host sees an idle device and records an event
@@ -40,33 +39,30 @@ def listed(values: Any) -> list[Any]:
     return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
-def pack(values: Any) -> tuple[list[Message], list[bytes]]:
-    """Return (descriptions, the bytes of each tensor) of what a model takes or gives."""
-    described: list[Message] = []
-    blocks = []
+def pack(values: Any) -> list[Any]:
+    """Return what a model takes or gives, as it is sent: numbers, texts, and tensors as bytes."""
+    found: list[Any] = []
     for value in listed(values):
         if isinstance(value, (bool, int, float, str, type(None))):
-            described.append({"literal": repr(value)})
+            found.append(value)
             continue
         if type(value) not in (torch.Tensor, torch.nn.Parameter):  # a subclass may compute later
             raise TypeError(f"{type(value).__name__}: models take and give tensors and numbers")
-        described.append({"dtype": str(value.dtype)[6:], "shape": list(value.shape)})
         flat = value.detach().contiguous().reshape(-1).cpu()
-        blocks.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-    return described, blocks
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        found.append({"dtype": str(value.dtype)[6:], "size": list(value.shape), "data": data})
+    return found
 
 
-def unpack(described: list[Message], blocks: list[bytes]) -> list[Any]:
+def unpack(sent: list[Any]) -> list[Any]:
     """Return the values, tensors on the device."""
     found: list[Any] = []
-    left = iter(blocks)
-    for one in described:
-        if "literal" in one:
-            found.append(ast.literal_eval(one["literal"]))
-            continue
-        data, dtype = bytearray(next(left)), getattr(torch, one["dtype"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        found.append(flat.reshape(one["shape"]).to(DEVICE))
+    for one in sent:
+        if isinstance(one, dict):
+            data, dtype = bytearray(one["data"]), getattr(torch, one["dtype"])
+            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            one = flat.reshape(one["size"]).to(DEVICE)
+        found.append(one)
     return found
 
 
@@ -103,14 +99,14 @@ class Clock:
 
 
 class Side:
-    """A source with its model. Each step returns a message and the bytes of tensors. Attributes:
-    inputs (of the last call)."""
+    """A source with its model. Each step returns a message. Attributes: inputs (of the last
+    call)."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.inputs: list[Any] = []
 
-    def load(self, job: Message, blocks: list[bytes]) -> Answer:
+    def load(self, job: Message) -> Message:
         """Import the source as a module, from a file, which Triton needs."""
         name, path = job["role"], Path.cwd() / f"{job['role']}.py"
         path.write_text(job["source"])
@@ -118,9 +114,9 @@ class Side:
         self.module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.module)
         self.cls = getattr(self.module, CLASSES[name])
-        return {}, []
+        return {}
 
-    def make(self, job: Message, blocks: list[bytes]) -> Answer:
+    def make(self, job: Message) -> Message:
         """Make the model, whose weights follow from the seed."""
         self.dtype, self.tolerance = DTYPES[job["precision"]], TOLERANCES[job["precision"]]
         torch.manual_seed(job["seed"])
@@ -128,7 +124,7 @@ class Side:
         torch.manual_seed(job["seed"])
         self.model = self.cls(*init).to(DEVICE, self.dtype)
         ast.literal_eval(repr(init))  # ValueError: what cannot travel
-        return {"init": repr(init)}, []
+        return {"init": repr(init)}
 
     def call(self, inputs: list[Any]) -> tuple[float, Any]:
         """Call the model on new inputs, warmed up with those before. Return (milliseconds,
@@ -140,43 +136,41 @@ class Side:
 
     # ---- of the reference ------------------------------------------------------------------------
 
-    def draw(self, job: Message, blocks: list[bytes]) -> Answer:
+    def draw(self, job: Message) -> Message:
         """Draw inputs, keep the right outputs, and return the inputs."""
         torch.manual_seed(job["seed"])
         drawn = self.module.get_inputs()
         floats = [torch.is_tensor(value) and value.is_floating_point() for value in drawn]
-        described, blocks = pack(
+        values = pack(
             [value.to(self.dtype) if is_float else value for value, is_float in zip(drawn, floats)]
         )
-        took, right = self.call(unpack(described, blocks))
+        took, right = self.call(unpack(values))
         self.right = listed(right)
-        return {"values": described, "time": took}, blocks
+        return {"values": values, "time": took}
 
-    def compare(self, job: Message, blocks: list[bytes]) -> Answer:
+    def compare(self, job: Message) -> Message:
         """Compare the outputs of a candidate with the right ones."""
-        got = unpack(job["values"], blocks)
+        got = unpack(job["values"])
         if len(got) != len(self.right):
-            return {"issue": f"Expected {len(self.right)} outputs, got {len(got)}"}, []
+            return {"issue": f"Expected {len(self.right)} outputs, got {len(got)}"}
         for new, old in zip(got, self.right):
             if not torch.is_tensor(old) or not torch.is_tensor(new):
                 if new != old:
-                    return {"issue": f"Output mismatch: Expected {old!r:.99}, got {new!r:.99}"}, []
+                    return {"issue": f"Output mismatch: Expected {old!r:.99}, got {new!r:.99}"}
                 continue
             for what in ("shape", "dtype"):
                 expected, found = getattr(old, what), getattr(new, what)
                 if expected != found:
                     said = f"Output {what} mismatch: Expected {expected}, got {found}"
-                    return {"issue": said}, []
+                    return {"issue": said}
             if not torch.allclose(new, old, self.tolerance, self.tolerance, equal_nan=True):
                 apart = (new.double() - old.double()).abs()
-                answer = {
-                    "max_difference": apart.max().item(),
-                    "avg_difference": apart.mean().item(),
-                }
-                return {"issue": "Output mismatch", **answer}, []
-        return {"issue": ""}, []
+                most, mean = apart.max().item(), apart.mean().item()
+                both = {"max_difference": most, "avg_difference": mean}
+                return {"issue": "Output mismatch", **both}
+        return {"issue": ""}
 
-    def rates(self, job: Message, blocks: list[bytes]) -> Answer:
+    def rates(self, job: Message) -> Message:
         """Return the bytes of the outputs and the operations of the reference, and the rates of the
         device a second: of filling memory, and of a large product."""
         with FlopCounterMode(display=False) as counter:
@@ -186,28 +180,28 @@ class Side:
         a = torch.ones(size, size, dtype=dtype, device=DEVICE)
         product = min(self.clock.time(lambda: a @ a)[0] for _ in range(4))
         return {
-            "written": sum(map(len, pack(self.right)[1])),
+            "written": sum(len(one["data"]) for one in pack(self.right) if isinstance(one, dict)),
             "operations": counter.get_total_flops(),
             "fill_rate": self.clock.flush.numel() / (fill * 1e-3),
             "product_rate": 2 * size**3 / (product * 1e-3),
-        }, []
+        }
 
     # ---- of the candidate ------------------------------------------------------------------------
 
-    def run(self, job: Message, blocks: list[bytes]) -> Answer:
+    def run(self, job: Message) -> Message:
         """Call the model, and return its outputs; then overwrite their memory, where it might find
         them again. `twice`: call it with the same inputs before, and compare the bits."""
         answer: Message = {}
         if job["twice"]:
-            first = self.model(*unpack(job["values"], blocks))
-            _, before = pack(first)
+            first = self.model(*unpack(job["values"]))
+            before = pack(first)
             self.overwrite(first)
-        answer["time"], outputs = self.call(unpack(job["values"], blocks))
-        answer["values"], found = pack(outputs)
+        answer["time"], outputs = self.call(unpack(job["values"]))
+        answer["values"] = pack(outputs)
         self.overwrite(outputs)
         if job["twice"]:
-            answer["deterministic"] = before == found
-        return answer, found
+            answer["deterministic"] = before == answer["values"]
+        return answer
 
     def overwrite(self, outputs: Any) -> None:
         """Fill the memory of outputs with bytes of 0xFF: NaN, or -1."""
@@ -217,15 +211,14 @@ class Side:
             if output.untyped_storage().data_ptr() not in places:
                 output.untyped_storage().fill_(0xFF)
 
-    def do(self, job: Message, blocks: list[bytes]) -> Answer:
+    def do(self, job: Message) -> Message:
         try:
             with torch.no_grad():
-                answer, found = getattr(self, job["do"])(job, blocks)
-            return {"status": "ok", **answer}, found
+                return {"status": "ok", **getattr(self, job["do"])(job)}
         except Exception as error:
             name = f"{type(error).__module__}.{type(error).__name__}"
             trace = traceback.format_exc()[-MESSAGE_LETTERS:]
-            return {**failure("failed", error), "name": name, "traceback": trace}, []
+            return {**failure("failed", error), "name": name, "traceback": trace}
 
 
 def main(words: list[str]) -> None:

@@ -37,10 +37,9 @@ import numpy as np
 from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
 from needle.kernels import guard, timing
-from needle.kernels.cases import from_json
 from needle.kernels.compile import Compiled, build
 from needle.kernels.kernel import arch_of, load
-from needle.kernels.process import Answer, Message, answer_all, failure
+from needle.kernels.process import Message, answer_all, failure
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or
 # CUDA_ERROR_ILLEGAL_ADDRESS.
@@ -115,14 +114,15 @@ class Launch:
     guarded buffer or, `apart`, an allocation each, so that compute-sanitizer sees where each
     ends."""
 
-    def __init__(self, job: Message, values: list[bytes], device: Device, apart: bool) -> None:
+    def __init__(self, job: Message, device: Device, apart: bool) -> None:
         self.job, self.device, self.apart = job, device, apart
         self.places, size = guard.lay_out(job["places"])
         self.image = np.empty(size, np.uint8)
         guard.fill(self.image)
-        for place in self.places:
+        given = [argument for argument in job["arguments"] if isinstance(argument, dict)]
+        for place, one in zip(self.places, given):
             if place.role != "out":
-                place.bytes_of(self.image)[:] = np.frombuffer(values.pop(0), np.uint8)
+                place.bytes_of(self.image)[:] = one["array"].reshape(-1).view(np.uint8)
         self.memory = [self._uploaded(place) for place in self.places] if apart else []
         self.whole = None if apart else _C.array(self.image, "uint8", device)
         self.pristine: NDArray | None = None
@@ -134,10 +134,11 @@ class Launch:
 
     def call(self, kernel: Any) -> None:
         arrays, job = iter(enumerate(self.places)), self.job
-        arguments = [
-            self._array(*next(arrays)) if value is None else from_json(value)
-            for value in job["arguments"]
-        ]
+        arguments = []
+        for value in job["arguments"]:
+            if isinstance(value, np.ndarray):  # a number of NumPy's
+                value = value[()]
+            arguments.append(self._array(*next(arrays)) if isinstance(value, dict) else value)
         kernel(tuple(job["grid"]), tuple(job["block"]), *arguments, shared=job["shared"])
 
     def _array(self, number: int, place: guard.Place) -> NDArray:
@@ -155,7 +156,7 @@ class Launch:
             self.pristine = _C.array(self.image, "uint8", self.device)
         _C.assign(self.whole, self.pristine)
 
-    def result(self) -> Answer:
+    def result(self) -> Message:
         """Return status and message of what was written, and the outputs."""
         after = self.image.copy() if self.apart else self.whole.numpy()
         for place, memory in zip(self.places, self.memory):
@@ -165,11 +166,11 @@ class Launch:
         status = "out_of_bounds" if outside else "wrong_result" if missing else "ok"
         returned = [place for place in self.places if place.role in ("out", "inout")]
         outputs = [place.bytes_of(after) for place in returned]
-        return {"status": status, "message": outside or missing}, outputs
+        return {"status": status, "message": outside or missing, "outputs": outputs}
 
 
 class Job:
-    """The steps of one job: each returns a message and arrays."""
+    """The steps of one job: each returns a message."""
 
     def __init__(self, gpu: Gpu, device: Device, apart: bool) -> None:
         self.gpu, self.device, self.apart = gpu, device, apart
@@ -177,32 +178,31 @@ class Job:
         self.before: Launch | None = None  # the one that was launched before
         self.clock: timing.Clock | None = None
 
-    def load(self, job: Message, values: list[bytes]) -> Answer:
-        """Take machine code, or compile the source and return its machine code."""
+    def load(self, job: Message) -> Message:
+        """Take machine code, or compile the source. Return the machine code."""
         self.entry = job["entry"]
         try:
-            if values:
-                self.code = Compiled.unpack(values[0])
+            if job["code"] is not None:
+                self.code = Compiled.unpack(job["code"])
             else:
                 self.code = self.gpu.build(job["source"], self.entry, self.gpu.arch(self.device))
             self.code[self.entry]  # KeyError
         except (ValueError, KeyError) as error:  # CompileError is a ValueError, and has the log
-            return failure("compile_error", error), []
+            return failure("compile_error", error)
         self.kernel = self.gpu.load(self.code, self.entry, self.device)
-        return {"status": "ok"}, [] if values else [self.code.pack()]
+        return {"status": "ok", "code": None if job["code"] else self.code.pack()}
 
-    def run(self, job: Message, values: list[bytes]) -> Answer:
+    def run(self, job: Message) -> Message:
         """Launch once."""
-        launch = Launch(job, values, self.device, self.apart)
+        launch = Launch(job, self.device, self.apart)
         self.before, self.launch = self.launch, launch
         launch.call(self.kernel)
         self.device.synchronize()
         report = self.kernel.check(tuple(job["grid"]), tuple(job["block"]), job["shared"])
         found = {"occupancy": report.occupancy, "blocks_per_sm": report.blocks_per_sm}
-        answer, outputs = launch.result()
-        return {**answer, "resources": found}, outputs
+        return {**launch.result(), "resources": found}
 
-    def time(self, job: Message, values: list[bytes]) -> Answer:
+    def time(self, job: Message) -> Message:
         """Time calls of the last launch, each of code that is new, and warmed up with the launch
         before it if `warm`. Return the outputs of the last call."""
         if self.clock is None:
@@ -220,35 +220,34 @@ class Job:
         times = clock.measure(prepare, job["seconds"])
         rate = clock.product_rate(self.gpu.product_size) if job["operations"] else 1.0
         found = {"nothing": clock.nothing, "fill_rate": clock.fill_rate, "product_rate": rate}
-        answer, outputs = launch.result()
-        return {**answer, "times": times, "clock": found}, outputs
+        return {**launch.result(), "times": times, "clock": found}
 
-    def clean(self, job: Message, values: list[bytes]) -> Answer:
+    def clean(self, job: Message) -> Message:
         """Return unused device memory to the system."""
         before = self.device.memory_stats()["reserved_bytes"]
         self.device.empty_cache()
-        return {"freed": before - self.device.memory_stats()["reserved_bytes"]}, []
+        return {"freed": before - self.device.memory_stats()["reserved_bytes"]}
 
-    def do(self, job: Message, values: list[bytes]) -> Answer:
+    def do(self, job: Message) -> Message:
         try:
-            answer, arrays = getattr(self, job["do"])(job, values)
+            answer = getattr(self, job["do"])(job)
         except (CudaError, MemoryError, TypeError, ValueError, OverflowError, KeyError) as error:
-            answer, arrays = failure(status_of(error), error), []
+            answer = failure(status_of(error), error)
         ctypes.CDLL(None).fflush(None)  # output of kernels
-        return answer, arrays
+        return answer
 
 
 def check(job: Job, gpu: Gpu) -> None:
     """Compile and run a kernel with a known answer, as a job does. RuntimeError."""
     x = np.arange(4096, dtype=np.float32)
     places = [("x", "float32", x.shape, "const"), ("y", "float32", x.shape, "out")]
-    way = {"grid": [16], "block": [256], "shared": 0, "arguments": [None, None], "places": places}
-    answer, _ = job.do({"do": "load", "entry": "probe", "source": gpu.probe}, [])
+    way = {"grid": [16], "block": [256], "shared": 0, "arguments": [{"array": x}, {}]}
+    answer = job.do({"do": "load", "entry": "probe", "source": gpu.probe, "code": None})
     if answer["status"] == "ok":
-        answer, outputs = job.do({"do": "run", **way}, [x.tobytes()])
+        answer = job.do({"do": "run", **way, "places": places})
     if answer["status"] != "ok":
         raise RuntimeError(f"a first kernel does not run: {answer['message']}")
-    y = outputs[0].view(np.float32)
+    y = answer["outputs"][0].view(np.float32)
     wrong = np.count_nonzero(y != 3 * x + 1)
     if wrong:
         raise RuntimeError(f"the device computes wrongly: 3 x + 1 is wrong for {wrong} of {x.size}")

@@ -160,12 +160,12 @@ def test_process_of_the_pool_compiles_and_loads_what_the_pool_kept():
 
     name, source = "scale<__nv_bfloat16>", {"source": SOURCE}
     job, load = worker.Job(NoGpu(), None, False), {"do": "load", "entry": name}
-    answer, (code,) = job.do(load | source, [])
-    assert answer == {"status": "ok"} and Compiled.unpack(code) == build(SOURCE, name)
-    assert job.do(load, [code]) == ({"status": "ok"}, [])
+    answer = job.do(load | source | {"code": None})
+    assert answer["status"] == "ok" and Compiled.unpack(answer["code"]) == build(SOURCE, name)
+    assert job.do(load | {"code": answer["code"]}) == {"status": "ok", "code": None}
     assert NoGpu.loaded == [build(SOURCE, name)[name].symbol] * 2
-    answer, found = job.do(load | {"source": "int 5;"}, [])
-    assert answer["status"] == "compile_error" and "expected" in answer["message"] and not found
+    answer = job.do(load | {"source": "int 5;", "code": None})
+    assert answer["status"] == "compile_error" and "expected" in answer["message"]
     assert build(worker.PROBE)["probe"].registers > 0
 
 

@@ -377,12 +377,12 @@ def test_no_process_starts_or_ends_while_a_job_is_timed(pool, monkeypatch):
     """One that starts before has started then, and that of the job before is gone."""
     seen, (device,) = set(), pool.devices.values()
 
-    def watch(self, message, arrays, seconds):
+    def watch(self, message, seconds):
         end = time.monotonic() + 0.3
         while message is not None and message["do"] == "time" and time.monotonic() < end:
             seen.update(spare.is_ready() for spare in device.spares)
             seen.update(one.process.poll() is not None for one in device.dying)
-        return ask(self, message, arrays, seconds)
+        return ask(self, message, seconds)
 
     ask = process.Process.ask
     monkeypatch.setattr(process.Process, "ask", watch)
