@@ -61,12 +61,12 @@ class Clock:
     """Measures times on a device. Attributes: nothing (microseconds of an empty kernel), fill_rate
     (bytes a second at which the device fills memory)."""
 
-    def __init__(self, device: Device, flush_bytes: int = FLUSH_BYTES) -> None:
-        self.device, self.flush = device, empty((flush_bytes,), "uint8", device)
+    def __init__(self, device: Device) -> None:
+        self.device, self.flush = device, empty((FLUSH_BYTES,), "uint8", device)
         tiny = empty((1,), "float32", device)
         fill = min(self.timed(lambda: self.flush.fill(2)) for _ in range(3))
         self.nothing = statistics.median(self.timed(lambda: tiny.fill(1.0)) for _ in range(9))
-        self.fill_rate = flush_bytes / (fill * 1e-6)
+        self.fill_rate = FLUSH_BYTES / (fill * 1e-6)
         # The device writes for as long as the host needs to queue the launch of code that is new.
         self.flushes = min(math.ceil(HOST / max(fill, 1.0)), MOST_FLUSHES)
 

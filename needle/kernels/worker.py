@@ -67,6 +67,7 @@ PASSED_AS = {
     "complex64": "uint8",
     "complex128": "uint8",
 }
+PRODUCT_SIZE = 4096  # of the matrices whose product shows the rate of operations
 PROBE = """
 __global__ void probe(const float *x, float *y) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -86,27 +87,11 @@ def status_of(error: BaseException) -> str:
     return "launch_failure" if isinstance(error, CudaFatalError) else "invalid_launch"
 
 
-class Gpu:
-    """The parts of needle that touch a GPU or NVRTC. Tests replace them."""
-
-    flush_bytes = timing.FLUSH_BYTES
-    product_size = 4096
-    probe = PROBE
-
-    def open(self) -> Device:
-        """Return the device, with a context."""
-        device = _C.cuda()
-        device.synchronize()
-        return device
-
-    def arch(self, device: Device) -> str:
-        return arch_of(device)
-
-    def build(self, source: str, entry: str, arch: str) -> Compiled:
-        return build(source, (entry,), arch)
-
-    def load(self, code: Compiled, entry: str, device: Device) -> Any:
-        return load(code, device)[entry]
+def open_device() -> Device:
+    """Return the device, with a context."""
+    device = _C.cuda()
+    device.synchronize()
+    return device
 
 
 class Launch:
@@ -172,8 +157,8 @@ class Launch:
 class Job:
     """The steps of one job: each returns a message."""
 
-    def __init__(self, gpu: Gpu, device: Device, apart: bool) -> None:
-        self.gpu, self.device, self.apart = gpu, device, apart
+    def __init__(self, device: Device, apart: bool) -> None:
+        self.device, self.apart = device, apart
         self.launch: Launch | None = None
         self.before: Launch | None = None  # the one that was launched before
         self.clock: timing.Clock | None = None
@@ -185,11 +170,11 @@ class Job:
             if job["code"] is not None:
                 self.code = Compiled.unpack(job["code"])
             else:
-                self.code = self.gpu.build(job["source"], self.entry, self.gpu.arch(self.device))
+                self.code = build(job["source"], (self.entry,), arch_of(self.device))
             self.code[self.entry]  # KeyError
         except (ValueError, KeyError) as error:  # CompileError is a ValueError, and has the log
             return failure("compile_error", error)
-        self.kernel = self.gpu.load(self.code, self.entry, self.device)
+        self.kernel = load(self.code, self.device)[self.entry]
         return {"status": "ok", "code": None if job["code"] else self.code.pack()}
 
     def run(self, job: Message) -> Message:
@@ -206,11 +191,11 @@ class Job:
         """Time calls of the last launch, each of code that is new, and warmed up with the launch
         before it if `warm`. Return the outputs of the last call."""
         if self.clock is None:
-            self.clock = timing.Clock(self.device, self.gpu.flush_bytes)
+            self.clock = timing.Clock(self.device)
         clock, launch, before = self.clock, self.launch, self.before
 
         def prepare() -> Any:
-            kernel = self.gpu.load(self.code, self.entry, self.device)
+            kernel = load(self.code, self.device)[self.entry]
             if job["warm"]:
                 before.restore()
                 before.call(kernel)
@@ -218,7 +203,7 @@ class Job:
             return lambda: launch.call(kernel)
 
         times = clock.measure(prepare, job["seconds"])
-        rate = clock.product_rate(self.gpu.product_size) if job["operations"] else 1.0
+        rate = clock.product_rate(PRODUCT_SIZE) if job["operations"] else 1.0
         found = {"nothing": clock.nothing, "fill_rate": clock.fill_rate, "product_rate": rate}
         return {**launch.result(), "times": times, "clock": found}
 
@@ -237,12 +222,12 @@ class Job:
         return answer
 
 
-def check(job: Job, gpu: Gpu) -> None:
+def check(job: Job) -> None:
     """Compile and run a kernel with a known answer, as a job does. RuntimeError."""
     x = np.arange(4096, dtype=np.float32)
     places = [("x", "float32", x.shape, "const"), ("y", "float32", x.shape, "out")]
     way = {"grid": [16], "block": [256], "shared": 0, "arguments": [{"array": x}, {}]}
-    answer = job.do({"do": "load", "entry": "probe", "source": gpu.probe, "code": None})
+    answer = job.do({"do": "load", "entry": "probe", "source": PROBE, "code": None})
     if answer["status"] == "ok":
         answer = job.do({"do": "run", **way, "places": places})
     if answer["status"] != "ok":
@@ -253,13 +238,12 @@ def check(job: Job, gpu: Gpu) -> None:
         raise RuntimeError(f"the device computes wrongly: 3 x + 1 is wrong for {wrong} of {x.size}")
 
 
-def main(words: list[str], gpu: Gpu | None = None) -> None:
+def main(words: list[str]) -> None:
     def begin() -> tuple[Message, Any]:
-        own = gpu or Gpu()
-        device = own.open()
-        job = Job(own, device, "apart" in words)
-        check(job, own)
-        return {**device.properties(), "arch": own.arch(device)}, job.do
+        device = open_device()
+        job = Job(device, "apart" in words)
+        check(job)
+        return {**device.properties(), "arch": arch_of(device)}, job.do
 
     answer_all(words, begin)
 

@@ -24,7 +24,7 @@ import types
 import numpy as np
 
 from needle import _C
-from needle.kernels import worker
+from needle.kernels import timing, worker
 from needle.kernels.compile import Compiled
 from needle.kernels.limits import Entry
 from needle.kernels.signature import Parameter, Signature
@@ -75,35 +75,35 @@ class Kernel:
         return types.SimpleNamespace(occupancy=0.5, blocks_per_sm=2)
 
 
-class FakeGpu(worker.Gpu):
-    flush_bytes = 1 << 16
-    product_size = 64
-    probe = 'def probe(grid, block, x: "float const*", y: "float*"): y[:] = 3 * x + 1'
+def open_device():
+    if os.path.exists(os.environ.get("FAKE_BROKEN", "")):
+        worker.PROBE = worker.PROBE.replace("+ 1", "+ 2")
+    return _C.cpu()
 
-    def open(self):
-        if os.path.exists(os.environ.get("FAKE_BROKEN", "")):
-            self.probe = self.probe.replace("+ 1", "+ 2")
-        return _C.cpu()
 
-    def arch(self, device):
-        return "90a"
+def build(source, entries, arch):
+    if "hang the compiler" in source:
+        time.sleep(1000)
+    if "kill the compiler" in source:
+        os.kill(os.getpid(), 11)
+    (entry,) = entries
+    if "FAKE_LOG" in os.environ:
+        with open(os.environ["FAKE_LOG"], "a") as log:
+            log.write(f"{entry}\n")
+    try:
+        return compiled(source, entry)
+    except SyntaxError as error:
+        raise ValueError(f"kernel.py({error.lineno}): error: {error.msg}") from error
 
-    def build(self, source, entry, arch):
-        if "hang the compiler" in source:
-            time.sleep(1000)
-        if "kill the compiler" in source:
-            os.kill(os.getpid(), 11)
-        if "FAKE_LOG" in os.environ:
-            with open(os.environ["FAKE_LOG"], "a") as log:
-                log.write(f"{entry}\n")
-        try:
-            return compiled(source, entry)
-        except SyntaxError as error:
-            raise ValueError(f"kernel.py({error.lineno}): error: {error.msg}") from error
 
-    def load(self, code, entry, device):
-        return Kernel(function_of(code.cubin.decode(), entry))
+def load(code, device):
+    return {entry: Kernel(function_of(code.cubin.decode(), entry)) for entry in code.entries}
 
 
 if __name__ == "__main__":
-    worker.main(sys.argv[1:], FakeGpu())
+    timing.FLUSH_BYTES = 1 << 16
+    worker.PRODUCT_SIZE = 64
+    worker.PROBE = 'def probe(grid, block, x: "float const*", y: "float*"): y[:] = 3 * x + 1'
+    worker.open_device, worker.build, worker.load = open_device, build, load
+    worker.arch_of = lambda device: "90a"
+    worker.main(sys.argv[1:])

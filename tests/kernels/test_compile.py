@@ -153,17 +153,16 @@ def test_options_reach_the_compiler_and_headers_are_read_each_time(tmp_path, mon
 
 
 @needs_nvrtc
-def test_process_of_the_pool_compiles_and_loads_what_the_pool_kept():
-    class NoGpu(worker.Gpu):
-        arch, loaded = lambda self, device: "90a", []
-        load = lambda self, code, entry, device: self.loaded.append(code[entry].symbol)
-
+def test_process_of_the_pool_compiles_and_loads_what_the_pool_kept(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(worker, "arch_of", lambda device: "90a")
+    monkeypatch.setattr(worker, "load", lambda code, device: loaded.append(code) or code)
     name, source = "scale<__nv_bfloat16>", {"source": SOURCE}
-    job, load = worker.Job(NoGpu(), None, False), {"do": "load", "entry": name}
+    job, load = worker.Job(None, False), {"do": "load", "entry": name}
     answer = job.do(load | source | {"code": None})
     assert answer["status"] == "ok" and Compiled.unpack(answer["code"]) == build(SOURCE, name)
     assert job.do(load | {"code": answer["code"]}) == {"status": "ok", "code": None}
-    assert NoGpu.loaded == [build(SOURCE, name)[name].symbol] * 2
+    assert loaded == [build(SOURCE, name)] * 2
     answer = job.do(load | {"source": "int 5;", "code": None})
     assert answer["status"] == "compile_error" and "expected" in answer["message"]
     assert build(worker.PROBE)["probe"].registers > 0
