@@ -6,10 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from harness import ROOT, naming, run
+from harness import ROOT, run
 
 import needle as ndl
-from needle.diagnose import command
 from needle.testing import OPS
 
 DIAGNOSE = (sys.executable, "-m", "needle.diagnose")
@@ -62,17 +61,6 @@ def test_gpu_that_is_wanted_and_missing_is_a_failure(words, required):
     assert done.returncode == 1 and "cuda()         FAILED: " in done.stdout
     assert "cpu()          ok: " in done.stdout
     assert done.stdout.splitlines()[-1].startswith("in short       FAILED: 1, above (")
-
-
-def test_words_that_cannot_be_are_refused(capsys):
-    for words, said in (
-        (["--verbose"], "unrecognized arguments: --verbose"),
-        (["--device", "-1"], "0 or more"),
-        (["--run", ""], "an empty name ('')"),
-    ):
-        with naming(*words), pytest.raises(SystemExit) as caught:
-            command.main(words)
-        assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

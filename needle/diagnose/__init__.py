@@ -3,8 +3,8 @@
     needle diagnose            some seconds; `--help` has the flags
     needle.show_config()       the facts alone, in Python
 
-`command` starts each part in a process of its own (`parts`, `child`), because what it examines may
-hang or kill it: `facts`, `gpus` (nvidia-smi), `device` (every op, rates), `ranks` (collectives),
+`__main__` starts each part in a process of its own (`parts`), because what it examines may hang or
+kill it: `facts`, `gpus` (nvidia-smi), `device` (every op, rates), `ranks` (collectives),
 `folder` (a run), `server` (a kernel service). They print by `report`.
 """
 

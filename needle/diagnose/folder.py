@@ -3,29 +3,17 @@ checkpoint, and the command that goes on. Nothing in it is changed."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import json
-import os
 import shlex
 from pathlib import Path
 
 from needle.checkpoint import CheckpointError, newest_checkpoint
 from needle.diagnose.report import failed, show, trying
-from needle.files import FileError
 from needle.processes import command_line
-from needle.training.folder import Begun, again, check_state, has_saved
-from needle.training.settings import from_json
+from needle.training.folder import again, has_saved
 
 PUT_BACK = "put a whole one back from a copy, or begin anew under another --name"
-
-
-def _state(line: str) -> str:
-    """Return "ok", or what a line of JSON is that a kill or a full disk has cut."""
-    try:
-        json.loads(line, strict=False)
-    except ValueError:
-        return "note, cut off, and mended by a resume"
-    return "ok"
 
 
 def examine(path: str) -> None:
@@ -40,7 +28,7 @@ def examine(path: str) -> None:
         if (folder / name).is_file():
             lines = (folder / name).read_text(errors="replace").splitlines()
             for line in [line for line in lines if '"digest"' not in line][-1:]:  # no proof
-                show("run", f"{_state(line)}: the last line of {name}: {line[:300]}")
+                show("run", f"ok: the last line of {name}: {line[:300]}")
     damaged = lambda text: failed("run", text, "put it back from a copy, or remove it")
     try:
         newest = newest_checkpoint(folder / "checkpoints", damaged)
@@ -52,17 +40,9 @@ def examine(path: str) -> None:
         step, steps = newest.state.get("step"), newest.state.get("settings", {}).get("steps")
         text = f"{newest.path.name}, step {step}, loss {newest.state['loss']:.4f}"
         show("run", f"ok: the newest whole checkpoint: {text}")
-    else:
-        try:  # config.json, by which it begins again
-            begun = Begun(folder)
-            if has_saved(folder):
-                failed("run", "none of the checkpoints that it saved is left", PUT_BACK)
-                return
-            check_state(begun)
-            from_json(begun.state["settings"], begun.path)
-        except FileError as error:
-            failed("run", str(error), PUT_BACK)
-            return
+    elif has_saved(folder):
+        failed("run", "none of the checkpoints that it saved is left", PUT_BACK)
+        return
     command = shlex.join([*command_line("train", "apps/train_pythia.py"), *again(folder)])
     if holder:
         show("run", "ok: it is at work; SIGTERM lets its step end, saves and stops it")
@@ -74,15 +54,10 @@ def examine(path: str) -> None:
 
 def lock_holder(folder: Path) -> str:
     """Return the process that holds the lock, in the words of the file; empty if none does."""
-    try:
-        file = os.open(folder / "lock", os.O_RDONLY)
-    except FileNotFoundError:
-        return ""
-    try:
-        # Shared and given up at once: a training that starts meanwhile is refused.
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return ""
-    except BlockingIOError:
-        return os.read(file, 200).decode(errors="replace").strip()
-    finally:
-        os.close(file)
+    with contextlib.suppress(FileNotFoundError), open(folder / "lock") as file:
+        try:
+            # Shared and given up at once: a training that starts meanwhile is refused.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read(200).strip()
+    return ""

@@ -1,9 +1,9 @@
-"""Parts of the diagnosis in processes of their own (child.py): one that dies or hangs costs a line,
-which says what it tried last."""
+"""Parts of the diagnosis in processes of their own: one that dies or hangs costs a line, which says
+what it tried last."""
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
 import os
 import select
@@ -11,17 +11,36 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from needle.diagnose import report
 from needle.diagnose.report import FAILED, RESULT, TRYING, failure
-from needle.processes import signal_name
+from needle.processes import ends_within, signal_group, signal_name, start
 
-CHILD = Path(__file__).with_name("child.py")
+# `-c` puts the current folder first on the path; needle's own takes its place.
+CODE = (
+    f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}; "
+    "from needle.diagnose.parts import child; child(*sys.argv[1:])"
+)
 KILL_SECONDS = 2.0  # for a process to be gone
 DIED = "look at the lines above, and in the kernel's log (dmesg) for an Xid or a killed process"
 HANGS = "end other programs on it and run this again; `nvidia-smi --gpu-reset`, or a reboot"
+EXPECTED = RuntimeError, MemoryError, OSError, ValueError  # whose message says enough
+SEE = "see the lines above, and docs/troubleshooting.md"
+
+
+def child(label: str, part: str, *words: str) -> None:
+    """Run a part in this process, and end it."""
+    try:
+        importlib.import_module(f"needle.diagnose.{part}").examine(*words)
+    except Exception as error:
+        if not isinstance(error, EXPECTED):
+            traceback.print_exc()
+        report.failed(label, f"{report.current}: {type(error).__name__}: {error}", SEE)
+    os._exit(0)  # destructors take time, and may hang
 
 
 def run(
@@ -32,13 +51,11 @@ def run(
 
     label: of the lines about its process; words: the part's name and arguments; env: variables."""
     failures, told, at = 0, None, "its start"
-    process = subprocess.Popen(
-        [sys.executable, "-u", str(CHILD), str(os.getpid()), label, *words],
+    process = start(
+        [sys.executable, "-u", "-c", CODE, label, *words],
         env=os.environ | env,
-        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
     )
     try:
         for line in lines(process, time.monotonic() + seconds):
@@ -49,12 +66,11 @@ def run(
             else:
                 failures += FAILED in line
                 say(line)
-        code = process.poll()
+        ends_within(process, KILL_SECONDS)
+        code = process.returncode
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it and those that it has started
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits inside a driver
-            process.wait(KILL_SECONDS)
+        signal_group(process, signal.SIGKILL)
+        ends_within(process, KILL_SECONDS)  # it may wait inside a driver
         process.stdout.close()
     if code is None:
         say(failure(label, f"{at} hangs: killed after {seconds:g} s", HANGS))
@@ -65,15 +81,9 @@ def run(
 
 
 def lines(process: subprocess.Popen[bytes], end: float) -> Iterator[str]:
-    """Yield the lines of a process as they come, until it has ended or the deadline."""
-    output, rest = process.stdout.fileno(), b""
-    while select.select([output], [], [], max(0.0, end - time.monotonic()))[0]:
-        data = os.read(output, 1 << 16)
-        *whole, rest = (rest + data).split(b"\n")
-        if not data:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_SECONDS)
-            whole.append(rest)
+    """Yield the lines of a process as they come, until all who write them end, or the deadline."""
+    data, rest = b"-", b""
+    while data and select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+        data = os.read(process.stdout.fileno(), 1 << 16)
+        *whole, rest = (rest + data).split(b"\n") if data else (rest, b"")
         yield from (line.decode(errors="replace") for line in whole if line)
-        if not data:
-            return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 
 import numpy as np
@@ -13,11 +12,12 @@ from needle.checkpoint import versions
 from needle.diagnose.report import failed, show, trying
 from needle.distributed import environment
 from needle.distributed.control import Control
+from needle.distributed.data_parallel import shards
 from needle.distributed.group import Group
 from needle.distributed.tree import tree_sum
 
 DEADLINE = 20.0  # seconds of a collective
-SHARD = 1024  # elements of a rank's shard, at least
+PART = 24_581  # elements for each rank, whose shards have different lengths
 REMEDY = (
     "run `needle diagnose` on the machine of each; see to its GPU, links and network "
     "(docs/many_gpus.md, `When a rank is missing`)"
@@ -57,15 +57,10 @@ def numbers(rank: int, size: int) -> np.ndarray:
     return np.random.default_rng([rank, size]).standard_normal(size, np.float32)
 
 
-def shards(size: int) -> list[slice]:
-    """A slice for each of so many ranks, of different lengths."""
-    ends = [0, *itertools.accumulate(SHARD + rank for rank in range(size))]
-    return [slice(begin, end) for begin, end in zip(ends, ends[1:])]
-
-
 def all_gather(group: Group, device: Device) -> str:
-    cuts = shards(group.size)
-    size, own = cuts[-1].stop, cuts[group.rank]
+    size = PART * group.size
+    cuts = shards(size, group.size)
+    own = cuts[group.rank]
     flat = _C.empty((size,), "float32", device)
     flat.fill(1e30)
     _C.assign(flat[own], _C.array(numbers(group.rank, size)[own], "float32", device))
@@ -79,8 +74,9 @@ def all_gather(group: Group, device: Device) -> str:
 
 def reduce_scatter(group: Group, device: Device) -> str:
     """As training adds gradients: each rank gets its shard of the array of each, and adds them."""
-    cuts = shards(group.size)
-    size, own = cuts[-1].stop, cuts[group.rank]
+    size = PART * group.size
+    cuts = shards(size, group.size)
+    own = cuts[group.rank]
     mine = _C.array(numbers(group.rank, size), "float32", device)
     sends = [None if rank == group.rank else mine[cut] for rank, cut in enumerate(cuts)]
     parts = [mine[own].copy() for _ in cuts]

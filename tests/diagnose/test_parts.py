@@ -17,9 +17,8 @@ signal.pause()
 """
 
 
-def test_hang_is_killed_at_its_deadline_with_what_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "CHILD", tmp_path / "child.py")
-    parts.CHILD.write_text(PROGRAM)
+def test_hang_is_killed_at_its_deadline_with_what_it_started(monkeypatch):
+    monkeypatch.setattr(parts, "CODE", PROGRAM)
     start, lines = time.monotonic(), []
     failures, told = parts.run("cuda()", "device", seconds=2, say=lines.append)
     assert 2 <= time.monotonic() - start < 20 and (failures, told) == (1, None)
