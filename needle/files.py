@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -168,16 +169,16 @@ def remove_leftovers(folder: Path) -> None:
 
 class Lock:
     """A folder that one process at a time works in, by flock on its file `lock`, which names the
-    process. It is given up with this object, and with the process, however that ends. BusyError
-    where another process holds it; `held` is False on file systems that know no locks.
+    process. It is given up with this object, and with the process and those that it has forked,
+    however they end. BusyError where another process holds it; `held` is False on file systems that
+    know no locks.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "lock"
-        self._file, self._process = None, os.getpid()
+        self._file = None
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            self._file = os.open(self.path, flags, 0o666)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise FileError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
         try:
@@ -197,13 +198,9 @@ class Lock:
         os.write(self._file, f"process {os.getpid()} on {platform.node()}\n".encode())
 
     def release(self) -> None:
-        if self._file is None:
-            return
-        if self._process == os.getpid():
-            with contextlib.suppress(OSError):  # a file system that knows no locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # a child that was forked has it open too
-        os.close(self._file)
-        self._file = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def __del__(self) -> None:
         self.release()
@@ -213,41 +210,27 @@ class Lock:
 
 
 def settings_file(name: str) -> Path:
-    """Return the path of a file in the user's folder of settings, $XDG_CONFIG_HOME or ~/.config.
-    FileError for a user without a home."""
-    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    if base.startswith("~"):
-        raise FileError(f"{name}: this user has no home: set HOME or XDG_CONFIG_HOME to a folder")
-    return Path(base) / "needle" / name
+    """Return the path of a file in the user's folder of settings, $XDG_CONFIG_HOME or ~/.config."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "needle", name)
 
 
 def read_secret(path: Path, noun: str) -> str:
     """The secret of this user in a file; the first time, a random one is written there. FileError
-    where others can read it, where another user wrote it, and where the file holds none. `noun` is
-    the secret's name in messages."""
+    where others can read it, and where the file holds none. `noun` is the secret's name in
+    messages."""
     try:
-        if not os.path.lexists(path):
+        if not path.exists():
             _make_secret(path)
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(path, encoding="ascii", errors="replace") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read(4096).strip()
     except OSError as error:
         raise FileError(f"{path}: the {noun} cannot be read: {error.strerror or error}") from None
-    try:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode):
-            raise FileError(f"{path}: no file, and so no {noun}")
-        if facts.st_uid != os.geteuid():
-            raise FileError(
-                f"{path}: belongs to user {facts.st_uid}, and this is {os.geteuid()}: the writer "
-                f"knows the {noun}; take another file"
-            )
-        if facts.st_mode & 0o077:
-            raise FileError(
-                f"{path}: its mode is {stat.S_IMODE(facts.st_mode):04o}, so that others can read "
-                f"the {noun}. Delete it, and a new one is made; or keep it by: chmod 600 {path}"
-            )
-        secret = os.read(file, 4096).decode("ascii", "replace").strip()
-    finally:
-        os.close(file)
+    if mode & 0o077:
+        raise FileError(
+            f"{path}: its mode is {mode:04o}, so that others can read the {noun}. Delete it, and a "
+            f"new one is made; or keep it by: chmod 600 {path}"
+        )
     if not SECRET.fullmatch(secret):
         raise FileError(
             f"{path}: holds no {noun}: 20 to 512 letters, digits or ._~+/=- in one line. Delete "
@@ -259,13 +242,8 @@ def read_secret(path: Path, noun: str) -> str:
 def _make_secret(path: Path) -> None:
     """Whole or not at all; where another process is faster, its secret stays."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(file, "w") as text:
-            text.write(secrets.token_urlsafe(SECRET_BYTES) + "\n")
-        os.link(new, path)
-    except FileExistsError:
-        pass  # it is read next
-    finally:
-        os.unlink(new)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 0600
+        file.write(secrets.token_urlsafe(SECRET_BYTES) + "\n")
+        file.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)

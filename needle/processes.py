@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import io
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -114,14 +112,10 @@ def program(main: Callable[[], int | None]) -> int:
     """Run the `main` of a command-line program and return its exit code. Return EXIT_CLOSED_PIPE
     where the reader of its output has closed it, as `| head` does: a shell sees the same of any
     program that SIGPIPE ends. `main` must let that BrokenPipeError pass. Return EXIT_INTERRUPTED
-    after a Ctrl-C that `main` does not catch. Without stdout or stderr (`>&-`) print nothing.
-    Print characters that their encoding lacks (LC_ALL=C) as escapes. Say in one line that a disk is
-    full, stdout's among them, and return 1."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
-        if isinstance(getattr(sys, name), io.TextIOWrapper):
-            getattr(sys, name).reconfigure(errors="backslashreplace")
+    after a Ctrl-C that `main` does not catch. Print characters that the encoding of stdout lacks
+    as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             code = main() or 0
@@ -133,35 +127,17 @@ def program(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        if not _output_is_closed():  # it was another pipe
-            raise
         silence()
         return EXIT_CLOSED_PIPE
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        with contextlib.suppress(OSError):
-            print(f"needle: {error}", file=sys.stderr)
-        silence()
-        return 1
 
 
 def command_line(word: str, *program: str) -> list[str]:
-    """Return how this environment spells `needle WORD`: by its command, which may be on the PATH,
-    or by its Python and the words of the same program."""
+    """Return how this environment spells `needle WORD`: by its command, or by its Python and the
+    words of the same program."""
     script = Path(sys.executable).with_name("needle")
     if not script.exists():
         return [sys.executable, *program]
-    found = shutil.which("needle")
-    on_path = found is not None and os.path.samefile(found, script)
-    return ["needle" if on_path else str(script), word]
-
-
-def _output_is_closed() -> bool:
-    poll = select.poll()
-    for stream in (sys.stdout, sys.stderr):
-        poll.register(stream.fileno(), 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return ["needle" if shutil.which("needle") == str(script) else str(script), word]
 
 
 def terminal_bar(**options: Any) -> Any | None:

@@ -74,11 +74,6 @@ def test_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
     again = Lock(tmp_path)
     del again
     assert Lock(tmp_path).held
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FileError, match="lock: cannot be opened"):
-        Lock(tmp_path / "other")
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_control_characters_are_printed_as_escapes():
@@ -93,36 +88,19 @@ def test_control_characters_are_printed_as_escapes():
     assert files.described(missing) == "a\\x1bb: No such file"
 
 
-def test_settings_of_a_user_without_a_home_are_refused(monkeypatch):
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
-    with pytest.raises(FileError, match="ranks.key: this user has no home: set HOME or XDG_CON"):
-        files.settings_file("ranks.key")
-    monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
-    assert str(files.settings_file("ranks.key")) == "/settings/needle/ranks.key"
-
-
-def test_secret_is_made_once_and_is_its_users_alone(tmp_path, monkeypatch):
+def test_secret_is_made_once_and_is_its_users_alone(tmp_path):
     path = tmp_path / "folder" / "token"
-    token = files.read_secret(path, "token")
+    made = [in_thread(files.read_secret, path, "token") for _ in range(8)]
+    (token,) = {one.result(60) for one in made}  # one of them wrote it
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(token) >= 40
-    assert files.read_secret(path, "token") == token
     assert files.read_secret(tmp_path / "other", "token") != token
-
-    def refused(name: str, said: str) -> None:
-        with pytest.raises(FileError, match=said):
-            files.read_secret(tmp_path / name, "token")
-
+    assert os.listdir(path.parent) == ["token"]
     for mode in (0o640, 0o604, 0o777):
         path.chmod(mode)
-        refused("folder/token", f"mode is {mode:04o}.*chmod 600")
+        with pytest.raises(FileError, match=f"mode is {mode:04o}.*chmod 600"):
+            files.read_secret(path, "token")
     path.chmod(0o600)
-    (tmp_path / "link").symlink_to(path)
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    for name in ("link", "pipe", "folder"):
-        refused(name, name)
     for text in ("", "x" * 19, "with a blank in the middle", "ü" * 30):
         path.write_text(text)
-        refused("folder/token", "holds no token")
-    monkeypatch.setattr("needle.files.os.geteuid", lambda: os.getuid() + 1)
-    refused("folder/token", "belongs to user")
+        with pytest.raises(FileError, match="holds no token"):
+            files.read_secret(path, "token")
