@@ -87,9 +87,6 @@ def test_srun():
     place = find(SRUN)
     assert place == Place(9, 12, 1, 4, "srun", "node002", 61440 + 3, "slurm.8195.2.0")
     assert find(SRUN | {"SLURM_RESTART_COUNT": "1"}).job != place.job
-    old = {k: v for k, v in SRUN.items() if k[:11] != "SLURM_STEP_" or k == "SLURM_STEP_ID"}
-    old |= {"SLURM_TASKS_PER_NODE": "4(x3)"}
-    assert find(old) == Place(9, 12, 1, 4, "srun", "node001", 61440 + 3, "slurm.8195.2.0")
     assert find(SRUN | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMIX_RANK": "9"}) == place
     for nodes, host in (
         ("node[001-0015],host2", "node001"),
@@ -98,9 +95,6 @@ def test_srun():
         ("rack[3-4]n[08-16],x", "rack3n08"),
     ):
         assert first_host(nodes) == host
-    for nodes in ("", "node[", "node[1-2", "node[a]", ",a", "a]", "a b"):
-        with pytest.raises(ValueError, match="SLURM_STEP_NODELIST.*list of nodes"):
-            find(SRUN | {"SLURM_STEP_NODELIST": nodes})
 
 
 def test_the_innermost_launcher_knows_the_ranks():
@@ -113,21 +107,15 @@ def test_the_innermost_launcher_knows_the_ranks():
 @pytest.mark.parametrize(
     "environ, change, words",
     [
-        (TORCHRUN, {"WORLD_SIZE": "2"}, ["RANK=3", "WORLD_SIZE=2", "at most 1"]),
+        (TORCHRUN, {"WORLD_SIZE": "2"}, ["RANK=3", "WORLD_SIZE=2"]),
         (TORCHRUN, {"RANK": "²"}, ["whole number"]),
         (TORCHRUN, {"RANK": None}, ["WORLD_SIZE=4", "RANK is not set"]),
         (TORCHRUN, {"LOCAL_RANK": None}, ["RANK=3", "LOCAL_RANK is not set"]),
         (TORCHRUN, {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE=5", "WORLD_SIZE=4", "at most 4"]),
-        (TORCHRUN, {"MASTER_PORT": None}, ["MASTER_ADDR=10.0.0.1", "neither"]),
-        (TORCHRUN, {"MASTER_PORT": "65536"}, ["MASTER_PORT='65536'"]),
-        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_RANK=2", "at most 1"]),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_RANK=2"]),
         (HYDRA, {"MPI_LOCALRANKID": None, "MPI_LOCALNRANKS": None}, ["PMI_RANK=2", "rest"]),
         (SRUN, {"SLURM_PROCID": "12"}, ["SLURM_PROCID=12", "SLURM_STEP_NUM_TASKS=12"]),
         (SRUN, {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_TASKS_PER_NODE=4"]),
-        (SRUN, {"SLURM_NODEID": "3"}, ["SLURM_NODEID=3", "has 3 nodes"]),
-        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "4(x"}, ["SLURM_STEP_TASKS_PER_NODE='4(x'"]),
-        (SRUN, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "srun started 12"]),
         ({}, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK"]),
         ({}, {"PMIX_RANK": "1"}, ["PMIX_RANK=1", "LOCAL_RANK"]),
         ({}, {"PET_NNODES": "2"}, ["PET_NNODES=2", "torchrun PROGRAM"]),
