@@ -31,7 +31,6 @@ import json
 import math
 import os
 import queue
-import select
 import socket
 import struct
 import sys
@@ -46,7 +45,7 @@ from typing import Any, NoReturn, Protocol
 from needle.distributed.environment import Place
 from needle.files import printable, read_secret, settings_file
 
-LIMIT = 1 << 20  # characters of a value
+GREETING = 1 << 10  # bytes, at most
 EARLY = 0.8  # of the deadline: rank 0 names missing ranks before the others give up
 LOOK = 1.0  # seconds between two looks at the clock, at most
 LINGER = 1.0  # seconds for rank 0 to report the error that another rank met too
@@ -142,19 +141,13 @@ class Control:
 
     def gather(self, name: str, value: Any, patient: bool = False) -> list[Any]:
         """Return the values of all ranks, the same list at each, as JSON gives them: a tuple is a
-        list. `patient`: wait longer than the deadline for ranks that live. TypeError and ValueError
-        for a value that is no JSON or above a MiB."""
-        text = json.dumps(value)
-        if len(text) > LIMIT:
-            raise ValueError(
-                f"{name}: {len(text):,} bytes: the control channel is for small messages, up to "
-                f"{LIMIT:,} bytes of a rank; arrays take another way"
-            )
+        list. `patient`: wait longer than the deadline for ranks that live. TypeError for a value
+        that is no JSON."""
+        message = {"in": name, "value": json.loads(json.dumps(value))}
         limit = EARLY * self.deadline if self.rank == 0 else self.deadline
-        with self._inside(name, math.inf if patient else limit):
-            message = {"in": name, "value": json.loads(text)}
+        with self.watched(name, math.inf if patient else limit):
             if self.rank != 0:
-                self._send(0, message)
+                _send(self._peers[0], message)
                 return self._inbox.get()[1]["values"]
             self._came = {0: message}
             while len(self._came) < self.size:
@@ -164,8 +157,8 @@ class Control:
                     self._end(f"rank {rank} is in {theirs['in']!r}, and rank 0 in {name!r}", 1)
             values = [self._came[rank]["value"] for rank in range(self.size)]
             self._came = {}
-            for rank in self._peers:
-                self._send(rank, {"values": values})
+            for peer in self._peers.values():
+                _send(peer, {"values": values})
             return values
 
     def broadcast(self, name: str, value: Any = None, patient: bool = False) -> Any:
@@ -173,10 +166,17 @@ class Control:
         return self.gather(name, value if self.rank == 0 else None, patient)[0]
 
     @contextlib.contextmanager
-    def watched(self, name: str) -> Iterator[Control]:
-        """Run the block as a collective of another library, which a device may go on with."""
-        with self._inside(name, self.deadline):
+    def watched(self, name: str, limit: float | None = None) -> Iterator[Control]:
+        """Run the block as a collective of another library, which a device may go on with. limit:
+        seconds, in the place of the deadline."""
+        if self._is_closed:
+            raise RuntimeError(f"{name}: the control channel is closed")
+        limit = self.deadline if limit is None else limit
+        self._at = _At(f"in {name!r} at step {self.step}", limit)
+        try:
             yield self
+        finally:
+            self._at = _At(f"after {name!r} at step {self.step}")
 
     def goes_on(self, work: Work) -> None:
         """Watch the collective of a block after its end, until the device has done it."""
@@ -199,33 +199,16 @@ class Control:
             self.gather("the end", None)
         self._is_closed = True
 
-    @contextlib.contextmanager
-    def _inside(self, name: str, limit: float) -> Iterator[None]:
-        if self._is_closed:
-            raise RuntimeError(f"{name}: the control channel is closed")
-        self._at = _At(f"in {name!r} at step {self.step}", limit)
-        try:
-            yield
-        finally:
-            self._at = _At(f"after {name!r} at step {self.step}")
-
-    # ---- messages -------------------------------------------------------------------------------
-
-    def _send(self, rank: int, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone: the thread sees it
-            self._peers[rank].send_bytes(json.dumps(message).encode())
+    # ---- the end and the thread ------------------------------------------------------------------
 
     def _end(self, reason: str, code: int = os.EX_TEMPFAIL) -> NoReturn:
         """End all ranks, this one with a line about where it was."""
         self._ending.acquire()
         _tell(self._peers, reason, code)
         line = printable(f"needle: rank {self.rank}, {self._at.where}: {reason}\n")
-        with contextlib.suppress(OSError):  # a stderr that is not read must not delay the end
-            if select.select([], [2], [], 1.0)[1]:
-                os.write(2, line.encode(errors="backslashreplace"))
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, line.encode(errors="backslashreplace"))
         os._exit(code)
-
-    # ---- the thread -----------------------------------------------------------------------------
 
     def _watch(self) -> None:
         period, before = min(LOOK, self.deadline / 20), time.monotonic()
@@ -268,13 +251,17 @@ class Control:
                 self._end(f"rank {self.rank} waited {seconds:.0f} s {at.where}: {who} did not come")
 
 
+def _send(peer: Connection, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # it is gone: the thread sees it
+        peer.send_bytes(json.dumps(message).encode())
+
+
 def _tell(
     peers: dict[int, Connection], reason: str, code: int = os.EX_TEMPFAIL, said: bool = False
 ) -> None:
     """Send the end of all ranks."""
     for peer in peers.values():
-        with contextlib.suppress(OSError):  # it is gone
-            peer.send_bytes(json.dumps({"end": reason, "code": code, "said": said}).encode())
+        _send(peer, {"end": reason, "code": code, "said": said})
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -321,7 +308,7 @@ def _accept(place: Place, key: bytes, seconds: float, deadline: float) -> dict[i
         try:
             deliver_challenge(one, key)
             answer_challenge(one, key)
-            job, rank = json.loads(one.recv_bytes(LIMIT))
+            job, rank = json.loads(one.recv_bytes(GREETING))
         except FOREIGN:
             return
         if job == place.job and (rank >= place.size or peers.setdefault(rank, one) is not one):

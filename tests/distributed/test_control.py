@@ -65,26 +65,25 @@ say("well")
         assert rank.end() == met(3)
 
 
-def test_value_that_cannot_be_sent_changes_nothing(start):
-    """Too large, no JSON: an error of this rank, after which the ranks still agree."""
+def test_value_that_is_no_json_changes_nothing(start):
+    """The ranks still agree after this error of one."""
     body = """
 control = join()
-for value in ("x" * 1_100_000, object(), {(1, 2): 3}):
+for value in (object(), {(1, 2): 3}):
     try:
         control.gather("x", value)
-    except (ValueError, TypeError) as error:
-        say(str(error)[:27])
-assert control.gather("x", 1) == [1, 1]
+    except TypeError as error:
+        say(type(error).__name__)
+assert control.gather("x", "y" * 3_000_000) == ["y" * 3_000_000] * size
 control.close()
 try:
     control.gather("x", 1)
 except RuntimeError as error:
     say(error)
 """
-    said = "x: 1,100,002 bytes: the con|Object of type object is no|keys must be str, int, floa"
     for rank in start(body):
-        words = [*said.split("|"), "x: the control channel is closed"]
-        assert rank.end() == (0, words, "")
+        said = ["TypeError", "TypeError", "x: the control channel is closed"]
+        assert rank.end() == (0, said, "")
 
 
 # ---- the end of all -----------------------------------------------------------------------------
@@ -326,42 +325,34 @@ class Trap:
 
 
 def test_nothing_is_unpickled_from_one_that_has_the_key(start, tmp_path):
-    """It is a rank, and sends the pickle as a value; or sends it at the greeting."""
-    trap = pickle.dumps(Trap(tmp_path / "sprung"))
-    for greeting in [json.dumps(["test", 1]).encode()], []:
-        port, made = free_port(), []
-        [first] = start(MEET, 2, ranks=(0,), port=port, seconds=60.0 if greeting else 5.0)
-        join = functools.partial(Client, ("127.0.0.1", port), authkey=KEY.encode())
-        wait_for(functools.partial(_connected, join, made))
-        for sent in [*greeting, trap]:
-            made[0].send_bytes(sent)
-        code, _, said = first.end()
-        assert code == 75 and ("rank 1 is gone" if greeting else "did not come") in said
+    """It is a rank, and sends the pickle as a value."""
+    trap, port, made = pickle.dumps(Trap(tmp_path / "sprung")), free_port(), []
+    [first] = start(MEET, 2, ranks=(0,), port=port)
+    join = functools.partial(Client, ("127.0.0.1", port), authkey=KEY.encode())
+    wait_for(functools.partial(_connected, join, made))
+    for sent in json.dumps(["test", 1]).encode(), trap:
+        made[0].send_bytes(sent)
+    code, _, said = first.end()
+    assert code == 75 and "rank 1 is gone" in said
     assert not (tmp_path / "sprung").exists()
     pickle.loads(trap)
     assert (tmp_path / "sprung").exists()
 
 
-def test_rank_0_listens_on_loopback_if_all_ranks_are_local(start):
-    """MASTER_ADDR may be the machine's name for others."""
-    for local in (True, False):
-        body = MEET.replace("join()", f"join(local={local}, host={{}})")
-        port = free_port()
-        host = repr(socket.gethostname()) if local else "'127.0.0.1'"
-        [first] = start(body.format(host), 2, ranks=(0,), port=port)
-        knock(port, b"")[0].close()
-        found = {
-            bytes.fromhex(line.split()[1].partition(":")[0])
-            for path in ("/proc/net/tcp", "/proc/net/tcp6")
-            for line in Path(path).read_text().splitlines()[1:]
-            if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
-        }
-        wanted = {bytes([1, 0, 0, 127])} if local else {bytes(4), bytes(16)}
-        assert found and found <= wanted
-        [second] = start(body.format(host), 2, ranks=(1,), port=port)
-        assert second.end() == met(2) and first.end() == met(2)
-    keyless = start(MEET.replace("join()", "join(local=False, key='')"), 2)
-    assert [rank.end()[2] for rank in keyless] == [control.NO_KEY + "\n", ""]
+@pytest.mark.parametrize("local", [True, False])
+def test_rank_0_listens_on_loopback_if_all_ranks_are_local(start, local):
+    """MASTER_ADDR may be the machine's name for others. 127.0.0.2 is another address here."""
+    host, port = socket.gethostname() if local else "127.0.0.1", free_port()
+    key = KEY * local
+    body = MEET.replace("join()", f"join(local={local}, host={host!r}, key={key!r})")
+    [first] = start(body, 2, ranks=(0,), port=port)
+    knock(port, b"")[0].close()
+    for other in ["127.0.0.2", "::1"][: 1 + socket.has_dualstack_ipv6()]:
+        reach = functools.partial(socket.create_connection, (other, port), 5)
+        assert _connected(reach, []) != local
+    [second] = start(body, 2, ranks=(1,), port=port)
+    assert second.end() == met(2)
+    assert first.end()[1:] == (met(2)[1], "" if local else control.NO_KEY + "\n")
 
 
 def test_key_of_a_user_is_one_file(monkeypatch, tmp_path):
