@@ -2,19 +2,17 @@
 
 import ctypes.util
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gpu_trainings import *  # noqa: F403
-from harness import ROOT, run
+from harness import run
 from struck_runs import GPURuns
 
 from needle import _C
-from needle.distributed import nccl
 from needle.distributed.control import RankError
-from needle.distributed.nccl import Library, NCCLTransport, find_library
+from needle.distributed.nccl import Library, NCCLTransport
 
 pytestmark = pytest.mark.slow
 
@@ -45,19 +43,6 @@ def test_a_missing_library_names_its_package(tmp_path, library, monkeypatch):
     monkeypatch.setenv("FAKE_NCCL_VERSION", "21705")
     with pytest.raises(ValueError, match=r"is NCCL 2\.17\.5, and needle needs 2\.18 or newer"):
         Library(str(library))
-
-
-def test_the_wheel_comes_before_the_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: None)
-    assert find_library() == "libnccl.so.2"
-    wheel = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-    wheel.parent.mkdir(parents=True)
-    wheel.touch()
-    monkeypatch.undo()
-    code = "from needle.distributed.nccl import find_library; print(find_library())"
-    paths = [str(tmp_path), str(ROOT), *sys.path]
-    done = run(sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; {code}")
-    assert done.stdout.strip() == str(wheel)
 
 
 @pytest.mark.parametrize("call", ["ncclGetUniqueId", "ncclCommInitRank", "ncclSend", "ncclRecv"])
