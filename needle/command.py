@@ -56,33 +56,26 @@ def path_name(text: str) -> str:
 
 
 def whole(low: int, high: int = MOST) -> Callable[[str], int]:
-    """The type of whole numbers from `low`, 0 or more, to `high`."""
-
-    def parse(text: str) -> int:
-        digits = text.replace("_", "")
-        value = int(digits) if digits.isdecimal() else -1
-        if not low <= value <= high:
-            limit = f"of {low} or more" if high == MOST > value else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be a whole number {limit}, not {text!r}")
-        return value
-
-    return parse
+    """The type of whole numbers from `low` to `high`."""
+    return _between(int, "a whole number", low, high, False)
 
 
 def number(low: float, high: float = math.inf, above: bool = False) -> Callable[[str], float]:
     """The type of finite numbers from `low`, or `above` it, to `high`."""
-    if above:
-        limit = f"above {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
-    else:
-        limit = f"from {low:g} to {high:g}" if high < math.inf else f"of {low:g} or more"
+    return _between(float, "a number", low, high, above)
 
-    def parse(text: str) -> float:
+
+def _between(read: Callable[[str], Any], noun: str, low: float, high: float, above: bool) -> Any:
+    least = f"above {low}" if above else f"of {low} or more"
+
+    def parse(text: str) -> Any:
         try:
-            value = float(text)
+            value = read(text)
         except ValueError:
             value = math.nan
         if not low <= value <= high or value == math.inf or (above and value == low):
-            raise argparse.ArgumentTypeError(f"must be a number {limit}, not {text!r}")
+            limit = f"of at most {high}" if value > high else least
+            raise argparse.ArgumentTypeError(f"must be {noun} {limit}, not {text!r}")
         return value
 
     return parse
