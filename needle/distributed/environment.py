@@ -53,7 +53,7 @@ class Place:
 def find(environ: Mapping[str, str] = os.environ) -> Place | None:
     """Return the place of this process, or None if no launcher started it as a rank. ValueError
     names a variable that is missing, or contradicts another."""
-    place = _torchrun(environ) or _open_mpi(environ) or _hydra(environ) or _srun(environ)
+    place = _torchrun(environ) or _mpirun(environ) or _srun(environ)
     if place is None:
         _refuse_traces(environ)
     key = environ.get("NEEDLE_RANKS_KEY", "")
@@ -90,21 +90,13 @@ def _torchrun(environ: Mapping[str, str]) -> Place | None:
     return _place(names, numbers, "torchrun", host, port, ".".join(job) if any(job) else "")
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Place | None:
+def _mpirun(environ: Mapping[str, str]) -> Place | None:
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if not {*names} & environ.keys():
-        return None
-    return _mpi_place(environ, names)
-
-
-def _hydra(environ: Mapping[str, str]) -> Place | None:
-    # Slurm's PMI plugins set PMI_RANK as well, but nothing local: that is srun's.
-    if not {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"} & environ.keys():
-        return None
-    return _mpi_place(environ, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"])
-
-
-def _mpi_place(environ: Mapping[str, str], names: list[str]) -> Place:
+        names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # of Hydra
+        # Slurm's PMI plugins set PMI_RANK as well, but nothing local: that is srun's.
+        if not {*names[2:]} & environ.keys():
+            return None
     numbers, job = _numbers(environ, "mpirun", names), environ.get("PMIX_NAMESPACE", "")
     host, port = _master(environ)
     if host is None and numbers[1] == numbers[3]:  # all on one machine
