@@ -10,9 +10,7 @@ FAKE_NCCL a library that pretends to be NCCL between GPUs.
     meet                      SIGTERM, while it waits for the others at the end of the step
     full                      the checkpoint of the step meets a full disk
     save                      SIGKILL, before the checkpoint of the step gets its name
-    end                       SIGSTOP after the last step, when its log is closed
     slow                      each of its micro-batches takes so many seconds more
-    late                      its data take so many seconds
 """
 
 import errno
@@ -38,7 +36,6 @@ from needle.distributed.control import Control
 from needle.models import pythia
 from needle.training import run as run_parts
 from needle.training import session
-from needle.training.log import RunLog
 
 sys.modules["matplotlib"] = None  # whose import takes as long as the training
 pythia.PRESETS["tiny"] = (2, 64, 2, 256)
@@ -63,9 +60,6 @@ class Strikes:
                     return strike["what"]
         return None
 
-    def seconds(self, kind: str) -> float:
-        return sum(strike["seconds"] for strike in self.plan if strike["what"] == kind)
-
     def schedule_of(self, function, settings):
         schedule = function(settings)
 
@@ -81,7 +75,7 @@ class Strikes:
 
     def gradient(self, function, *batch):
         loss = function(*batch)
-        time.sleep(self.seconds("slow"))
+        time.sleep(sum(strike.get("seconds", 0.0) for strike in self.plan))
         what = self.due("kill", "stop", "term", "fault", "data", "nan")
         if what == "fault":
             fault(loss.device)
@@ -109,15 +103,6 @@ class Strikes:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(old, new)
 
-    def close(self, function, log):
-        function(log)
-        if any(strike["what"] == "end" for strike in self.plan):
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    def run_data(self, function, *args, **more):
-        time.sleep(self.seconds("late"))
-        return function(*args, **more)
-
 
 def fault(device) -> None:
     if device.is_host:
@@ -130,12 +115,10 @@ def fault(device) -> None:
 def strike(strikes: Strikes) -> None:
     for owner, name, instead in (
         (train_pythia, "schedule_of", strikes.schedule_of),
-        (train_pythia, "run_data", strikes.run_data),
         (session.Session, "__init__", strikes.begin),
         (session, "agree", strikes.agree),
         (run_parts, "save_checkpoint", strikes.save_checkpoint),
         (files.os, "replace", strikes.replace),
-        (RunLog, "close", strikes.close),
     ):
         function = getattr(owner, name)
         struck = lambda *args, function=function, instead=instead, **more: instead(

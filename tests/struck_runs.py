@@ -62,13 +62,11 @@ class Runs:
         """Ranks that mpirun starts; 0: one process, without it."""
         return [*[*mpirun(), "-n", str(ranks)] * (ranks > 0), sys.executable, PROGRAM]
 
-    def start(
-        self, name: str, ranks: int, *more: str, plan=(), above=(), **environ: str
-    ) -> subprocess.Popen:
-        """`above`: words before the command. The rest are flags, and variables."""
+    def start(self, name: str, ranks: int, *more: str, plan=(), **environ: str) -> subprocess.Popen:
+        """more: flags; environ: variables."""
         variables = {**os.environ, **ENVIRON, "PLAN": json.dumps(plan), **self.environ, **environ}
         return subprocess.Popen(
-            [*above, *self.command(ranks), *self.words(name), *more],
+            [*self.command(ranks), *self.words(name), *more],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

