@@ -179,14 +179,17 @@ class DataParallel:
 
     def _on_rank_0(self, name: str, shard: NDArray) -> NDArray | None:
         """Return the array of all shards, in host memory, on rank 0; None on the others."""
-        group = self.group
-        whole = _C.empty((self.flat.size,), "float32", _C.cpu()) if group.rank == 0 else None
-        for rank, part in enumerate(self.shards):
-            if whole is None or rank == 0:
-                given = shard
-            else:
-                given = _C.empty((part.stop - part.start,), "float32", shard.device)
-            group.send(name, given, rank, [0])
+        group, whole = self.group, None
+        if group.rank == 0:
+            whole = _C.empty((self.flat.size,), "float32", _C.cpu())
+            _C.assign(whole[self.shards[0]], shard.to(whole.device))
+        for rank, part in enumerate(self.shards[1:], 1):
+            sends, receives = ([None] * group.size for _ in range(2))
             if whole is not None:
-                _C.assign(whole[part], given.to(whole.device))
+                receives[rank] = _C.empty((part.stop - part.start,), "float32", shard.device)
+            elif rank == group.rank:
+                sends[0] = shard
+            group.exchange(name, sends, receives)
+            if whole is not None:
+                _C.assign(whole[part], receives[rank].to(whole.device))
         return whole

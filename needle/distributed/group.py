@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import platform
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from needle._C import Device, NDArray, all_devices
@@ -47,16 +47,6 @@ class Ranks(abc.ABC):
         """Send sends[r] to rank r, and fill receives[r] from there; None, or no elements: nothing.
         The receiving array has the size of the sent one. Arrays are compact; one of a float type
         that no other library knows is passed as bytes (`backend_ndarray.as_bytes`)."""
-
-    def send(self, name: str, array: NDArray, owner: int, to: Container[int]) -> None:
-        """Send an array of the rank `owner` to the ranks `to`, which give one that it fills."""
-        sends: list[NDArray | None] = [None] * self.size
-        receives = list(sends)
-        if self.rank == owner:
-            sends = [array if r in to and r != owner else None for r in range(self.size)]
-        elif self.rank in to:
-            receives[owner] = array
-        self.exchange(name, sends, receives)
 
     def all_gather(self, name: str, flat: NDArray, shards: Sequence[slice]) -> None:
         """Fill a flat array, of which each rank has its shard, with the shards of the others."""
