@@ -4,21 +4,19 @@ of a training step, as ids and text)."""
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from needle.command import Parser, reporting, whole, wrapped
-from needle.data.batches import Batches
 from needle.data.prepare import prepare
-from needle.data.readers import TokenData, matching, open_data, open_tokens
+from needle.data.readers import matching, open_tokens
 from needle.data.runs import open_run_data
-from needle.data.text import LeftOut, check_json, documents, text_kind, warn
+from needle.data.text import check_json, documents, text_kind
 from needle.data.tokenizer import load_tokenizer
-from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
-from needle.files import named, naming, printable, reading
+from needle.data.tokens import Documents, FlatTokens, to_ids
+from needle.files import naming, printable
 from needle.processes import program
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
@@ -47,17 +45,9 @@ def parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="PATH", help="show the beginning as text too")
 
     add = commands.add_parser("view", help="the exact batch of a training step").add_argument
-    add("source", metavar="RUN|DATA", help="the folder of a run, or what --data took")
+    add("run", metavar="RUN", help="the folder of a run")
     text = "counted as in metrics.jsonl: the first is 1 (Pythia's batch 0)"
     add("--step", required=True, **count, help=text)
-    text = "of DATA (a run knows its own): sequences a micro-batch (default: 1024, as the Pythias)"
-    add("--batch-size", **count, help=text)
-    add("--grad-accum", **count, help="of DATA: micro-batches a step (default: 1)")
-    add("--seq-len", **count, help="of DATA: tokens a sequence (default: 2048)")
-    text = "of DATA: of the order of the samples (default: 1234)"
-    add("--seed", type=whole(0, 2**32 - 1), metavar="N", help=text)
-    text = "of DATA: steps of the whole run, on which GPT-NeoX's order depends (default: 143000)"
-    add("--steps", **count, help=text)
     text = "a tokenizer.json, to show text too (default: the run's own)"
     add("--tokenizer", metavar="PATH", help=text)
     add("--rows", **count, help="show the first N sequences (default: all)")
@@ -108,7 +98,7 @@ def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
 def show_text(path: Path) -> None:
     files, count, size = matching(path), 0, 0
     check_json(files)
-    for text, last in documents(files, left_out=LeftOut()):
+    for text, last in documents(files):
         count, size = count + last, size + len(text.encode())
     text = (
         f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
@@ -120,40 +110,11 @@ def show_text(path: Path) -> None:
 # ---- view --------------------------------------------------------------------------------------
 
 
-def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int, int]:
-    """(data, batches, micro-batches a step, steps of the run)"""
-    if (named(args.source) / "config.json").is_file():
-        own = ("batch_size", "grad_accum", "seq_len", "seed", "steps")
-        given = [f"--{name.replace('_', '-')}" for name in own if getattr(args, name) is not None]
-        if given:
-            raise DataError(f"{args.source}: a run knows its own {', '.join(given)}")
-        data, batches, settings = open_run_data(args.source)
-        if args.tokenizer is not None:
-            data.tokenizer = load_tokenizer(args.tokenizer)
-        return data, batches, settings["micro_batches"], steps_of(args.source, settings)
-    data = open_data(args.source, args.tokenizer)
-    rows, accumulate = args.batch_size or 1024, args.grad_accum or 1
-    seed = 1234 if args.seed is None else args.seed
-    steps, length = args.steps or 143000, args.seq_len or 2048
-    samples = steps * rows * accumulate
-    batches = Batches(data.train, rows, length, seed, samples, data.vocab_size)
-    return data, batches, accumulate, steps
-
-
-def steps_of(run: str, settings: dict) -> int:
-    """Return the steps that a run was to have, or those that it has if these are more."""
-    metrics = Path(run) / "metrics.jsonl"
-    if not metrics.exists():
-        return settings["steps"]
-    with reading(metrics) as file:
-        done = re.findall(rb'^{"step": (\d+),', file.read(), re.M)
-    return max([settings["steps"], *map(int, done[-1:])])
-
-
 def show_step(args: argparse.Namespace) -> None:
-    data, batches, accumulate, steps = batches_of(args)
-    if args.step > steps:
-        warn(f"--step {args.step} is beyond the run, which has {steps:,} steps: it never read this")
+    data, batches, settings = open_run_data(args.run)
+    if args.tokenizer is not None:
+        data.tokenizer = load_tokenizer(args.tokenizer)
+    accumulate = settings["micro_batches"]
     batches.seek_batch((args.step - 1) * accumulate)
     where = batches.position
     rows = np.concatenate([batches.next_rows() for _ in range(accumulate)])

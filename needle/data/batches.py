@@ -8,7 +8,6 @@ Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,8 +93,6 @@ class Packed(Windows):
 
 def _in_memory(tokens: Any) -> FlatTokens:
     """Integers (N,) as tokens."""
-    if isinstance(tokens, (str, os.PathLike)):
-        raise TypeError(f"Batches: takes ids, no path: Batches(open_data({str(tokens)!r}), ...)")
     ids = np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         found = f"{ids.dtype} of shape {ids.shape}"
@@ -194,9 +191,8 @@ class Batches:
         """Go to a `position` that batches of the same tokens, sizes and seed have had. DataError
         for what is none."""
         samples = self._samples
-        for name in self.position:
-            if type(position.get(name)) is not int:
-                raise DataError(f"no position: {name} is {position.get(name)!r:.40}")
+        if not position.keys() >= self.position.keys():
+            raise DataError(f"no position: {position}, but one has {', '.join(self.position)}")
         passes = position.get("passes")
         if isinstance(samples, Packed) and passes != samples.passes:
             # A run whose length was changed keeps the order that it began with.

@@ -7,7 +7,7 @@ its folder, and the others' work is dropped.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
 import json
 import os
@@ -22,10 +22,9 @@ import numpy as np
 from needle.command import wrapped
 from needle.data.identity import content_hash
 from needle.data.kinds import kind_of
-from needle.data.text import LeftOut, documents, encode, shown, train_tokenizer
+from needle.data.text import documents, encode, shown, train_tokenizer
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer, tokenizers_package
 from needle.data.tokens import DataError, FlatTokens, map_part
-from needle.files import FileError
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
@@ -53,9 +52,9 @@ def cached_text(
     and tokens. They are made where the cache has none. tokenizer: None trains one of `vocab_size`
     tokens."""
     made_by = f"{vocab_size}" if tokenizer is None else [tokenizer.to_str(), tokenizer.eos_token_id]
-    states = _states(files)
-    kinds = [[kind_of(file), size] for file, (size, _) in zip(files, states)]
-    content = content_hash([(file, 0, size) for file, (size, _) in zip(files, states)])
+    parts, written = [map_part(file, "u1") for file in files], _written(files)
+    kinds = [[kind_of(file), len(part.ids)] for file, part in zip(files, parts)]
+    content = content_hash(parts)
     known = [FORMAT, tokenizers_package().__version__, made_by, kinds, content]
     name = f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}"
     folder = cache_dir() / name
@@ -67,40 +66,24 @@ def cached_text(
                 work = Path(made) / "text"
                 work.mkdir()
                 _tokenise(files, tokenizer, vocab_size, work)
-                if _states(files) != states:
+                if _written(files) != written:
                     raise DataError(f"{source}: changed while it was read: start again")
-                _appear(work, folder)
-        except FileError:
-            raise
+                with contextlib.suppress(OSError):  # another process was faster
+                    os.rename(work, folder)
         except OSError as error:
-            full = "free some space, or " * (error.errno in (errno.ENOSPC, errno.EDQUOT))
             raise DataError(
-                f"{folder}: the cache cannot be written ({error.strerror}); {full}set NEEDLE_CACHE "
-                "to a folder that can be written"
+                f"{folder}: the cache cannot be written ({error.strerror}); set NEEDLE_CACHE to a "
+                "folder that can be written"
             ) from error
-    try:
-        facts = json.loads((folder / "facts.json").read_bytes())
-        names = ("train", "held_out")
-        parts = [map_part(folder / f"{n}.bin", facts["dtype"], 0, facts[n]) for n in names]
-        found = tokenizer or load_tokenizer(folder / "tokenizer.json")
-        return [FlatTokens([part]) for part in parts], found, facts
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder}: a damaged cache of tokens ({error}); delete that folder, it is made again"
-        ) from error
+    facts = json.loads((folder / "facts.json").read_bytes())
+    names = ("train", "held_out")
+    parts = [map_part(folder / f"{n}.bin", facts["dtype"], 0, facts[n]) for n in names]
+    found = tokenizer or load_tokenizer(folder / "tokenizer.json")
+    return [FlatTokens([part]) for part in parts], found, facts
 
 
-def _states(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """The size of each file, and when it was written."""
-    return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
-
-
-def _appear(work: Path, folder: Path) -> None:
-    try:
-        os.rename(work, folder)
-    except OSError:
-        if not folder.is_dir():  # another process was faster
-            raise
+def _written(files: Sequence[Path]) -> list[int]:
+    return [os.stat(file).st_mtime_ns for file in files]
 
 
 def _tokenise(
@@ -108,13 +91,13 @@ def _tokenise(
 ) -> None:
     """Write what a folder of the cache holds."""
     if tokenizer is None:
-        read = shown(documents(files), "training a tokenizer")
+        read = shown(documents(files, reports=False), "training a tokenizer")
         tokenizer = load_tokenizer(train_tokenizer((text for text, _ in read), vocab_size))
         tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
     count = 0
     with open(folder / "train.bin", "xb+") as train, open(folder / "held_out.bin", "xb") as end:
-        read = shown(documents(files, left_out=LeftOut()), "tokenising")
+        read = shown(documents(files), "tokenising")
         for ids, last in encode(tokenizer, read, dtype):
             (end if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
             count += last

@@ -12,52 +12,31 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from needle.data.tokens import DataError
-from needle.files import reading
+from needle.data.tokens import FlatTokens, Part
 
 ALL = 1 << 33  # bytes up to which all are hashed
 BLOCK = 1 << 26
 SAMPLES, SAMPLE = 4096, 1 << 20
 SAMPLED = "sampled-"  # before a hash of blocks
-Stretch = tuple[Path, int, int]  # a file, the first byte of it, how many
 
 
-def content_hash(stretches: Sequence[Stretch], every: bool = False) -> str:
-    """The hash of the bytes one after another, however many files hold them. every: of all bytes,
-    whatever their size."""
-    ends = np.cumsum([size for _, _, size in stretches])
-    total = int(ends[-1])
-    if every or total <= ALL:
-        starts, length, kind = range(0, total, BLOCK), BLOCK, ""
+def content_hash(parts: Sequence[Part]) -> str:
+    """The hash of the bytes of mapped parts, one after the other, however many files hold them."""
+    content = FlatTokens([part._replace(ids=part.ids.view(np.uint8)) for part in parts])
+    if len(content) <= ALL:
+        starts, length, kind = range(0, len(content), BLOCK), BLOCK, ""
     else:
-        starts = np.linspace(0, total - SAMPLE, SAMPLES).astype(np.int64).tolist()
+        starts = np.linspace(0, len(content) - SAMPLE, SAMPLES).astype(np.int64).tolist()
         length, kind = SAMPLE, SAMPLED
 
     def digest(start: int) -> bytes:
-        found, stop = hashlib.sha256(), min(start + length, total)
-        index = int(np.searchsorted(ends, start, side="right"))
-        while start < stop:
-            end, (path, first, size) = min(stop, int(ends[index])), stretches[index]
-            _update(found, path, first + start - int(ends[index]) + size, end - start)
-            start, index = end, index + 1
+        found = hashlib.sha256()
+        for part in content.within(start, min(start + length, len(content))):
+            found.update(part.ids)
         return found.digest()
 
     with ThreadPoolExecutor() as pool:
         return kind + hashlib.sha256(b"".join(pool.map(digest, starts))).hexdigest()
-
-
-def _update(digest: Any, path: Path, start: int, count: int) -> None:
-    """Hash `count` bytes of a file, from byte `start` on."""
-    with reading(path) as file:
-        file.seek(start)
-        while count > 0:
-            data = file.read(min(count, 1 << 20))
-            if not data:
-                raise DataError(f"{path}: has shrunk while it was read: start again")
-            digest.update(data)
-            count -= len(data)

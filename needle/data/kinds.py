@@ -32,7 +32,6 @@ TABLES = {
     b"PAR1\x15": 'load_dataset("parquet", data_files=FILES)["train"]',
 }
 NAMED_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$", re.IGNORECASE)
-NAMED_JSON = re.compile(r"\.json(\.gz|\.zst)?$", re.IGNORECASE)
 HEAD = 1 << 20  # bytes in which the first values of JSON are looked for
 
 
@@ -96,10 +95,6 @@ def head_of(path: Path, count: int) -> bytes:
         return file.read(count)
 
 
-def is_packed(path: Path) -> bool:
-    return PACKED.match(head_of(path, 4)) is not None
-
-
 @contextlib.contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """The content of a file, unpacked where it begins as gzip or Zstandard do. DataError for a file
@@ -157,8 +152,6 @@ def kind_of(path: Path, field: str = "text") -> str:
     objects = [json_object(line) for line in lines]
     if any(field in found for found in objects):
         return LINES
-    if len(lines) == 2 and all(objects) and NAMED_JSON.search(path.name):
-        return LINES  # whose field has another name
     if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in text.replace(" ", ""):
         return LINES  # of which the first goes on
     first = json_object(text.lstrip("[ \t\r\n"), more=True)

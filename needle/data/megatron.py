@@ -46,51 +46,34 @@ def open_documents(prefix: Path) -> Documents:
     idx, files = Path(f"{prefix}.idx"), data_files(prefix)
     with reading(idx) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
-    if size < HEADER.size:
-        raise DataError(
-            f"{idx}: is truncated: {size} bytes, and its header alone has {HEADER.size}"
-        )
-    magic, version, code, count, entries = HEADER.unpack(head)
-    if magic != MAGIC:
-        raise DataError(f"{idx}: wrong magic at offset 0: {magic!r}, not {MAGIC!r}")
-    if version != 1:
-        raise DataError(f"{idx}: version {version} at offset 9; only 1 is known")
-    if code not in TYPES:
-        raise DataError(f"{idx}: type {code} at offset 17; known are {', '.join(map(str, TYPES))}")
+    known = len(head) == HEADER.size and head.startswith(MAGIC)
+    _, version, code, count, entries = HEADER.unpack(head) if known else [None] * 5
+    if version != 1 or code not in TYPES:
+        raise DataError(f"{idx}: its first {HEADER.size} bytes are no index of version 1: {head!r}")
     needed = HEADER.size + 12 * count + 8 * entries
-    if size != needed:
+    if size != needed or count == 0:
         raise DataError(
-            f"{idx}: {'is truncated' if size < needed else 'is too long'}: its header "
-            f"promises {count:,} sequences and {entries:,} entries, {needed:,} bytes, "
-            f"but it ends at offset {size:,}"
+            f"{idx}: {size:,} bytes, but for the {count:,} sequences and {entries:,} entries of "
+            f"its header {needed:,} are needed, and one sequence at least"
         )
-    if count == 0:
-        raise DataError(f"{idx}: no sequence in it (offset 18)")
+    dtype, data_size = np.dtype(TYPES[code]), sum(file.stat().st_size for file in files)
     sizes = map_part(idx, "<i4", HEADER.size, count).ids.copy()
-    bad = int(np.argmax(sizes <= 0))
-    if sizes[bad] <= 0:
-        raise DataError(
-            f"{idx}: a document of {sizes[bad]} ids, number {bad:,}, at offset "
-            f"{HEADER.size + 4 * bad:,}"
-        )
-    total, data_size = int(sizes.sum(dtype=np.int64)), sum(file.stat().st_size for file in files)
-    dtype = np.dtype(TYPES[code])
     starts = map_part(idx, "<i8", HEADER.size + 4 * count, count).ids
     expected = np.cumsum(sizes, dtype=np.int64)
+    total = int(expected[-1]) * dtype.itemsize
     expected -= sizes  # in place: an index of the Pile has 200 million entries
     expected *= dtype.itemsize
-    bad = int(np.argmax(starts != expected))
-    if starts[bad] != expected[bad]:
+    bad = int(np.argmax((sizes <= 0) | (starts != expected)))
+    if sizes[bad] <= 0 or starts[bad] != expected[bad]:
         raise DataError(
-            f"{idx}: document {bad:,} begins at byte {starts[bad]:,} (offset "
-            f"{HEADER.size + 4 * count + 8 * bad:,}), not where the one before it ends, "
-            f"{expected[bad]:,}"
+            f"{idx}: document {bad:,} (offset {HEADER.size + 4 * bad:,}) has {sizes[bad]} ids from "
+            f"byte {starts[bad]:,} on, and the one before it ends at {expected[bad]:,}"
         )
-    if data_size != total * dtype.itemsize:
+    if data_size != total:
         data = files[0] if len(files) == 1 else f"{prefix}-*.bin"
         raise DataError(
-            f"{data}: ends at offset {data_size:,}, and its index at {total * dtype.itemsize:,}: "
-            "it is truncated, or another file's"
+            f"{data}: ends at offset {data_size:,}, and its index at {total:,}: it is truncated, "
+            "or another file's, or a shard is missing"
         )
     parts = [map_part(file, dtype) for file in files]
     preshuffled = bool((sizes == ROW_LENGTH).all()) and count > 1
@@ -110,12 +93,6 @@ def data_files(prefix: Path) -> list[Path]:
     shards = sorted(path for path in names if SHARD.search(path.stem))
     if not shards:
         raise DataError(f"{whole}: no such file; {both} (or {prefix.name}-00000-of-N.bin, ...)")
-    last = SHARD.search(shards[0].stem)[2]
-    count = max(len(shards), int(last))  # they are numbered from 0 to N, or to N - 1
-    for number in range(count):
-        expected = Path(f"{prefix}-{number:05}-of-{last}.bin")
-        if expected not in shards:
-            raise DataError(f"{expected}: no such file, and others of its shards are there")
     return shards
 
 

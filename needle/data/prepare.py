@@ -9,7 +9,7 @@ from typing import Any
 
 from needle.data import megatron
 from needle.data.kinds import LINES, files_at, kind_of
-from needle.data.text import LeftOut, check_json, documents, encode, shown
+from needle.data.text import check_json, documents, encode, shown
 from needle.data.tokenizer import id_limit, load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import named, replacing
@@ -50,7 +50,7 @@ def prepare(
     dtype = megatron.best_dtype(id_limit(model))
     sizes, size = array("i"), 0
     with replacing(Path(f"{prefix}.idx")) as index, replacing(Path(f"{prefix}.bin")) as file:
-        read = shown(documents(files, field, LeftOut(skip_bad_lines)), "tokenising")
+        read = shown(documents(files, field, skip_bad_lines), "tokenising")
         for ids, last in encode(model, read, dtype):
             file.write(ids)
             size += len(ids)

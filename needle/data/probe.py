@@ -9,7 +9,7 @@ import numpy as np
 from needle.data import megatron
 from needle.data.edited import borders_of
 from needle.data.readers import matching, open_tokens
-from needle.data.text import LeftOut, check_json, documents, encode
+from needle.data.text import check_json, documents, encode
 from needle.data.tokenizer import Tokenizer
 from needle.data.tokens import DataError, FlatTokens, check_ids, place_of, to_ids
 
@@ -43,7 +43,7 @@ def _read_text(path: Path, tokenizer: Tokenizer | None) -> list[np.ndarray]:
     files = matching(path)
     check_json(files)
     texts, parts = [], []
-    for ids, last in encode(tokenizer, documents(files, left_out=LeftOut()), np.dtype("<i4")):
+    for ids, last in encode(tokenizer, documents(files), np.dtype("<i4")):
         parts.append(ids)
         if last:
             texts.append(np.concatenate(parts))

@@ -26,7 +26,7 @@ import numpy as np
 
 from needle.data import megatron
 from needle.data.cache import HELD_OUT, cached_text
-from needle.data.identity import SAMPLED, Stretch, content_hash
+from needle.data.identity import content_hash
 from needle.data.kinds import FLAT, NPY, files_at, kind_of, walk
 from needle.data.text import check_json, standard_library, text_kind
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
@@ -49,34 +49,15 @@ class TokenData:
     tokenizer: Tokenizer | None = None  # where there is one
 
     @functools.cached_property
-    def _shape(self) -> str:
-        """A hash of type, numbers and documents."""
-        known = f"{self.train.dtype.str} {len(self.train)} {len(self.held_out)}"
-        found = hashlib.sha256(known.encode())
-        if isinstance(self.train, Documents):
-            found.update(self.train.sizes)
-        return found.hexdigest()[:16]
-
-    @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for equal tokens, however files are cut: a hash of type, numbers and documents,
         then the hash of the tokens, which is made at the first use."""
-        return f"{self._shape}-{content_hash(self._stretches)}"
-
-    @property
-    def _stretches(self) -> list[Stretch]:
-        parts = self.train.parts + self.held_out.parts
-        return [(part.path, part.offset, part.ids.nbytes) for part in parts]
-
-    def has(self, fingerprint: str) -> bool:
-        """True if these are the tokens of a fingerprint. Those of earlier versions have a hash of
-        all bytes, whatever their size."""
-        if fingerprint == self.fingerprint:
-            return True
-        shape, _, content = fingerprint.partition("-")
-        is_older = SAMPLED in self.fingerprint and not content.startswith(SAMPLED)
-        is_alike = is_older and shape == self._shape
-        return is_alike and content == content_hash(self._stretches, every=True)
+        known = f"{self.train.dtype.str} {len(self.train)} {len(self.held_out)}"
+        shape = hashlib.sha256(known.encode())
+        if isinstance(self.train, Documents):
+            shape.update(self.train.sizes)
+        content = content_hash(self.train.parts + self.held_out.parts)
+        return f"{shape.hexdigest()[:16]}-{content}"
 
     @property
     def vocab_size(self) -> int | None:
@@ -112,12 +93,10 @@ def open_data(
 
 
 def matching(path: Path) -> list[Path]:
-    """The files at `path`: DataError where there are none, or a single one that is empty."""
+    """The files at `path`; MissingFileError where there are none."""
     files = files_at(path)
     if not files:
         raise MissingFileError(f"{path}: no such file or folder; {TAKES}")
-    if len(files) == 1 and files[0].stat().st_size == 0:
-        raise DataError(f"{files[0]}: an empty file")
     return files
 
 

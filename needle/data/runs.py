@@ -31,8 +31,7 @@ def run_data(
     described: dict, folder: Path | None = None, fingerprint: str | None = None
 ) -> TokenData:
     """Open the tokens of a run. fingerprint: that of the tokens the run read before; other tokens
-    are a DataError. The text is read with the tokenizer in the run's folder if the one described is
-    gone or the text gives another one."""
+    are a DataError, and the tokenizer is that of the run's folder, where there is one."""
     tokenizer, end_of_text = described["tokenizer"], described.get("end_of_text")
     if folder is not None and tokenizer is not None and not Path(tokenizer).exists():
         tokenizer = folder / "tokenizer.json"
@@ -43,24 +42,17 @@ def run_data(
     data = open_data(described["path"], tokenizer, described["vocab_size"])
     if fingerprint is None:
         return data
-    is_same, own = data.has(fingerprint), None if folder is None else folder / "tokenizer.json"
-    if own is not None and own.is_file() and not (is_same and _is(data, own)):
-        data = open_data(described["path"], own)
-        is_same = data.has(fingerprint)
-    if not is_same:
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        own = load_tokenizer(folder / "tokenizer.json")
+        if data.fingerprint != fingerprint:
+            data = open_data(described["path"], own)
+        data.tokenizer = own
+    if data.fingerprint != fingerprint:
         raise DataError(
             f"{data.source}: not the tokens that the run read before: the data or the tokenizer "
             "has changed (or a needle that knew JSON lines by name, and no linked folders, read it)"
         )
     return data
-
-
-def _is(data: TokenData, tokenizer: Path) -> bool:
-    """True if the tokenizer of the data is the one in this file, with its special tokens. Equal ids
-    do not prove it: two tokenizers, trained on texts with other words, may give them the same
-    numbers."""
-    given, own = data.tokenizer, load_tokenizer(tokenizer)
-    return given is not None and (given.to_str(), given.stops) == (own.to_str(), own.stops)
 
 
 def run_batches(data: TokenData, described: dict, vocab_size: int | None = None) -> Batches:

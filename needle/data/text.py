@@ -4,7 +4,7 @@
 
 A document is a file, or a line of a file of JSON lines (its field `text`, or another); packed files
 are unpacked. Each ends with the tokenizer's end of text. A file is never held whole: memory is
-bounded by GROUP and LONGEST_LINE, whatever a packed file unpacks to.
+bounded by GROUP and the longest line of JSON, whatever a packed file unpacks to.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import codecs
 import json
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from needle.data.kinds import JSON, LINES, is_packed, kind_of, open_bytes, walk
+from needle.data.kinds import JSON, LINES, kind_of, open_bytes, walk
 from needle.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizers_package
 from needle.data.tokens import DataError
 from needle.files import printable
@@ -28,7 +29,6 @@ from needle.processes import terminal_bar
 CHUNK = 1 << 20  # characters of a document that are tokenised as one
 # Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
 GROUP = 1 << 22
-LONGEST_LINE = 1 << 28  # bytes of a line of JSON
 SKIP = "`needle data prepare --skip-bad-lines` leaves such lines out"
 Chunk = tuple[str, bool]
 
@@ -54,23 +54,6 @@ def warn(text: str) -> None:
     print(printable(f"needle: {text}"), file=sys.stderr, flush=True)
 
 
-class LeftOut:
-    """What `documents` leaves out: how many of each kind, and the first of them."""
-
-    def __init__(self, bad_lines: bool = False) -> None:
-        self.bad_lines = bad_lines  # instead of raising their errors
-        self.counts: dict[str, int] = {}
-        self.first: dict[str, str] = {}
-
-    def add(self, kind: str, what: str) -> None:
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        self.first.setdefault(kind, what)
-
-    def report(self) -> None:
-        for kind, count in self.counts.items():
-            warn(f"left out: {count:,} {kind}; the first: {self.first[kind]}")
-
-
 def _decoded(path: Path) -> Iterator[str]:
     """The text of a file, a block after the other; UnicodeDecodeError where it is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -90,53 +73,40 @@ def is_text(path: Path) -> bool:
 
 def json_text(line: bytes, where: str, field: str) -> str:
     """The text in a line of JSON, empty where it is null; where: file and offset, for errors."""
-    if len(line) > LONGEST_LINE:
-        raise DataError(
-            f"{where}: has more than {LONGEST_LINE:,} bytes: cut its document, or give it as a "
-            "file of text"
-        )
+    value = None
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: no JSON: {error}") from error
-    if value is None:
-        return ""
-    text = value.get(field, 0) if isinstance(value, dict) else 0
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        others = [k for k, v in value.items() if type(v) is str] if type(value) is dict else []
-        hint = f"; strings are in {', '.join(others[:5])}: `prepare --field`" if others else ""
-        raise DataError(f"{where}: no object with a string as its field `{field}`{hint}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: half of a surrogate pair: {error}") from error
-    return text
+        text = "" if value is None or value[field] is None else value[field]
+        text.encode()  # no half of a surrogate pair
+        return text
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        has = f"; it has {', '.join(value)}: `prepare --field`" if isinstance(value, dict) else ""
+        said = f"{where}: no object of JSON with a string as its field `{field}`{has}"
+        raise DataError(f"{said} ({error!r:.80})") from error
 
 
-def json_lines(path: Path, field: str, left_out: LeftOut) -> Iterator[str]:
+def json_lines(
+    path: Path, field: str, skip_bad_lines: bool, leave_out: Callable[[str, Any], None]
+) -> Iterator[str]:
     """Yield the documents in `field` of a file of JSON lines, without blank lines. Offsets in
     errors count unpacked bytes."""
     with open_bytes(path) as file:
         end = 0
-        while line := file.readline(LONGEST_LINE + 1):
+        for line in file:
             where, end = f"{path}: the line at offset {end:,}", end + len(line)
             if not line.strip():
                 continue
             try:
                 text = json_text(line, where, field)
             except DataError as error:
-                if not left_out.bad_lines:
+                if not skip_bad_lines:
                     raise DataError(f"{error}; {SKIP}") from error
-                left_out.add("bad line(s)", str(error))
-                while not line.endswith(b"\n") and (line := file.readline(1 << 20)):
-                    end += len(line)  # of one that is too long
+                leave_out("bad line(s)", error)
                 continue
             if text:
                 yield text
             else:
-                left_out.add("empty document(s)", where)
+                leave_out("empty document(s)", where)
 
 
 def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
@@ -155,31 +125,32 @@ def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
 
 
 def documents(
-    files: Sequence[Path], field: str = "text", left_out: LeftOut | None = None
+    files: Sequence[Path], field: str = "text", skip_bad_lines: bool = False, reports: bool = True
 ) -> Iterator[Chunk]:
     """Yield the chunks of all documents: each line of a file of JSON lines, each other file. Empty
-    documents, files that are no text and, if `left_out` takes them, bad lines are left out, which
-    a given `left_out` reports at the end. DataError where there is no document."""
-    counted, last = left_out or LeftOut(), False
+    documents, files that are no text and, with skip_bad_lines, bad lines are left out, and at the
+    end reported. DataError for another bad line, and where there is no document."""
+    counts, first, last = Counter(), {}, False
+
+    def leave_out(kind: str, what: Any) -> None:
+        counts[kind] += 1
+        first.setdefault(kind, what)
+
     for path in files:
         if kind_of(path, field) == LINES:
-            for text in json_lines(path, field, counted):
+            for text in json_lines(path, field, skip_bad_lines, leave_out):
                 yield from chunks([text])
                 last = True
-        elif not is_text(path):
-            counted.add("file(s) that are not UTF-8 or hold zero bytes", str(path))
+        elif is_text(path):
+            text = None
+            for text, last in chunks(_decoded(path)):
+                yield text, last
+            if text is None:
+                leave_out("empty document(s)", path)
         else:
-            empty = True
-            try:
-                for text, last in chunks(_decoded(path)):
-                    yield text, last
-                    empty = False
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: changed while it was read: {error}") from error
-            if empty:
-                counted.add("empty document(s)", str(path))
-    if left_out is not None:
-        left_out.report()
+            leave_out("file(s) that are not UTF-8 or hold zero bytes", path)
+    for kind, count in counts.items() if reports else ():
+        warn(f"left out: {count:,} {kind}; the first: {first[kind]}")
     if not last:
         others = f" and {len(files) - 1:,} other files" if len(files) > 1 else ""
         why = "not text: empty, not UTF-8, or with zero bytes; token files end in .npy or .bin"
@@ -205,7 +176,8 @@ def check_json(files: Sequence[Path], field: str = "text") -> None:
     if len(files) == 1 and kind_of(files[0], field) == JSON:
         raise DataError(
             f"{files[0]}: JSON, but not one object a line with a string `{field}`, as needle reads "
-            "it: jq -c '.[]' of an array, or jq -c . of objects, writes lines"
+            "it: jq -c '.[]' of an array, or jq -c . of objects, writes lines, and `needle data "
+            "prepare --field` names another string"
         )
 
 
@@ -213,8 +185,8 @@ def text_kind(files: Sequence[Path]) -> str:
     kinds = [kind_of(file) for file in files]
     if {*kinds} == {LINES}:
         return "JSON lines"
-    kind, count = "packed text" if all(map(is_packed, files)) else "text", kinds.count(JSON)
-    return f"{kind}, JSON in {count:,} file(s) read as text" if count else kind
+    count = kinds.count(JSON)
+    return f"text, JSON in {count:,} file(s) read as text" if count else "text"
 
 
 # ---- tokenizers -------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class FlatTokens:
         more = f" and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
         return f"{type(self).__name__}({len(self):,} {self.dtype} tokens of {files}{more})"
 
-    def _within(self, start: int, stop: int) -> list[Part]:
+    def within(self, start: int, stop: int) -> list[Part]:
         """The ids [start, stop), 0 <= start <= stop <= len, as parts of the parts."""
         found, index = [], int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
@@ -87,16 +87,16 @@ class FlatTokens:
 
     def between(self, start: int, stop: int) -> FlatTokens:
         """The ids [start, stop) as FlatTokens; nothing is read."""
-        return FlatTokens(self._within(start, stop) or [self.parts[0].between(0, 0)])
+        return FlatTokens(self.within(start, stop) or [self.parts[0].between(0, 0)])
 
     def read(self, *stretches: tuple[int, int]) -> np.ndarray:
         """A copy of the ids of stretches [start, stop), one after the other."""
-        found = [part.ids for one in stretches for part in self._within(*one)]
+        found = [part.ids for one in stretches for part in self.within(*one)]
         return np.concatenate(found) if found else np.empty(0, self.dtype)
 
     def where(self, position: int) -> Part:
         """The id at a position, as a part of its file."""
-        return self._within(position, position + 1)[0]
+        return self.within(position, position + 1)[0]
 
     def __getitem__(self, index):
         if isinstance(index, slice):

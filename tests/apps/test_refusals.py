@@ -111,7 +111,7 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
     np.save(tmp_path / "float.npy", np.zeros(99))
     np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
     for name, said, *more in (
-        ("empty.txt", "an empty file"),
+        ("empty.txt", "not text: empty"),
         ("folder", "an empty folder"),
         ("float.npy", "one axis of integers"),
         ("large.npy", "outside the vocabulary of 64"),
@@ -190,7 +190,7 @@ def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):
         ({"settings": {"model": "tiny"}}, "batch_size is missing, clip is missing"),
         ({"settings": {**kept["settings"], "colour": "red"}}, "colour is unknown"),
         ({"step": "six"}, "it has no step"),
-        ({"data": {}}, "no position: epoch is None"),
+        ({"data": {}}, "no position: {}, but one has epoch, batch"),
         ({"data": {"epoch": 0, "batch": 10**8}}, "no position epoch 0, batch 100000000"),
     ):
         ndl.save_checkpoint(model, optimizer, epoch, loss, path, **kept | state)

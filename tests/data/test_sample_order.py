@@ -85,9 +85,9 @@ def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
     shorter.seek_batch(len(shorter) + 2)
     assert shorter.position == {"epoch": 1, "batch": 2, "passes": passes}
     for name in position:
-        for value in None, "1", True, 1.0, -1:
+        for wrong in position | {name: -1}, {**position, name: 0} | {"batch": 999}, {}:
             with pytest.raises(DataError, match="no position"):
-                shorter.seek(position | {name: value})
+                shorter.seek(wrong)
             assert shorter.position == {"epoch": 1, "batch": 2, "passes": passes}
 
 
@@ -107,15 +107,14 @@ def test_positions_in_windows_are_exact():
         again.seek({"epoch": 0, "batch": 6})
 
 
-def test_sizes_and_tokens_that_are_none_are_refused_at_once(tmp_path):
+def test_sizes_and_tokens_that_are_none_are_refused_at_once():
     for sizes in ((0, 4), (2, 0), (2.0, 4)):
         with pytest.raises(ValueError, match="Batches: .* must be 1 or more, a whole number, but"):
             Batches(np.arange(99), *sizes)
     ids = np.arange(99)
     for tokens, kind, says in (
         (ids.astype(np.float32), TypeError, r"integers of one axis \(N,\), but are float32"),
-        ("tokens.npy", TypeError, r"Batches\(open_data\('tokens.npy'\), \.\.\.\)"),
-        (tmp_path / "x", TypeError, f"open_data\\('{tmp_path}/x'"),
+        ("tokens.npy", TypeError, r"integers of one axis \(N,\), but are <U10 of shape \(\)"),
         (ids.reshape(9, 11), TypeError, r"one axis \(N,\), but are int64 of shape \(9, 11\)"),
     ):
         with naming(says), pytest.raises(kind, match=says):

@@ -42,7 +42,7 @@ def test_characters_are_not_cut_by_the_blocks_of_a_file(tmp_path, capsys):
     (tmp_path / "bad.txt").write_bytes(whole.encode()[:-2])  # ends within a character
     (tmp_path / "late.txt").write_bytes(whole.encode() + b"\0")
     files = [tmp_path / name for name in ("a.txt", "bad.txt", "b.txt.gz", "late.txt")]
-    found = list(text.documents(files, left_out=text.LeftOut()))
+    found = list(text.documents(files))
     assert "".join(part for part, _ in found) == 2 * whole[1:]
     assert sum(last for _, last in found) == 2 and max(len(part) for part, _ in found) <= 1 << 20
     first = f"2 file(s) that are not UTF-8 or hold zero bytes; the first: {tmp_path / 'bad.txt'}\n"

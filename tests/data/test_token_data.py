@@ -28,7 +28,7 @@ def test_megatron_of_every_type(tmp_path):
     with pytest.raises(DataError, match="2 Megatron files are in it; name one of them"):
         open_data(tmp_path)
     write_megatron(tmp_path / "y", [[1, 2], [], [3]])
-    with pytest.raises(DataError, match="a document of 0 ids, number 1, at offset 38"):
+    with pytest.raises(DataError, match="y.idx: document 1 .offset 38. has 0 ids"):
         open_data(tmp_path / "y")
 
 
@@ -80,10 +80,9 @@ def test_published_shards_need_not_be_joined(tmp_path, last):
     files[2].write_bytes(content[20_000:-2])
     with pytest.raises(DataError, match=r"document-\*.bin: ends at offset 28,684, .* truncated"):
         open_data(tmp_path / "document")
-    for path in files[1], files[2]:
-        path.unlink()
-        with pytest.raises(DataError, match=f"00001-of-0000{last}.bin: no such file, and others"):
-            open_data(tmp_path / "document")
+    files[1].unlink()
+    with pytest.raises(DataError, match=r"document-\*.bin: ends at .*, or a shard is missing"):
+        open_data(tmp_path / "document")
 
 
 def test_nanogpt(tmp_path):
@@ -118,7 +117,7 @@ def test_npy(tmp_path):
             open_data(path)
     for damaged in (b"", b"text\n" * 9, content[:9], content[:100], b"PK\3\4"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match="x.npy: (not a usable .npy|an empty file)"):
+        with pytest.raises(DataError, match="x.npy: not a usable .npy"):
             open_data(path)
 
 
