@@ -130,10 +130,12 @@ def make_run(given: Settings, group: Group) -> Run:
     model = fingerprint = None
     if saved is None:
         check_new(given)
+        if given.name is not None:
+            group.first("the name of the run", lambda: folder.check_free(out / given.name))
         if given.init is not None:
             model, given = runs.from_weights(given, device)
         settings = complete(given, not device.is_host, group.size)
-        config = new_config(settings, model, group)
+        config = runs.model_config(settings) if model is None else model.config
     else:
         folder.check_state(saved)
         settings, config = resumed(given, saved, path), saved.configuration()
@@ -142,6 +144,8 @@ def make_run(given: Settings, group: Group) -> Run:
     data = open_data(group, settings, path, fingerprint)
     if saved is None and model is None:
         config = runs.model_config(settings, data.vocab_size)
+    elif saved is None:
+        runs.check_vocabulary(settings.init, config, data.vocab_size)
     batches = Prefetch(runs.own_batches(group, settings, data, config.vocab_size), device)
     if isinstance(saved, Checkpoint):
         model, optimizer = restored(saved, batches, device)
@@ -175,7 +179,7 @@ def make_run(given: Settings, group: Group) -> Run:
     run = Run(settings, path, lock, data, model, optimizer, batches, parallel, step, replay)
     if replay is not None:
         replay.begin(data, batches.batches, settings.grad_accum)
-    if group.rank == 0 and not (step > 0 and folder.is_described(path)):
+    if group.rank == 0 and step == 0:
         runs.write_description(run)
     if isinstance(saved, Checkpoint):
         print(printable(f"resuming {saved.path} after step {step}"))
@@ -201,21 +205,6 @@ def find_run(given: Settings, group: Group) -> tuple[Path | None, Lock | None, A
         return found or (None, None, None)
     path, file = map(Path, paths)
     return path, None, folder.Begun(path) if file.name == "config.json" else Checkpoint(file)
-
-
-def new_config(settings: Settings, model: Any, group: Group) -> models.Config:
-    """Return the configuration of a new model. Check the run's name and the sizes, as far as they
-    are known before text is tokenised, which may take long."""
-    known = None
-    if settings.name is not None:
-        check_free = lambda: folder.check_free(Path(settings.out) / settings.name)
-        group.first("the name of the run", check_free)
-    if model is not None or settings.vocab_size is not None:
-        known = group.first("the tokenizer", lambda: runs.known_ids(settings))
-    if model is None:
-        return runs.model_config(settings, known)
-    runs.check_vocabulary(settings.init, model.config, known)
-    return model.config
 
 
 def restored(

@@ -61,21 +61,12 @@ def described_config(path: Path) -> Config:
     return models.model_class(fields.pop("model")).config_class.from_dict(fields)
 
 
-def is_described(folder: Path) -> bool:
-    """True if the config.json in a folder is one of a run."""
-    try:
-        return isinstance(read_description(folder).get("settings"), dict)
-    except FileError:
-        return False
-
-
 def has_saved(folder: Path) -> bool | None:
-    """Return whether the run in a folder ever had a checkpoint; without a readable config.json,
+    """Return whether the run in a folder ever had a checkpoint; without a config.json of a run,
     whether it has trained. None if no run has begun there."""
-    try:
-        return bool(read_description(folder)["saved"])
-    except (FileError, KeyError):
-        return bool(read_lines(folder / "metrics.jsonl")) or None
+    has_config = (folder / "config.json").exists()
+    saved = read_description(folder).get("saved") if has_config else None
+    return (bool(read_lines(folder / "metrics.jsonl")) or None) if saved is None else saved
 
 
 class Begun:
@@ -83,10 +74,9 @@ class Begun:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "config.json"
-        state = read_description(folder)
-        data = state["data"] if isinstance(state.get("data"), dict) else {}
-        state |= {"fingerprint": data.get("fingerprint")}
-        self.state = state | {"step": 0, "data": {"epoch": 0, "batch": 0}}
+        self.state = {"data": {}, **read_description(folder)}
+        self.state["fingerprint"] = self.state["data"].get("fingerprint")
+        self.state |= {"step": 0, "data": {"epoch": 0, "batch": 0}}
 
     def configuration(self) -> Config:
         return described_config(self.path)
@@ -94,9 +84,8 @@ class Begun:
 
 def check_state(checkpoint: Checkpoint | Begun) -> None:
     """Raise CheckpointError for the state of another program, which no run can resume."""
-    state = checkpoint.state
-    kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str, "optimizer": dict}
-    missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+    needed = ("settings", "data", "fingerprint", "optimizer")
+    missing = [key for key in needed if not checkpoint.state.get(key)]
     if missing:
         raise CheckpointError(
             f"{checkpoint.path}: not of a run of needle train: it has no {', '.join(missing)}"
@@ -188,8 +177,6 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
             lock.release()
     begun = next((folder for folder in folders if has_saved(folder) is not None), None)
     if begun is not None and has_saved(begun):
-        if (begun / "config.json").exists():
-            read_description(begun)  # FileError of a damaged one, which does not say
         raise DataError(
             f"{begun / 'checkpoints'}: no checkpoint is left there, and this run has saved some: "
             f"put one back to go on, or begin anew under another --name, or remove {begun}"

@@ -22,9 +22,8 @@ from needle.checkpoint import (
     weights_path,
 )
 from needle.command import flag_words, wrapped
-from needle.data import Batches, Prefetch, TokenData, load_tokenizer, run_batches
+from needle.data import Batches, Prefetch, TokenData, run_batches
 from needle.data.readers import open_tokens
-from needle.data.tokenizer import id_limit
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Ranks
 from needle.distributed.tree import own_micro_batches
@@ -103,14 +102,6 @@ def model_config(settings: Settings, needed: int | None = None) -> Config:
         print(f"{needed:,} tokens of the tokenizer: the model's vocabulary becomes {raised:,}")
         config = dataclasses.replace(config, vocab_size=raised)
     return config
-
-
-def known_ids(settings: Settings) -> int | None:
-    """Return how many ids the tokenizer has, as far as that is known before the data are read: one
-    that is trained on text has 256 bytes and the end of a text at least. None without one."""
-    if settings.tokenizer is not None:
-        return id_limit(load_tokenizer(settings.tokenizer))
-    return 257 if is_text(settings.data) else None
 
 
 def is_text(data: str | None) -> bool:
