@@ -7,8 +7,10 @@ needle data inspect tokens.bin                      is python -m needle.data ins
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import functools
+import importlib.util
 import math
 import pkgutil
 import runpy
@@ -198,6 +200,10 @@ def run(argv: list[str] | None) -> int:
     try:
         main_of_program = pkgutil.resolve_name(name)
     except ImportError as error:  # a package that it needs, which the message says how to get
+        if {"-h", "--help"} & {*rest}:
+            source = Path(importlib.util.find_spec(name.partition(":")[0]).origin).read_text()
+            print(f"{ast.get_docstring(ast.parse(source))}\n\n{wrapped(str(error))}")
+            return 0
         print(f"needle {word}: {error}", file=sys.stderr)
         return 1
     return main_of_program()

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from needle.command import wrapped
 from needle.data.kinds import JSON, LINES, kind_of, open_bytes, walk
 from needle.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizers_package
 from needle.data.tokens import DataError
-from needle.files import printable
 from needle.processes import terminal_bar
 
 CHUNK = 1 << 20  # characters of a document that are tokenised as one
@@ -51,7 +51,7 @@ def standard_library() -> list[Path]:
 
 
 def warn(text: str) -> None:
-    print(printable(f"needle: {text}"), file=sys.stderr, flush=True)
+    print(wrapped(f"needle: {text}"), file=sys.stderr, flush=True)
 
 
 def _decoded(path: Path) -> Iterator[str]:

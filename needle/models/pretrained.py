@@ -9,6 +9,7 @@ from typing import Any
 
 from needle import hf
 from needle.backend_ndarray import Device
+from needle.command import wrapped
 from needle.files import FileError, MissingFileError, named
 from needle.hf.hub import snapshot
 from needle.models.checkpoint_file import find_checkpoint
@@ -23,7 +24,7 @@ def pretrained(path: str | os.PathLike, revision: str | None = None) -> Any:
     if _is_missing(place) or revision is not None:
         return snapshot(os.fspath(path), revision)
     if not place.is_dir() or (place / "checkpoints").is_dir():
-        report = lambda text: print(text, file=sys.stderr)
+        report = lambda text: print(wrapped(text), file=sys.stderr)
         return find_checkpoint(place, report)
     if not (place / "config.json").exists():
         raise MissingFileError(

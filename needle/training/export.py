@@ -11,7 +11,7 @@ from pathlib import Path
 from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import find_checkpoint, save_checkpoint
-from needle.command import Parser
+from needle.command import Parser, wrapped
 from needle.files import FileError, described, named, printable
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
@@ -31,7 +31,7 @@ def export_checkpoint(
     hf.refuse_run(folder)
     if folder.exists() and not overwrite and any(folder.iterdir()):
         raise FileError(f"{folder}: is not empty: --overwrite replaces what an export writes")
-    checkpoint = find_checkpoint(source, lambda text: print(text, file=sys.stderr))
+    checkpoint = find_checkpoint(source, lambda text: print(wrapped(text), file=sys.stderr))
     return hf.save(checkpoint.restore_model(cpu()), folder, tokenizer)
 
 

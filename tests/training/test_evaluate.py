@@ -1,10 +1,8 @@
 """Perplexity: scores against a float64 softmax of the model's own logits, windows against a loop
 that walks the text token by token, and the command on files."""
 
-import importlib
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -231,13 +229,6 @@ def test_errors_are_named(run, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "(default: " in said
     assert "(default: None)" not in said and "(default: False)" not in said
-
-
-def test_the_harness_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "needle.training.lm_eval", raising=False)
-    with pytest.raises(ImportError, match="pip install lm_eval"):
-        importlib.import_module("needle.training.lm_eval")
 
 
 def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(run):
