@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from needle.data import megatron
-from needle.data.kinds import LINES, files_at, kind_of
+from needle.data.kinds import files_at
 from needle.data.text import check_json, documents, encode, shown
 from needle.data.tokenizer import id_limit, load_tokenizer
 from needle.data.tokens import DataError
@@ -24,8 +24,6 @@ def input_files(inputs: Sequence[str], field: str) -> list[Path]:
             raise DataError(f"{name}: no such file, and no file matches it")
         check_json(found, field)
         files += found
-    if field != "text" and all(kind_of(file, field) != LINES for file in files):
-        raise DataError(f"--field {field}: none of the inputs is a file of JSON lines")
     return files
 
 

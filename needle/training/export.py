@@ -43,12 +43,9 @@ def import_folder(
 ) -> list[Path]:
     """Writes the model of `folder` as a checkpoint without an optimizer, with its tokenizer and
     special tokens in it; returns the files. The loss it records is NaN. FileError where the
-    checkpoint is there already, unless `overwrite`, and for a place in the folder of a run or in
-    `folder`."""
+    checkpoint is there already, unless `overwrite`, and for a place in the folder of a run."""
     folder, target = named(folder), named(checkpoint)
     hf.refuse_run(target.parent)
-    if folder.resolve() in target.resolve().parents:
-        raise FileError(f"{checkpoint}: is in {folder}, from where it comes: choose another place")
     if target.exists() and not overwrite:
         raise FileError(f"{checkpoint}: is there already: --overwrite replaces it")
     model = models.from_pretrained(folder, cpu(), dtype)

@@ -346,14 +346,6 @@ def finish(run: Run) -> None:
         report(f"no sample.txt: {described(error)}")
 
 
-def finish_again(run: Run) -> None:
-    """Finish a run whose steps are all done: it may have been killed before its end."""
-    if run.lock is not None:
-        finish(run)
-    text = f"nothing to do: all {run.until} steps are done. {longer(run)}"
-    report(wrapped(text))
-
-
 def report(text: str) -> None:
     """Print what a run says after its last step; a closed pipe or a full disk changes nothing."""
     try:
