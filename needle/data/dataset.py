@@ -3,7 +3,7 @@ token datasets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,29 +14,13 @@ from needle.autograd import Tensor
 
 class Dataset:
     """Samples by index. Subclasses write `__getitem__(index)`, which returns a tuple of arrays (or
-    one array), and `__len__`. transforms: functions that `apply_transforms` applies to x in
-    order."""
-
-    def __init__(self, transforms: Sequence[Callable[[Any], Any]] | None = None) -> None:
-        self.transforms = transforms
-
-    def __getitem__(self, index: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.__getitem__ is not defined")
-
-    def __len__(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__}.__len__ is not defined")
-
-    def apply_transforms(self, x: Any) -> Any:
-        for transform in self.transforms or ():
-            x = transform(x)
-        return x
+    one array), and `__len__`."""
 
 
 class NDArrayDataset(Dataset):
     """Arrays of one length, cut along the first axis: sample i is (a[i], b[i], ...)."""
 
     def __init__(self, *arrays: Any) -> None:
-        super().__init__()
         if not arrays:
             raise ValueError("NDArrayDataset: needs one array or more")
         self.arrays = [_host(a) for a in arrays]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 from needle.data import megatron
 from needle.data.cache import HELD_OUT, cached_text
 from needle.data.identity import content_hash
-from needle.data.kinds import FLAT, NPY, files_at, kind_of, walk
+from needle.data.kinds import FLAT, NPY, files_at, kind_of
 from needle.data.text import check_json, standard_library, text_kind
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, map_part
@@ -96,74 +95,42 @@ def matching(path: Path) -> list[Path]:
     """The files at `path`; MissingFileError where there are none."""
     files = files_at(path)
     if not files:
-        raise MissingFileError(f"{path}: no such file or folder; {TAKES}")
+        raise MissingFileError(f"{path}: no such file or folder, or an empty one; {TAKES}")
     return files
 
 
 def open_tokens(data: str | os.PathLike) -> TokenData | None:
     """Files of token ids; None where `data` is text."""
     path = named(data)
-    if path.is_dir():
-        return _open_folder(path)
-    prefix = megatron.prefix_of(path)
-    if prefix is not None:
-        return _open_megatron(prefix)
-    files = matching(path)
-    kinds = [kind_of(file) for file in files]
-    if not {*kinds} & {NPY, FLAT}:
-        return None
-    if len({*kinds}) > 1:
-        listed = ", ".join(f"{file.name}: {kind}" for file, kind in zip(files[:4], kinds))
-        raise DataError(f"{path}: files of several kinds ({listed}); give those of one kind")
-    val = files[0].with_name("val.bin")
-    if [file.name for file in files] == ["train.bin"] and val.is_file():
-        return _open_flat(path.parent, "nanoGPT's train.bin and val.bin", files, [val])
-    return _open_flat(path, kinds[0], files)
-
-
-def _open_folder(folder: Path) -> TokenData | None:
-    if not any(True for _ in walk(folder)):
-        raise DataError(f"{folder}: an empty folder; {TAKES}")
-    entries = sorted(folder.iterdir())
-    files = [path for path in entries if path.is_file() and not path.name.startswith(".")]
-    indexes = [path for path in files if path.suffix == ".idx"]
+    is_folder = path.is_dir()
+    indexes = sorted(path.glob("[!.]*.idx")) if is_folder else [path]
     if len(indexes) > 1:
         raise DataError(
-            f"{folder}: {len(indexes)} Megatron files are in it; name one of them, "
-            f"such as {indexes[0]}"
+            f"{path}: {len(indexes)} Megatron files are in it; name one of them, such as "
+            f"{indexes[0]}"
         )
-    if indexes:
-        return _open_megatron(indexes[0].with_suffix(""))
-    if folder / "train.bin" in files:
-        return open_tokens(folder / "train.bin")
-    kinds = {kind_of(path) for path in files}
-    if kinds == {NPY}:
-        return _open_flat(folder, NPY, files)
-    if kinds == {FLAT}:
-        raise DataError(
-            f"{folder}: flat uint16 tokens are given as files, by their name or a pattern of "
-            "names, or as train.bin and val.bin in a folder"
-        )
-    return None
-
-
-def _open_flat(
-    path: Path, kind: str, train: Sequence[Path], held_out: Sequence[Path] = ()
-) -> TokenData:
-    """The tokens of files. Without files to hold out, the last 5 % are."""
-    tokens = FlatTokens([_part(file) for file in train])
-    if held_out:
-        end = FlatTokens([_part(file) for file in held_out])
-        files = f"{len(train):,} + {len(held_out):,} files"
-        counts = f"{len(tokens):,} + {len(end):,} {tokens.dtype} tokens"
-        return TokenData(tokens, end, f"{path}: {kind}, {files}, {counts}")
-    kept = len(tokens) - len(tokens) // HELD_OUT
-    files = f", {len(train):,} files" if len(train) > 1 else ""
-    return TokenData(
-        tokens.between(0, kept),
-        tokens.between(kept, len(tokens)),
-        f"{path}: {kind}{files}, {len(tokens):,} {tokens.dtype} tokens",
-    )
+    prefix = megatron.prefix_of(indexes[0]) if indexes else None
+    if prefix is not None:
+        return _open_megatron(prefix)
+    if (path / "train.bin").is_file():
+        return open_tokens(path / "train.bin")
+    files = matching(path)
+    if is_folder:  # in which tokens lie at the top
+        files = [file for file in files if file.parent == path]
+    kinds = {kind_of(file) for file in files}
+    if not kinds & {NPY, FLAT} or (is_folder and len(kinds) > 1):
+        return None
+    if len(kinds) > 1:
+        raise DataError(f"{path}: files of several kinds: {', '.join(sorted(kinds))}")
+    val, source = files[0].with_name("val.bin"), f"{path}: {kinds.pop()}"
+    source += f", {len(files):,} files" if len(files) > 1 else ""
+    tokens, end = FlatTokens([_part(file) for file in files]), None
+    if [file.name for file in files] == ["train.bin"] and val.is_file():
+        source, end = f"{path.parent}: nanoGPT's train.bin and val.bin", FlatTokens([_part(val)])
+    else:
+        kept = len(tokens) - len(tokens) // HELD_OUT
+        tokens, end = tokens.between(0, kept), tokens.between(kept, len(tokens))
+    return TokenData(tokens, end, f"{source}, {len(tokens) + len(end):,} {tokens.dtype} tokens")
 
 
 def _part(path: Path) -> Part:

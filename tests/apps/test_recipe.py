@@ -12,7 +12,7 @@ from small_runs import flags as small_flags
 
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.training.keep import keeps
-from needle.training.settings import PUBLISHED, Settings, changes, complete, parse
+from needle.training.settings import PUBLISHED, changes, complete, parse
 
 
 def flags(tmp_path, tokens, *more, **options):
@@ -47,20 +47,6 @@ def test_recipes_follow_the_published_and_the_announced_rates():
     for step in range(1430, 143_001, 1234):
         wanted = 1e-4 + 9e-4 * math.cos(math.pi / 2 * (step - 1430) / 141_570) ** 2
         assert fixed(step) == pytest.approx(wanted, rel=1e-12), step
-
-
-def test_schedule_of_each_kind_rises_over_the_warmup_and_ends_at_its_floor():
-    for kind, rates in [
-        ("constant", (0.1, 0.2, 0.4, 0.4, 0.4, 0.4)),
-        ("linear", (0.1, 0.2, 0.4, 0.22, 0.04, 0.04)),
-        ("cosine", (0.1, 0.2, 0.4, 0.22, 0.04, 0.04)),
-        ("pythia", (0.0, 0.1, 0.3, 0.361803, 0.2, 0.138197)),
-        ("wsd", (0.1, 0.2, 0.4, 0.256, 0.04, 0.04)),
-    ]:
-        settings = Settings(schedule=kind, lr=0.4, warmup=4, steps=10, decay_share=0.5)
-        schedule = train_pythia.schedule_of(settings)
-        found = [schedule(step) for step in (1, 2, 4, 7, 10, 11)]
-        assert found == pytest.approx(rates, rel=1e-5), kind
 
 
 # ---- settings ---------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
     np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
     for name, said, *more in (
         ("empty.txt", "not text: empty"),
-        ("folder", "an empty folder"),
+        ("folder", "or an empty one"),
         ("float.npy", "one axis of integers"),
         ("large.npy", "outside the vocabulary of 64"),
         ("texts", "--vocab-size 256: the tokenizer has 257 tokens", "--vocab-size 256"),
@@ -210,3 +210,6 @@ def test_damaged_config_is_named_by_what_reads_it(tmp_path, tokens, stopped, cap
         assert f": {begun}" in capsys.readouterr().err
     assert train_pythia.main([*auto, "saved"]) == 0
     assert len(numbers_of(tmp_path, "saved")) == 6
+    (saved / "config.json").write_text('{"model_type": "gpt_neox"}')
+    assert data_main(["view", str(saved), "--step", "1"]) == 1
+    assert "not the config.json of a run" in capsys.readouterr().err

@@ -192,7 +192,7 @@ def test_tokens_are_told_by_their_bytes_and_flat_ones_by_name(tmp_path):
         assert ".npy, 2 files" in data.source
         np.testing.assert_array_equal(np.concatenate([data.train, data.held_out]), IDS)
     (tmp_path / "d" / "c.txt").write_text("text")
-    with pytest.raises(DataError, match="files of several kinds .a: .npy, b.bin: .npy, c.txt: t"):
+    with pytest.raises(DataError, match="files of several kinds: .npy, text"):
         open_data(tmp_path / "d" / "*")
 
 
