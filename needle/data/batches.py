@@ -15,7 +15,7 @@ import numpy as np
 
 from needle.data import megatron
 from needle.data.readers import TokenData
-from needle.data.tokens import DataError, Documents, FlatTokens, Part, check_ids, place_of, to_ids
+from needle.data.tokens import DataError, Documents, FlatTokens, in_memory, to_ids
 
 
 class Windows:
@@ -35,13 +35,11 @@ class Windows:
         start = sample * self.stride
         return [(start, start + self.seq_len + 1)]
 
-    def rows(self, chosen: np.ndarray) -> np.ndarray:
-        """(len(chosen), T + 1): the ids of these samples."""
-        return np.stack([self.tokens.read(*self.stretches(i)) for i in chosen.tolist()])
-
-    def position(self, sample: int, column: int) -> int:
-        """The place of an id in the flat array."""
-        return [i for start, stop in self.stretches(sample) for i in range(start, stop)][column]
+    def rows(self, chosen: np.ndarray, vocab_size: int | None) -> np.ndarray:
+        """(len(chosen), T + 1): the ids of these samples, below vocab_size."""
+        read = self.tokens.read
+        rows = [read(*self.stretches(i), vocab_size=vocab_size) for i in chosen.tolist()]
+        return np.stack(rows)
 
 
 class Rows(Windows):
@@ -91,15 +89,6 @@ class Packed(Windows):
         return list(zip(starts.tolist(), stops.tolist()))
 
 
-def _in_memory(tokens: Any) -> FlatTokens:
-    """Integers (N,) as tokens."""
-    ids = np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        found = f"{ids.dtype} of shape {ids.shape}"
-        raise TypeError(f"Batches: tokens must be integers of one axis (N,), but are {found}")
-    return FlatTokens([Part(None, 0, ids)])
-
-
 class Batches:
     """Batches of samples of seq_len ids, without end.
 
@@ -134,10 +123,7 @@ class Batches:
                 raise ValueError(
                     f"Batches: {name} must be 1 or more, a whole number, but is {size!r}"
                 )
-        if isinstance(tokens, TokenData):
-            tokens = tokens.train
-        elif not isinstance(tokens, FlatTokens):
-            tokens = _in_memory(tokens)
+        tokens = in_memory(tokens.train if isinstance(tokens, TokenData) else tokens)
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         self.vocab_size = vocab_size
         if isinstance(tokens, Documents) and tokens.row_length:
@@ -297,8 +283,4 @@ class Batches:
 
     def read(self, samples: Windows, chosen: np.ndarray) -> np.ndarray:
         """integers (len(chosen), seq_len + 1), int32 or int64: samples by their numbers."""
-        rows = to_ids(samples.rows(chosen))
-        if self.vocab_size is not None:
-            place = lambda row, column: samples.position(int(chosen[row]), column)
-            check_ids(rows, self.vocab_size, lambda *at: place_of(self.tokens, place(*at)))
-        return rows
+        return to_ids(samples.rows(chosen, self.vocab_size))

@@ -23,7 +23,7 @@ import numpy as np
 from needle.data.batches import Batches, Packed, Windows
 from needle.data.edits import TRAINING, merged
 from needle.data.readers import TokenData
-from needle.data.tokens import DataError, Documents, FlatTokens, check_ids, to_ids
+from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 
 BLOCK = 1 << 22  # ids, or sequences, that are looked at together
 
@@ -377,9 +377,12 @@ class Edits:
         rows = self._with_documents(rows, epoch, chosen)
         for row in self.sequences.keys() & range(number * size, (number + 1) * size):
             rows[row - number * size] = self.sequences[row].read()
-        if self.batches.vocab_size is not None:
-            name = lambda row, column: f"the edited data, sequence {row} of micro-batch {number}"
-            check_ids(np.maximum(rows, ~rows), self.batches.vocab_size, name)
+        largest, limit = np.maximum(rows, ~rows).max(), self.batches.vocab_size
+        if limit is not None and largest >= limit:
+            raise DataError(
+                f"the edited data of micro-batch {number}: id {largest} is outside the vocabulary "
+                f"of {limit}"
+            )
         return rows
 
     # ---- the plan ----------------------------------------------------------------------------

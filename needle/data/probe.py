@@ -11,7 +11,7 @@ from needle.data.edited import borders_of
 from needle.data.readers import matching, open_tokens
 from needle.data.text import check_json, documents, encode
 from needle.data.tokenizer import Tokenizer
-from needle.data.tokens import DataError, FlatTokens, check_ids, place_of, to_ids
+from needle.data.tokens import DataError, FlatTokens, to_ids
 
 
 def read_probe(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[np.ndarray]:
@@ -31,9 +31,7 @@ def read_probe(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list
         borders = np.array([0, len(tokens)]) if end is None else borders_of(tokens, end)
     texts = []
     for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist()):
-        ids = to_ids(tokens.read((start, stop)))
-        check_ids(ids, vocab_size, lambda at, start=start: place_of(tokens, start + at))
-        texts.append(ids)
+        texts.append(to_ids(tokens.read((start, stop), vocab_size=vocab_size)))
     return texts
 
 

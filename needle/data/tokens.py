@@ -10,7 +10,7 @@ process that reads a mapped file after it has shrunk ends by SIGBUS.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,14 +89,23 @@ class FlatTokens:
         """The ids [start, stop) as FlatTokens; nothing is read."""
         return FlatTokens(self.within(start, stop) or [self.parts[0].between(0, 0)])
 
-    def read(self, *stretches: tuple[int, int]) -> np.ndarray:
-        """A copy of the ids of stretches [start, stop), one after the other."""
-        found = [part.ids for one in stretches for part in self.within(*one)]
-        return np.concatenate(found) if found else np.empty(0, self.dtype)
-
-    def where(self, position: int) -> Part:
-        """The id at a position, as a part of its file."""
-        return self.within(position, position + 1)[0]
+    def read(self, *stretches: tuple[int, int], vocab_size: int | None = None) -> np.ndarray:
+        """A copy of the ids of stretches [start, stop), one after the other. DataError, with file
+        and offset, for the first that lies outside [0, vocab_size)."""
+        found = [part for one in stretches for part in self.within(*one)]
+        ids = np.concatenate([part.ids for part in found]) if found else np.empty(0, self.dtype)
+        # As unsigned numbers, negative ids lie above every vocabulary.
+        unsigned = ids.view(ids.dtype.str.replace("i", "u"))
+        if vocab_size is not None and (unsigned >= vocab_size).any():
+            index = int(np.argmax(unsigned >= vocab_size))
+            ends = np.cumsum([len(part.ids) for part in found])
+            part, end = next(pair for pair in zip(found, ends.tolist()) if pair[1] > index)
+            at = part.offset + (index - end + len(part.ids)) * self.dtype.itemsize
+            memory = f"token {at // self.dtype.itemsize:,}"
+            place = f"{part.path}: offset {at:,}" if part.path else memory
+            said = f"id {ids[index]} is outside the vocabulary of {vocab_size}"
+            raise DataError(f"{place}: {said}")
+        return ids
 
     def __getitem__(self, index):
         if isinstance(index, slice):
@@ -108,7 +117,7 @@ class FlatTokens:
         if chosen.dtype.kind not in "iu":
             raise IndexError(f"tokens are indexed by integers and slices, not by {chosen.dtype}")
         places = [range(len(self))[place] for place in chosen.ravel().tolist()]
-        ids = [self.where(place).ids[0] for place in places]
+        ids = [self.read((place, place + 1))[0] for place in places]
         return np.array(ids, self.dtype).reshape(chosen.shape)[()]
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
@@ -132,30 +141,18 @@ class Documents(FlatTokens):
         self.sizes, self.row_length = sizes, row_length
 
 
-def place_of(tokens: Any, position: int) -> str:
-    """The file and offset of an id, for errors; its position where `tokens` are in memory."""
-    part = tokens.where(position) if isinstance(tokens, FlatTokens) else None
-    if part is None or part.path is None:
-        return f"token {position:,}"
-    return f"{part.path}: offset {part.offset:,}"
-
-
 def to_ids(values: np.ndarray) -> np.ndarray:
-    """int32 where every value of the type fits, else int64: a broken id must not wrap into a good
-    one before it is checked."""
+    """int32 where every value of the type fits, else int64."""
     small = values.dtype.itemsize < 4 or values.dtype.newbyteorder("=") == np.int32
-    if values.dtype.kind == "u" and values.dtype.itemsize == 8:
-        values = np.minimum(values, np.uint64(2**63 - 1))
     return values.astype(np.int32 if small else np.int64)
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, place: Callable[..., str]) -> None:
-    """DataError for the first of `ids`, as to_ids gives them, that lies outside [0, vocab_size);
-    place(*index) says where that is."""
-    # One pass: as unsigned numbers, negative ids lie above every vocabulary.
-    wrong = ids.view(np.uint32 if ids.dtype == np.int32 else np.uint64) >= vocab_size
-    if wrong.any():
-        index = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise DataError(
-            f"{place(*index)}: id {int(ids[index])} is outside the vocabulary of {vocab_size}"
-        )
+def in_memory(tokens: Any) -> FlatTokens:
+    """Integers (N,) as tokens; those that are FlatTokens stay. TypeError for anything else."""
+    if isinstance(tokens, FlatTokens):
+        return tokens
+    ids = np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        found = f"{ids.dtype} of shape {ids.shape}"
+        raise TypeError(f"tokens must be integers of one axis (N,), but are {found}")
+    return FlatTokens([Part(None, 0, ids)])

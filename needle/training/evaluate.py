@@ -31,7 +31,7 @@ from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.command import Defaults, Parser, reporting, whole, wrapped
 from needle.data.readers import open_tokens
-from needle.data.tokens import check_ids, place_of, to_ids
+from needle.data.tokens import in_memory, to_ids
 from needle.files import naming
 from needle.models import LanguageModel
 from needle.models.registry import IMPORT, imported
@@ -178,17 +178,14 @@ def perplexity(
     >>> scores.tokens, scores.perplexity > 1
     (49, True)
     """
-    limit = model.config.max_seq_len
+    limit, tokens = model.config.max_seq_len, in_memory(tokens)
     seq_len = limit if seq_len is None else seq_len
     stride = seq_len if stride is None else stride
-    if not 1 <= seq_len <= limit:
+    if not 1 <= stride <= seq_len <= limit:
         raise ValueError(
-            f"perplexity: seq_len must be from 1 to max_seq_len, {limit}, not {seq_len}"
+            f"perplexity: 1 <= stride ({stride}) <= seq_len ({seq_len}) <= max_seq_len ({limit}) "
+            "must hold"
         )
-    if not 1 <= stride <= seq_len:
-        raise ValueError(f"perplexity: stride must be from 1 to seq_len, {seq_len}, not {stride}")
-    if batch_size < 1:
-        raise ValueError(f"perplexity: batch_size must be 1 or more, not {batch_size}")
     row_length = row_length or len(tokens)
     if min(row_length, len(tokens)) < 2:
         raise ValueError(
@@ -203,9 +200,8 @@ def perplexity(
     kept = np.full(len(tokens), np.nan, np.float32) if per_token else None
     count, nats, text_bytes = 0, 0.0, 0
     for batch in _batches(len(tokens), row_length, seq_len, stride, batch_size):
-        texts = [
-            _read(tokens, first, last + 1, model.config.vocab_size) for first, last, _ in batch
-        ]
+        below = {"vocab_size": model.config.vocab_size}
+        texts = [to_ids(tokens.read((first, last + 1), **below)) for first, last, _ in batch]
         rows = [(text[:-1], text[-n:]) for text, (_, _, n) in zip(texts, batch)]
         for index, logprobs, _ in score(model, rows, batch_size):
             _, last, n = batch[index]
@@ -234,15 +230,6 @@ def _batches(
                 batch = []
     if batch:
         yield batch
-
-
-def _read(
-    tokens: data.FlatTokens | np.ndarray, start: int, stop: int, vocab_size: int
-) -> np.ndarray:
-    """Ids [start, stop), all of them inside the vocabulary."""
-    ids = to_ids(np.asarray(tokens[start:stop]))
-    check_ids(ids, vocab_size, lambda index: place_of(tokens, start + index))
-    return ids
 
 
 # ---- from files -------------------------------------------------------------------------------

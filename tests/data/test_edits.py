@@ -418,7 +418,7 @@ def test_data_without_documents_a_tokenizer_or_held_out_tokens_are_errors():
         (Letters(), ids, DROP, "no end of text within"),
         (None, ids, DROP | {"where": sequence(3, 0), "fill": "blank"}, "need a tokenizer"),
         (None, ids.between(0, 0), reserve, "no token is held out"),
-        (None, wrong, reserve, "the edited data, sequence 0 of micro-batch 4: id 27 is outside"),
+        (None, wrong, reserve, "the edited data of micro-batch 4: id 27 is outside"),
     ):
         data = TokenData(ids, held_out, "letters", tokenizer)
         with naming(says), pytest.raises(DataError, match=says):

@@ -75,8 +75,6 @@ def test_published_shards_need_not_be_joined(tmp_path, last):
         assert data.fingerprint == expected and "preshuffled rows" in data.source
         ids, _ = Batches(data.train, 7, 2048).next()
         np.testing.assert_array_equal(ids, rows[:, :-1])
-    assert data.train.where(5001)[:2] == (files[1], 0)
-
     files[2].write_bytes(content[20_000:-2])
     with pytest.raises(DataError, match=r"document-\*.bin: ends at offset 28,684, .* truncated"):
         open_data(tmp_path / "document")
@@ -158,8 +156,6 @@ def test_tokens_read_like_an_array(tmp_path):
     for low, high in ((0, 1500), (50, 701), (100, 101), (7, 7)):
         np.testing.assert_array_equal(tokens.between(low, high)[:], IDS[low:high])
     np.testing.assert_array_equal(tokens.read((98, 102), (7, 8)), [*IDS[98:102], IDS[7]])
-    assert tokens.where(100)[:2] == (tmp_path / "1", 4)
-    assert tokens.where(1499)[:2] == (tmp_path / "3", 4 + 2 * 799)
     for bad in (1500, -1501, np.array([0, 1500]), 0.5):
         with pytest.raises(IndexError):
             tokens[bad]
