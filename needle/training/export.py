@@ -11,8 +11,8 @@ from pathlib import Path
 from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import find_checkpoint, save_checkpoint
-from needle.command import Parser, wrapped
-from needle.files import FileError, described, named, printable
+from needle.command import Parser, reporting, wrapped
+from needle.files import FileError, named, printable
 from needle.models.registry import IMPORT, imported
 from needle.processes import program
 
@@ -76,19 +76,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    try:
-        if args.command == "export":
-            written = export_checkpoint(args.source, args.folder, args.tokenizer, args.overwrite)
-        else:
-            written = import_folder(args.folder, args.checkpoint, args.dtype, args.overwrite)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle {args.command}: {described(error)}", file=sys.stderr)
-        return 1
+def convert(args: argparse.Namespace) -> int:
+    if args.command == "export":
+        written = export_checkpoint(args.source, args.folder, args.tokenizer, args.overwrite)
+    else:
+        written = import_folder(args.folder, args.checkpoint, args.dtype, args.overwrite)
     for path in written:
         print(printable(str(path)))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return reporting(f"needle {args.command}")(convert)(args)
 
 
 if __name__ == "__main__":

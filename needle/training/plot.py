@@ -151,12 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "loss.png"
     found = {}
     for run in args.runs:
-        if not run.is_dir():
-            raise ValueError(f"{run}: no such folder")
         lines = read_lines(run / "metrics.jsonl")
         if not lines:
-            is_run = (run / "config.json").exists()
-            raise ValueError(f"{run}: no step yet{'' if is_run else ', or not a run'}")
+            raise ValueError(f"{run}: no step yet, or not a run")
         name = run.resolve().name
         found[str(run) if name in found else name] = lines
     try:

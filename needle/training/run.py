@@ -81,10 +81,6 @@ def model_config(settings: Settings, needed: int | None = None) -> Config:
     changes = {"max_seq_len": settings.seq_len, **fields, "dtype": settings.dtype}
     shape = {field: getattr(settings, name) for name, field in SHAPE.items()}
     changes |= {field: value for field, value in shape.items() if value}
-    if settings.seq_len > changes["max_seq_len"]:
-        raise ValueError(
-            f"--seq-len {settings.seq_len}: max_seq_len of --config is {changes['max_seq_len']}"
-        )
     if settings.sparse is not None:
         changes |= {"use_sparse_attention": True, "sparse_pattern": settings.sparse}
         changes |= {"sparse_window": settings.window} if settings.window is not None else {}

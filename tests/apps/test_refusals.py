@@ -55,9 +55,8 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
 
 def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, monkeypatch):
     """Before text is tokenised."""
-    small, config = tmp_path / "small.json", tmp_path / "c.json"
+    small = tmp_path / "small.json"
     train_tokenizer(iter(["return " * 9]), 262).save(str(small))
-    config.write_text('{"max_seq_len": 8}')
     wrong, long = tmp_path / "wrong.toml", "a" * 300
     wrong.write_text("hidden_size = 16\nnum_layer = 3\n")
     assert train_pythia.main(flags(tmp_path, tokens, "init", steps=1)) == 0
@@ -66,7 +65,6 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
     why = ndl.cuda(63).reason()  # no machine has this many GPUs
     for data, more, said in (
         (texts, "--heads 3", "hidden_size 32 is not a multiple of num_heads 3"),
-        (texts, f"--config {config}", "max_seq_len of --config is 8"),
         (texts, f"--config {wrong}", "PythiaConfig: unknown fields num_layer; there are vocab_si"),
         (texts, f"{init} --seq-len 17", "--seq-len 17: it reads 16 at most"),
         (texts, init, "no tokenizer.json lies with it, and the data is text: give --t"),
@@ -80,9 +78,9 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
         (tokens, "--fp8 --hidden 1056 --no-mlp", "width 1056 is more than 1024, and no layer tak"),
         (tokens, "--fp8 --seq-len 12", "--seq-len 12, the tokens of a rank's micro-batch, must be"),
         (tokens, "--context-parallel 2", "1 cannot be cut into such groups"),
-        (tokens, "--warmup 7", "--warmup 7: the run has 6 steps, and its warmup must be 0 to 6 of"),
+        (tokens, "--warmup 7", "Cosine: needs 0 <= warmup <= total, but they are 7, 6"),
         (tokens, "--decay-share 0.5", "--decay-share: needs --schedule wsd"),
-        (tokens, "--schedule wsd --warmup 6", "--warmup 6: with 1 steps of decay .* the run's 6"),
+        (tokens, "--schedule wsd --warmup 6", "WSD: needs 0 <= decay .* they are 1, 6, 6"),
         (tokens, "--recipe pythia --batch-size 3", "--batch-size 3 cannot make the 1,024 sequenc"),
         (tokens, "--device cuda:63", re.escape(f"needle train: device cuda:63: {why}\n")),
     ):
