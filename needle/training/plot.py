@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,8 +49,6 @@ def plot(folder: Path) -> str:
 def figure_in(out: Path, columns: int = 1) -> Iterator[Any]:
     """Give the axes of a figure, of several columns an array of them, and write it to a file, whose
     ending is the format. ImportError without matplotlib."""
-    if "matplotlib" not in sys.modules:
-        os.environ["MPLBACKEND"] = "Agg"  # a notebook's may not be installed here
     import matplotlib
 
     matplotlib.use("Agg")
