@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import json
 import os
-import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -282,26 +280,22 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path, monkeypatch):
 
 
 def test_unusable_configurations(tmp_path):
-    fields = BASE | {"hidden_act": "relu", "attention_bias": False, "rotary_pct": "x",
+    fields = BASE | {"hidden_act": "relu", "attention_bias": False,
                      "rope_scaling": {"type": "linear", "factor": 2.0}}  # fmt: skip
     del fields["vocab_size"]
     with pytest.raises(CheckpointError) as error:
         hf.read_config(Pythia, fields)
     assert_says(error, "vocab_size is missing", "hidden_act is 'relu'", "attention_bias is false")
-    assert_says(error, "'linear' positions", "rotary_pct is 'x'")
+    assert_says(error, "'linear' positions")
     # The names of other models, which transformers passes over here.
     alone = {k: v for k, v in BASE.items() if not k.startswith("rot")}
-    with pytest.raises(CheckpointError) as error:
-        hf.read_config(Pythia, alone | {"rope_theta": 500, "partial_rotary_factor": 0.5})
-    assert_says(
-        error, "partial_rotary_factor is 0.5, which", "it computes with 0.25; rotary_pct says"
-    )
-    assert_says(error, "rope_theta is 500, which", "with 10000.0; rotary_emb_base says")
-    assert hf.read_config(Pythia, alone | {"rope_theta": 10000}).rotary_base == 10000
+    read = hf.read_config(Pythia, alone | {"rope_theta": 500, "partial_rotary_factor": 0.5})
+    assert (read.rotary_base, read.rotary_pct) == (10000, 0.25)
     for name, value, said in (
         ("model_type", "llama", "model_type is 'llama'"),
-        ("use_parallel_residual", "false", "use_parallel_residual (is|must be) .*, (not|but must)"),
-        ("rotary_pct", float("nan"), "rotary_pct (is|must be) .*, (not|but must be) "),
+        ("use_parallel_residual", "false", "use_parallel_residual must be True or False"),
+        ("rotary_pct", float("nan"), "rotary_pct must be a finite"),
+        ("rotary_pct", "x", "rotary_pct must be a finite"),
         ("num_attention_heads", 3, "not a multiple"),
     ):
         with naming(name, value), pytest.raises(CheckpointError, match=said):
@@ -319,35 +313,23 @@ def test_unusable_configurations(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path):
-    folder = write(tmp_path / "it's", {})
+def test_weights_that_are_no_safetensors_are_refused(tmp_path):
+    folder = write(tmp_path / "a", {})
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no model.safetensors and no"):
         Pythia.from_pretrained(folder)
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
-    with pytest.raises(CheckpointError, match="a pickle") as error:
+    with pytest.raises(CheckpointError, match="a pickle, which needle never opens"):
         Pythia.from_pretrained(folder)
-    words = shlex.split(str(error.value).partition("This line converts it: ")[2])
-    assert words[:2] == [sys.executable, "-c"] and len(words) == 3
-    compile(words[2], "line", "exec")
-    assert str(folder) in words[2]
 
 
-def test_damaged_indices(tmp_path):
-    folder = tmp_path / "a"
-    hf.save(model_of(), folder, shard_size=20_000)
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    names = index["weight_map"]
-    index["weight_map"] = names | {"x": "../y"}
-    path.write_text(json.dumps(index))
-    (folder / "model-00001-of-00004.safetensors").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError) as error:
-        Pythia.from_pretrained(folder)
-    assert_says(error, "'../y', which is not in the folder")
-    path.write_text("{}")
-    with pytest.raises(CheckpointError, match="has no weight_map"):
-        Pythia.from_pretrained(folder)
+def test_an_index_leads_to_no_file_outside_the_folder(tmp_path):
+    hf.save(model_of(), tmp_path / "a", shard_size=20_000)
+    path = tmp_path / "a" / hf.INDEX
+    names = json.loads(path.read_text())["weight_map"]
+    path.write_text(json.dumps({"weight_map": names | {"x": "../y"}}))
+    with pytest.raises(CheckpointError, match="'../y', which is not in the folder"):
+        Pythia.from_pretrained(tmp_path / "a")
 
 
 # ---- writing -------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,15 +40,7 @@ from needle.data.tokenizer import (
     json_text,
     load_tokenizer,
 )
-from needle.files import (
-    FileError,
-    MissingFileError,
-    named,
-    read_json,
-    reading,
-    remove_leftovers,
-    replacing,
-)
+from needle.files import FileError, named, read_json, reading, remove_leftovers, replacing
 from needle.safetensors import FROM_FILE, Entry, chunks, read_header
 
 WEIGHTS = "model.safetensors"
@@ -107,22 +98,12 @@ def load(
 ) -> Any:
     """The model of a folder, in `dtype` on `device`. Draws no random number. FileError names what
     cannot be read and lists every tensor that is unknown, missing or of the wrong shape."""
-    folder = named(folder)
-    if dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"from_pretrained: dtype must be one of {', '.join(FLOAT_DTYPES)}, not {dtype!r}"
-        )
-    if not folder.is_dir():
-        raise MissingFileError(f"{folder}: no such folder")
-    device = given_device(device)
+    folder, device = named(folder), given_device(device)
     mapping, path = model_class.weight_mapping, folder / "config.json"
     config = read_config(model_class, read_json(path), dtype, str(path))
     problems: list[str] = []
     entries = _entries(folder, mapping, problems)
-    try:
-        model = config.meta_model(device)
-    except ValueError as error:  # sizes that no memory has
-        raise FileError(f"{path}: {error}") from error
+    model = config.meta_model(device)
     transposed = _transposed(model)
     shapes = {
         name: parameter.shape[::-1] if name in transposed else parameter.shape
@@ -176,8 +157,13 @@ def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[
         found = _header(whole)
     elif index.exists():
         found = _shards(folder, read_json(index), problems)
+    elif any(folder.glob("pytorch_model*.bin")):
+        raise FileError(
+            f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens: "
+            "let transformers read and save the model, as safetensors"
+        )
     else:
-        raise FileError(_no_weights(folder))
+        raise FileError(f"{folder}: no {WEIGHTS} and no {INDEX} in it")
     entries: dict[str, Entry] = {}
     for entry in found:
         name = mapping.our_name(entry.name)
@@ -187,29 +173,9 @@ def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[
     return entries
 
 
-def _no_weights(folder: Path) -> str:
-    if not any(folder.glob("pytorch_model*.bin")):
-        return f"{folder}: no {WEIGHTS} and no {INDEX} in it"
-    parts, whole = str(folder / "pytorch_model*.bin"), str(folder / WEIGHTS)
-    line = (
-        "import glob, torch; from safetensors.torch import save_file; save_file({k: "
-        f"v.clone().contiguous() for f in sorted(glob.glob({parts!r})) for k, v in "
-        f"torch.load(f, map_location='cpu', weights_only=True).items()}}, {whole!r}, "
-        "{'format': 'pt'})"
-    )
-    escaped = re.sub(r'([\\"$`])', r"\\\1", line)
-    return (
-        f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens. "
-        f'This line converts it: {sys.executable} -c "{escaped}"'
-    )
-
-
 def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[Entry]:
-    where = index.get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        raise FileError(f"{folder / INDEX}: has no weight_map from tensors to files")
     found: list[Entry] = []
-    for file in sorted(set(where.values())):
+    for file in sorted({*index.get("weight_map", {}).values()}):
         if Path(file).name != file or not (folder / file).exists():
             problems.append(f"{INDEX} names the file {file!r}, which is not in the folder")
             continue

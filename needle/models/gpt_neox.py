@@ -7,7 +7,6 @@ Our names of tensors are theirs without `gpt_neox.`; their head is `embed_out` o
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 MODEL_TYPE = "gpt_neox"
@@ -26,6 +25,20 @@ READ_ACTIVATIONS = {
 }
 WRITE_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # the one name that they do not know
 
+# Their names of sizes, which a configuration must have, to ours; those that have a default.
+SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")}
+SIZES |= {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
+DEFAULTS = {
+    "max_position_embeddings": ("max_seq_len", 2048),
+    "layer_norm_eps": ("layer_norm_eps", 1e-5),
+    "use_parallel_residual": ("use_parallel_residual", True),
+    "tie_word_embeddings": ("tie_word_embeddings", False),
+}
+ROTARY = (
+    ("partial_rotary_factor", "rotary_pct", "rotary_pct", 0.25),
+    ("rope_theta", "rotary_emb_base", "rotary_base", 10000.0),
+)
+
 # Older versions saved these beside the parameters; they follow from the configuration.
 BUFFERS = re.compile(
     r"(layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.\w+)"
@@ -36,70 +49,27 @@ BUFFERS = re.compile(
 def config_from_hf(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a PythiaConfig that the dictionary of a GPTNeoXConfig describes, in any
     version's names. ValueError lists all that is missing or that needle cannot do."""
-    problems: list[str] = []
-    names = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    names |= {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
-    read: dict[str, Any] = {}
-    for theirs, name in names.items():
-        if fields.get(theirs) is None:
-            problems.append(f"{theirs} is missing")
-        read[name] = fields.get(theirs)
+    problems = [f"{name} is missing" for name in SIZES if fields.get(name) is None]
     act = fields.get("hidden_act", "gelu")
-    if not isinstance(act, str) or act not in READ_ACTIVATIONS:
+    if act not in READ_ACTIVATIONS:
         problems.append(f"hidden_act is {act!r}, but must be one of {', '.join(READ_ACTIVATIONS)}")
     if fields.get("attention_bias", True) is not True:
         problems.append("attention_bias is false; needle's attention has biases")
-    for name, default in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
-        read[name] = fields.get(name, default)
-        if not isinstance(read[name], bool):  # "false" would be true
-            problems.append(f"{name} is {read[name]!r}, but must be true or false")
-    read["rotary_pct"], read["rotary_base"] = _rotary(fields, problems)
-    if problems:
-        raise ValueError("; ".join(problems))
-    read["max_seq_len"] = fields.get("max_position_embeddings", 2048)
-    read["layer_norm_eps"] = fields.get("layer_norm_eps", 1e-5)
-    read["hidden_act"] = READ_ACTIVATIONS[act]
-    return read
-
-
-def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
-    """(part of the head that is rotated, base). In the order in which transformers believes them:
-    rope_parameters, then GPT-NeoX's own names. The names of other models beside them, which it
-    writes but does not read, must not be the only ones to say something."""
-    nested = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        value = fields.get(name) or {}
-        if not isinstance(value, dict):
-            problems.append(f"{name} is {value!r}, but must be a dictionary or null")
-            continue
-        kind = value.get("rope_type", value.get("type", "default"))
+    rotary: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):  # in the order in which transformers reads
+        given = fields.get(name) or {}
+        kind = given.get("rope_type", given.get("type", "default"))
         if kind != "default":
             problems.append(f"{name} asks for {kind!r} positions; needle knows 'default' only")
-        nested = nested or value
-    found = []
-    for default, new, old in (
-        (0.25, "partial_rotary_factor", "rotary_pct"),
-        (10000.0, "rope_theta", "rotary_emb_base"),
-    ):
-        value, name = next(
-            (
-                (place[name], name)
-                for place, name in ((nested, new), (fields, old))
-                if place.get(name) is not None
-            ),
-            (default, ""),
-        )
-        if not name and fields.get(new) not in (None, default):
-            problems.append(
-                f"{new} is {fields[new]!r}, which GPT-NeoX in transformers does not "
-                f"read: it computes with {default}; {old} says what it is"
-            )
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= sys.float_info.max:
-            problems.append(f"{name} is {value!r:.40}, but must be a finite number")
-            value = default
-        found.append(float(value))
-    return found[0], found[1]
+        rotary = rotary or given
+    if problems:
+        raise ValueError("; ".join(problems))
+    read = {name: fields[theirs] for theirs, name in SIZES.items()}
+    read |= {name: fields.get(theirs, value) for theirs, (name, value) in DEFAULTS.items()}
+    for nested, theirs, name, value in ROTARY:
+        found = rotary.get(nested, fields.get(theirs, value))
+        read[name] = float(found) if isinstance(found, int) else found
+    return read | {"hidden_act": READ_ACTIVATIONS[act]}
 
 
 def config_to_hf(config: Any) -> dict[str, Any]:

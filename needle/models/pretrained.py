@@ -48,22 +48,28 @@ def from_pretrained(
     device: Device | None = None,
     dtype: str | None = None,
     revision: str | None = None,
+    cls: Any = None,
 ) -> Any:
     """Return the model at `path`: a checkpoint, the folder of a run (its newest whole checkpoint),
     a folder that transformers saved, or a name on the Hugging Face hub, at `revision` (a branch, a
     tag or a commit).
 
-    dtype: by default that of the checkpoint; float32 of a model of transformers, whose model_type
-    chooses the registered class. MissingFileError where nothing is at `path`, FileError that lists
-    all that does not fit.
+    dtype: by default that of the checkpoint; float32 of a model of transformers. cls: the class
+    that it must be; by default a checkpoint says it, and the model_type of a model of transformers
+    chooses a registered one. MissingFileError where nothing is at `path`, FileError that lists all
+    that does not fit.
     """
     source = pretrained(path, revision)
     if not isinstance(source, Path):
-        return source.restore_model(device, dtype)
-    config = source / "config.json"
-    kind = hf.read_json(config).get("model_type")
-    try:
-        cls = class_of_transformers(kind)
-    except ValueError as error:
-        raise FileError(f"{config}: {error}") from error
+        model = source.restore_model(device, dtype)
+        if cls is not None and not isinstance(model, cls):
+            found = type(model).__name__
+            raise FileError(f"{source.path}: holds a {found}, not a {cls.__name__}")
+        return model
+    if cls is None:
+        config = source / "config.json"
+        try:
+            cls = class_of_transformers(hf.read_json(config).get("model_type"))
+        except ValueError as error:
+            raise FileError(f"{config}: {error}") from error
     return hf.load(cls, source, device, dtype or "float32")

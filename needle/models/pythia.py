@@ -23,19 +23,17 @@ import math
 import os
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from needle import hf, init, nn, ops
 from needle.autograd import Tensor
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
-from needle.files import FileError
 from needle.generation import Cache
 from needle.interp.factored import FactoredWeights
 from needle.models import gpt_neox
 from needle.models.language import LanguageModel
-from needle.models.pretrained import pretrained
+from needle.models.pretrained import from_pretrained
 from needle.models.registry import Config, register
 from needle.ops.fp8 import whole_sizes
 
@@ -519,9 +517,6 @@ class Pythia(FactoredWeights, LanguageModel):
         """Return the model of a run's folder, a checkpoint, a folder that `transformers` saved, or
         a name on the Hugging Face hub, as `models.from_pretrained` does, of this class.
 
-        dtype: of a checkpoint by default its own, else float32, whatever the files hold. A missing
-        path is a FileNotFoundError, a file that does not fit a CheckpointError that lists all.
-
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)
         >>> model.save_pretrained(folder)
@@ -530,13 +525,7 @@ class Pythia(FactoredWeights, LanguageModel):
         >>> ndl.Pythia.from_pretrained(folder, dtype="bfloat16").config.dtype
         'bfloat16'
         """
-        source = pretrained(path, revision)
-        if isinstance(source, Path):
-            return hf.load(cls, source, device, dtype or "float32")
-        model = source.restore_model(device, dtype)
-        if not isinstance(model, cls):
-            raise FileError(f"{source.path}: holds a {type(model).__name__}, not a {cls.__name__}")
-        return model
+        return from_pretrained(path, device, dtype, revision, cls)
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
         """Writes a folder that `transformers` opens: configuration, weights, and the tokenizer, as
