@@ -51,10 +51,8 @@ from needle.models.checkpoint_file import (
     names_in,
     newest_checkpoint,
     renamed,
-    stamp,
     step_of,
     weights_path,
-    whole_files,
 )
 from needle.safetensors import TO_FILE, chunks
 
@@ -157,7 +155,6 @@ def save(module: Any, optimizer: Any = None, path: Any = None, **extra: Any) -> 
         state["text_files"] = files
     with replacing(path) as file:
         _write(file, tensors, state)
-    whole_files.add(stamp(path))
     return path
 
 
@@ -304,8 +301,8 @@ def load(
 
 def _is_whole(path: Path) -> bool:
     try:
-        return stamp(path) in whole_files or Checkpoint(path) is not None
-    except (CheckpointError, OSError):
+        return Checkpoint(path) is not None
+    except CheckpointError:
         return False
 
 
@@ -324,17 +321,14 @@ def prune_checkpoints(
     forever: Callable[[int], bool] = lambda step: False,
     following: int = 1,
 ) -> None:
-    """Deletes, of the steps up to `written`, which has just been saved, all that are older than the
-    `keep` newest whole ones, except: those that are to stay `forever`, the proven one (see
-    proven_checkpoint), and that which is proven next. Later steps stay: they are damaged, or of a
-    training that went back to an older step."""
+    """Delete, of the steps up to `written`, which has just been saved, all that are older than the
+    `keep` newest, except: those that are to stay `forever`, the newest that following steps prove
+    (see proven_checkpoint), and that which is proven next. Later steps stay: they are of a training
+    that went back to an older step. No file is read."""
     steps = {path: step_of(path) for path in list_checkpoints(folder)}
     found = [path for path, step in steps.items() if step <= written and not forever(step)]
-    whole = [path for path in found if steps[path] == written or _is_whole(path)]
-    proven = [path for path in whole if steps[path] + following <= written]
-    unproven = len(whole) - len(proven)
-    stay = {*whole[:keep], *whole[max(unproven - 1, 0) : unproven + 1]}
-    if len(whole) >= keep:
-        for path in found[found.index(whole[keep - 1]) :]:
-            if path not in stay:
-                path.unlink(missing_ok=True)
+    unproven = sum(steps[path] + following > written for path in found)
+    stay = {*found[:keep], *found[max(unproven - 1, 0) : unproven + 1]}
+    for path in found:
+        if path not in stay:
+            path.unlink(missing_ok=True)

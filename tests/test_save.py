@@ -1,6 +1,5 @@
 """needle.save and needle.load: any module with its optimizer, bit for bit."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from harness import assert_same_arrays, naming
 
 import needle as ndl
-from needle import Tensor, models, nn, optim, safetensors
+from needle import Tensor, nn, optim, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.models import Pythia, PythiaConfig
 
@@ -122,76 +121,6 @@ def test_dicts_of_arrays_come_back(tmp_path, device):
     ):  # fmt: skip
         with pytest.raises(TypeError, match=f"save: {said}"):
             ndl.save(wrong, path)
-
-
-class Former(nn.Module):
-    """Names its parts as a Sequential did: modules.0, modules.1 ..."""
-
-    def __init__(self, *modules):
-        super().__init__()
-        self.modules = modules
-
-    def forward(self, x):
-        for module in self.modules:
-            x = module(x)
-        return x
-
-
-def former(container):
-    """A registered module without a device of its own, whose parts lie in a container."""
-
-    @dataclasses.dataclass(frozen=True)
-    class FormerConfig(models.Config):
-        width: int = 4
-
-    @models.register("former")
-    class FormerModel(nn.Module):
-        config_class = FormerConfig
-
-        def __init__(self, config, device=None):
-            super().__init__()
-            inner = container(nn.Linear(4, 4), nn.BatchNorm1d(4))
-            self.config = config
-            self.body = container(nn.Linear(3, 4), nn.Residual(inner), nn.Linear(4, 2))
-
-        def forward(self, x):
-            return self.body(x)
-
-    np.random.seed(3)
-    return FormerModel(FormerConfig())
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
-def test_files_of_former_names_go_on_bit_for_bit(kind, flat, tmp_path, monkeypatch):
-    """Loaded into a module, and made again."""
-
-    def optimizer_of(model):
-        if flat:
-            return kind(nn.flatten_parameters(model))
-        weight, *rest = model.named_parameters()
-        return kind([{"params": [weight], "lr": 0.3}, {"params": rest}])
-
-    monkeypatch.setattr(models.registry, "_families", dict(models.registry._families))
-    old = former(Former)
-    old.body.modules[0].bias.requires_grad = False
-    first = optimizer_of(old)
-    train(old, first, 3)
-    path = ndl.save_checkpoint(old, first, 1, 0.5, tmp_path / "old.safetensors")
-    new = former(nn.Sequential)
-    new.body[0].bias.requires_grad = False
-    second = optimizer_of(new)
-    train(new, second, 1)
-    ndl.load(path, new, second)
-    made_again, third, *_ = ndl.load_checkpoint(path)
-    assert [*new.state_dict()][1] == "body.0.bias"
-    assert [*old.state_dict()][1] == "body.modules.0.bias"
-    assert not made_again.body[0].bias.requires_grad
-    for _ in range(2):
-        losses = [train(*pair, 2) for pair in ((old, first), (new, second), (made_again, third))]
-        assert losses[0] == losses[1] == losses[2]
-    for ours, theirs in zip(bits(new).values(), bits(old).values(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_refused_load_changes_nothing(tmp_path):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -17,8 +16,6 @@ P = ParamSpec("P")
 Part = TypeVar("Part")
 Result = TypeVar("Result", covariant=True)
 M = TypeVar("M", bound="Module")
-# In files of earlier versions, before the number of a part of a Sequential.
-FORMER = re.compile(r"(^|\.)modules\.(?=\d+(\.|$))")
 
 
 class HasForward(Protocol[P, Result]):
@@ -322,8 +319,6 @@ class Module:
                 f"not {state!r:.40}"
             )
         own = self.state_dict()
-        names = own_names(own, [name for name in state if isinstance(name, str)])
-        state = {names.get(name, name): array for name, array in state.items()}
         problems = []
         if strict:
             problems += [f"{name} is missing" for name in own if name not in state]
@@ -342,14 +337,6 @@ class Module:
             for name, array in own.items()
             if name in state
         ]
-
-
-def own_names(own: Collection[str], given: Collection[str]) -> dict[str, str]:
-    """Return the name that each of `given`, of a file, has among `own`, those of a module; itself
-    where it has none. Files of earlier versions call the parts of a Sequential `modules.0`."""
-    short = {FORMER.sub(r"\1", name): name for name in own}
-    names = {n: n if n in own else short.get(FORMER.sub(r"\1", n), n) for n in given}
-    return {n: n if name in given else name for n, name in names.items()}
 
 
 def fuses_as(layer: Any, *kinds: type[Module]) -> bool:
