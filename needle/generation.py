@@ -57,16 +57,14 @@ def stream(
     seed: int | None = None,
     stop: Collection[int] | None = None,
     repetition_penalty: float = 1.0,
-    attention_mask: Any = None,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of each row, int32 (B,), until max_new_tokens or until every row has
     produced a token of `stop` (by default the ends of a text after a prompt that is text, none
     after ids); a row that has stopped repeats its stop token.
 
     input_ids: (B, T) or (T,), or a sequence of prompts of different lengths; text, or a list of
-    texts, where the model has a tokenizer; with `attention_mask`
-    (B, T) only the tokens where it is not 0 are read (padding on either side). Each row gets what
-    it would get alone: it has its own positions.
+    texts, where the model has a tokenizer. Each row gets what it would get alone: it has its own
+    positions.
     temperature 0 takes the likeliest token. top_k keeps the k likeliest, then top_p the fewest that
     have probability p together. repetition_penalty divides positive logits of tokens that the row
     holds already, prompt included, and multiplies negative ones.
@@ -90,7 +88,7 @@ def stream(
     stops = _stop_ids(stop)
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     vocabulary = model.config.vocab_size
-    rows = prompt_rows(ids, vocabulary, attention_mask)
+    rows = prompt_rows(ids, vocabulary)
     settings = temperature, top_k, top_p
     chooser = _Chooser(settings, seed, repetition_penalty, rows, vocabulary, model.device)
     contexts = [row.tolist() for row in rows]
@@ -120,13 +118,12 @@ def generate(
     seed: int | None = None,
     stop: Collection[int] | None = None,
     repetition_penalty: float = 1.0,
-    attention_mask: Any = None,
 ) -> Any:
     """The prompt and what follows it, int64, or as text where it is text; arguments as of stream().
 
     (B, T) gives (B, T + n), where rows that stopped early repeat their stop token, and (T,) gives
-    (T + n,). Prompts of different lengths, or an attention_mask, give a list of one array a row,
-    without padding, each ending with its stop token where it met one.
+    (T + n,). Prompts of different lengths give a list of one array a row, each ending with its stop
+    token where it met one.
 
     >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
     >>> model = ndl.Pythia(config)
@@ -136,7 +133,7 @@ def generate(
     [13, 11]
     """
     ids, stop = _ids_and_stop(model, input_ids, stop)
-    rows = prompt_rows(ids, model.config.vocab_size, attention_mask)
+    rows = prompt_rows(ids, model.config.vocab_size)
     new = list(
         stream(
             model, rows, max_new_tokens, temperature, top_k, top_p, seed, stop, repetition_penalty
@@ -144,7 +141,7 @@ def generate(
     )
     new = np.array(new, np.int64).reshape(len(new), len(rows)).T
     is_text = ids is not input_ids
-    if not is_text and attention_mask is None and len({len(row) for row in rows}) == 1:
+    if not is_text and len({len(row) for row in rows}) == 1:
         out = np.concatenate([np.stack(rows), new], axis=1)
         return out[0] if _is_one_prompt(input_ids) else out
     found = [np.concatenate([row, _up_to_stop(tokens, stop)]) for row, tokens in zip(rows, new)]
@@ -165,12 +162,9 @@ def _ids_and_stop(
 
 
 def _stop_ids(stop: Collection[int]) -> np.ndarray:
-    ids = np.asarray(list(stop) if isinstance(stop, Collection) else stop)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(
-            f"generate: stop must be a list of token ids, not {stop!r}; strings that "
-            "stop are for needle.generation.generate_text(..., stop_strings=[...])"
-        )
+    ids = np.array(list(stop))
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"generate: stop must be a list of token ids, not {stop!r}")
     return ids
 
 
@@ -183,7 +177,7 @@ def _up_to_stop(tokens: np.ndarray, stop: Collection[int]) -> np.ndarray:
     return tokens[: found[0] + 1] if len(found) else tokens
 
 
-def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> list[np.ndarray]:
+def prompt_rows(input_ids: Any, vocab_size: int) -> list[np.ndarray]:
     """The prompts as int64 arrays (T,), checked. See stream() for what they may be."""
     if hasattr(input_ids, "numpy"):
         input_ids = input_ids.numpy()
@@ -194,33 +188,35 @@ def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> 
         )
     if isinstance(input_ids, np.ndarray) or (len(input_ids) and np.ndim(input_ids[0]) == 0):
         input_ids = np.atleast_2d(np.asarray(input_ids))
-    rows = [np.asarray(row) for row in input_ids]
-    if attention_mask is not None:
-        masks = [np.asarray(mask) != 0 for mask in attention_mask]
-        if [mask.shape for mask in masks] != [row.shape for row in rows]:
-            raise ValueError("generate: attention_mask must have the shape of input_ids")
-        rows = [row[mask] for row, mask in zip(rows, masks)]
-    if not rows:
+    if len(input_ids) == 0:
         raise ValueError("generate: there is no prompt; give at least one row")
-    for number, row in enumerate(rows):
-        if row.ndim != 1:
-            raise ValueError(
-                f"generate: prompts must be rows of token ids, but the shape of row "
-                f"{number} is {row.shape}"
-            )
-        if len(row) == 0:
-            which = f" of row {number}" if len(rows) > 1 else ""
-            raise ValueError(f"generate: the prompt{which} is empty; give at least one token")
-        whole = row.dtype.kind in "iu" or (row.dtype.kind == "f" and (row == np.floor(row)).all())
-        if not whole:
-            raise TypeError(f"generate: input_ids must be whole numbers, but are {row.dtype}")
-        wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
-        if len(wrong):
-            raise ValueError(
-                f"generate: input_ids: token {int(row[wrong[0]])} at position "
-                f"{(number, int(wrong[0]))} is outside the vocabulary of {vocab_size}"
-            )
-    return [row.astype(np.int64) for row in rows]
+    rows = []
+    for number, row in enumerate(map(np.asarray, input_ids)):
+        what = f"generate: input_ids, row {number}"
+        if row.ndim != 1 or row.size == 0:
+            raise ValueError(f"{what}: must be token ids, one at least; its shape is {row.shape}")
+        rows.append(checked_ids(row, vocab_size, what, low=0))
+    return rows
+
+
+def checked_ids(ids: np.ndarray, vocab_size: int, what: str, low: int | None) -> np.ndarray:
+    """Return ids as int64. TypeError unless they are whole numbers, ValueError for one below `low`
+    or outside the vocabulary."""
+    whole = ids.dtype.kind in "iu" or (
+        ids.dtype.kind == "f" and np.isfinite(ids).all() and (ids == np.floor(ids)).all()
+    )
+    if not whole:
+        raise TypeError(f"{what} must be whole numbers, but are {ids.dtype}")
+    wrong = ids >= vocab_size
+    if low is not None:
+        wrong |= ids < low
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"{what}: token {int(ids[where])} at position {where} is outside the vocabulary of "
+            f"{vocab_size}"
+        )
+    return ids.astype(np.int64)
 
 
 # ---- text ---------------------------------------------------------------------------------------

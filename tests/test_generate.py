@@ -89,14 +89,6 @@ def test_rows_of_different_lengths_are_as_alone_and_as_padded(dtype, device):
         if dtype == "float32":  # elsewhere a product of five rows may round unlike that of one
             np.testing.assert_array_equal(model.generate(row, 40, **GREEDY), got)
         assert got.shape == (len(row) + 40,)
-    for side in ("left", "right"):
-        ids, mask = np.full((5, 30), 40), np.zeros((5, 30), int)
-        for i, row in enumerate(rows):
-            where = slice(30 - len(row), 30) if side == "left" else slice(0, len(row))
-            ids[i, where], mask[i, where] = row, 1
-        padded = model.generate(ids, 40, **GREEDY, attention_mask=mask)
-        for got, expected in zip(padded, together, strict=True):
-            np.testing.assert_array_equal(got, expected)
 
 
 SPARSE = {"use_sparse_attention": True, "sparse_pattern": "local", "sparse_window": 8}
@@ -368,7 +360,7 @@ def test_texts_in_a_batch():
         ([b"a\xff".decode("utf-8", "surrogateescape")], (), ValueError, "character 1 is '.udcff'"),
         (["a"], ("",), ValueError, "stop_strings"),
         (["a"], "ab", ValueError, "stop_strings"),
-        (["a", ""], (), ValueError, "empty"),
+        (["a", ""], (), ValueError, "one at least"),
         ("abc", (), TypeError, "prompts must be a list"),
     ):
         with naming(texts, stops), pytest.raises(error, match=said):
@@ -384,13 +376,11 @@ def test_refusals():
     stops = "stop must be a list of token ids"
     for ids, options, error, message in [
         ([], {}, ValueError, "no prompt"),
-        ([[1, 2], []], {}, ValueError, "row 1 is empty"),
-        (np.zeros((2, 0), int), {}, ValueError, "empty"),
-        ([[1], [2, 41]], {}, ValueError, r"token 41 at position \(1, 1\)"),
-        ([[1, -1]], {}, ValueError, r"token -1 at position \(0, 1\)"),
-        ([[1, 2]], {"attention_mask": [[0, 0]]}, ValueError, "empty"),
-        ([[1, 2]], {"attention_mask": [[1]]}, ValueError, "attention_mask"),
-        ([[[1]]], {}, ValueError, "rows of token ids"),
+        ([[1, 2], []], {}, ValueError, "row 1: must be token ids, one at least"),
+        (np.zeros((2, 0), int), {}, ValueError, "row 0: must be token ids, one at least"),
+        ([[1], [2, 41]], {}, ValueError, r"row 1: token 41 at position \(1,\)"),
+        ([[1, -1]], {}, ValueError, r"row 0: token -1 at position \(1,\)"),
+        ([[[1]]], {}, ValueError, "must be token ids"),
         *(
             ([1], {name: value}, ValueError, name)
             for name, values in (
@@ -403,9 +393,8 @@ def test_refusals():
         ),
         *(([1], {"max_new_tokens": n}, ValueError, f"{counts} {n}") for n in (2.5, -1, None)),
         ("abc", {}, ValueError, "Pythia has no tokenizer, so it takes ids"),
-        ([1], {"stop": "a"}, TypeError, f"{stops}.*stop_strings"),
-        ([1], {"stop": ["a"]}, TypeError, f"{stops}.*stop_strings"),
-        ([1], {"stop": 3}, TypeError, f"{stops}, not 3"),
+        ([1], {"stop": "a"}, TypeError, stops),
+        ([1], {"stop": ["a"]}, TypeError, stops),
         (3, {}, TypeError, "input_ids must be token ids.*not int"),
         (None, {}, TypeError, "input_ids must be token ids.*not NoneType"),
     ]:

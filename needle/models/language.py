@@ -99,13 +99,10 @@ class LanguageModel(Texts, Hooked):
         multiple of 16 tokens; others are computed as before. `parts_in_fp8` names them: those of
         the head (ops.linear_cross_entropy), of layers (ops.layer) or both.
         `model.fp8 = False` ends it. ValueError where the model or its GPU cannot."""
-        if type(self).forward is not LanguageModel.forward:
-            raise ValueError(f"fp8: {self._name} has its own forward(), which gives its loss")
         if not self._has_plain_head:
-            head, bias = self.embed_out, getattr(self.embed_out, "bias", None)
             raise ValueError(
-                f"fp8: the head of a {self._name} must be nn.TiedHead or nn.Linear without a bias, "
-                f"but is {type(head).__name__}{'' if bias is None else ' with one'}"
+                f"fp8: a {self._name} must have the forward() of LanguageModel, and a head without "
+                "a bias: nn.Linear or nn.TiedHead"
             )
         width, vocabulary = self._head_sizes
         for what, size in ("width", width), ("vocabulary", vocabulary):
@@ -247,36 +244,21 @@ class LanguageModel(Texts, Hooked):
         )
         if not on_device:
             ids = ids.numpy() if isinstance(ids, NDArray) else np.asarray(ids)
-            whole = ids.dtype.kind in "iu" or (
-                ids.dtype.kind == "f" and np.isfinite(ids).all() and (ids == np.floor(ids)).all()
-            )
-            if not whole:
-                raise TypeError(f"{self._name}: {what} must be whole numbers, but are {ids.dtype}")
         shape = tuple(ids.shape)
-        if len(shape) != 2:
+        what = f"{self._name}: {what}"
+        if len(shape) != 2 or 0 in shape:
             raise ValueError(
-                f"{self._name}: {what} must be (batch, time), but the shape is {shape}"
+                f"{what} must be (batch, time), one token at least, but the shape is {shape}"
             )
-        if 0 in shape:
-            raise ValueError(f"{self._name}: {what} are empty: the shape is {shape}")
         if shape[1] > self.config.max_seq_len:
             raise ValueError(
-                f"{self._name}: {what} are {shape[1]} tokens long, but max_seq_len is "
-                f"{self.config.max_seq_len}"
+                f"{what} are {shape[1]} tokens long, but max_seq_len is {self.config.max_seq_len}"
             )
         if on_device:
             return ids
-        wrong = ids >= self.config.vocab_size
-        if low is not None:
-            wrong |= ids < low
-        if wrong.any():
-            where = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise ValueError(
-                f"{self._name}: {what}: token {int(ids[where])} at position {where} is outside "
-                f"the vocabulary of {self.config.vocab_size}"
-            )
+        ids = generation.checked_ids(ids, self.config.vocab_size, what, low)
         # All negative targets mean the same: let none wrap around in 32 bits.
-        return array(ids.astype(np.int64).clip(-1).astype(np.int32), "int32", self.device)
+        return array(ids.clip(-1).astype(np.int32), "int32", self.device)
 
     def __repr__(self) -> str:
         attentions = self._modules(nn.Attention)
