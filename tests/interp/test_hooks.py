@@ -11,9 +11,9 @@ import pytest
 from harness import run, small_pythia
 
 import needle as ndl
-from needle import Tensor, hooks
+from needle import Tensor, hooks, nn
 from needle.models.pythia import Pythia
-from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT, rotary_tables
+from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT
 
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
 PATTERN = "blocks.1.attn.hook_pattern"
@@ -35,7 +35,8 @@ def gradients_of(model, loss) -> dict[str, np.ndarray]:
 
 def small(device=None, dtype="float32", **changes) -> Pythia:
     fields = dict(vocab_size=29, hidden_size=24, num_heads=3, max_seq_len=16, dtype=dtype)
-    fields |= dict(hidden_act="gelu", layer_norm_eps=EPS, rotary_base=50)
+    form = "gelu" if changes.get("use_parallel_residual", True) else "gelu_new"
+    fields |= dict(hidden_act=form, layer_norm_eps=EPS, rotary_base=50)
     fields |= dict(rotary_pct=0.75)  # with one pair of dims no base would count
     model = small_pythia(device, 7, **fields | changes)
     for parameter in model.parameters():  # far from the start: norms and biases count too
@@ -53,25 +54,30 @@ def norm(x, layer, at, name):
     return at(name + "hook_out", x * f8(layer.weight) + f8(layer.bias))
 
 
+SHIFTS: dict[int, np.ndarray] = {}  # of parameters, by their id, for finite differences
+
+
 def f8(parameter) -> np.ndarray:
-    return parameter.numpy().astype(np.float64)
+    return parameter.numpy().astype(np.float64) + SHIFTS.get(id(parameter), 0)
 
 
 def linear(x, layer):
     return x @ f8(layer.weight) + f8(layer.bias)
 
 
-def gelu(x):
-    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+def gelu(x, form):
+    if form == "gelu":
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def turned(x, config):
     """(B, T, H, D)"""
-    tables = rotary_tables(config.max_seq_len, config.rotary_dims, config.rotary_base)
-    cos, sin = (t[: x.shape[1], None].astype(np.float64) for t in tables)
-    r = cos.shape[-1]
-    a, b = x[..., :r], x[..., r : 2 * r]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * r :]], axis=-1)
+    r = round(config.head_dim * config.rotary_pct) // 2
+    angles = np.arange(x.shape[1])[:, None, None] * config.rotary_base ** (-np.arange(r) / r)
+    a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
@@ -109,7 +115,7 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
         pre = linear(
             norm(x, layer.post_attention_layernorm, at_layer, "ln2."), layer.mlp.dense_h_to_4h
         )
-        post = at_layer("mlp.hook_post", gelu(at_layer("mlp.hook_pre", pre)))
+        post = at_layer("mlp.hook_post", gelu(at_layer("mlp.hook_pre", pre), config.hidden_act))
         written = at_layer("hook_mlp_out", linear(post, layer.mlp.dense_4h_to_h))
         x = at_layer(
             "hook_resid_post", x + added + written if config.use_parallel_residual else x + written
@@ -307,6 +313,34 @@ def test_captured_tensors_keep_their_gradients(device, parallel):
         grad = np.where(np.isfinite(x.numpy()), x.grad.numpy(), 0)
         bound = 1e-4 * np.linalg.norm(grad) * np.linalg.norm(direction) / math.sqrt(grad.size)
         assert abs((grad * direction).sum() - wanted) < bound, name
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_gradients_of_parameters_are_those_of_the_loss(device, parallel, flat):
+    """By finite differences in float64 along a random direction of each."""
+    model = small(device, use_parallel_residual=parallel)
+    if flat:
+        nn.flatten_parameters(model)
+    targets = np.where(IDS % 5 == 0, -100, np.roll(IDS, -1))  # some are ignored
+
+    def reference() -> float:
+        logits = forward(model, IDS)["logits"][targets >= 0]
+        most = logits.max(1, keepdims=True)
+        losses = most[:, 0] + np.log(np.exp(logits - most).sum(1))
+        return (losses - logits[np.arange(len(logits)), targets[targets >= 0]]).mean()
+
+    loss, random, h = model(IDS, targets)[1], np.random.default_rng(4), 1e-5
+    near(loss, reference())
+    for name, grad in gradients_of(model, loss).items():
+        parameter = dict(model.named_parameters())[name]
+        direction, differences = random.standard_normal(grad.shape), []
+        for sign in (1, -1):
+            SHIFTS[id(parameter)] = sign * h * direction
+            differences.append(sign * reference() / (2 * h))
+        SHIFTS.clear()
+        bound = 1e-4 * np.linalg.norm(grad) * np.linalg.norm(direction) / math.sqrt(grad.size)
+        assert abs((grad * direction).sum() - sum(differences)) < bound, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,11 +16,7 @@ import dataclasses
 import functools
 import gc
 import json
-import re
-import shlex
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -330,32 +326,3 @@ def test_tokenizer_and_special_tokens_go_there_and_back(tmp_path):
         stop = {} if given is None or given is folder else {"stop": [drawn[last]]}
         whole = model.generate(begun, 12, temperature=0, **stop)
         assert whole == made.decode(drawn[: last + 1], skip_special_tokens=False)
-
-
-# ---- from there to here --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_line_that_converts_a_pickle(tmp_path, tied):
-    """The error's own line, run as it is written, gives a folder that both open."""
-    import transformers
-
-    folder = tmp_path / "it's $1"
-    config = PythiaConfig(
-        vocab_size=50, hidden_size=32, num_layers=1, num_heads=2, tie_word_embeddings=tied
-    )
-    peer = random_peer(config)
-    peer.save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    state = {n.replace("lm_head", "embed_out"): x.cpu() for n, x in peer.state_dict().items()}
-    torch().save(state, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="a pickle") as error:
-        Pythia.from_pretrained(folder)
-    command = re.search(r"This line converts it: (.*)$", str(error.value)).group(1)
-    assert command.startswith(f"{shlex.quote(sys.executable)} -c ")  # it can be pasted
-    subprocess.run(command, shell=True, check=True)
-    model = Pythia.from_pretrained(folder)
-    np.testing.assert_array_equal(
-        model.embed_in.weight.numpy(), peer.get_input_embeddings().weight.detach().cpu().numpy()
-    )
-    transformers.AutoModelForCausalLM.from_pretrained(folder)

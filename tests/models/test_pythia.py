@@ -1,54 +1,21 @@
-"""Pythia against golden numbers that transformers' GPT-NeoX made (golden/make_golden.py),
-and what it promises of its own: independence of rows, causality, presets, initial values."""
+"""Pythia: ways through a layer, independence of rows, causality, presets, initial values. (Its
+mathematics are compared in tests/interp/test_hooks.py with NumPy's, in test_parity.py with
+transformers'.)"""
 
-import functools
 import json
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import assert_same_parameters, live_bytes, naming
 from harness import small_pythia as small
-from safetensors.numpy import load_file
 
 import needle as ndl
-from needle import _C, BlockMask, Tensor, nn, optim
+from needle import _C, BlockMask, Tensor, nn
 from needle.models import pythia
 from needle.models.pythia import Pythia, PythiaConfig
 
-GOLDEN = Path(__file__).resolve().parent / "golden"
-FACTS = json.loads((GOLDEN / "gpt_neox.json").read_text())
-VARIANTS = list(FACTS["variants"])
 PATTERNS = ("mixed", "local", "strided", "global", "dense")
-
-
-@functools.cache
-def golden() -> dict[str, np.ndarray]:
-    return load_file(GOLDEN / "gpt_neox.safetensors")
-
-
-def ours(name: str, values: np.ndarray) -> np.ndarray:
-    """Linear weights are (in, out) here and (out, in) there; embeddings are alike."""
-    is_linear = name.endswith(".weight") and values.ndim == 2 and name != "embed_in.weight"
-    return np.ascontiguousarray(values.T) if is_linear else values
-
-
-def of(prefix: str) -> dict[str, np.ndarray]:
-    prefix += "/"
-    found = {k.removeprefix(prefix): v for k, v in golden().items() if k.startswith(prefix)}
-    return {name: ours(name, values) for name, values in found.items()}
-
-
-def golden_model(variant: str, device, dtype="float32") -> Pythia:
-    config = PythiaConfig(**FACTS["config"] | FACTS["variants"][variant], dtype=dtype)
-    model = Pythia(config, device=device)
-    weights = of("weights")
-    named = dict(model.named_parameters())
-    assert set(named) == set(weights)
-    for name, parameter in named.items():
-        parameter.data = Tensor(weights[name], device=device, dtype=dtype)
-    return model
 
 
 def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
@@ -138,73 +105,6 @@ def test_a_class_and_a_head_of_ones_own_are_trained_as_they_are():
         found.append([loss.numpy(), head.weight.grad.numpy(), head.bias.grad.numpy()])
     for one, other in zip(*found):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-# ---- against transformers ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_loss(variant, device):
-    model = golden_model(variant, device)
-    logits, loss = model(golden()["ids"], golden()["targets"])
-    expected = golden()[f"{variant}/logits"]
-    assert logits.shape == expected.shape
-    np.testing.assert_allclose(logits.numpy(), expected, rtol=0, atol=4e-6 * np.abs(expected).max())
-    assert abs(float(loss.numpy()) - FACTS["losses"][variant]) < 4e-6
-    alone, none = model(golden()["ids"])
-    assert none is None
-    np.testing.assert_array_equal(alone.numpy(), logits.numpy())
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients(variant, flat, device):
-    model = golden_model(variant, device)
-    if flat:
-        nn.flatten_parameters(model)
-    _, loss = model(golden()["ids"], golden()["targets"])
-    loss.backward()
-    expected = of(f"{variant}/grads")
-    for name, parameter in model.named_parameters():
-        wanted = expected.pop(name)
-        got = parameter.grad.numpy()
-        assert got.shape == wanted.shape, name
-        scale = np.abs(wanted).max()
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5 * scale + 1e-7, err_msg=name)
-    assert not expected
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_training_trace(flat, device):
-    """Ten AdamW steps with clipping and decay on matrices only, as torch takes them."""
-    trace = FACTS["trace"]
-    model = golden_model(trace["variant"], device)
-    beta1, beta2 = trace["betas"]
-    options = {name: trace[name] for name in ("lr", "eps", "weight_decay")}
-    options |= {"beta1": beta1, "beta2": beta2}
-    if flat:
-        parameters = nn.flatten_parameters(model)
-        optimizer = optim.AdamW(parameters, **options)
-    else:
-        parameters = model.parameters()
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2]},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = optim.AdamW(groups, **options)
-    for step in range(trace["steps"]):
-        optimizer.reset_grad()
-        _, loss = model(golden()["ids"], golden()["targets"])
-        loss.backward()
-        if flat:
-            norm, scale = _C.grad_norm(parameters.grad, trace["max_norm"])
-            norm = float(norm.numpy())
-            optimizer.step(scale=scale)
-        else:
-            norm = optim.clip_grad_norm(parameters, trace["max_norm"])
-            optimizer.step()
-        assert abs(float(loss.numpy()) - trace["losses"][step]) < 1e-4 * trace["losses"][0], step
-        assert abs(norm - trace["norms"][step]) < 1e-3 * trace["norms"][0], step
 
 
 # ---- rows and time -------------------------------------------------------------------------------
