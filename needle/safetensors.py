@@ -28,7 +28,6 @@ from needle.backend_ndarray import Device, NDArray, array, cpu
 from needle.files import FileError
 
 HEADER_LIMIT = 100_000_000  # bytes; that of the package safetensors
-MOST_AXES = 64  # NumPy's; the product of more could take for ever
 # safetensors' name, ours, the NumPy type that carries the bits
 DTYPES = (
     ("F32", "float32", "<f4"),
@@ -63,17 +62,15 @@ class Entry:
     """A tensor in a file: its name there, and where its bytes begin."""
 
     path: Path
-    file: mmap.mmap | None  # None for bytes that are no file
+    data: Any  # a mapped file, or bytes
     name: str
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
     offset: int
 
     def words(self) -> np.ndarray:
-        """The elements as they lie in the file, bfloat16 as uint16."""
-        assert self.file is not None
-        bits = FROM_FILE[self.dtype][1]
-        return np.ndarray(self.shape, bits, self.file, self.offset)
+        """The elements as they lie there, bfloat16 as uint16."""
+        return np.ndarray(self.shape, BITS[self.dtype], self.data, self.offset)
 
     def read(self, device: Device) -> NDArray:
         dtype, host = FROM_FILE[self.dtype][0], self.words()
@@ -86,22 +83,18 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
     """(metadata, tensors in the order of their bytes) of a file at its beginning, which is left
     where the data begin. A dtype that needle does not have is left to the caller."""
     size = os.fstat(file.fileno()).st_size
-    kept = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
-    return _read_header(file, Path(file.name), size, HEADER_LIMIT, kept)
+    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    return _read_header(file, Path(file.name), size, HEADER_LIMIT, data)
 
 
 def _read_header(
-    file: BinaryIO, path: Path, size: int, limit: int, kept: mmap.mmap | None = None
+    file: BinaryIO, path: Path, size: int, limit: int, data: Any
 ) -> tuple[dict[str, str], list[Entry]]:
     start = file.read(8)
-    if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+    if start[:4] == b"PK\3\4" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
         raise FileError(
-            f"{path}: a pickle; needle never loads one, because a pickle runs code. Save its "
-            "tensors anew, as safetensors"
-        )
-    if start[:4] == b"PK\3\4":
-        raise FileError(
-            f"{path}: a zip archive, such as torch.save writes; it holds pickles and is not loaded"
+            f"{path}: a pickle, or an archive of torch.save, which holds pickles; needle loads "
+            "none, because a pickle runs code. Save its tensors anew, as safetensors"
         )
     length = int.from_bytes(start, "little")
     if size < 8 or length > min(size - 8, limit):
@@ -117,14 +110,12 @@ def _read_header(
             (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
             if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
                 raise ValueError(f"{name} has no proper shape and offsets")
-            if len(shape) > MOST_AXES:
-                raise ValueError(f"{name} has {len(shape)} axes; {MOST_AXES} are the most")
             bits = BITS.get(entry["dtype"])
             if begin != position or (
                 bits is not None and end - begin != math.prod(shape) * bits.itemsize
             ):
                 raise ValueError(f"the offsets and the shape of {name} contradict each other")
-            entries.append(Entry(path, kept, name, entry["dtype"], shape, base + begin))
+            entries.append(Entry(path, data, name, entry["dtype"], shape, base + begin))
             position = end
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(
@@ -135,6 +126,23 @@ def _read_header(
             f"{path}: {size} bytes long, but should be {base + position}: truncated or altered"
         )
     return metadata, entries
+
+
+def misfits(
+    entries: Mapping[str, Entry], shapes: Mapping[str, Iterable[int]], dtypes: Iterable[str]
+) -> list[str]:
+    """Return what is missing, unknown, of another shape than `shapes` says by name, or of another
+    dtype than `dtypes`, of which the names are safetensors'."""
+    wrong, allowed = [f"{name} is missing" for name in shapes if name not in entries], [*dtypes]
+    for name, entry in entries.items():
+        wanted = list(shapes.get(name, entry.shape))
+        if name not in shapes:
+            wrong.append(f"{entry.name} is unknown")
+        elif list(entry.shape) != wanted:
+            wrong.append(f"{entry.name} has shape {list(entry.shape)}, not {wanted}")
+        if entry.dtype not in allowed:
+            wrong.append(f"{entry.name} is {entry.dtype}, not {' or '.join(allowed)}")
+    return wrong
 
 
 def _header(described: Iterable[tuple[str, str, Iterable[int], int]], metadata: Mapping) -> bytes:
@@ -171,18 +179,13 @@ def unpack(data: bytes | bytearray, what: str, header_limit: int = HEADER_LIMIT)
     FileErrors begin with `what`; a dtype that neither has is one."""
     head = io.BytesIO(memoryview(data)[: 8 + header_limit])
     found: dict[str, Any] = {}
-    for entry in _read_header(head, Path(what), len(data), header_limit)[1]:
+    for entry in _read_header(head, Path(what), len(data), header_limit, data)[1]:
         if entry.dtype not in BITS:
             raise FileError(
                 f"{what}: {entry.name}: dtype {entry.dtype!r}; there are {', '.join(BITS)}"
             )
         try:
-            count = math.prod(entry.shape)
-            host = np.frombuffer(data, BITS[entry.dtype], count, entry.offset).reshape(entry.shape)
-            if entry.dtype == "BF16":
-                found[entry.name] = array(host, "uint16", cpu()).view("bfloat16")
-            else:
-                found[entry.name] = host.view(bool) if entry.dtype == "BOOL" else host
+            found[entry.name] = entry.read(cpu()) if entry.dtype == "BF16" else entry.words()
         except (ValueError, OverflowError) as error:
             raise FileError(f"{what}: {entry.name}: {error}") from error
     return found

@@ -41,7 +41,7 @@ from needle.data.tokenizer import (
     load_tokenizer,
 )
 from needle.files import FileError, named, read_json, reading, remove_leftovers, replacing
-from needle.safetensors import FROM_FILE, Entry, chunks, read_header
+from needle.safetensors import TO_FILE, Entry, chunks, misfits, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -111,7 +111,8 @@ def load(
     }
     if mapping.TIED_HEAD not in shapes:
         entries.pop(mapping.TIED_HEAD, None)  # of a tied model, whose head is the embedding
-    _compare(entries, shapes, mapping, problems)
+    theirs = [{mapping.hf_name(n): x for n, x in of.items()} for of in (entries, shapes)]
+    problems += misfits(*theirs, [TO_FILE[dtype][0] for dtype in FLOAT_DTYPES])
     if problems:
         raise FileError(f"{folder}: does not fit its configuration: {'; '.join(problems)}")
     for name, parameter in model.named_parameters():
@@ -132,24 +133,6 @@ def _transposed(model: nn.Module) -> set[str]:
     }
 
 
-def _compare(
-    entries: Mapping[str, Entry],
-    shapes: Mapping[str, tuple[int, ...]],
-    mapping: WeightMapping,
-    problems: list[str],
-) -> None:
-    problems += [f"{mapping.hf_name(name)} is missing" for name in shapes if name not in entries]
-    allowed = [theirs for theirs, (ours, _) in FROM_FILE.items() if ours in FLOAT_DTYPES]
-    for name, entry in entries.items():
-        if name not in shapes:
-            problems.append(f"{entry.name} is unknown")
-            continue
-        if entry.shape != shapes[name]:
-            problems.append(f"{entry.name} has shape {list(entry.shape)}, not {list(shapes[name])}")
-        if entry.dtype not in allowed:
-            problems.append(f"{entry.name} is {entry.dtype}, not {' or '.join(allowed)}")
-
-
 def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[str, Entry]:
     """Our name -> tensor, of all weight files of the folder; buffers are left out."""
     whole, index = folder / WEIGHTS, folder / INDEX
@@ -164,13 +147,8 @@ def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[
         )
     else:
         raise FileError(f"{folder}: no {WEIGHTS} and no {INDEX} in it")
-    entries: dict[str, Entry] = {}
-    for entry in found:
-        name = mapping.our_name(entry.name)
-        if mapping.is_buffer(name):
-            continue
-        entries[name] = entry
-    return entries
+    entries = ((mapping.our_name(entry.name), entry) for entry in found)
+    return {name: entry for name, entry in entries if not mapping.is_buffer(name)}
 
 
 def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[Entry]:

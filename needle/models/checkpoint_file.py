@@ -23,7 +23,7 @@ from needle.backend_ndarray import Device, NDArray, commit, default_device, give
 from needle.data.tokenizer import Tokenizer, files_in
 from needle.files import FileError, MissingFileError, named, reading
 from needle.models import registry
-from needle.safetensors import Entry, read_header
+from needle.safetensors import FROM_FILE, Entry, misfits, read_header
 
 FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
@@ -226,15 +226,8 @@ class Checkpoint:
         self, shapes: dict[str, tuple[int, ...]], what: str = "its own configuration"
     ) -> None:
         """Everything that does not fit, in one error, before anything is made or loaded."""
-        problems = [f"{name} is missing" for name in shapes if name not in self._entries]
-        for name, entry in self._entries.items():
-            if name in shapes:
-                shape, wanted = list(entry.shape), list(shapes[name])
-                if shape != wanted:
-                    problems.append(f"{name} has shape {shape}, not {wanted}")
-            elif not name.startswith("optimizer."):
-                problems.append(f"{name} is unknown")
-        if problems:
+        own = {n: e for n, e in self._entries.items() if not n.startswith("optimizer.")}
+        if problems := misfits(own, shapes, FROM_FILE):
             raise self._error(f"does not fit {what}: " + "; ".join(problems))
 
     def _restore_optimizer(
