@@ -263,8 +263,6 @@ def main() -> None:
     sizes = args.batch_size or ([4, 16, 32, 64] if on_gpu else [4])
     if min(args.blocks, args.seq_len, *sizes, 1 if args.steps is None else args.steps) < 1:
         parser.error("--blocks, --steps, --batch-size and --seq-len must be 1 or more")
-    if not 0 <= args.load < float("inf"):
-        parser.error(f"--load must be 0 seconds or more, not {args.load:g}")
     if args.graph and not device.records_graphs:
         parser.error(f"--graph: {device} records no graphs, as GPUs do: leave it out")
     if args.baseline and args.baseline.endswith("-bf16") and args.dtype != "bfloat16":

