@@ -114,9 +114,9 @@ def save(module: Any, optimizer: Any = None, path: Any = None, **extra: Any) -> 
     `extra` (JSON values) is kept, see `Checkpoint.state`. CheckpointError where the file cannot be
     written.
 
-    The three are told apart by their types, in any order. In the place of a module: a Tensor, an
-    array, or dicts and lists of them and of JSON values, `{"model": model.state_dict(), "step":
-    3}`, which `load(path)` gives back.
+    In the place of a module, then before the path alone: a Tensor, an array, or dicts and lists of
+    them and of JSON values, `{"model": model.state_dict(), "step": 3}`, which `load(path)` gives
+    back.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> optimizer = optim.Adam(model.parameters())
@@ -125,23 +125,18 @@ def save(module: Any, optimizer: Any = None, path: Any = None, **extra: Any) -> 
     >>> path = ndl.save(model.state_dict(), folder / "state.safetensors")
     >>> model.load_state_dict(ndl.load(path))
     """
-    given = [x for x in (module, optimizer, path) if x is not None]
-    path = next((x for x in given if isinstance(x, (str, os.PathLike))), None)
-    optimizer = next((x for x in given if isinstance(x, optim.Optimizer)), None)
-    kept = [x for x in given if x is not path and x is not optimizer]
-    has_module = any(isinstance(x, nn.Module) for x in kept)
-    if path is None or len(kept) != 1 or not (has_module or optimizer is None):
-        raise TypeError(
-            "save: takes a path, and a module, perhaps with its optimizer, or a dict of arrays, "
-            f"not {', '.join(type(x).__name__ for x in given)}"
-        )
+    if path is None:
+        optimizer, path = None, optimizer
+    is_module = isinstance(module, nn.Module)
+    if not (isinstance(path, (str, os.PathLike)) and (is_module or optimizer is None)):
+        raise TypeError("save: takes a module, perhaps its optimizer, or arrays, and then a path")
     path = named(path)
     tensors: dict[str, NDArray] = {}
     about = {"model": None, "config": None, "frozen": [], "optimizer": None}
-    if has_module:
-        about = _state_of(kept[0], optimizer, tensors)
+    if is_module:
+        about = _state_of(module, optimizer, tensors)
     else:
-        extra["content"] = _packed(kept[0], "", tensors)
+        extra["content"] = _packed(module, "", tensors)
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
         **about,
@@ -151,7 +146,7 @@ def save(module: Any, optimizer: Any = None, path: Any = None, **extra: Any) -> 
         "versions": versions(),
         **extra,
     }
-    if files := getattr(kept[0], "text_files", Tokenizer({})).files:
+    if files := getattr(module, "text_files", Tokenizer({})).files:
         state["text_files"] = files
     with replacing(path) as file:
         _write(file, tensors, state)

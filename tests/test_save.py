@@ -61,22 +61,19 @@ def test_any_module_goes_on_bit_for_bit(tmp_path, kind, flat):
     assert Checkpoint(path).state["note"] == "three steps"
 
 
-def test_arguments_of_save_are_told_apart_by_type(tmp_path):
+def test_save_takes_a_module_its_optimizer_and_a_path(tmp_path):
     model, path = made(), tmp_path / "model.pt"
     optimizer = optim.Adam(model.parameters())
     train(model, optimizer, 2)
-    for given in (
-        (model, path), (str(path), model), (model, None, path), (path, model, optimizer),
-        (optimizer, path, model), (model, optimizer, str(path)),
-    ):  # fmt: skip
+    for given in (model, path), (model, None, path), (model, optimizer, str(path)):
         other = made()
         beside = optim.Adam(other.parameters()) if optimizer in given else None
         assert ndl.save(*given) == path and ndl.load(path, other, beside) == (other, beside)
         assert_same_arrays(bits(other), bits(model))
         assert beside is None or beside.t == 2
         path.unlink()
-    for given in (model,), (path,), (path, path), (model, model, path), (optimizer, path):
-        with pytest.raises(TypeError, match="^save: takes a path, and a module"):
+    for given in (model,), (path,), (path, model), ({}, optimizer, path):
+        with pytest.raises(TypeError, match="^save: takes a module, perhaps its optimizer"):
             ndl.save(*given)
     assert not path.exists()
 
@@ -104,7 +101,7 @@ def test_dicts_of_arrays_come_back(tmp_path, device):
     expected = train(model, optimizer, 2)
     assert train(other, beside, 2) == expected
 
-    state = ndl.load(ndl.save(path, model.state_dict()))  # also into a module
+    state = ndl.load(ndl.save(model.state_dict(), path))  # also into a module
     other = made()
     ndl.load(path, other)
     assert_same_arrays(bits(other), {name: a.numpy() for name, a in state.items()})

@@ -4,7 +4,6 @@ operands, and the message that the host reads after a trap."""
 import re
 
 import pytest
-from harness import python, shared_library
 
 pytestmark = pytest.mark.slow
 
@@ -32,17 +31,3 @@ WHERE = r" \(block 2,1,0, thread 5,0,0; .*checks\.cpp:\d+\)"
 def test_access_outside_names_operand_element_and_thread(compiled, which, element, said):
     text = compiled("checks", "access")(which, element).decode()
     assert re.fullmatch(f": {re.escape(said)}{WHERE}" if said else "", text), text
-
-
-def test_emulation_beside_a_global_cuda_keeps_its_own_functions(compiled, tmp_path):
-    """torch loads its CUDA for every library of the process."""
-    names = "cudaHostAlloc", "cudaMalloc", "cudaMemcpyToSymbol", "cudaLaunchKernel"
-    other = tmp_path / "other.so"
-    shared_library("".join(f"int {name}(void) {{ return 1; }}\n" for name in names), other)
-    done = python(
-        f"import ctypes; ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL)\n"
-        f"access = ctypes.CDLL({compiled('checks', 'access').path!r}).access\n"
-        "access.restype = ctypes.c_char_p\n"
-        "print(access(0, 8).decode())"
-    )
-    assert "x: element 8 is outside of 8" in done.stdout, done.stderr

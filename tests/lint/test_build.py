@@ -281,18 +281,6 @@ def search_path(library: Path) -> list[str]:
     return re.search(r"R(?:UN)?PATH.*\[(.*)\]", dynamic)[1].split(":")
 
 
-def test_as_many_files_are_compiled_at_once_as_asked_for(tree):
-    make = tree.root / "bin" / "make"
-    make.parent.mkdir()
-    make.write_text(f'#!/bin/sh\necho "words: $*"\nexec {shutil.which("make")} "$@"\n')
-    make.chmod(0o755)
-    path = f"{make.parent}:{os.environ['PATH']}"
-    for jobs, count in ("", len(os.sched_getaffinity(0))), ("37", 37):
-        tree.write("csrc/needle.h", f"#define ANSWER {count}\n")
-        status, text = tree.build(PATH=path, NEEDLE_JOBS=jobs)
-        assert status == 0 and re.search(rf"^words: .* -j{count} ", text, re.MULTILINE), text
-
-
 def test_only_changed_files_are_compiled(tree):
     sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/python/module.c", "csrc/status.c"]
     assert tree.compiled() == sources
