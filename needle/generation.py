@@ -286,12 +286,7 @@ def generate_text(
 
 
 def _encoded(tokenizer: Tokenizer, prompt: str, ends: tuple[int, ...]) -> list[int]:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # Python's way to keep bytes that it could not read
-        raise ValueError(
-            f"the prompt is not UTF-8: character {error.start} is {prompt[error.start]!a}"
-        ) from error
+    prompt.encode()  # a ValueError for bytes of a shell that are no UTF-8
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     return ids or [*ends[:1]]
 
