@@ -40,7 +40,7 @@ from needle.training import folder, supervise
 from needle.training import run as runs
 from needle.training.evaluate import load_model
 from needle.training.heartbeat import supervised
-from needle.training.replay import read_replay
+from needle.training.replay.replays import read_replay
 from needle.training.run import Run
 from needle.training.session import Ending, Session, evaluate, join, open_device, starts_ranks
 from needle.training.settings import (

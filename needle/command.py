@@ -133,10 +133,10 @@ class Defaults(argparse.ArgumentDefaultsHelpFormatter):
 # word: the program, the words that it gets first, and what it does
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
-    "replay": ("needle.training.bank:main", (), "repeat a run from a step on, with edits"),
-    "verify": ("needle.training.verify:main", (), "repeat steps of a run, and compare the bits"),
-    "suite": ("needle.training.suite:main", (), "train a list of models, to use and to check"),
-    "compare": ("needle.training.compare:main", (), "differences of runs, in losses and weights"),
+    "replay": ("needle.training.replay.bank:main", (), "repeat a run from a step on, with edits"),
+    "verify": ("needle.training.replay.verify:main", (), "repeat steps of a run, compare the bits"),
+    "suite": ("needle.training.replay.suite:main", (), "train a list of models, to be checked"),
+    "compare": ("needle.training.replay.compare:main", (), "differences of losses and weights"),
     "generate": ("apps/generate.py", (), "continue a prompt"),
     "evaluate": ("needle.training.evaluate:main", (), "loss, perplexity and bits per byte on text"),
     "lm_eval": ("needle.training.lm_eval:main", (), "the LM evaluation harness on a needle model"),

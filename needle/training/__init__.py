@@ -7,11 +7,8 @@ folder      runs/NAME: the free name, the process that owns it, the run to resum
 run         Run: its first model, its checkpoints, how to go on with it, its end
 session     the surroundings of the loop and of the program: ranks, stop signals, exit codes
 log, plot   metrics.jsonl, the progress bar, TensorBoard and W&B; loss.png
-proofs      lines of proof and manifest.json; replay: a run again from a step on, with edits
-verify      a run's files and steps, recomputed and compared; saved_run: open_run
-compare     runs against each other, by measures: losses, divergences, distances of weights
-suite       a list of models, with cards and a page by which they are checked
-bank        many replays from one step; effects: of each on a probe, measured and predicted
+replay/     proofs of a run, replays with edits, verdicts, comparisons, banks and suites of runs
+saved_run   open_run: a run's folder in Python
 evaluate    the loss of any model on any data; lm_eval: a model in the LM evaluation harness
 supervise   restarts after faults and hangs, by the heartbeat of a training
 peaks       peak rates of GPUs, for the share that a run reaches

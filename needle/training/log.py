@@ -36,7 +36,7 @@ from needle.command import COLUMNS
 from needle.files import Lock, naming, printable, replacing
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
-from needle.training.proofs import Chain, is_proof, parsed
+from needle.training.replay.proofs import Chain, is_proof, parsed
 from needle.training.settings import Settings
 
 PLAIN_LINES = 40  # of a run whose output is no terminal

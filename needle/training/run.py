@@ -38,8 +38,8 @@ from needle.training.heartbeat import beat, rest, supervised
 from needle.training.keep import keeps
 from needle.training.log import RunLog
 from needle.training.plot import plot
-from needle.training.proofs import digest, manifest
-from needle.training.replay import Replay
+from needle.training.replay.proofs import digest, manifest
+from needle.training.replay.replays import Replay
 from needle.training.settings import FIELDS, SHAPE, Settings, complete, data_of, option
 
 SAMPLE_TOKENS = 120

@@ -26,7 +26,7 @@ from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import described_config, read_settings
 from needle.training.log import read_lines
-from needle.training.replay import check, control, goes_on, make_folder, planned, train
+from needle.training.replay.replays import check, control, goes_on, make_folder, planned, train
 
 
 class SavedRun:

@@ -33,7 +33,7 @@ from needle.training.heartbeat import beat, rest
 from needle.training.log import NotFinite, RunLog, trackers_of
 from needle.training.loop import GraphedStep, worth_recording
 from needle.training.peaks import peak
-from needle.training.proofs import batch_hash, digests
+from needle.training.replay.proofs import batch_hash, digests
 from needle.training.run import (
     Run,
     finish,

@@ -7,10 +7,11 @@ from small_runs import SMALL, TOKENS, flags
 
 from needle.data import megatron
 from needle.models import pythia
-from needle.training import bank, replay, saved_run, suite
 from needle.training import run as run_parts
+from needle.training import saved_run
 from needle.training.folder import again
 from needle.training.plot import plot
+from needle.training.replay import bank, replays, suite
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +45,9 @@ def here(monkeypatch):
     def become_training(folder, launch="", flags=()):
         raise SystemExit(train(folder, launch, flags))
 
-    for module in bank, replay, saved_run, suite:
+    for module in bank, replays, saved_run, suite:
         monkeypatch.setattr(module, "train", train)
-    monkeypatch.setattr(replay, "become_training", become_training)
+    monkeypatch.setattr(replays, "become_training", become_training)
 
 
 @pytest.fixture

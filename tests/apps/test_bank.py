@@ -12,11 +12,11 @@ from small_runs import chain, flags, run_until
 
 import needle as ndl
 from needle.data import open_run_data
-from needle.training import bank, compare
-from needle.training.effects import spearman
 from needle.training.folder import again
-from needle.training.measures import losses
-from needle.training.replay import Replay
+from needle.training.replay import bank, compare
+from needle.training.replay.effects import spearman
+from needle.training.replay.measures import losses
+from needle.training.replay.replays import Replay
 
 EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
 CPU = ["--device", "cpu"]

@@ -11,7 +11,7 @@ from small_runs import chain, flags
 
 import needle as ndl
 from needle.data.probe import read_probe
-from needle.training import compare
+from needle.training.replay import compare
 
 EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
 CPU = ["--device", "cpu"]

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import train_pythia
-from harness import naming
+from harness import ROOT, naming
 from harness import run as run_program
 from small_runs import (
     TOKENS,
@@ -30,7 +30,7 @@ from struck_runs import ENVIRON, Runs, missing, mpirun, write_tokens
 from needle import _C
 from needle.optim import Cosine
 from needle.training import log as logs
-from needle.training import proofs
+from needle.training.replay import proofs
 
 EVERY = "--keep 0,1,2,... --keep-optimizer --grad-accum 2"
 
@@ -108,6 +108,8 @@ def test_manifest_is_canonical_and_describes_the_first_model(tmp_path, tokens):
     assert told["weights"] == digest(flat(words, state["optimizer"]["names"]))
     assert told["products"] == state["products"] and told["versions"] == config["versions"]
     assert told["data"] == config["data"] and told["recipe"] is told["tokenizer"] is None
+    head = run_program("git", "-C", ROOT, "rev-parse", "HEAD").stdout.strip() or None
+    assert (told["commit"] and told["commit"].removesuffix("+")) == head
     assert float.fromhex(told["settings"]["lr"]) == config["settings"]["lr"] == 3e-3
     assert train_pythia.main(["--resume", str(checkpoint_of(tmp_path, "a", 4))]) == 0
     assert (folder / "manifest.json").read_text() == text

@@ -30,8 +30,8 @@ from small_runs import (
 
 import needle as ndl
 from needle.data import DataError
-from needle.training import replay
-from needle.training.proofs import broken_links
+from needle.training.replay import replays
+from needle.training.replay.proofs import broken_links
 
 EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
 CPU = ["--device", "cpu"]
@@ -47,7 +47,7 @@ def parent(tmp_path, tokens, here):
 def command(*words):
     """The exit code of `needle replay` in this process."""
     try:
-        return replay.main([*words])
+        return replays.main([*words])
     except SystemExit as end:  # of the training that takes its place
         return end.code
 
@@ -69,7 +69,9 @@ def test_null_edit_gives_equal_bits(tmp_path, parent, start):
 
 
 def test_null_edit_gives_equal_bits_after_a_kill(tmp_path, parent, monkeypatch):
-    folder = replay.make_folder(replay.planned(parent.folder, 2, None, []), tmp_path / "runs", "b")
+    folder = replays.make_folder(
+        replays.planned(parent.folder, 2, None, []), tmp_path / "runs", "b"
+    )
     run_until(monkeypatch, 5, ["--resume", str(folder), *CPU])
     assert parent.replay(np.int64(2), name="b", flags=CPU).folder == folder  # goes on
     assert_same_run(tmp_path, "b", "a")
@@ -219,9 +221,9 @@ def test_folder_that_was_not_made_whole_is_no_replay(tmp_path, tokens, parent, m
 
     before = {path: path.read_bytes() for path in parent.folder.rglob("*.*")}
     for name, start, broken, says in (
-        ("no_checkpoint", 3, [(os, "link"), (replay.shutil, "copyfile")], "no checkpoint is left"),
-        ("begun", 0, [(replay, "lines_until")], None),  # it begins again by its config.json
-        ("another", 0, [(replay, "read_description")], None),  # the name is another run's now
+        ("no_checkpoint", 3, [(os, "link"), (replays.shutil, "copyfile")], "no checkpoint is left"),
+        ("begun", 0, [(replays, "lines_until")], None),  # it begins again by its config.json
+        ("another", 0, [(replays, "read_description")], None),  # the name is another run's now
     ):
         folder = tmp_path / "runs" / name
         with naming(name):
@@ -239,7 +241,7 @@ def test_folder_that_was_not_made_whole_is_no_replay(tmp_path, tokens, parent, m
                 assert_same_run(tmp_path, name, "a")
             assert (folder / "replay.json").exists() == (name != "another")
     with pytest.raises(DataError, match="lacks its first checkpoint: remove it, begin again"):
-        replay.read_replay(tmp_path / "runs" / "no_checkpoint", 0)
+        replays.read_replay(tmp_path / "runs" / "no_checkpoint", 0)
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -266,7 +268,7 @@ def test_command_prints_its_plan_and_a_dry_run_trains_nothing(
         "factor 2.0 moments: to zero, parts layers.0.*; 12 parameters" in " ".join(told.out.split())
     )
     assert "there is a run of this name already" in told.err
-    monkeypatch.setattr(replay, "train", lambda *_, **__: pytest.fail("it trains"))
+    monkeypatch.setattr(replays, "train", lambda *_, **__: pytest.fail("it trains"))
     (tmp_path / "null.toml").write_text("")
     words = [str(parent.folder), "--from", "2", "--edit", str(tmp_path / "null.toml")]
     assert command(*words, "--dry-run") == 0

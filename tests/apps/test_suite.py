@@ -9,8 +9,8 @@ from harness import ROOT
 from small_runs import Killed, arguments, run_until
 
 import needle as ndl
-from needle.training import suite, verify
 from needle.training.folder import again
+from needle.training.replay import suite, verify
 
 SUITE = """
 [flags]

@@ -14,7 +14,8 @@ from harness import ROOT, naming
 from harness import run as run_program
 from small_runs import TOKENS, chain, checkpoint_of, flags, read_tensors, rewrite, run_until
 
-from needle.training import open_run, replay, verify
+from needle.training import open_run
+from needle.training.replay import replays, verify
 
 KEEP = "--keep 2,4,... --keep-optimizer"
 BIT = {"layers.1.mlp.dense_h_to_4h.weight": ((3, 17), 0x3F000001)}
@@ -95,7 +96,7 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
             assert (code, wrong) == (0, {}) and [of for of in told if of[:6] == "steps "] == wanted
     code, wrong, told = verdicts(folder, "--steps", "2:5")
     assert (code, wrong) == (4, {"steps 3 to 5": "undecided"})
-    monkeypatch.setattr(replay, "train", lambda *_: pytest.fail("it trains"))
+    monkeypatch.setattr(replays, "train", lambda *_: pytest.fail("it trains"))
     assert verdicts(folder, "--full", "--dry-run")[0] == 0
 
 
@@ -337,7 +338,7 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
         (raising(KeyboardInterrupt()), 130, "interrupted"),
         (raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), 1, "x: No space left"),
     ):
-        monkeypatch.setattr(replay, "train", result)
+        monkeypatch.setattr(replays, "train", result)
         with naming(says):
             found, err, _ = verdicts(folder)  # which asks for what is left
             assert found == code and says in err

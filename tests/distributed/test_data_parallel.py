@@ -12,7 +12,7 @@ from needle.distributed.control import RankFailed
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.environment import Place
 from needle.distributed.group import Group
-from needle.training import proofs
+from needle.training.replay import proofs
 
 SHAPES = [(300, 200), (7, 9), (130, 500), (40,)]  # 8 chunks, the last one cut
 

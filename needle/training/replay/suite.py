@@ -30,8 +30,8 @@ from needle.data import DataError
 from needle.files import printable, read_toml, replacing
 from needle.processes import program
 from needle.training.folder import read_description
-from needle.training.proofs import is_proof, parsed, read_manifest
-from needle.training.replay import train, whole_steps
+from needle.training.replay.proofs import is_proof, parsed, read_manifest
+from needle.training.replay.replays import train, whole_steps
 from needle.training.saved_run import SavedRun, open_run
 from needle.training.settings import option, parse
 

@@ -258,7 +258,7 @@ def manifest(description: dict[str, Any], products: str, tokenizer: str | None, 
 def commit() -> str | None:
     """Return the commit of the checkout, with a + where files were changed since; None of an
     installed package."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]

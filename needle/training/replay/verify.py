@@ -33,10 +33,10 @@ from needle.data import run_batches, run_data
 from needle.data.identity import SAMPLED
 from needle.files import FileError, MissingFileError, replacing
 from needle.processes import unwound_by_sigterm
-from needle.training import proofs
 from needle.training.folder import check_state, described_config, read_description, read_settings
 from needle.training.log import clock, read_lines
-from needle.training.replay import Replay, read_replay, trained
+from needle.training.replay import proofs
+from needle.training.replay.replays import Replay, read_replay, trained
 from needle.training.run import products_of
 from needle.training.settings import FREE, Settings, parse, word
 

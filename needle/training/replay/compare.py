@@ -28,11 +28,11 @@ from needle.data import DataError
 from needle.data.probe import read_probe
 from needle.files import replacing
 from needle.processes import program
-from needle.training.effects import effects
-from needle.training.measures import Row, distances, loss_rows, losses
 from needle.training.plot import draw_differences, draw_effects
-from needle.training.proofs import differing
-from needle.training.replay import CONTROL, planned, read_replay, trained, whole_steps
+from needle.training.replay.effects import effects
+from needle.training.replay.measures import Row, distances, loss_rows, losses
+from needle.training.replay.proofs import differing
+from needle.training.replay.replays import CONTROL, planned, read_replay, trained, whole_steps
 from needle.training.saved_run import SavedRun, open_run
 
 # ---- runs --------------------------------------------------------------------------------------

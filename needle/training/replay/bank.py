@@ -34,9 +34,9 @@ from needle.data import DataError
 from needle.data.edits import read_edits
 from needle.distributed.group import visible_gpus
 from needle.files import Lock, printable, read_json, replacing
-from needle.training import replay as replays
-from needle.training.proofs import differences
-from needle.training.replay import Replay, check, make_folder, planned, train
+from needle.training.replay import replays
+from needle.training.replay.proofs import differences
+from needle.training.replay.replays import Replay, check, make_folder, planned, train
 from needle.training.saved_run import open_run
 
 # ---- the list of edits -------------------------------------------------------------------------

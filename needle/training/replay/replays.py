@@ -62,7 +62,7 @@ from needle.training.folder import (
     read_settings,
 )
 from needle.training.log import lines_until
-from needle.training.proofs import differences, to_text
+from needle.training.replay.proofs import differences, to_text
 from needle.training.settings import run_name
 
 CONTROL = 20  # steps that are repeated without edits before a replay

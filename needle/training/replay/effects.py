@@ -20,8 +20,8 @@ from needle.data import Batches, open_run_data
 from needle.data.probe import read_probe
 from needle.files import read_json
 from needle.training.evaluate import load_model, windows
-from needle.training.measures import Row, loss_rows, losses
-from needle.training.replay import Replay
+from needle.training.replay.measures import Row, loss_rows, losses
+from needle.training.replay.replays import Replay
 from needle.training.saved_run import SavedRun, open_run
 
 
@@ -107,7 +107,7 @@ def _seek(batches: Batches, position: dict[str, int]) -> Batches:
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation, equal values at their mean rank; None of constant ones.
 
-    >>> from needle.training.effects import spearman
+    >>> from needle.training.replay.effects import spearman
     >>> round(spearman([1, 2, 3, 4], [1, 2, 2, 9]), 4)
     0.9487
     """
