@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,52 +53,39 @@ class Stream:
     def __init__(
         self, length: int, starts: np.ndarray, stops: np.ndarray, which: np.ndarray, texts: Places
     ) -> None:
-        self.starts, self.stops, self.which = starts, stops, which
-        self._text = functools.lru_cache(4)(lambda i: texts[i].read())
+        self._which, self._text = which, functools.lru_cache(4)(lambda i: texts[i].read())
         lengths = np.array([texts[i].length for i in which.tolist()], np.int64)
         # Before stretch i the edited stream is this much longer.
         self._added = np.concatenate([[0], np.cumsum(lengths - (stops - starts))])
-        self._begins = starts + self._added[:-1]
-        self._ends = self._begins + lengths
         self._total = length + int(self._added[-1])
         if self._total <= 0:
             raise DataError("the edits shift all documents away: nothing is left of the data")
-        until = np.where(self._added[1:] == 0, self._ends, np.append(self._begins[1:], length))
-        self._from = np.append(0, self._begins)
-        self._widths = np.append(0, until - self._begins)
-        self._before = np.cumsum(self._widths) - self._widths
+        begins = starts + self._added[:-1]
+        self._begins, self._ends = np.append(begins, self._total), begins + lengths
+        until = np.where(self._added[1:] == 0, self._ends, np.append(begins[1:], length))
+        # Positions, and how many ids before each are edited or moved: a line between two of them.
+        counts = np.cumsum(until - begins)
+        self._positions = np.append(0, np.stack([begins, until], 1))
+        self._counts = np.append(0, np.stack([counts - (until - begins), counts], 1))
 
     def changed(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Return how many ids of each [start, stop) of the edited stream are edited or moved."""
-
-        def before(position: np.ndarray) -> np.ndarray:
-            i = np.searchsorted(self._from, position, side="right") - 1
-            return self._before[i] + np.minimum(position - self._from[i], self._widths[i])
-
-        return before(stops) - before(starts)
+        low, high = (np.interp(x, self._positions, self._counts) for x in (starts, stops))
+        return (high - low).astype(np.int64)
 
     def read(self, start: int, stop: int, unedited: Callable[[int, int], np.ndarray]) -> np.ndarray:
         """Return the ids [start, stop) of the edited stream."""
         found = []
         while start < stop:
-            offset = start % self._total
-            end = min(offset + stop - start, self._total)
-            found += self._read(offset, end, unedited)
-            start += end - offset
+            at, count = start % self._total, stop - start
+            i = int(np.searchsorted(self._ends, at, side="right"))
+            begin, added = int(self._begins[i]), int(self._added[i])
+            if at < begin:
+                found.append(unedited(at - added, min(begin, at + count) - added))
+            else:
+                found.append(self._text(int(self._which[i]))[at - begin :][:count])
+            start += len(found[-1])
         return np.concatenate(found)
-
-    def _read(self, start: int, stop: int, unedited: Callable) -> Iterator[np.ndarray]:
-        i = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            added = int(self._added[i])
-            begin = int(self._begins[i]) if i < len(self._begins) else stop
-            if start < begin:
-                yield unedited(start - added, min(begin, stop) - added)
-                start = begin
-            elif i < len(self._begins):
-                own = self._text(int(self.which[i]))[start - begin :][: stop - start]
-                yield own
-                start, i = start + len(own), i + 1
 
 
 class Edits:
@@ -122,13 +109,11 @@ class Edits:
         micro_batches: int,
         first: int,
         last: int,
-        tokenizer: Any = None,
     ) -> None:
         self.data, self.batches, self.micro_batches = data, batches, micro_batches
-        self.first, self.last, self.tokenizer = first, last, tokenizer or data.tokenizer
+        self.first, self.last = first, last
         self.rows = batches.batch_size * micro_batches  # of a step
         self.documents, self.sequences = Places(self._document), Places(self._sequence)
-        self.notes: list[str] = []
         self.checked: list[dict[str, Any]] = []
         self._other_epoch = functools.lru_cache(2)(batches.drawn_in)
         self._stream = functools.lru_cache(2)(self._make_stream)
@@ -143,68 +128,49 @@ class Edits:
     @functools.cached_property
     def borders(self) -> np.ndarray:
         """int64 (N + 1,): document i is the ids [borders[i], borders[i + 1]) of the data."""
-        found = self._borders_of(self.batches.tokens)
-        if len(found) == 2 and not isinstance(self.batches.tokens, Documents):
+        tokens = self.batches.tokens
+        if isinstance(tokens, Documents):
+            return np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
+        found = borders_of(tokens, self._end_of_text)
+        if len(found) == 2:
             raise DataError(
                 f"{self.data.source}: no end of text within, hence no documents: name a step"
             )
         return found
 
-    def _borders_of(self, tokens: FlatTokens) -> np.ndarray:
-        if isinstance(tokens, Documents):
-            return np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
-        return borders_of(tokens, self._end_of_text())
-
-    def _needed(self) -> Any:
-        if self.tokenizer is None:
+    @property
+    def _tokenizer(self) -> Any:
+        if self.data.tokenizer is None:
             raise DataError("text, documents of flat tokens and blanks need a tokenizer")
-        return self.tokenizer
+        return self.data.tokenizer
 
+    @property
     def _end_of_text(self) -> int:
-        end = self._needed().eos_token_id
-        if end is None:
+        if self._tokenizer.eos_token_id is None:
             raise DataError("the tokenizer names no end of text: --end-of-text does")
-        return end
+        return self._tokenizer.eos_token_id
 
-    def _places(self, where: dict[str, Any], first: int | None = None) -> tuple[Places, np.ndarray]:
-        """Return the places that a table names, by their numbers. first: the lowest step, by
-        default that of the run."""
-        limits = {"step": (first or self.first, self.last), "row": (0, self.rows - 1)}
+    def _numbers(self, where: dict[str, Any], first: int) -> np.ndarray:
+        """Return the numbers of the documents or sequences that a table names. first: the lowest
+        step."""
+        limits = {"step": (first, self.last), "row": (0, self.rows - 1)}
         named = {key: value for key, value in where.items() if key != "text"}
         for key, pairs in named.items():
             low, high = limits.get(key) or (0, len(self.borders) - 2)
-            if pairs[0][0] < low or pairs[-1][1] > high:
-                wrong = pairs[0][0] if pairs[0][0] < low else pairs[-1][1]
-                raise DataError(f"{key} {wrong} is not there: there are {low} to {high}")
+            if wrong := [n for pair in pairs for n in pair if not low <= n <= high]:
+                raise DataError(f"{key} {wrong[0]} is not there: there are {low} to {high}")
         numbers = {k: np.concatenate([np.arange(a, b + 1) for a, b in named[k]]) for k in named}
         if "step" in where:
             rows = numbers.get("row", np.arange(self.rows))
-            return self.sequences, ((numbers["step"][:, None] - 1) * self.rows + rows).ravel()
+            return ((numbers["step"][:, None] - 1) * self.rows + rows).ravel()
         found = functools.reduce(np.intersect1d, numbers.values(), np.arange(len(self.borders) - 1))
         if "text" in where:
-            has = functools.partial(self._has, re.compile(where["text"]))
-            found = found[np.fromiter((has(self._document(i).read()) for i in found), bool)]
-            held_out = self.data.held_out
-            borders = self._borders_of(held_out).tolist() if len(held_out) else []
-            parts = [to_ids(held_out.read(pair)) for pair in zip(borders, borders[1:])]
-            if count := sum(map(has, parts)):
-                self.notes.append(
-                    f"{where['text']!r:.80} is also in {count:,} documents that are held out: they "
-                    "are not trained on, and not edited"
-                )
+            text = lambda number: self._tokenizer.decode(self._document(number).read().tolist())
+            has = (re.search(where["text"], text(i)) is not None for i in found.tolist())
+            found = found[np.fromiter(has, bool)]
         if len(found) == 0:
             raise DataError(f"no document has {str(where):.200}")
-        return self.documents, found
-
-    def _has(self, pattern: re.Pattern, ids: np.ndarray) -> bool:
-        return pattern.search(self._needed().decode(ids.tolist())) is not None
-
-    def _one(self, edit: dict[str, Any], key: str) -> int:
-        """Return the number of the one place that a table names."""
-        numbers = self._places(edit[key], 1 if edit["do"] == "repeat" else None)[1]
-        if len(numbers) != 1:
-            raise DataError(f"{key} must name one place, but names {len(numbers):,}")
-        return int(numbers[0])
+        return found
 
     # ---- texts -------------------------------------------------------------------------------
 
@@ -225,16 +191,19 @@ class Edits:
 
         return Text(self.batches.seq_len + 1, read)
 
-    def _given(self, edit: dict[str, Any], place: Text | None) -> Text:
+    def _given(self, edit: dict[str, Any], current: Text, is_document: bool) -> Text:
         """Return the text that an edit brings. Words in the place of a document end as it does."""
+        if edit["do"] == "drop":
+            return Text(0, lambda: np.empty(0, np.int64))
         if "with_document" in edit:
             number = edit["with_document"]
-            return self._document(self._places({"document": [[number, number]]})[1][0])
+            return self._document(self._numbers({"document": [[number, number]]}, self.first)[0])
         ids = edit.get("with_ids")
         if ids is None:
-            ids = self._needed().encode(edit["with"], add_special_tokens=False).ids
-            end = self.tokenizer.eos_token_id
-            ids = [*ids, end] if place is not None and place.read()[-1] == end else ids
+            ids, end = self._tokenizer.encode(edit["with"], add_special_tokens=False).ids, None
+            if edit["do"] == "replace" and is_document:
+                end = self._tokenizer.eos_token_id
+            ids = [*ids, end] if end is not None and current.read()[-1] == end else ids
         limit = self.batches.vocab_size
         if limit is not None and max(ids, default=0) >= limit:
             raise DataError(f"id {max(ids)} is outside the vocabulary of {limit}")
@@ -245,7 +214,7 @@ class Edits:
         if edit["fill"] == "mask":
             return lambda: np.minimum(ids := current.read(), ~ids)
         if edit["fill"] == "blank":
-            end = self._end_of_text()
+            end = self._end_of_text
             return lambda: np.full(current.length, ~end)
         random = np.random.Generator(np.random.PCG64([edit["seed"], number]))
         start = int(self._held_out[random.integers(len(self._held_out))])
@@ -256,7 +225,7 @@ class Edits:
     @functools.cached_property
     def _held_out(self) -> np.ndarray | range:
         """Where reserve text begins: at a document, or anywhere if no end of text is known."""
-        tokens, end = self.data.held_out, getattr(self.tokenizer, "eos_token_id", None)
+        tokens, end = self.data.held_out, getattr(self.data.tokenizer, "eos_token_id", None)
         if len(tokens) == 0:
             raise DataError(f"{self.data.source}: no token is held out: reserve has no text")
         starts = [0] if end is None else borders_of(tokens, end)[:-1]
@@ -274,50 +243,53 @@ class Edits:
             return edit
         if edit.get("fill") == "shift" and getattr(self.batches.tokens, "row_length", None):
             raise DataError("preshuffled rows have a fixed length: take mask, blank or reserve")
-        for key in ("where", "to"):
-            if key in edit and "step" not in edit[key]:
-                numbers = self._places(edit[key])[1].tolist()
-                edit = {**edit, key: {"document": merged([i, i] for i in numbers)}}
-        places, numbers = self._places(edit["where"], 1 if do == "repeat" else None)
-        if do == "reorder":
-            order = np.random.Generator(np.random.PCG64(edit["seed"])).permutation(numbers)
-            places.update(zip(numbers.tolist(), [places[i] for i in order.tolist()]))
-        elif do == "swap":
-            a, b = self._one(edit, "where"), self._one(edit, "to")
-            one, other = places[a], places[b]
-            places[a], places[b] = self._put(edit, a, one, other), self._put(edit, b, other, one)
-            if one.length != other.length and edit["fill"] != "shift":
-                self.notes.append(
-                    f"swap of documents of {one.length} and {other.length} tokens: the longer is "
-                    f"cut, and the rest of its own place filled ({edit['fill']})"
-                )
-        elif do == "repeat":
-            source = places.original(self._one(edit, "where"))
-            for i in self._places(edit["to"])[1].tolist():
-                self.sequences[i] = self._put(edit, i, self.sequences[i], source)
-        else:
-            put = self._insert if do == "insert" else self._put
-            for i in numbers.tolist():
-                ends = places.original(i) if do == "replace" and places is self.documents else None
-                new = Text(0, lambda: np.empty(0, int)) if do == "drop" else self._given(edit, ends)
-                places[i] = put(edit, i, places[i], new)
+        numbers, last = {}, "to" if do == "repeat" else "where"
+        for key in edit.keys() & {"where", "to"}:
+            is_source = do == "repeat" and key == "where"  # which may be of any step
+            found = self._numbers(edit[key], 1 if is_source else self.first).tolist()
+            if "step" not in edit[key]:
+                edit = {**edit, key: {"document": merged([i, i] for i in found)}}
+            if len(found) != 1 and (do == "swap" or is_source):
+                raise DataError(f"{key} must name one place, but names {len(found):,}")
+            numbers[key] = found
+        places = self.sequences if "step" in edit[last] else self.documents
+        for number, new in self._changes(edit, places, **numbers):
+            places[number] = self._put(edit, number, places[number], new)
         return edit
+
+    def _changes(
+        self, edit: dict[str, Any], places: Places, where: list[int], to: Sequence[int] = ()
+    ) -> list[tuple[int, Text]]:
+        """Return the numbers of the places that an edit changes, each with its new text."""
+        do = edit["do"]
+        if do == "swap":
+            return [(where[0], places[to[0]]), (to[0], places[where[0]])]
+        if do == "repeat":
+            source = self.sequences if "step" in edit["where"] else self.documents
+            return [(i, source.original(where[0])) for i in to]
+        if do == "reorder":
+            order = np.random.Generator(np.random.PCG64(edit["seed"])).permutation(where)
+            return [(i, places[j]) for i, j in zip(where, order.tolist())]
+        is_document = places is self.documents
+        new = ((i, self._given(edit, places.original(i), is_document)) for i in where)
+        if do == "insert":
+            return [(i, self._inserted(edit, places[i], text)) for i, text in new]
+        return [*new]
 
     def _put(self, edit: dict[str, Any], number: int, current: Text, new: Text) -> Text:
         """Put `new` into the place of `current`, at its length unless the edit shifts."""
-        if edit["fill"] == "shift":
+        if edit.get("fill") == "shift" or new.length == current.length:
             return new
         if new.length > current.length and edit["do"] != "swap":
             raise DataError(
                 f"{new.length} tokens are longer than the place, which has {current.length}: cut "
                 'them, or take fill = "shift" for a document'
             )
-        length = min(new.length, current.length)
-        fill = self._filling(edit, number, current) if length < current.length else None
-        rest = lambda: fill()[length:] if fill else np.empty(0, int)
-        return Text(current.length, lambda: np.append(new.read()[:length], rest()))
+        rest = self._filling(edit, number, current)
+        ids = lambda: np.append(new.read()[: current.length], rest()[new.length :])
+        return Text(current.length, ids)
 
-    def _insert(self, edit: dict[str, Any], number: int, current: Text, new: Text) -> Text:
+    def _inserted(self, edit: dict[str, Any], current: Text, new: Text) -> Text:
         at, length = edit["at"], current.length
         after = at if edit.get("fill") == "shift" else at + new.length
         if after > length:
@@ -390,11 +362,11 @@ class Edits:
     def plan(self) -> dict[str, Any]:
         """Return what the edits reach in the run, at most: so many `rows` (sequences), `tokens` and
         `steps`; `first` and `last`, the steps between which batches or training differ, None for no
-        edit; `unread`, how many edited documents no step reads; `later_equal`, False where a shift
-        makes later sequences others. DataError where the edits reach nothing."""
+        edit; `later_equal`, False where a shift makes later sequences others. DataError where the
+        edits reach nothing."""
         own, length = sorted(self.sequences), self.batches.seq_len + 1
         size = self.batches.batch_size
-        rows, tokens, unread = [np.array(own, np.int64)], len(own) * length, set(self.documents)
+        rows, tokens = [np.array(own, np.int64)], len(own) * length
         at, stop = (self.first - 1) * self.micro_batches, self.last * self.micro_batches
         while at < stop and self.documents:
             epoch, batch = divmod(at, len(self.batches))
@@ -405,10 +377,6 @@ class Edits:
             changed = stream.changed(starts, starts + length) * ~np.isin(numbers, own)
             rows.append(numbers[changed > 0])
             tokens, at = tokens + int(changed.sum()), at + count
-            # A stretch is read if a sample begins less than its length before it, or within.
-            before = [stream.starts - length + 1, stream.stops]
-            low, high = np.searchsorted(np.sort(starts), before)
-            unread -= set(stream.which[low < high].tolist())
         steps = np.unique(np.concatenate(rows) // self.rows + 1).tolist()
         trained = [edit for edit in self.checked if edit["do"] in TRAINING]
         spans = [edit.get("steps", [self.first, self.last]) for edit in trained]
@@ -425,7 +393,6 @@ class Edits:
             "steps": len(steps),
             "first": min((span[0] for span in spans), default=None),
             "last": max((span[1] for span in spans), default=None),
-            "unread": len(unread),
             "later_equal": all(edited == before for edited, before in lengths),
         }
 
@@ -436,7 +403,6 @@ class Edits:
             return ["no edit: every batch is byte-equal"]
         equal = "every other sequence is byte-equal, before, between and after"
         moved = "a shift moves the tokens behind it: later sequences are others"
-        unread = f"edited documents that none of these steps reads: {plan['unread']:,}"
         of_data = sum(edit["do"] not in TRAINING for edit in self.checked)
         reached = (
             f"{of_data} edit(s) reach {plan['rows']:,} sequences, {plan['tokens']:,} tokens, in "
@@ -446,8 +412,6 @@ class Edits:
             *([reached] if of_data else []),
             f"edits act on steps {plan['first']} to {plan['last']}; weights can differ from there",
             (equal if plan["later_equal"] else moved) if of_data else "every batch is byte-equal",
-            *([unread] if plan["unread"] else []),
-            *self.notes,
         ]
 
 

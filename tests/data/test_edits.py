@@ -346,7 +346,7 @@ def test_text_of_a_run_is_found_and_replaced_by_its_tokenizer(tmp_path, monkeypa
     ids = np.concatenate([rows[:, 1:] for rows in rows_of_epoch(batches)])
     before = np.concatenate([rows[:, 1:] for rows in rows_of_epoch(plain)])
     length = len(data.tokenizer.encode(texts[7]).ids)
-    assert (ids < 0).sum() == length + 1 and edits.plan()["unread"] == 0
+    assert (ids < 0).sum() == length + 1
     twelve, eleven = (data.tokenizer.encode(n, add_special_tokens=False).ids for n in ("12", "11"))
     assert len(twelve) == len(eleven) and (ids != before).sum() == length + 1 + sum(
         a != b for a, b in zip(twelve, eleven)
@@ -389,25 +389,20 @@ def test_edits_that_name_nothing_are_errors(kind, edit, says):
         batches_of(data_of(kind)[0], [EQUAL, edit]).edits.plan()
 
 
-def test_documents_that_no_step_reads_are_said_and_an_error_if_they_are_all():
+def test_documents_that_no_step_reads_are_an_error_where_they_are_all():
     data, documents = data_of("packed")
-    plain = rows_of(batches_of(data))
-    edits = lambda number: Edits([DROP | {"where": document(number)}], data, batches, MICRO, 1, 1)
-    batches = batches_of(data)
-    unread = []
+    batches, unread = batches_of(data), []
+    plan = lambda *numbers: Edits(
+        [DROP | {"where": document(*numbers)}], data, batches, MICRO, 1, 1
+    ).plan()
     for number in range(len(documents)):
         try:
-            assert edits(number).plan()["first"] == 1
+            assert plan(number)["first"] == 1
         except DataError as error:
             assert "no step from 1 to 1 reads what is edited" in str(error)
             unread.append(number)
-    assert unread and len(unread) < len(documents)
-    both = Edits([DROP | {"where": document(*unread)}, SWAP], data, batches, MICRO, 1, LAST)
-    assert both.plan()["first"] <= 3
-    both = Edits([DROP | {"where": {"document": [[0, 13]]}}], data, batches, MICRO, 1, 1)
-    assert both.plan()["unread"] == len(unread)
-    assert f"none of these steps reads: {len(unread)}" in "\n".join(both.describe())
-    np.testing.assert_array_equal(rows_of(batches_of(data)), plain)
+    assert 0 < len(unread) < len(documents)
+    assert plan(*range(len(documents)))["rows"] == ROWS
 
 
 def test_data_without_documents_a_tokenizer_or_held_out_tokens_are_errors():
