@@ -11,6 +11,7 @@ places in the data, and the trainer does the edits of TRAINING.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -63,9 +64,11 @@ def read_edits(path: str | os.PathLike) -> list[dict[str, Any]]:
 def check_edits(
     edits: Iterable[dict[str, Any]], folder: Path, name: str = "edits"
 ) -> list[dict[str, Any]]:
-    """Check edits as read_edits does. folder: of relative paths. name: of the list in errors."""
+    """Check edits as read_edits does. folder: of relative paths. name: of the list in errors.
+    NumPy's numbers and arrays become those of JSON."""
+    plain = json.dumps([*edits], default=lambda value: getattr(value, "tolist", value.__str__)())
     checked = []
-    for number, edit in enumerate(edits, 1):
+    for number, edit in enumerate(json.loads(plain), 1):
         if not isinstance(edit, dict):
             raise DataError(f"{name}: edit {number} is no table: {edit!r:.40}")
         try:

@@ -12,13 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from needle.command import Parser, path, reporting
-from needle.files import described, printable, replacing
+from needle.command import Parser, path, reporting, told
+from needle.files import described, named, printable, replacing
 from needle.processes import program
 from needle.training.log import read_lines
 
 SMOOTHED = 50  # a value is averaged with this share of all values on either side
+FORMATS = (".png", ".svg", ".pdf")
 TRAINING, HELD_OUT = "#0b3d91", "#b22200"  # dark enough to print, and distinct in grey
+
+
+@told
+def figure(text: str) -> Path:
+    """The type of files of figures, whose ending is the format."""
+    file = named(text)
+    if file.suffix not in FORMATS:
+        raise ValueError(f"must end in {', '.join(FORMATS)}, not {text!r}")
+    return file
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:
@@ -58,7 +68,7 @@ def figure_in(out: Path, columns: int = 1) -> Iterator[Any]:
     figure, axes = pyplot.subplots(ncols=columns, figsize=(size, 5), layout="constrained")
     yield axes
     with replacing(out) as file:
-        figure.savefig(file, format=out.suffix[1:] or "png", dpi=120)
+        figure.savefig(file, format=out.suffix[1:], dpi=120)
     pyplot.close(figure)
 
 
@@ -134,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("runs", nargs="+", type=path, metavar="RUN", help="the folder of a run")
     top.add_argument(
         "--out",
-        type=path,
+        type=figure,
         metavar="FILE",
         help="the .png, .svg or .pdf to write (default: loss.png, of one run in its folder, of "
         "several here)",

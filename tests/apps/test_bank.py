@@ -122,16 +122,19 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
         (edits, "bank", [], "bank: a bank of another run, other steps or other edits"),
         (edits, "new", [], "d.toml: edit 1 (drop): document 99 is not there"),
         (empty, "new", [], "there is no file of edits (*.toml) in it"),
-        (edits, "new", ["--edit", edits / "a.toml"], "--edits: not together with --edit"),
     ):
         capsys.readouterr()
         with naming(says):
             assert made(parent, folder, name, *more) == 1
             assert says in capsys.readouterr().err
     assert not (tmp_path / "runs" / "new").exists()
-    for text in "0/2", "3/2", "1", "x":
+    wrong = [["--part", text] for text in ("0/2", "3/2", "1", "x")]
+    for more in *wrong, ["--edit", edits / "a.toml"], ["--launch", "mpirun"]:
         with pytest.raises(SystemExit, match="2"):
-            made(parent, edits, "new", "--part", text)
+            made(parent, edits, "new", *more)
+    with pytest.raises(SystemExit, match="2"):
+        bank.main([str(parent.folder), "--from", "2", "--part", "1/2", "--jobs", "2"])
+    assert "--part, --jobs: needs --edits" in capsys.readouterr().err
     (edits / "d.toml").unlink()
     change = lambda x: {**x, "loss": 9.0} if x["step"] == 5 and "loss" in x else x
     chain(parent.folder, lambda lines: [*map(change, lines)])

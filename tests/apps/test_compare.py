@@ -167,3 +167,12 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, c
         capsys.readouterr()
         assert compare.main([*map(str, words), "--probe", str(probe[0]), *CPU]) == 1
         assert says in capsys.readouterr().err
+    for words, says in (
+        ("", "give the folders of runs, or a bank by --edits"),
+        ("a --edits b", "give the folders of runs, or a bank by --edits"),
+        ("--edits b --every 2", "--every, --no-floor: not with --edits"),
+        ("a b --plot both.txt", "--plot: must end in .png, .svg, .pdf, not 'both.txt'"),
+    ):
+        with naming(words), pytest.raises(SystemExit, match="2"):
+            compare.main([*words.split(), "--probe", str(probe[0]), *CPU])
+        assert says in capsys.readouterr().err

@@ -30,7 +30,7 @@ from small_runs import (
 
 import needle as ndl
 from needle.data import DataError
-from needle.training.replay import replays
+from needle.training.replay import bank, replays
 from needle.training.replay.proofs import broken_links
 
 EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
@@ -47,7 +47,7 @@ def parent(tmp_path, tokens, here):
 def command(*words):
     """The exit code of `needle replay` in this process."""
     try:
-        return replays.main([*words])
+        return bank.main([*words])
     except SystemExit as end:  # of the training that takes its place
         return end.code
 
@@ -179,7 +179,7 @@ def test_errors_are_named_and_leave_nothing(tmp_path, parent):
         ((2, drop(document=3)), "edit 1 .drop.: .*need a tokenizer"),
         ((2, drop(step=9)), "step 9 is not there: there are 3 to 6"),
         ((2, drop(step=2)), "step 2 is not there: there are 3 to 6"),
-        ((2, drop(step=4, row=2)), "row 2 is not there: there are 0 to 1"),
+        ((2, drop(step=np.int64(4), row=np.array([2]))), "row 2 is not there: there are 0 to 1"),
         ((2, [{"do": "rate", "steps": [5, 9], "factor": 2}]), "steps .5, 9.: there are 3 to 6"),
         ((2, [{"do": "moments", "to": "zero", "parts": "x*"}]), "'x.' names no parameter"),
         ((2, [{"do": "weights", "parts": "*", "from": "none"}]), "none: no such file"),
@@ -313,10 +313,15 @@ def test_command_that_is_killed_leaves_no_training(tmp_path, tokens, number):
         child.send_signal(number)
         child.wait()
         wait_for(lambda: not running(tmp_path))
-        assert (
-            number == signal.SIGKILL or [p.name for p in runs.iterdir() if p.name[0] == "."] == []
-        )
+        assert len([*runs.glob(".*")]) == (number == signal.SIGKILL)
     assert not (runs / "b" / "checkpoints" / "step_4000.safetensors").exists()
+
+
+def test_folders_that_killed_processes_left_are_removed(tmp_path):
+    (tmp_path / ".a-again-x" / "again").mkdir(parents=True)
+    with replays.beside(tmp_path / "a") as one, replays.beside(tmp_path / "a") as other:
+        assert {*tmp_path.iterdir()} == {one, other}
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow

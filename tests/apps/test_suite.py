@@ -63,17 +63,27 @@ def test_suite_trains_its_models_with_cards(tmp_path, listed):
     assert run.settings["schedule"] == "wsd"
 
 
-def test_page_of_a_suite_is_followed_by_a_stranger(tmp_path, listed, monkeypatch, capsys):
+def test_page_of_a_suite_is_followed_by_a_stranger(tmp_path, tokens, listed, monkeypatch, capsys):
     assert suite.main([str(listed)]) == 0
     monkeypatch.chdir(tmp_path / "pair")
-    commands = re.findall(r"^    needle (.*)$", (tmp_path / "pair/README.md").read_text(), re.M)
-    assert commands == ["verify runs/small --steps 4:5", "verify runs/long --steps 8:9"]
+    text = (tmp_path / "pair/README.md").read_text()
+    commands = re.findall(r"^    needle (.*)$", text, re.M)
+    steps = {"small": "4:5", "long": "8:9"}
+    assert commands == [f"verify runs/{n} --steps {steps[n]} --data DATA" for n in steps]
+    tokens.rename("DATA")
     for command in commands:
         assert verify.main([*shlex.split(command)[1:], "--device", "cpu"]) == 0
-    assert verify.main(arguments("runs/small --steps 0:4 --device cpu")) == 0
+    assert verify.main(arguments("runs/small --steps 0:4 --data DATA --device cpu")) == 0
+    capsys.readouterr()
+    for number, code in enumerate(re.findall(r"^    python -c \"(.*)\"$", text, re.M)):
+        exec(code, {})
+        row = re.findall(r"^\| \[.*$", text, re.M)[number // 2]
+        assert f"`{capsys.readouterr().out.strip()}`" in row.split(" | ")[3:][number % 2 * 2]
+    assert number == 3
+    assert f"commit `{verify.proofs.commit()}`" in row and "&& git -C needle checkout" in text
 
 
-def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch):
+def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch, capsys):
     assert suite.main([str(listed)]) == 0
     train, whole = suite.train, files_of(tmp_path / "pair" / "models")
 
@@ -92,7 +102,11 @@ def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch):
     assert suite.main(words) == 0
     assert files_of(tmp_path / "other" / "models") == whole
     listed.write_text(SUITE.format(tokens).replace("steps = 9", "steps = 8"))
-    assert suite.main(words) == 1  # the trainer names --steps
+    assert suite.main(words) == 1
+    says = (
+        "pair.toml: model long: .*cannot go on with other settings: --steps is 8, but the run has 9"
+    )
+    assert re.search(says, capsys.readouterr().err)
 
 
 def test_example_of_the_page_is_read(tmp_path):
@@ -111,16 +125,20 @@ def test_bad_lists_are_named(tmp_path, listed, capsys):
         ("model = [1]", "must hold a table [flags]"),
         (text.replace('"long"', '"small"'), "model 2: needs its own `name`"),
         (text.replace("prove", "out"), "model 1: needs its own `name`, and no out"),
+        (text + "warmup = 10", "pair.toml: model long: --warmup 10: "),
+        (text + "data = 'none.txt'", "pair.toml: model long: "),
+        (text + "tokenizer = 'none.json'", "pair.toml: model long: "),
     ):
         listed.write_text(content)
         assert suite.main([str(listed)]) == 1
         assert says in capsys.readouterr().err
     for content, says in (
-        (text.replace("prove", "improve"), "--improve"),
+        (text + "improve = 1", "--improve"),
         (text.replace('"long"', '"../x"'), "must be a name for a folder"),
     ):
         listed.write_text(content)
         with pytest.raises(SystemExit, match="2"):
             suite.main([str(listed)])
-        assert says in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert says in err and re.search(r"pair.toml: model (long|../x)$", err, re.M)
     assert not (tmp_path / "pair").exists()

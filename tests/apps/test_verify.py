@@ -97,7 +97,9 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
     code, wrong, told = verdicts(folder, "--steps", "2:5")
     assert (code, wrong) == (4, {"steps 3 to 5": "undecided"})
     monkeypatch.setattr(replays, "train", lambda *_: pytest.fail("it trains"))
-    assert verdicts(folder, "--full", "--dry-run")[0] == 0
+    assert verdicts(folder, "--full", "--dry-run") == (0, {}, {})
+    plan = json.loads((folder.parent.parent / "verdicts.json").read_text())["plan"]
+    assert plan["intervals"] == [[0, 6]] and plan["steps"] == 6
 
 
 def swap_token(folder, step):

@@ -150,20 +150,23 @@ def parser() -> argparse.ArgumentParser:
     text = "a bank: a replay for each *.toml in there, and one without edits (docs/replay.md)"
     top.add_argument("--edits", type=path, metavar="FOLDER", help=text)
     text = "of --edits: every N-th replay from the I-th on, on one of N machines"
-    top.add_argument("--part", type=told(part), default=(1, 1), metavar="I/N", help=text)
+    top.add_argument("--part", type=told(part), metavar="I/N", help=text)
     text = "of --edits: so many at a time, on all GPUs in turn (default: 1)"
-    top.add_argument("--jobs", type=whole(1), default=1, metavar="N", help=text)
+    top.add_argument("--jobs", type=whole(1), metavar="N", help=text)
     return top
 
 
 @reporting("needle replay")
 def main(argv: Sequence[str] | None = None) -> int:
     """Make or go on with a bank, and without --edits a single replay."""
-    args, flags = parser().parse_known_args(argv)
+    top = parser()
+    args, flags = top.parse_known_args(argv)
+    others = ("part", "jobs") if args.edits is None else ("edit", "launch")
+    if given := [f"--{name}" for name in others if getattr(args, name)]:
+        top.error(f"{', '.join(given)}: {'needs' if args.edits is None else 'not with'} --edits")
     if args.edits is None:
-        return replays.main(argv)
-    if args.edit is not None or args.launch:
-        raise ValueError("--edits: not together with --edit or --launch")
+        return replays.single(args, flags)
+    args.part, args.jobs = args.part or (1, 1), args.jobs or 1
     bank = (args.out or args.run.resolve().parent) / (args.name or f"{args.run.name}-bank")
     facts = describe(args.run, args.start, args.steps, args.edits, bank)
     count = f"{len(facts['edits'])} replays from step {args.start} to {facts['until']}"

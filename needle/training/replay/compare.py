@@ -28,7 +28,7 @@ from needle.data import DataError
 from needle.data.probe import read_probe
 from needle.files import replacing
 from needle.processes import program
-from needle.training.plot import draw_differences, draw_effects
+from needle.training.plot import draw_differences, draw_effects, figure
 from needle.training.replay.effects import effects
 from needle.training.replay.measures import Row, distances, loss_rows, losses
 from needle.training.replay.proofs import differing
@@ -118,12 +118,8 @@ def parser() -> argparse.ArgumentParser:
     text = "at the steps that N divides (default: the last whose weights all runs have)"
     add("--every", type=whole(1), metavar="N", help=text)
     add("--csv", type=path, metavar="FILE", help="write the lines as a table, too")
-    add(
-        "--plot",
-        type=path,
-        metavar="FILE",
-        help="draw the differences or effects: .png, .svg or .pdf",
-    )
+    text = "draw the differences or effects: .png, .svg or .pdf"
+    add("--plot", type=figure, metavar="FILE", help=text)
     text = f"do not train {CONTROL} steps of the first RUN again"
     add("--no-floor", action="store_true", help=text)
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX")
@@ -132,8 +128,6 @@ def parser() -> argparse.ArgumentParser:
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     device = choose_device(args.device)
-    if bool(args.runs) == bool(args.edits):
-        raise ValueError("give the folders of runs, or a bank by --edits")
     if args.edits:
         yield from effects(args.edits, args.probe, device)
         return
@@ -152,18 +146,19 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
 
 @reporting("needle compare")
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    rows = []
+    top, rows = parser(), []
+    args = top.parse_args(argv)
+    if bool(args.runs) == bool(args.edits):
+        top.error("give the folders of runs, or a bank by --edits")
+    if args.edits and (args.every or args.no_floor):
+        top.error("--every, --no-floor: not with --edits")
     for row in rows_of(args):
         print(json.dumps(row), flush=True)
         rows.append(row)
     if args.csv is not None:
         write_csv(rows, args.csv)
     if args.plot is not None:
-        try:
-            (draw_effects if args.edits else draw_differences)(rows, args.plot)
-        except ImportError:
-            raise RuntimeError("--plot needs matplotlib: pip install matplotlib") from None
+        (draw_effects if args.edits else draw_differences)(rows, args.plot)
     return 0
 
 

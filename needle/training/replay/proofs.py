@@ -255,19 +255,21 @@ def manifest(description: dict[str, Any], products: str, tokenizer: str | None, 
     return to_text(facts) + "\n"
 
 
+def git(*words: str) -> str:
+    """Return what git says of the checkout; nothing of an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError):
+            command = ["git", "-C", str(root), *words]
+            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
 def commit() -> str | None:
     """Return the commit of the checkout, with a + where files were changed since; None of an
     installed package."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return None
-    git = ["git", "-C", str(root)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
-    except OSError:
-        return None
-    return head.stdout.strip() + "+" * bool(changed.stdout) or None
+    head = git("rev-parse", "HEAD")
+    return head + "+" * bool(git("status", "--porcelain", "-uno")) if head else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import fnmatch
+import glob
 import hashlib
 import json
 import os
@@ -43,14 +44,14 @@ from needle.checkpoint import (
     list_checkpoints,
     step_of,
 )
-from needle.command import Parser, find, path, reporting, whole, wrapped
+from needle.command import Parser, find, path, whole, wrapped
 from needle.data import Batches, DataError, TokenData
 from needle.data.edited import Edits
 from needle.data.edits import TRAINING, read_edits
 from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
-from needle.files import MissingFileError, printable, read_json, replacing
+from needle.files import FileError, Lock, MissingFileError, printable, read_json, replacing
 from needle.optim import Linear
 from needle.processes import die_with, unwound_by_sigterm
 from needle.training.folder import (
@@ -282,15 +283,29 @@ def become_training(folder: Path, launch: str, flags: Sequence[str]) -> NoReturn
 
 
 @contextlib.contextmanager
+def beside(run: Path) -> Iterator[Path]:
+    """Make a folder beside that of a run, and remove it after the block. Remove those of processes
+    that were killed."""
+    prefix = f".{run.name}-again-"
+    for left in run.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(FileError):  # a process works there
+            lock = Lock(left)
+            if lock.held:
+                shutil.rmtree(left, ignore_errors=True)
+    named = {"prefix": prefix, "dir": run.parent, "ignore_cleanup_errors": True}
+    with tempfile.TemporaryDirectory(**named) as made, contextlib.ExitStack() as ends:
+        ends.callback(Lock(Path(made)).release)
+        yield Path(made)
+
+
+@contextlib.contextmanager
 def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]:
-    """Train a replay in a folder beside its parent's, which the block reads; then it is removed.
-    RuntimeError where the training ends before its last step, as after a signal or an error, whose
-    message is on standard error."""
-    parent = Path(replay.parent)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{parent.name}-", dir=parent.parent, ignore_cleanup_errors=True
-    ) as made:
-        folder, last = make_folder(replay, Path(made), "again"), replay.stop or replay.until
+    """Train a replay in a folder beside its parent's, which the block reads. RuntimeError where the
+    training ends before its last step, as after a signal or an error, whose message is on standard
+    error."""
+    parent, last = Path(replay.parent), replay.stop or replay.until
+    with beside(parent) as made:
+        folder = make_folder(replay, made, "again")
         code = train(folder, launch, flags, quiet=True)
         if code or not checkpoint_path(folder / "checkpoints", last).exists():
             raise RuntimeError(
@@ -362,10 +377,8 @@ def goes_on(replay: Replay, folder: Path) -> bool:
     return begun
 
 
-@reporting("needle replay")
-@unwound_by_sigterm()
-def main(argv: Sequence[str] | None = None) -> int:
-    args, flags = parser().parse_known_args(argv)
+def single(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Make or go on with the replay of a file of edits."""
     edits = [] if args.edit is None else read_edits(args.edit)
     replay, lines = check(planned(args.run, args.start, args.steps, edits))
     more = replay.start - replay.base
@@ -380,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(printable(f"{out / args.name}: this replay was begun before, and goes on"))
         become_training(out / args.name, args.launch, flags)
     if replay.edits and not args.no_control:
-        count = control(replay, args.launch, flags)
+        with unwound_by_sigterm():
+            count = control(replay, args.launch, flags)
         print(f"control: {count} steps without edits have equal bits", flush=True)
     become_training(make_folder(replay, out, args.name), args.launch, flags)

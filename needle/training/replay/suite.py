@@ -18,29 +18,31 @@ The same command goes on with a suite that was stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from needle import hf
-from needle.backend_ndarray import cpu
+from needle.backend_ndarray import choose_device, cpu
 from needle.command import Parser, flag_words, path, reporting
 from needle.data import DataError
-from needle.files import printable, read_toml, replacing
+from needle.data.readers import matching
+from needle.files import described, printable, read_toml, replacing
 from needle.processes import program
-from needle.training.folder import read_description
-from needle.training.replay.proofs import is_proof, parsed, read_manifest
+from needle.training.folder import Begun, read_description
+from needle.training.replay.proofs import git, is_proof, parsed, read_manifest
 from needle.training.replay.replays import train, whole_steps
+from needle.training.run import is_text, known_ids, model_config
 from needle.training.saved_run import SavedRun, open_run
-from needle.training.settings import option, parse
+from needle.training.settings import check_new, complete, located, option, parse, resumed
 
 KEEP = {"keep": "log", "keep_optimizer": True}
 
 
 def read_suite(file: Path) -> dict[str, list[str]]:
-    """Return {name: flags} of the models of a suite. DataError for what is none; a flag that the
-    trainer does not take ends the program."""
+    """Return {name: flags} of the models of a suite. DataError for what is none."""
     suite = read_toml(file)
     shared, models = suite.pop("flags", {}), suite.pop("model", [])
     tables = [shared, *models] if isinstance(models, list) else [None]
@@ -54,8 +56,34 @@ def read_suite(file: Path) -> dict[str, list[str]]:
         given = {key: value for key, value in flags.items() if key != "name" and value is not False}
         words = ([option(k)] if v is True else flag_words(option(k), v) for k, v in given.items())
         found[name] = [word for flag in words for word in flag]
-        parse([*found[name], *flag_words("--name", name)])
     return found
+
+
+def check(name: str, flags: list[str], out: Path) -> None:
+    """Raise ValueError or SystemExit for flags that the trainer would refuse, for a new run or one
+    that was begun, as far as it is known before text is tokenised."""
+    given, folder = located(parse([*flags, *flag_words("--name", name)])), out / "runs" / name
+    check_new(given)
+    settings = complete(given, not choose_device(given.device).is_host, given.gpus or 1)
+    if given.init is None:
+        model_config(settings)
+    known_ids(settings)
+    if given.data is not None and is_text(given.data):
+        matching(Path(given.data))
+    if (folder / "config.json").exists():
+        resumed(given, Begun(folder), folder)
+
+
+@contextlib.contextmanager
+def naming(file: Path, name: str) -> Iterator[None]:
+    """Name the model of a suite in errors of the block."""
+    try:
+        yield
+    except SystemExit:  # after its message
+        print(printable(f"needle suite: {file}: model {name}"), file=sys.stderr)
+        raise
+    except (ValueError, OSError, RuntimeError) as error:
+        raise RuntimeError(f"{file}: model {name}: {described(error)}") from error
 
 
 # ---- what is written ---------------------------------------------------------------------------
@@ -104,8 +132,8 @@ step can be computed again, and every bit compared: the README.md of the suite s
 
 PAGE = """# {title}
 
-| model | parameters | SHA-256 of `manifest.json` | weights of the last step |
-|---|---|---|---|
+| model | parameters | needle | data | SHA-256 of `manifest.json` | weights of the last step |
+|---|---|---|---|---|---|
 {rows}
 
 `models/` holds the last models, as transformers opens them. `runs/` holds each training:
@@ -114,16 +142,26 @@ chain of proofs), and whole checkpoints, from which it can go on.
 
 ## Check any interval
 
-Install the needle that the model's card names, at its commit, and have the data there, whose
-fingerprint the card has. Choose a step A, 0 or one with a whole checkpoint, and a later proven
-step B:
+Install the needle of the table, at its commit (a + behind it: with changes that no commit has):
 
+    git clone {origin} needle && git -C needle checkout COMMIT && pip install ./needle
+
+Have the data there, DATA below, and choose a step A, 0 or one with a whole checkpoint, and a later
+proven step B. `needle verify RUN --steps A:B --data DATA` trains the steps after A up to B again
+and compares every bit with the run's; with A = 0, or `--full`, nothing is taken from a checkpoint.
+Exit code 0: all is equal. 3: something differs; the first step, tensor and number are named. 4: it
+cannot be decided here, for a reason that is named, such as another kind of GPU. The other commands
+print the fingerprint of the data and the digest of the last weights, as the table has them.
 {commands}
+"""
 
-This trains the steps after A up to B again and compares every bit with the run's. `--data PATH`
-says where the data lie; with A = 0, or `--full`, nothing is taken from a checkpoint. Exit code 0:
-all is equal. 3: something differs; the first step, tensor and number are named. 4: it cannot be
-decided here, for a reason that is named, such as another kind of GPU.
+IMPORTS = "from needle import open_run; from needle.training.replay.proofs import digests_of"
+COMMANDS = """
+{name}:
+
+    needle verify runs/{name} --steps {first}:{last} --data DATA
+    python -c "import needle; print(needle.data.open_data('DATA'{tokenizer}).fingerprint)"
+    python -c "{imports}; print(digests_of(open_run('runs/{name}').checkpoint())['weights'])"
 """
 
 
@@ -136,14 +174,33 @@ def card(name: str, run: SavedRun) -> str:
 
 def page(title: str, runs: dict[str, SavedRun]) -> str:
     """Return the page of a suite."""
-    keys = "parameters", "SHA-256 of `manifest.json`", "weights of the last step"
+    keys = "parameters", "needle", "data", "SHA-256 of `manifest.json`", "weights of the last step"
     rows, commands = [], []
     for name, run in runs.items():
         facts, steps = facts_of(run), whole_steps(run.folder)
         cells = [f"[{name}](models/{name})", *(facts[key] for key in keys)]
         rows.append(f"| {' | '.join(cells)} |")
-        commands.append(f"    needle verify runs/{name} --steps {steps[-2]}:{steps[-1]}")
-    return PAGE.format(title=title, rows="\n".join(rows), commands="\n".join(commands))
+        tokenizer = f", 'runs/{name}/tokenizer.json'" * (run.tokenizer is not None)
+        places = {"first": steps[-2], "last": steps[-1], "tokenizer": tokenizer}
+        commands.append(COMMANDS.format(name=name, imports=IMPORTS, **places))
+    origin = git("remote", "get-url", "origin")
+    origin = origin if ":" in origin else "REPOSITORY"  # no path of this machine
+    texts = {"rows": "\n".join(rows), "commands": "".join(commands)}
+    return PAGE.format(title=title, origin=origin, **texts)
+
+
+def made(name: str, flags: list[str], out: Path) -> SavedRun:
+    """Train a model of a suite, or go on with it, and write its last weights and its card."""
+    code = train(out / "runs" / name, "", flags)
+    if code:
+        raise RuntimeError(f"its training stopped, with exit code {code}")
+    run = open_run(out / "runs" / name)
+    if run.settings["steps"] not in run.steps:
+        raise RuntimeError("its training was stopped")
+    hf.save(run.model(run.settings["steps"], cpu()), out / "models" / name)
+    with replacing(out / "models" / name / "README.md") as file:
+        file.write(card(name, run).encode())
+    return run
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -162,15 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     out = (args.out or args.file.with_suffix("")).resolve()
     runs: dict[str, SavedRun] = {}
-    for name, flags in read_suite(args.file).items():
-        code = train(out / "runs" / name, "", flags)
-        run = open_run(out / "runs" / name)
-        if code or run.settings["steps"] not in run.steps:
-            raise RuntimeError(f"{run.folder}: its training stopped, with exit code {code}")
-        hf.save(run.model(run.settings["steps"], cpu()), out / "models" / name)
-        with replacing(out / "models" / name / "README.md") as file:
-            file.write(card(name, run).encode())
-        runs[name] = run
+    models = read_suite(args.file)
+    for name, flags in models.items():
+        with naming(args.file, name):
+            check(name, flags, out)
+    for name, flags in models.items():
+        with naming(args.file, name):
+            runs[name] = made(name, flags, out)
     with replacing(out / "README.md") as file:
         file.write(page(out.name, runs).encode())
     print(printable(str(out / "README.md")))

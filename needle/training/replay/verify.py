@@ -394,14 +394,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = text.format(len(intervals), clock(plan["seconds"]), **plan)
     text += "" if plan["seed"] is None else f"; drawn by --seed {args.seed}"
     print(wrapped("\n".join([text, *map(_steps, intervals)])), flush=True)
-    if args.dry_run:
-        return 0
     verdicts = []
-    for verdict in verified(claims, intervals, args.launch, flags):
+    for verdict in verified(claims, intervals, args.launch, flags) if not args.dry_run else ():
         verdicts.append(verdict)
         print(wrapped(str(verdict)), flush=True)
     if args.json is not None:
         told = {"plan": plan, "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts]}
         with replacing(args.json) as file:
             file.write(f"{proofs.to_text(told)}\n".encode())
-    return next(code for result, code in CODES.items() if any(v.result == result for v in verdicts))
+    results = {EQUAL, *(verdict.result for verdict in verdicts)}
+    return next(code for result, code in CODES.items() if result in results)
