@@ -1,9 +1,7 @@
 """Lines of proof and manifest.json, by hashlib and NumPy from what the run has left."""
 
-import errno
 import hashlib
 import json
-import os
 import shlex
 import sys
 
@@ -29,7 +27,6 @@ from struck_runs import ENVIRON, Runs, missing, mpirun, write_tokens
 
 from needle import _C
 from needle.optim import Cosine
-from needle.training import log as logs
 from needle.training.replay import proofs
 
 EVERY = "--keep 0,1,2,... --keep-optimizer --grad-accum 2"
@@ -149,25 +146,6 @@ def test_chain_finds_a_line_that_was_changed_cut_or_put_in(tmp_path, tokens):
     log.write_text("".join(lines))
     chain(log.parent)
     assert log.read_text() == "".join(lines)
-
-
-def test_disk_that_is_full_costs_no_proof(tmp_path, tokens, monkeypatch):
-    assert train_pythia.main(flags(tmp_path, tokens, "whole", "--prove 1")) == 0
-    flush, left = logs.RunLog._flush, [5]
-
-    def full(self):
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        flush(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(logs.RunLog, "_flush", full)
-        assert train_pythia.main(flags(tmp_path, tokens, "a", "--prove 1")) == 1
-    assert train_pythia.main(["--resume", str(tmp_path / "runs" / "a")]) == 0
-    assert_same_run(tmp_path, "a", "whole")
-    assert proofs_of(tmp_path, "a") == proofs_of(tmp_path, "whole") != {}
-    assert proofs.broken_links(tmp_path / "runs" / "a" / "metrics.jsonl") == []
 
 
 def test_run_of_an_older_needle_is_proven_from_its_resume_on(tmp_path, tokens, run, monkeypatch):

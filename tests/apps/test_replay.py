@@ -1,11 +1,9 @@
 """needle replay: the null edit, edits and their effects, errors by name."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +14,6 @@ import pytest
 import train_pythia
 from harness import ROOT, naming, wait_for
 from small_runs import (
-    TOKENS,
     assert_same_run,
     chain,
     checkpoint_of,
@@ -113,27 +110,6 @@ def test_edit_changes_each_digest_from_its_step_on_and_none_before(
     assert_same_run(tmp_path, "two", "one")
 
 
-def sequence(step, row):
-    """The ids of a sequence, by the order of the data."""
-    order = np.random.Generator(np.random.PCG64([1234, 0])).permutation(25)
-    start = order[2 * (step - 1) + row] * 16
-    return TOKENS[start : start + 17].tolist()
-
-
-def test_sequence_that_is_dropped_and_put_back_gives_the_parent(tmp_path, parent):
-    back = {"do": "replace", "where": ROW, "with_ids": sequence(4, 1)}
-    for number, edits in enumerate((
-        [{"do": "drop", "where": ROW}, back],
-        [{"do": "drop", "where": ROW, "fill": "reserve", "seed": 7}, back],
-        [EDITS["swap"][0]] * 2,
-        [EDITS["order"][0], {"do": "rate", "steps": [3, 6], "factor": 1.0}][1:],
-    )):  # fmt: skip
-        with naming(edits):
-            parent.replay(2, edits, name=f"r{number}", flags=CPU)
-            assert_same_run(tmp_path, f"r{number}", "a")
-            assert proofs_of(tmp_path, f"r{number}") == proofs_of(tmp_path, "a")
-
-
 def test_rate_follows_the_edit(tmp_path, parent):
     rates = [line["lr"] for line in numbers_of(tmp_path, "a")]
     down = 0.25 * rates[2] - rates[2]
@@ -215,34 +191,15 @@ def test_control_finds_a_parent_that_does_not_repeat(tmp_path, parent):
     assert [line["lr"] for line in numbers_of(tmp_path, "b")][2:] == [0.0]
 
 
-def test_folder_that_was_not_made_whole_is_no_replay(tmp_path, tokens, parent, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
-
-    before = {path: path.read_bytes() for path in parent.folder.rglob("*.*")}
-    for name, start, broken, says in (
-        ("no_checkpoint", 3, [(os, "link"), (replays.shutil, "copyfile")], "no checkpoint is left"),
-        ("begun", 0, [(replays, "lines_until")], None),  # it begins again by its config.json
-        ("another", 0, [(replays, "read_description")], None),  # the name is another run's now
-    ):
-        folder = tmp_path / "runs" / name
-        with naming(name):
-            with monkeypatch.context() as patch:
-                for module, function in broken:
-                    patch.setattr(module, function, full)
-                words = [str(parent.folder), "--from", str(start), "--name", name, *CPU]
-                assert command(*words) == 1
-            assert "needle replay: x: No space left on device" in capsys.readouterr().err
-            assert (folder / "replay.json").exists()
-            argv = flags(tmp_path, tokens, name, EVERY, "--resume auto")
-            assert train_pythia.main(argv) == (1 if says else 0)
-            assert (says or "") in capsys.readouterr().err
-            if says is None:
-                assert_same_run(tmp_path, name, "a")
-            assert (folder / "replay.json").exists() == (name != "another")
+def test_replay_without_its_first_checkpoint_does_not_begin_anew(tmp_path, tokens, parent, capsys):
+    begun = replays.planned(parent.folder, 3, None, [EDITS["a rate"][0]])
+    folder = replays.make_folder(begun, tmp_path / "runs", "b")
+    checkpoint_of(tmp_path, "b", 2).unlink()
+    argv = flags(tmp_path, tokens, "b", EVERY, "--resume auto")
+    assert train_pythia.main(argv) == 1
+    assert "no checkpoint is left" in capsys.readouterr().err
     with pytest.raises(DataError, match="lacks its first checkpoint: remove it, begin again"):
-        replays.read_replay(tmp_path / "runs" / "no_checkpoint", 0)
-    assert before == {path: path.read_bytes() for path in before}
+        replays.read_replay(folder, 0)
 
 
 def test_command_prints_its_plan_and_a_dry_run_trains_nothing(
@@ -322,17 +279,3 @@ def test_folders_that_killed_processes_left_are_removed(tmp_path):
     with replays.beside(tmp_path / "a") as one, replays.beside(tmp_path / "a") as other:
         assert {*tmp_path.iterdir()} == {one, other}
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.slow
-def test_replay_without_room_for_a_checkpoint_ends_and_goes_on_later(tmp_path, tokens):
-    env, runs = trained(tmp_path, tokens, EVERY), tmp_path / "runs"
-    before = {path: path.read_bytes() for path in (runs / "a").rglob("*.*")}
-    words = [*NEEDLE, "replay", str(runs / "a"), "--from", "2", "--name", "b", *CPU]
-    size = (runs / "a" / "checkpoints" / "step_2.safetensors").stat().st_size
-    limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-    done = subprocess.run(words, env=env, preexec_fn=limited, timeout=60, capture_output=True)
-    assert done.returncode == 1 and b"step_4.safetensors: cannot be written" in done.stderr
-    assert {path: path.read_bytes() for path in (runs / "a").rglob("*.*")} == before
-    assert subprocess.run(words, env=env, stdout=subprocess.DEVNULL).returncode == 0
-    assert_same_run(tmp_path, "b", "a")
