@@ -129,10 +129,9 @@ class Edits:
     def borders(self) -> np.ndarray:
         """int64 (N + 1,): document i is the ids [borders[i], borders[i + 1]) of the data."""
         tokens = self.batches.tokens
-        if isinstance(tokens, Documents):
-            return np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
-        found = borders_of(tokens, self._end_of_text)
-        if len(found) == 2:
+        is_flat = not isinstance(tokens, Documents)
+        found = borders_of(tokens, self._end_of_text if is_flat else None)
+        if is_flat and len(found) == 2:
             raise DataError(
                 f"{self.data.source}: no end of text within, hence no documents: name a step"
             )
@@ -228,7 +227,7 @@ class Edits:
         tokens, end = self.data.held_out, getattr(self.data.tokenizer, "eos_token_id", None)
         if len(tokens) == 0:
             raise DataError(f"{self.data.source}: no token is held out: reserve has no text")
-        starts = [0] if end is None else borders_of(tokens, end)[:-1]
+        starts = borders_of(tokens, end)[:-1]
         return starts if len(starts) > 1 else range(len(tokens))
 
     # ---- edits -------------------------------------------------------------------------------
@@ -398,27 +397,29 @@ class Edits:
 
     def describe(self) -> list[str]:
         """Return the plan as lines for a terminal."""
-        plan = self.plan()
+        plan, of_data = self.plan(), sum(edit["do"] not in TRAINING for edit in self.checked)
         if plan["first"] is None:
             return ["no edit: every batch is byte-equal"]
-        equal = "every other sequence is byte-equal, before, between and after"
-        moved = "a shift moves the tokens behind it: later sequences are others"
-        of_data = sum(edit["do"] not in TRAINING for edit in self.checked)
-        reached = (
+        lines = [
             f"{of_data} edit(s) reach {plan['rows']:,} sequences, {plan['tokens']:,} tokens, in "
-            f"{plan['steps']:,} of the steps {self.first} to {self.last}"
-        )
-        return [
-            *([reached] if of_data else []),
+            f"{plan['steps']:,} of the steps {self.first} to {self.last}",
             f"edits act on steps {plan['first']} to {plan['last']}; weights can differ from there",
-            (equal if plan["later_equal"] else moved) if of_data else "every batch is byte-equal",
+            "every other sequence is byte-equal, before, between and after",
         ]
+        if not of_data:
+            lines = [lines[1], "every batch is byte-equal"]
+        elif not plan["later_equal"]:
+            lines[2] = "a shift moves the tokens behind it: later sequences are others"
+        return lines
 
 
-def borders_of(tokens: FlatTokens, end: int) -> np.ndarray:
-    """Return the borders of documents, int64: 0, the place behind each id `end`, and the end."""
-    found = [np.zeros(1, np.int64)]
-    for start in range(0, len(tokens), BLOCK):
+def borders_of(tokens: FlatTokens, end: int | None) -> np.ndarray:
+    """Return the borders of documents, int64: 0, the end of each document, or of flat tokens the
+    place behind each id `end`, and the end of all."""
+    if isinstance(tokens, Documents):
+        return np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
+    found = [np.array([0, len(tokens)])]
+    for start in range(0, len(tokens) if end is not None else 0, BLOCK):
         ids = tokens.read((start, min(start + BLOCK, len(tokens))))
         found.append(np.flatnonzero(ids == end) + start + 1)
-    return np.unique(np.append(np.concatenate(found), len(tokens)))
+    return np.unique(np.concatenate(found))

@@ -22,13 +22,9 @@ def read_probe(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list
     if found is None:
         return _read_text(path, tokenizer)
     prefix = megatron.prefix_of(next(path.glob("*.idx"), path))
-    tokens = FlatTokens(found.train.parts + found.held_out.parts)
-    end = getattr(tokenizer, "eos_token_id", None)
-    if prefix is not None:
-        tokens = megatron.open_documents(prefix)
-        borders = np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
-    else:
-        borders = np.array([0, len(tokens)]) if end is None else borders_of(tokens, end)
+    flat = FlatTokens(found.train.parts + found.held_out.parts)
+    tokens = flat if prefix is None else megatron.open_documents(prefix)
+    borders = borders_of(tokens, getattr(tokenizer, "eos_token_id", None))
     texts = []
     for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist()):
         texts.append(to_ids(tokens.read((start, stop), vocab_size=vocab_size)))

@@ -1,17 +1,13 @@
 """needle verify: whole runs, and each kind of fault by its name."""
 
-import errno
 import json
-import os
 import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT, naming
-from harness import run as run_program
+from harness import naming
 from small_runs import TOKENS, chain, checkpoint_of, flags, read_tensors, rewrite, run_until
 
 from needle.training import open_run
@@ -262,9 +258,6 @@ def test_products_that_were_others_and_gave_equal_bits_are_equal(folder, verdict
         rewrite(file, {"products": HOST})
     code, wrong, told = verdicts(folder)
     assert (code, wrong) == (0, {}) and f"the run multiplied by {HOST}, this" in told[FIVE]["text"]
-    edit_json(folder / "manifest.json", products="another")
-    code, wrong, told = verdicts(folder)
-    assert (code, wrong) == (0, {}) and "multiplied by another, this" in told["settings"]["text"]
 
 
 def test_run_without_manifest_is_verified_by_its_checkpoints(folder, verdicts):
@@ -330,46 +323,8 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
     (folder / "manifest.json").write_text("{")
     assert "manifest.json: no JSON" in verdicts(folder)[1]
     (folder / "manifest.json").unlink()
-    for result, code, says in (
-        (
-            lambda *_, **__: 75,
-            1,
-            "steps 1 to 2 were trained again, and ended before with exit code 75",
-        ),
-        (lambda *_, **__: 0, 1, "ended before with exit code 0"),  # a signal stopped it
-        (raising(KeyboardInterrupt()), 130, "interrupted"),
-        (raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), 1, "x: No space left"),
-    ):
-        monkeypatch.setattr(replays, "train", result)
-        with naming(says):
-            found, err, _ = verdicts(folder)  # which asks for what is left
-            assert found == code and says in err
-
-
-def raising(error):
-    def train(*_, **__):
-        raise error
-
-    return train
-
-
-@pytest.mark.slow
-def test_command_and_its_children(tmp_path, tokens):
-    """Processes of their own, which know no preset of the tests."""
-    shape = ["--layers", "1", "--hidden", "16", "--heads", "1", "--vocab-size", "64"]
-    env = {"PYTHONPATH": ROOT, "NEEDLE_CACHE": tmp_path / "cache"}
-    words = flags(tmp_path, tokens, "a", KEEP, *shape)
-    assert run_program(sys.executable, "-m", "needle", "train", *words, **env).returncode == 0
-    folder = tmp_path / "runs" / "a"
-    for code in 0, 3:
-        words = [folder, "--device", "cpu", "--sample", "1", "--seed", "3"]
-        done = run_program(sys.executable, "-m", "needle", "verify", *words, **env)
-        assert done.returncode == code, done.stdout + done.stderr
-        assert "recomputed here from the initial state" in " ".join(done.stdout.split())
-        chain(
-            folder,
-            lambda lines: [
-                {**x, "loss": x["loss"] + 1} if x["step"] == 2 and "loss" in x else x for x in lines
-            ],
-        )
-    assert [path.name for path in folder.parent.iterdir()] == ["a"]
+    for code in 75, 0:  # 0: a signal stopped it
+        monkeypatch.setattr(replays, "train", lambda *_, code=code, **__: code)
+        found, err, _ = verdicts(folder)  # which asks for what is left
+        says = f"steps 1 to 2 were trained again, and ended before with exit code {code}"
+        assert found == 1 and says in err

@@ -121,34 +121,27 @@ def of_settings(claims: Claims) -> Verdict:
     """
     free = {word(name) for name in FREE}
     free |= {"steps", "samples"} if claims.settings.get("schedule") == "constant" else set()
-    files = {"config.json": claims.description, "manifest.json": claims.manifest}
-    names = {step: claims.files[step].name for step in claims.states}
+
+    def said(facts: dict[str, Any]) -> dict[str, Any]:
+        parts = [(part, facts.get(part)) for part in ("settings", "model", "optimizer", "data")]
+        pairs = [(part, name) for part, x in parts if isinstance(x, dict) for name in x]
+        return {f"{a}.{b}": proofs.canonical(facts[a][b]) for a, b in pairs if b not in free}
+
+    files = {"manifest.json": claims.manifest} if claims.manifest else {}
     for step, state in claims.states.items():
         optimizer = {name: x for name, x in state["optimizer"].items() if name != "lr"}
         facts = {"settings": state["settings"], "model": state["config"], "optimizer": optimizer}
-        files[names[step]] = {**facts, "data": {"fingerprint": state["fingerprint"]}}
-    said: dict[str, dict[str, Any]] = {}  # by name of a setting and file
+        files[claims.files[step].name] = {**facts, "data": {"fingerprint": state["fingerprint"]}}
+    own, what, text = said(claims.description), "data", []
     for file, facts in files.items():
-        for part in ("settings", "model", "optimizer", "data"):
-            values = proofs.canonical(facts).get(part)
-            for name in values.keys() - free if isinstance(values, dict) else ():
-                said.setdefault(f"{part}.{name}", {})[file] = values[name]
-    text, what, others = [], "data", set()
-    for name, values in sorted(said.items()):
-        own = values.get("config.json")
-        wrong = {file: x for file, x in values.items() if "config.json" in values and x != own}
-        if wrong:
-            listed = "; ".join(f"{x} in {file}" for file, x in wrong.items())
-            text.append(f"{name} is {own} in config.json; {listed}")
-            what, others = what if name.startswith("data.") else "settings", others | {*wrong}
-    claims.good -= {step for step, file in names.items() if file in others}
+        wrong = {name: x for name, x in said(facts).items() if own.get(name, x) != x}
+        text += [f"{k} is {own[k]} in config.json, {x} in {file}" for k, x in wrong.items()]
+        what = what if all(name.startswith("data.") for name in wrong) else "settings"
+        claims.good -= {step for step in claims.states if wrong and claims.files[step].name == file}
     if text:
-        return Verdict("settings", DIFFERS, ". ".join(text), what)
+        return Verdict("settings", DIFFERS, "; ".join(text), what)
     more = "" if claims.manifest else "; there is no manifest.json"
-    if claims.manifest.get("products", claims.products) != claims.products:
-        more = f"; the run multiplied by {claims.manifest['products']}, this machine by "
-        more += claims.products
-    return Verdict("settings", EQUAL, f"the same in {', '.join(files)}{more}")
+    return Verdict("settings", EQUAL, f"the same in {', '.join(['config.json', *files])}{more}")
 
 
 def of_data(claims: Claims) -> Verdict:
@@ -248,10 +241,6 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
     verdict.what = _what(wrong, tensors, None if last in files else wrong.get(last))
     if verdict.what == "order" and SAMPLED in claims.data["fingerprint"]:
         verdict.what = "data"
-    if verdict.what == "weights" and verdict.step not in claims.proofs:
-        verdict.text += (
-            f"; no line of proof has the batch of step {verdict.step}: it may be the order"
-        )
     if verdict.what != "line" and (foreign := claims.foreign(last)):
         verdict.result, verdict.what = UNDECIDED, foreign[0]
         verdict.text += f"; {foreign[1]}, and one as the run's decides"
