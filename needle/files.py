@@ -155,6 +155,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             work.unlink(missing_ok=True)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of text whole or not at all, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 LEFTOVER = re.compile(r"\..+\.tmp", re.DOTALL)
 
 

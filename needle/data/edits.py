@@ -1,12 +1,7 @@
-"""The file of edits of a training: TOML, read, checked and returned as JSON values.
+"""The file of edits of a training (docs/replay.md): read, checked and returned as JSON values.
 
-    [[edit]]                                one edit after the other; an empty file changes nothing
-    do = "drop"
-    where = { document = [17, "20:29"] }    or text, ids; or a step and its rows
-    fill = "mask"                           or blank, reserve (with a seed), shift
-
-docs/replay.md describes the keys. The form alone is checked here: needle/data/edited.py finds the
-places in the data, and the trainer does the edits of TRAINING.
+The form alone is checked here: needle/data/edited.py finds the places in the data, and the trainer
+does the edits of TRAINING.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from needle import _C
 from needle._C import Device, NDArray
 from needle.command import COLUMNS
-from needle.files import Lock, naming, printable, replacing
+from needle.files import Lock, naming, printable, replace_text
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
 from needle.training.replay.proofs import Chain, is_proof, parsed
@@ -74,8 +74,7 @@ def drop_lines_after(path: Path, step: int) -> tuple[float, float, Chain]:
 
     Return the first loss (nan if there is none), the seconds trained, and the chain of proofs."""
     kept = lines_until(path, step)
-    with replacing(path) as file:
-        file.write("".join(f"{line}\n" for line in kept).encode())
+    replace_text(path, "".join(f"{line}\n" for line in kept))
     steps = [line for line in map(json.loads, kept) if _is_whole(line)]
     if not steps:
         return math.nan, 0.0, Chain(kept)

@@ -27,7 +27,7 @@ from needle.data.readers import open_tokens
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Ranks
 from needle.distributed.tree import own_micro_batches
-from needle.files import Lock, described, printable, replacing
+from needle.files import Lock, described, printable, replace_text
 from needle.models import Config
 from needle.ops import ring_chunks
 from needle.processes import command_line, silence
@@ -257,8 +257,7 @@ def write_description(run: Run) -> None:
         more = {} if run.replay is None else {"replay": dataclasses.asdict(run.replay)}
         files["manifest.json"] = manifest(description | more, products, tokenizer, weights)
     for name, text in files.items():
-        with replacing(run.folder / name) as file:
-            file.write(text.encode())
+        replace_text(run.folder / name, text)
 
 
 # ---- going on ----------------------------------------------------------------------------------
@@ -335,8 +334,7 @@ def finish(run: Run) -> None:
     report(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     try:
         text = sample_text(run)
-        with replacing(run.folder / "sample.txt") as file:
-            file.write(text.encode())
+        replace_text(run.folder / "sample.txt", text)
         report(f"sample ({run.folder / 'sample.txt'}):\n{text}")
     except Exception as error:  # all steps are saved
         report(f"no sample.txt: {described(error)}")

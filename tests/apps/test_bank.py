@@ -139,7 +139,7 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
     change = lambda x: {**x, "loss": 9.0} if x["step"] == 5 and "loss" in x else x
     chain(parent.folder, lambda lines: [*map(change, lines)])
     assert made(parent, edits, "new") == 1 and made(parent, edits, "new", "--no-control") == 0
-    assert "without edits it differs from" in capsys.readouterr().err
+    assert "without edits, a replay differs from" in capsys.readouterr().err
     lock = ndl.files.Lock(tmp_path / "runs" / "bank" / "runs" / ".part-1-of-1")
     assert made(parent, edits, "bank") == 1
     assert "is working in this folder" in capsys.readouterr().err

@@ -180,7 +180,7 @@ def test_errors_are_named_and_leave_nothing(tmp_path, parent):
 def test_control_finds_a_parent_that_does_not_repeat(tmp_path, parent):
     change = lambda x: {**x, "loss": x["loss"] + 1} if x["step"] == 3 and "loss" in x else x
     chain(parent.folder, lambda lines: [*map(change, lines)])
-    with pytest.raises(DataError, match="the control differs from .*: step 3: loss is"):
+    with pytest.raises(DataError, match="a replay differs from .*: step 3: loss is"):
         parent.replay(2, [EDITS["a rate"][0]], name="b", flags=CPU)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
     words = ["--from", "2", "--steps", "1", "--name", "b", *CPU]

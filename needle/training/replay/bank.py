@@ -1,12 +1,5 @@
-"""needle replay RUN --from STEP --edits FOLDER --name NEW: a bank of replays from one step.
+"""needle replay RUN --edits FOLDER: a bank of replays from one step (docs/replay.md).
 
-    bank.json        run, first and last step, the files of edits with their SHA-256, the edits
-    runs/base        the replay without edits, with the checkpoint of the first step
-    runs/subset_I    that of file I of *.toml, sorted; its checkpoints go when its model is written
-    retrained/...    their last models, as folders that transformers opens
-    subsets.json     a list: entry I has the numbers of the documents that edits I drop or replace
-
-`retrained` and `subsets.json` lie as the banks of retrained models of EleutherAI's bergson do.
 Nothing in them depends on time, place or the number of jobs. A folder appears under its name when
 it is whole, so that a bank that was killed goes on where it was.
 """
@@ -33,10 +26,9 @@ from needle.command import path, reporting, told, whole
 from needle.data import DataError
 from needle.data.edits import read_edits
 from needle.distributed.group import visible_gpus
-from needle.files import Lock, printable, read_json, replacing
+from needle.files import Lock, printable, read_json, replace_text
 from needle.training.replay import replays
-from needle.training.replay.proofs import differences
-from needle.training.replay.replays import Replay, check, make_folder, planned, train
+from needle.training.replay.replays import Replay, check, make_folder, planned, same, train
 from needle.training.saved_run import open_run
 
 # ---- the list of edits -------------------------------------------------------------------------
@@ -90,9 +82,8 @@ def run(bank: Path, facts: dict, args: argparse.Namespace, flags: Sequence[str])
     _train(bank, "base", base, [*flags, *keep])
     own = bank / "runs" / "base"
     steps = range(base.base + 1, until + 1)
-    wrong = differences(parent / "metrics.jsonl", own / "metrics.jsonl", steps)
-    if wrong and not args.no_control:
-        raise DataError(f"{own}: without edits it differs from {parent}: {'; '.join(wrong)}")
+    if not args.no_control:
+        same(parent, own, steps)
     fork = planned(own if start else parent, start, until - start, [])
     slots: queue.Queue[list[str]] = queue.Queue()
     gpus = 0 if any(word.startswith("--device") for word in flags) else visible_gpus()
@@ -179,8 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         left = [left_out(edits) for edits in facts["edits"]]
         for name, value in (("subsets.json", left), ("bank.json", facts)):
-            with replacing(bank / name) as file:
-                file.write(f"{json.dumps(value, indent=1)}\n".encode())
+            replace_text(bank / name, f"{json.dumps(value, indent=1)}\n")
         run(bank, facts, args, flags)
     finally:
         lock.release()

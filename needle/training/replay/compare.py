@@ -1,14 +1,4 @@
-"""needle compare RUN RUN... --probe FILE [--every N]: what differs between runs.
-
-Each line is a JSON object, in this order, where `run` is a folder and the first RUN the reference:
-
-    floor       the largest difference of the loss when steps of the reference are trained again;
-                0 means equal bits, and then any difference between runs is one of their settings
-    fork        the first step that two files metrics.jsonl tell differently, and what of it
-    loss        of a document of the probe, or of all, at a step: nats a token; its difference to
-                the reference; `kl`, KL(reference || run) of the next token, the mean over tokens
-    weights     of a layer: the L2 norm of the difference, and that over the reference's norm
-"""
+"""needle compare RUN RUN...: print what differs between runs, as JSON (docs/replay.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +16,7 @@ from needle.backend_ndarray import Device, choose_device
 from needle.command import Parser, path, reporting, whole
 from needle.data import DataError
 from needle.data.probe import read_probe
-from needle.files import replacing
+from needle.files import replace_text
 from needle.processes import program
 from needle.training.plot import draw_differences, draw_effects, figure
 from needle.training.replay.effects import effects
@@ -102,8 +92,7 @@ def write_csv(rows: list[Row], file: Path) -> None:
     table = csv.DictWriter(text, names, lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    with replacing(file) as target:
-        target.write(text.getvalue().encode())
+    replace_text(file, text.getvalue())
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,9 +1,4 @@
-"""needle compare --edits BANK --probe FILE: the effects of the edits of a bank on a probe.
-
-Each line is a JSON object. `effect`: of a file of edits on a document of the probe, or on all of
-them: the difference of the loss to the base's, beside the one that gradients predict (`predicted`).
-`correlation`: Spearman's rank correlation of both over the files of edits, by document.
-"""
+"""needle compare --edits BANK: the effects of edits on a probe, measured and predicted."""
 
 from __future__ import annotations
 
@@ -48,14 +43,8 @@ def effects(bank: Path, probe: Path, device: Device) -> Iterator[Row]:
 def predicted(
     facts: dict, base: SavedRun, texts: list[np.ndarray], device: Device
 ) -> Iterator[np.ndarray]:
-    """Yield the predicted differences (documents + 1,) of each list of edits; the last one is of
-    all. To first order in the rates, for SGD, with all gradients at the fork's checkpoint:
-
-        difference = sum over steps t of rate(t) <gradient of the loss of step t as it was
-                     minus that of the edited step, gradient of the document's loss>
-
-    For a document that is masked the first factor is the gradient of its tokens' loss, over the
-    tokens of a step. Edits of the rate, moments and weights count as none."""
+    """Yield the predicted differences (documents + 1,) of each list of edits, as docs/replay.md has
+    them; the last one is of all. Edits of the rate, moments and weights count as none."""
     checkpoint = base.checkpoint(facts["start"])
     model = checkpoint.restore_model(device)
     flat = nn.flatten_parameters(model)

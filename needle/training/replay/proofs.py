@@ -1,15 +1,4 @@
-"""Proofs of a run: what anybody needs to repeat its steps and to compare.
-
-manifest.json describes the beginning, once. In metrics.jsonl a line of proof follows the line of
-each step that is proven: at each checkpoint and every --prove steps.
-
-    step, position  after so many steps the run reads the data on from there
-    batch           SHA-256 of the step's ids, int32, little-endian: of each micro-batch the inputs,
-                    then the targets
-    lr, scale       learning rate, and the factor of the gradient by clipping, as float.hex
-    digest          of the weights and of each array of the optimizer
-    previous        SHA-256 of the file from the line of proof before, or from its beginning, up to
-                    this line
+"""Proofs of a run: manifest.json, and the lines of proof of metrics.jsonl (docs/replay.md).
 
 A digest is the BLAKE2s-256 of a tree. The leaves of a flat buffer, 1,024 bytes each, are hashed on
 the device where they lie, by the rank that owns them; so are the leaves of these hashes, until 64
@@ -207,12 +196,6 @@ def differing(one: Path, other: Path, steps: range) -> dict[int, dict[str, tuple
         wrong = {key: (a[key], b[key]) for key in a if key in b and a[key] != b[key]}
         found |= {step: wrong} if wrong else {}
     return found
-
-
-def differences(one: Path, other: Path, steps: range) -> list[str]:
-    """Return how the first step differs that two files metrics.jsonl tell differently."""
-    first = next(iter(differing(one, other, steps).items()), (0, {}))
-    return [f"step {first[0]}: {key} is {a}, not {b}" for key, (a, b) in first[1].items()]
 
 
 # ---- the manifest ------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from needle.data.edits import TRAINING, read_edits
 from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
-from needle.files import FileError, Lock, MissingFileError, printable, read_json, replacing
+from needle.files import FileError, Lock, MissingFileError, printable, read_json, replace_text
 from needle.optim import Linear
 from needle.processes import die_with, unwound_by_sigterm
 from needle.training.folder import (
@@ -63,7 +63,7 @@ from needle.training.folder import (
     read_settings,
 )
 from needle.training.log import lines_until
-from needle.training.replay.proofs import differences, to_text
+from needle.training.replay.proofs import differing, to_text
 from needle.training.settings import run_name
 
 CONTROL = 20  # steps that are repeated without edits before a replay
@@ -228,18 +228,19 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
     parent = Path(replay.parent)
     folder, lock = begin(out, name, f"{parent.name}-replay")
     try:
-        _write_text(folder / "replay.json", json.dumps(dataclasses.asdict(replay), indent=2) + "\n")
         description = read_description(parent) | {"saved": replay.base > 0}
-        _write_text(folder / "config.json", json.dumps(description, indent=2) + "\n")
+        told = {"replay.json": dataclasses.asdict(replay), "config.json": description}
+        for file, value in told.items():
+            replace_text(folder / file, json.dumps(value, indent=2) + "\n")
         for file in {*TEXT_FILES} - {"config.json"}:
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(parent / file, folder / file)
         lines = lines_until(parent / "metrics.jsonl", replay.base)
-        _write_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
+        replace_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
         if replay.base:
             facts = json.loads((parent / "manifest.json").read_text()) if replay.manifest else {}
             text = to_text({**facts, "replay": dataclasses.asdict(replay)})
-            _write_text(folder / "manifest.json", f"{text}\n")
+            replace_text(folder / "manifest.json", f"{text}\n")
             theirs, own = (
                 checkpoint_path(f / "checkpoints", replay.base) for f in (parent, folder)
             )
@@ -250,11 +251,6 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
     finally:
         lock.release()
     return folder
-
-
-def _write_text(file: Path, text: str) -> None:
-    with replacing(file) as target:
-        target.write(text.encode())
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -315,15 +311,20 @@ def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]
         yield folder
 
 
+def same(parent: Path, folder: Path, steps: range) -> None:
+    """Raise DataError where a replay without edits has told other numbers than its parent."""
+    found = differing(parent / "metrics.jsonl", folder / "metrics.jsonl", steps)
+    for step, facts in found.items():
+        text = "; ".join(f"step {step}: {key} is {a}, not {b}" for key, (a, b) in facts.items())
+        raise DataError(f"without edits, a replay differs from {parent}: {text}")
+
+
 def control(replay: Replay, launch: str, flags: Sequence[str]) -> int:
     """Repeat the first steps without edits; return how many. DataError where they differ from the
     parent's."""
     until = min(replay.start + CONTROL, replay.until)
     with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as folder:
-        steps, parent = range(replay.base + 1, until + 1), Path(replay.parent)
-        wrong = differences(parent / "metrics.jsonl", folder / "metrics.jsonl", steps)
-    if wrong:
-        raise DataError(f"the control differs from {parent}: {'; '.join(wrong)}")
+        same(Path(replay.parent), folder, range(replay.base + 1, until + 1))
     return until - replay.start
 
 

@@ -1,19 +1,4 @@
-"""needle suite FILE: train a list of models, with all that strangers need to use and check them.
-
-    [flags]                 of needle train, for all models (`seq_len` is --seq-len)
-    data = "texts.jsonl"
-    steps = 1000
-
-    [[model]]               a model; other flags of its own come before those of all
-    name = "small"
-    model = "pythia-14m"
-
-    OUT/runs/NAME/          the run, with whole checkpoints of step 0 and of the powers of two
-    OUT/models/NAME/        its last model as transformers opens it, and README.md, its card
-    OUT/README.md           the models, and how to check any interval of their training
-
-The same command goes on with a suite that was stopped.
-"""
+"""needle suite FILE: train a list of models; write their cards, and how to check their training."""
 
 from __future__ import annotations
 
@@ -29,7 +14,7 @@ from needle.backend_ndarray import choose_device, cpu
 from needle.command import Parser, flag_words, path, reporting
 from needle.data import DataError
 from needle.data.readers import matching
-from needle.files import described, printable, read_toml, replacing
+from needle.files import described, printable, read_toml, replace_text
 from needle.processes import program
 from needle.training.folder import Begun, read_description
 from needle.training.replay.proofs import git, is_proof, parsed, read_manifest
@@ -198,8 +183,7 @@ def made(name: str, flags: list[str], out: Path) -> SavedRun:
     if run.settings["steps"] not in run.steps:
         raise RuntimeError("its training was stopped")
     hf.save(run.model(run.settings["steps"], cpu()), out / "models" / name)
-    with replacing(out / "models" / name / "README.md") as file:
-        file.write(card(name, run).encode())
+    replace_text(out / "models" / name / "README.md", card(name, run))
     return run
 
 
@@ -226,8 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, flags in models.items():
         with naming(args.file, name):
             runs[name] = made(name, flags, out)
-    with replacing(out / "README.md") as file:
-        file.write(page(out.name, runs).encode())
+    replace_text(out / "README.md", page(out.name, runs))
     print(printable(str(out / "README.md")))
     return 0
 

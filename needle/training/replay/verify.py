@@ -1,18 +1,5 @@
-"""needle verify RUN [--steps A:B | --sample K --seed S | --full]
-
-The files of a run are compared with each other. Then steps are trained again, and lines, proofs and
-checkpoints are compared with those of the run. A verdict is one of
-
-    equal       all that was compared has equal bits
-    differs     the first step that differs, and what of it: data, order (the batch, though the
-                tokens are equal), learning rate, settings, weights, moments, line (of
-                metrics.jsonl, while weights and moments are equal), file (a checkpoint that is
-                damaged, or of another step)
-    undecided   it was not computed, or differs where this machine has another library or table,
-                another kind of GPU or another commit than the run; the reason is named
-
-with its scope: what was recomputed here and from where, or that it was taken from the files.
-"""
+"""needle verify RUN: compare the files of a run with each other, then train steps again and compare
+lines, proofs and checkpoints. docs/replay.md has what a verdict says."""
 
 from __future__ import annotations
 
@@ -31,7 +18,7 @@ from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.command import Parser, path, reporting, told, whole, wrapped
 from needle.data import run_batches, run_data
 from needle.data.identity import SAMPLED
-from needle.files import FileError, MissingFileError, replacing
+from needle.files import FileError, MissingFileError, replace_text
 from needle.processes import unwound_by_sigterm
 from needle.training.folder import check_state, described_config, read_description, read_settings
 from needle.training.log import clock, read_lines
@@ -389,7 +376,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(wrapped(str(verdict)), flush=True)
     if args.json is not None:
         told = {"plan": plan, "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts]}
-        with replacing(args.json) as file:
-            file.write(f"{proofs.to_text(told)}\n".encode())
+        replace_text(args.json, f"{proofs.to_text(told)}\n")
     results = {EQUAL, *(verdict.result for verdict in verdicts)}
     return next(code for result, code in CODES.items() if result in results)
