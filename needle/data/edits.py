@@ -151,14 +151,11 @@ def _value(do: str, key: str, value: Any, folder: Path) -> Any:
     is_good, words = VALUES.get(f"{do}.{key}") or VALUES[key]
     if not is_good(value):
         raise ValueError(f"{key}: must be {words}, but is {value!r:.60}")
-    return str(_existing(key, value, folder)) if key == "from" else value
-
-
-def _existing(key: str, value: Any, folder: Path) -> Path:
-    path = (folder / str(value)).resolve()
-    if not path.exists():
-        raise ValueError(f"{key}: {path}: no such file or folder")
-    return path
+    if key == "from":
+        value = str((folder / value).resolve())
+        if not os.path.exists(value):
+            raise ValueError(f"{key}: {value}: no such file or folder")
+    return value
 
 
 def _place(key: str, value: Any, folder: Path) -> dict[str, Any]:
@@ -176,7 +173,7 @@ def _place(key: str, value: Any, folder: Path) -> dict[str, Any]:
             except (re.error, TypeError) as error:
                 raise ValueError(f"{where}: no regular expression: {error}") from error
         elif name == "ids":
-            path = _existing(where, one, folder)
+            path = folder / str(one)
             where = f"{where}: {path}"
             with reading(path) as file:
                 one = [int(n) if n.isdigit() else n.decode("latin1") for n in file.read().split()]
