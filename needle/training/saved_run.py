@@ -26,7 +26,7 @@ from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import described_config, read_settings
 from needle.training.log import read_lines
-from needle.training.replay.replays import check, control, goes_on, make_folder, planned, train
+from needle.training.replay.replays import check, control, finish, goes_on, make_folder, planned
 
 
 class SavedRun:
@@ -133,8 +133,7 @@ class SavedRun:
             if replay.edits:
                 control(replay, "", flags)
             folder = make_folder(replay, out, name)
-        if code := train(folder, "", flags, quiet=True):
-            raise RuntimeError(f"{folder}: its training ended with exit code {code}")
+        finish(folder, replay.until, flags=flags)
         return SavedRun(folder)
 
 

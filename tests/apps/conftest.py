@@ -8,10 +8,9 @@ from small_runs import SMALL, TOKENS, flags
 from needle.data import megatron
 from needle.models import pythia
 from needle.training import run as run_parts
-from needle.training import saved_run
 from needle.training.folder import again
 from needle.training.plot import plot
-from needle.training.replay import bank, replays, suite
+from needle.training.replay import replays
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +38,13 @@ def tokens(tmp_path):
 def here(monkeypatch):
     """Replays train in this process."""
 
-    def train(folder, launch="", flags=(), quiet=False):
+    def train(folder, launch, flags, quiet=True):
         return train_pythia.main([*again(folder), *flags])
 
-    def become_training(folder, launch="", flags=()):
+    def become_training(folder, launch, flags):
         raise SystemExit(train(folder, launch, flags))
 
-    for module in bank, replays, saved_run, suite:
-        monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(replays, "train", train)
     monkeypatch.setattr(replays, "become_training", become_training)
 
 

@@ -13,7 +13,7 @@ from small_runs import chain, flags, run_until
 import needle as ndl
 from needle.data import open_run_data
 from needle.training.folder import again
-from needle.training.replay import bank, compare
+from needle.training.replay import bank, compare, replays
 from needle.training.replay.effects import spearman
 from needle.training.replay.measures import losses
 from needle.training.replay.replays import Replay
@@ -92,16 +92,16 @@ def test_bank_has_the_models_of_single_replays(tmp_path, parent, edits):
 def test_bank_that_was_killed_goes_on(tmp_path, parent, edits, monkeypatch):
     assert made(parent, edits, "whole", start=0) == 0
     folder, trained = tmp_path / "runs" / "killed", []
-    train = bank.train
+    train = replays.train
 
-    def killed(place, *rest, **options):
+    def killed(place, *rest):
         trained.append(place.name)
         if len(trained) == 3:
             run_until(monkeypatch, 5, [*again(place), *CPU])
             raise KeyboardInterrupt
-        return train(place, *rest, **options)
+        return train(place, *rest)
 
-    monkeypatch.setattr(bank, "train", killed)
+    monkeypatch.setattr(replays, "train", killed)
     assert made(parent, edits, "killed", start=0) == 130
     assert trained == ["base", "subset_0", "subset_1"]
     shutil.copytree(folder / "runs" / "subset_0", folder / "runs" / ".subset_2")  # not whole yet

@@ -173,7 +173,7 @@ def test_errors_are_named_and_leave_nothing(tmp_path, parent):
     with pytest.raises(DataError, match="edited: a replay with edits: replay .*/a, with all edits"):
         edited.replay(4)
     assert {path.name for path in (tmp_path / "runs").iterdir()} - {"edited"} == there
-    with pytest.raises(RuntimeError, match="b: its training ended with exit code 1"):
+    with pytest.raises(RuntimeError, match="b: ended before step 6, with exit code 1"):
         parent.replay(2, [], name="b", flags=[*CPU, "--lr", "1"])
 
 

@@ -10,7 +10,7 @@ from small_runs import Killed, arguments, run_until
 
 import needle as ndl
 from needle.training.folder import again
-from needle.training.replay import suite, verify
+from needle.training.replay import replays, suite, verify
 
 SUITE = """
 [flags]
@@ -85,17 +85,17 @@ def test_page_of_a_suite_is_followed_by_a_stranger(tmp_path, tokens, listed, mon
 
 def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch, capsys):
     assert suite.main([str(listed)]) == 0
-    train, whole = suite.train, files_of(tmp_path / "pair" / "models")
+    train, whole = replays.train, files_of(tmp_path / "pair" / "models")
 
-    def killed(place, launch, flags):
+    def killed(place, launch, flags, quiet):
         if place.name == "long":
             run_until(monkeypatch, 6, [*again(place), *flags])
             raise Killed
-        return train(place, launch, flags)
+        return train(place, launch, flags, quiet)
 
     words = [str(listed), "--out", str(tmp_path / "other")]
     with monkeypatch.context() as patch:
-        patch.setattr(suite, "train", killed)
+        patch.setattr(replays, "train", killed)
         with pytest.raises(Killed):
             suite.main(words)
     assert not (tmp_path / "other" / "README.md").exists()

@@ -326,5 +326,5 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
     for code in 75, 0:  # 0: a signal stopped it
         monkeypatch.setattr(replays, "train", lambda *_, code=code, **__: code)
         found, err, _ = verdicts(folder)  # which asks for what is left
-        says = f"steps 1 to 2 were trained again, and ended before with exit code {code}"
+        says = f"again: ended before step 2, with exit code {code}"
         assert found == 1 and says in err

@@ -21,14 +21,13 @@ from typing import Any
 
 from needle import hf
 from needle.backend_ndarray import cpu
-from needle.checkpoint import checkpoint_path
 from needle.command import path, reporting, told, whole
 from needle.data import DataError
 from needle.data.edits import read_edits
 from needle.distributed.group import visible_gpus
 from needle.files import Lock, printable, read_json, replace_text
 from needle.training.replay import replays
-from needle.training.replay.replays import Replay, check, make_folder, planned, same, train
+from needle.training.replay.replays import Replay, check, finish, make_folder, planned, same
 from needle.training.saved_run import open_run
 
 # ---- the list of edits -------------------------------------------------------------------------
@@ -115,10 +114,7 @@ def _train(bank: Path, name: str, replay: Replay, flags: Sequence[str]) -> None:
             making = runs / f".{name}"
             shutil.rmtree(making, ignore_errors=True)
             os.rename(make_folder(replay, runs, making.name), runs / name)
-        code = train(runs / name, "", flags, quiet=True)
-        last = checkpoint_path(runs / name / "checkpoints", replay.until)
-        if code or not last.exists():
-            raise RuntimeError(f"{runs / name}: its training stopped, with exit code {code}")
+        finish(runs / name, replay.until, flags=flags)
         hf.save(open_run(runs / name).model(replay.until, cpu()), out)
         print(f"{name}: steps {replay.start + 1} to {replay.until}", flush=True)
     if name != "base":

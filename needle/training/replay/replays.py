@@ -263,12 +263,21 @@ def training(folder: Path, launch: str, flags: Sequence[str]) -> list[str]:
     return [*program, *again(folder), *flags]
 
 
-def train(folder: Path, launch: str = "", flags: Sequence[str] = (), quiet: bool = False) -> int:
-    """Train the run in a folder to its end, in a child that dies with this process; return the exit
-    code."""
+def train(folder: Path, launch: str, flags: Sequence[str], quiet: bool) -> int:
+    """Train the run in a folder in a child that dies with this process; return the exit code."""
     parent, output = os.getpid(), subprocess.DEVNULL if quiet else None
     command = training(folder, launch, flags)
     return subprocess.run(command, stdout=output, preexec_fn=lambda: die_with(parent)).returncode
+
+
+def finish(
+    folder: Path, last: int, launch: str = "", flags: Sequence[str] = (), quiet: bool = True
+) -> None:
+    """Train the run in a folder to its last step. RuntimeError where it ends before, as after a
+    signal or an error, whose message is on standard error."""
+    code = train(folder, launch, flags, quiet)
+    if code or not checkpoint_path(folder / "checkpoints", last).exists():
+        raise RuntimeError(f"{folder}: ended before step {last}, with exit code {code}")
 
 
 def become_training(folder: Path, launch: str, flags: Sequence[str]) -> NoReturn:
@@ -297,17 +306,10 @@ def beside(run: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]:
     """Train a replay in a folder beside its parent's, which the block reads. RuntimeError where the
-    training ends before its last step, as after a signal or an error, whose message is on standard
-    error."""
-    parent, last = Path(replay.parent), replay.stop or replay.until
-    with beside(parent) as made:
+    training ends before its last step."""
+    with beside(Path(replay.parent)) as made:
         folder = make_folder(replay, made, "again")
-        code = train(folder, launch, flags, quiet=True)
-        if code or not checkpoint_path(folder / "checkpoints", last).exists():
-            raise RuntimeError(
-                f"{parent}: steps {replay.base + 1} to {last} were trained again, and ended before "
-                f"with exit code {code}"
-            )
+        finish(folder, replay.stop or replay.until, launch, flags)
         yield folder
 
 

@@ -18,7 +18,7 @@ from needle.files import described, printable, read_toml, replace_text
 from needle.processes import program
 from needle.training.folder import Begun, read_description
 from needle.training.replay.proofs import git, is_proof, parsed, read_manifest
-from needle.training.replay.replays import train, whole_steps
+from needle.training.replay.replays import finish, whole_steps
 from needle.training.run import is_text, known_ids, model_config
 from needle.training.saved_run import SavedRun, open_run
 from needle.training.settings import check_new, complete, located, option, parse, resumed
@@ -44,9 +44,9 @@ def read_suite(file: Path) -> dict[str, list[str]]:
     return found
 
 
-def check(name: str, flags: list[str], out: Path) -> None:
-    """Raise ValueError or SystemExit for flags that the trainer would refuse, for a new run or one
-    that was begun, as far as it is known before text is tokenised."""
+def check(name: str, flags: list[str], out: Path) -> int:
+    """Return the steps of a run, new or begun. Raise ValueError or SystemExit for flags that the
+    trainer would refuse, as far as it is known before text is tokenised."""
     given, folder = located(parse([*flags, *flag_words("--name", name)])), out / "runs" / name
     check_new(given)
     settings = complete(given, not choose_device(given.device).is_host, given.gpus or 1)
@@ -56,7 +56,8 @@ def check(name: str, flags: list[str], out: Path) -> None:
     if given.data is not None and is_text(given.data):
         matching(Path(given.data))
     if (folder / "config.json").exists():
-        resumed(given, Begun(folder), folder)
+        settings = resumed(given, Begun(folder), folder)
+    return settings.steps
 
 
 @contextlib.contextmanager
@@ -174,19 +175,6 @@ def page(title: str, runs: dict[str, SavedRun]) -> str:
     return PAGE.format(title=title, origin=origin, **texts)
 
 
-def made(name: str, flags: list[str], out: Path) -> SavedRun:
-    """Train a model of a suite, or go on with it, and write its last weights and its card."""
-    code = train(out / "runs" / name, "", flags)
-    if code:
-        raise RuntimeError(f"its training stopped, with exit code {code}")
-    run = open_run(out / "runs" / name)
-    if run.settings["steps"] not in run.steps:
-        raise RuntimeError("its training was stopped")
-    hf.save(run.model(run.settings["steps"], cpu()), out / "models" / name)
-    replace_text(out / "models" / name / "README.md", card(name, run))
-    return run
-
-
 # ---- the command -------------------------------------------------------------------------------
 
 
@@ -202,14 +190,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     out = (args.out or args.file.with_suffix("")).resolve()
-    runs: dict[str, SavedRun] = {}
-    models = read_suite(args.file)
+    models, steps, runs = read_suite(args.file), {}, {}
     for name, flags in models.items():
         with naming(args.file, name):
-            check(name, flags, out)
+            steps[name] = check(name, flags, out)
     for name, flags in models.items():
         with naming(args.file, name):
-            runs[name] = made(name, flags, out)
+            finish(out / "runs" / name, steps[name], "", flags, quiet=False)
+            runs[name] = run = open_run(out / "runs" / name)
+            hf.save(run.model(steps[name], cpu()), out / "models" / name)
+            replace_text(out / "models" / name / "README.md", card(name, run))
     replace_text(out / "README.md", page(out.name, runs))
     print(printable(str(out / "README.md")))
     return 0
