@@ -3,12 +3,85 @@ of all other families use them to bring a gradient back to the shape and dtype o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from needle._C import Device, NDArray
-from needle.autograd.tensor import FLOATS, Tensor
-from needle.backend_ndarray import Axes
-from needle.ops.common import LinearMap, View, fixed_axes, kept_shape, normal_axes
+from needle.autograd.tensor import FLOATS, Tensor, TensorOp, Value
+from needle.backend_ndarray import Axes, zeros
+from needle.ops.common import axes_of, const, kept_shape
+
+Rule = Callable[..., Any] | None  # None: the gradient is 0
+
+
+class Ruled(TensorOp):
+    """A function of arrays and settings, and for each operand the rule of its gradient."""
+
+    function: Callable[..., NDArray]
+    names: tuple[str, ...]  # of the settings
+    rules: tuple[Rule, ...]
+    reads: tuple[tuple[str, ...], ...]  # the parameters of each rule
+    settings: tuple[Any, ...] = ()
+
+    def __init__(self, *settings: Any) -> None:
+        self.settings = settings
+
+    @classmethod
+    def made(
+        cls, name: str, function: Callable[..., NDArray], rules: tuple[Rule, ...], **parts: Any
+    ) -> type[Any]:
+        """Return the class of an op, called `name`."""
+        reads = tuple(tuple(inspect.signature(rule).parameters) if rule else () for rule in rules)
+        read = {name for names in reads for name in names}
+        own = {"function": staticmethod(function), "rules": rules, "reads": reads}
+        own |= {"reads_inputs": not read.isdisjoint("xy"), "reads_result": "out" in read}
+        return type(name, (cls,), own | parts)
+
+    def operands(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return the operands of the function, of which `tensors` are those in the graph."""
+        return tensors
+
+    def reads_input(self, i: int, node: Any) -> bool:
+        named = zip("xy", self.reads, self.operands(node.inputs))
+        found = [(name, read, x) for name, read, x in named if isinstance(x, Value)]
+        return any(found[i][0] in read for _, read, x in found if x.requires_grad)
+
+    def compute(self, *arrays: Any) -> NDArray:
+        return self.function(*self.operands(arrays), *self.settings)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        operands = self.operands(node.inputs)
+        given = {**dict(zip(self.names, self.settings)), **dict(zip("xy", operands))}
+        given |= {"g": out_grad, "out": node}
+        parts = zip(self.rules, self.reads, operands)
+        return tuple(_part(*part, given) for part in parts if isinstance(part[2], Value))
+
+
+def _part(rule: Rule, names: Sequence[str], x: Value, given: dict[str, Any]) -> Any:
+    if not x.requires_grad:
+        return None
+    if rule is None:
+        return const(zeros(x.shape, x.dtype, x.device))
+    part = rule(*[x if name == "like" else given[name] for name in names])
+    return reduced_to(part, x) if isinstance(x, Tensor) else part
+
+
+def differentiable(
+    name: str, function: Callable[..., Any], *rules: Rule, view: bool = False
+) -> Callable[..., Tensor]:
+    """Make the function of Tensors and settings of a function of arrays and settings.
+
+    rules: the gradient of each operand. Their parameters say what they read: g, the gradient of the
+    result; x and y, the operands; out, the result; like, the operand whose gradient it is, of which
+    they read shape, dtype and device alone; and settings by their names in `function`. They are
+    made of ops, so that they can be differentiated again. Gradients are summed back to the
+    operand's shape and dtype. view: the result may lie in the memory of the operand.
+    """
+    count = len(rules)
+    names = tuple(inspect.signature(function).parameters)[count:]
+    kind = Ruled.made(name, function, rules, names=names, is_view=view)
+    return lambda *given: kind(*given[count:])(*given[:count])
 
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
@@ -43,15 +116,9 @@ def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
     return broadcast_to(a, shape) if kept != tuple(shape) else a
 
 
-class Reshape(View):
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.reshape(self.shape)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reshape(out_grad, node.inputs[0].shape)
+_reshape = differentiable(
+    "Reshape", lambda a, shape: a.reshape(shape), lambda g, like: reshape(g, like.shape), view=True
+)
 
 
 def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
@@ -60,18 +127,12 @@ def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
     >>> ndl.reshape(ndl.ones(4, 3), (2, -1)).shape
     (2, 6)
     """
-    return Reshape((shape,) if isinstance(shape, int) else shape)(a)
+    return _reshape(a, (shape,) if isinstance(shape, int) else tuple(shape))
 
 
-class BroadcastTo(View):
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.broadcast_to(self.shape)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(out_grad, node.inputs[0])
+_broadcast_to = differentiable(
+    "BroadcastTo", lambda a, shape: a.broadcast_to(shape), lambda g: g, view=True
+)
 
 
 def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
@@ -83,21 +144,14 @@ def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
     [[3.]
      [3.]]
     """
-    return BroadcastTo(shape)(a)
+    return _broadcast_to(a, tuple(shape))
 
 
-class Summation(LinearMap):
-    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
-        self.axes = fixed_axes(axes)
-        self.keepdims = keepdims
-
-    def compute(self, a: NDArray) -> NDArray:
-        axes = normal_axes("summation", self.axes, a.ndim)
-        return a.sum(axis=axes, keepdims=self.keepdims)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        return spread(out_grad, a.shape, normal_axes("summation", self.axes, len(a.shape)))
+_summation = differentiable(
+    "Summation",
+    lambda a, axes, keepdims: a.sum(axis=axes, keepdims=keepdims),
+    lambda g, like, axes: spread(g, like.shape, axes),
+)
 
 
 def summation(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
@@ -106,18 +160,10 @@ def summation(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     >>> print(ndl.summation(ndl.Tensor([[1, 2], [3, 4]]), axes=1))
     [3. 7.]
     """
-    return Summation(axes, keepdims)(a)
+    return _summation(a, axes_of("summation", a, axes), keepdims)
 
 
-class AsType(LinearMap):
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.astype(self.dtype)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(out_grad, node.inputs[0])
+_astype = differentiable("AsType", lambda a, dtype: a.astype(dtype), lambda g: g)
 
 
 def astype(a: Tensor, dtype: str) -> Tensor:
@@ -126,33 +172,22 @@ def astype(a: Tensor, dtype: str) -> Tensor:
     >>> ndl.ops.astype(ndl.Tensor([1.5]), "bfloat16").dtype
     'bfloat16'
     """
-    return AsType(dtype)(a)
+    return _astype(a, dtype)
 
 
-class ToDevice(LinearMap):
-    def __init__(self, device: Device) -> None:
-        self.device = device
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.to(self.device)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return to_device(out_grad, node.inputs[0].device)
+_to_device = differentiable(
+    "ToDevice", lambda a, device: a.to(device), lambda g, like: to_device(g, like.device)
+)
 
 
 def to_device(a: Tensor, device: Device) -> Tensor:
     """a on another device; the gradient comes back to this one."""
-    return ToDevice(device)(a)
+    return _to_device(a, device)
 
 
-class Contiguous(LinearMap):
-    def compute(self, a: NDArray) -> NDArray:
-        return a.compact()
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return out_grad
+_contiguous = differentiable("Contiguous", lambda a: a.compact(), lambda g: g)
 
 
 def contiguous(a: Tensor) -> Tensor:
     """a with its elements one after the other in memory: copied, where they are not."""
-    return Contiguous()(a)
+    return _contiguous(a)

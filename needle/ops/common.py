@@ -10,22 +10,16 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd.tensor import Op, Tensor, TensorOp, not_a_tensor
+from needle.autograd.tensor import Op, Tensor, not_a_tensor
 from needle.backend_ndarray import Axes
 
 LARGEST = 3.4028234663852886e38  # of float32
 
 
-class LinearMap(TensorOp):
-    """An op whose gradient reads neither operands nor result: it moves or adds up elements."""
-
-    reads_inputs = reads_result = False
-
-
-class View(LinearMap):
-    """A linear map whose result may lie in the memory of its operand."""
-
-    is_view = True
+def axes_of(op: str, a: Any, axes: Axes) -> tuple[int, ...]:
+    """Return `axes` of a Tensor as normal_axes does. TypeError where `a` is no Tensor."""
+    check_tensors(op, a=a)
+    return normal_axes(op, axes, a.ndim)
 
 
 def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
@@ -61,11 +55,6 @@ def axes_or_dim(op: str, axes: Any, dim: Any) -> Any:
     if axes is not None and dim is not None:
         raise TypeError(f"{op}: axes and dim are the same: give one of them")
     return axes if dim is None else dim
-
-
-def fixed_axes(axes: Axes) -> Axes:
-    """Return `axes` in an immutable form, for an op to keep."""
-    return axes if axes is None or isinstance(axes, (int, np.integer)) else tuple(axes)
 
 
 def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ broadcast like NumPy, and gradients are summed back to each operand's shape and 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -20,13 +19,11 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd.tensor import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, Accumulators, FusedOp, Tensor
 from needle.backend_ndarray import full, zeros
-from needle.ops.broadcast import reduced_to
-from needle.ops.common import LinearMap, const
+from needle.ops.broadcast import Rule, Ruled, differentiable
+from needle.ops.common import const
 from needle.ops.indexing import nonzero_places
-
-Rule = Callable[..., Tensor] | None  # None: the gradient is 0
 
 # The classes that the course has by other names.
 NAMES = {"add": "EWiseAdd", "subtract": "EWiseSub", "multiply": "EWiseMul", "divide": "EWiseDiv"}
@@ -35,13 +32,10 @@ NUMBER = (Number, np.bool_)
 ROWS: dict[str, Callable[..., Tensor]] = {}  # the functions, which are methods of Tensor too
 
 
-class _Elementwise(TensorOp):
+class _Elementwise(Ruled):
     """A row with its operands: numbers, and None in the place of each Tensor."""
 
-    kernel: str
-    rules: tuple[Rule, ...]
-    reads: tuple[tuple[str, ...], ...]  # names, by each rule
-    read_by: dict[tuple[bool, ...], tuple[bool, bool]]
+    read_by: dict[tuple[bool, ...], tuple[bool, bool]]  # reads_inputs, reads_result
 
     def __init__(self, *numbers: Any) -> None:
         self.numbers = numbers
@@ -52,46 +46,19 @@ class _Elementwise(TensorOp):
     @classmethod
     def of_row(cls, kernel: str, doc: str, rules: tuple[Rule, ...]) -> type[_Elementwise]:
         """Make the class of a row."""
-        reads = tuple(tuple(inspect.signature(rule).parameters) if rule else () for rule in rules)
-        read_by = {}  # (operands, result), by which operands are Tensors
-        for which in itertools.product((True, False), repeat=len(rules)):
-            read = {name for names in itertools.compress(reads, which) for name in names}
-            read_by[which] = not read.isdisjoint(itertools.compress("xy", which)), "out" in read
-        parts = {"kernel": kernel, "rules": rules, "reads": reads, "read_by": read_by}
+        read_by = {}  # by which operands are Tensors
         name = NAMES.get(kernel, kernel.capitalize())
-        return type(name, (cls,), {**parts, "__doc__": doc})
+        kind = cls.made(name, getattr(_C, kernel), rules, names=(), read_by=read_by, __doc__=doc)
+        for which in itertools.product((True, False), repeat=len(rules)):
+            read = {name for names in itertools.compress(kind.reads, which) for name in names}
+            read_by[which] = not read.isdisjoint(itertools.compress("xy", which)), "out" in read
+        return kind
 
-    def reads_input(self, i: int, node: Any) -> bool:
-        tensors = [x is None for x in self.numbers]
-        name = list(itertools.compress("xy", tensors))[i]
-        rules = itertools.compress(self.reads, tensors)
-        return any(name in read for read, x in zip(rules, node.inputs) if x.requires_grad)
-
-    def _given(self, tensors: Any) -> Any:
+    def operands(self, tensors: Any) -> Any:
         if self.are_tensors:
             return tensors
         rest: Iterator[Any] = iter(tensors)
         return [next(rest) if x is None else x for x in self.numbers]
-
-    def compute(self, *arrays: NDArray) -> NDArray:
-        return getattr(_C, self.kernel)(*self._given(arrays))
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        operands = self._given(node.inputs)
-        values = {**dict(zip("xy", operands)), "g": out_grad, "out": node}
-        return tuple(
-            self._part(rule, [values[name] for name in names], x)
-            for rule, names, x in zip(self.rules, self.reads, operands)
-            if isinstance(x, Tensor)
-        )
-
-    @staticmethod
-    def _part(rule: Rule, values: list[Any], x: Tensor) -> Tensor | None:
-        if not x.requires_grad:
-            return None
-        if rule is None:
-            return const(zeros(x.shape, x.dtype, x.device))
-        return reduced_to(rule(*values), x)
 
 
 def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
@@ -276,43 +243,24 @@ def _natural_log(x: Tensor | float) -> Tensor | float:
     return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
-# The course's names of the same functions with a number.
+def _with_number(function: Callable[..., Tensor], first: bool = False) -> Callable[..., Tensor]:
+    """Return the function under the course's name, which calls a number `scalar`."""
+
+    def of_number(a: Tensor, scalar: float) -> Tensor:
+        return function(a, scalar)
+
+    def number_first(scalar: float, a: Tensor) -> Tensor:
+        return function(scalar, a)
+
+    named = number_first if first else of_number
+    named.__doc__ = function.__doc__
+    return named
 
 
-def add_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a + scalar."""
-    return add(a, scalar)
-
-
-def subtract_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a - scalar."""
-    return subtract(a, scalar)
-
-
-def multiply_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a * scalar."""
-    return multiply(a, scalar)
-
-
-def divide_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a / scalar."""
-    return divide(a, scalar)
-
-
-def scalar_divide(scalar: float, a: Tensor) -> Tensor:
-    """scalar / a."""
-    return divide(scalar, a)
-
-
-def power_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a ** scalar."""
-    return power(a, scalar)
-
-
-def scalar_power(scalar: float, a: Tensor) -> Tensor:
-    """scalar ** a."""
-    return power(scalar, a)
-
+add_scalar, subtract_scalar = _with_number(add), _with_number(subtract)
+multiply_scalar, divide_scalar = _with_number(multiply), _with_number(divide)
+power_scalar = _with_number(power)
+scalar_divide, scalar_power = _with_number(divide, True), _with_number(power, True)
 
 # ---- choices -------------------------------------------------------------------------------------
 
@@ -326,41 +274,30 @@ def _kept_bits(a: NDArray, condition: NDArray) -> NDArray:
 def _unless(condition: Tensor | bool, a: Tensor) -> Tensor:
     """Return a with 0 where the condition holds, also in the place of inf and NaN."""
     if isinstance(condition, Tensor):
-        return Keep(_C.equal(condition.cached_data, 0))(a)
+        return keep(a, _C.equal(condition.cached_data, 0))
     return const(zeros(a.shape, a.dtype, a.device)) if condition else a
 
 
-class Keep(LinearMap):
-    """a where the condition holds, else 0, also in the place of inf and NaN."""
-
-    def __init__(self, condition: NDArray) -> None:
-        self.condition = condition  # bool
-
-    def compute(self, a: NDArray) -> NDArray:
-        return _kept_bits(a, self.condition).view(a.dtype)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(Keep(self.condition)(out_grad), node.inputs[0])
+# a where the condition, an array of bool, holds, else 0, also in the place of inf and NaN.
+keep = differentiable(
+    "Keep",
+    lambda a, condition: _kept_bits(a, condition).view(a.dtype),
+    lambda g, condition: keep(g, condition),
+)
 
 
-class Where(Keep):
+def _chosen(a: NDArray, b: NDArray, condition: NDArray, inverse: NDArray) -> NDArray:
     """a where the condition holds, else b, without arithmetic: bits of one are added to zeros."""
+    dtype = _C.add(*(_C.empty((0,), x.dtype, x.device) for x in (a, b))).dtype
+    if a.dtype == b.dtype:
+        dtype = a.dtype
+    pairs = (a, condition), (b, inverse)
+    return _C.add(*(_kept_bits(x.astype(dtype), chosen) for x, chosen in pairs)).view(dtype)
 
-    def compute(self, a: NDArray, b: NDArray) -> NDArray:
-        dtype = _C.add(*(_C.empty((0,), x.dtype, x.device) for x in (a, b))).dtype
-        if a.dtype == b.dtype:
-            dtype = a.dtype
-        pairs = zip((a, b), self._conditions())
-        return _C.add(*(_kept_bits(x.astype(dtype), chosen) for x, chosen in pairs)).view(dtype)
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        return tuple(
-            reduced_to(Keep(chosen)(out_grad), x) if x.requires_grad else None
-            for x, chosen in zip(node.inputs, self._conditions())
-        )
-
-    def _conditions(self) -> tuple[NDArray, NDArray]:
-        return self.condition, _C.equal(self.condition, 0)
+_where = differentiable(
+    "Where", _chosen, lambda g, condition: keep(g, condition), lambda g, inverse: keep(g, inverse)
+)
 
 
 def beside(number: Any, x: Tensor) -> Tensor:
@@ -396,7 +333,9 @@ def where(condition: Any, a: Any = None, b: Any = None) -> Any:
         condition = condition.cached_data
     if not isinstance(condition, NDArray):
         condition = _C.array(condition, "bool", like.device)
-    return Where(condition if condition.dtype == "bool" else _C.not_equal(condition, 0))(a, b)
+    if condition.dtype != "bool":
+        condition = _C.not_equal(condition, 0)
+    return _where(a, b, condition, _C.equal(condition, 0))
 
 
 # ---- a kernel for the gradient -------------------------------------------------------------------

@@ -17,8 +17,8 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
-from needle.ops.broadcast import reshape
-from needle.ops.common import LinearMap, View, id_array, normal_axis
+from needle.ops.broadcast import differentiable, reshape
+from needle.ops.common import id_array, normal_axis
 
 ROWS = 2**31  # fewer than these can be told apart by the ids of a kernel
 INTEGERS = ("int32", "int64", "uint8", "uint16")
@@ -36,33 +36,19 @@ def view_at(a: NDArray, index: tuple) -> NDArray:
     return view.as_strided([view.shape[i] for i in kept], [view.strides[i] for i in kept])
 
 
-class GetItem(View):
-    """A view of a, and the inverse in gradient of PlaceItem."""
-
-    def __init__(self, index: tuple) -> None:
-        self.index = index
-
-    def compute(self, a: NDArray) -> NDArray:
-        return view_at(a, self.index)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return PlaceItem(self.index, node.inputs[0].shape)(out_grad)
+_view = differentiable(
+    "GetItem", view_at, lambda g, like, index: place_item(g, index, like.shape), view=True
+)
 
 
-class PlaceItem(LinearMap):
-    """Zeros of a shape with a at the index."""
+def _placed(a: NDArray, index: tuple, shape: tuple[int, ...]) -> NDArray:
+    out = zeros(shape, a.dtype, a.device)
+    _C.assign(view_at(out, index), a)
+    return out
 
-    def __init__(self, index: tuple, shape: tuple[int, ...]) -> None:
-        self.index = index
-        self.shape = shape
 
-    def compute(self, a: NDArray) -> NDArray:
-        out = zeros(self.shape, a.dtype, a.device)
-        _C.assign(view_at(out, self.index), a)
-        return out
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return GetItem(self.index)(out_grad)
+# Zeros of a shape with a at the index: the inverse in gradient of a view.
+place_item = differentiable("PlaceItem", _placed, lambda g, index: _view(g, index))
 
 
 # ---- arrays of integers --------------------------------------------------------------------------
@@ -111,73 +97,62 @@ def picked_axes_at(ndim: int, axes: tuple[int, ...], at: int) -> list[int]:
     return order
 
 
-class IndexSelect(LinearMap):
+def _selected(a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray) -> NDArray:
     """The elements of a at `ids`, which number the elements of `axes` in row-major order, along one
-    axis `at` in the place of those; linear in a, and the inverse in gradient of IndexAdd.
+    axis `at` in the place of those.
 
     ids: int64 on the device of a, with the axes of the result, each of its size or 1. On a GPU one
     outside of `axes` gives NaN, of integers -1.
     """
-
-    def __init__(self, axes: tuple[int, ...], at: int, ids: NDArray) -> None:
-        self.axes = axes
-        self.at = at
-        self.ids = ids
-
-    def compute(self, a: NDArray) -> NDArray:
-        at, end = self.at, self.at + len(self.axes)
-        x = a.permute(picked_axes_at(a.ndim, self.axes, at))
-        x = x.reshape((*x.shape[:at], math.prod(x.shape[at:end]), *x.shape[end:]))
-        shape = (*x.shape[:at], self.ids.shape[at], *x.shape[at + 1 :])
-        y = _C.take(five_axes(x, at), five_axes(self.ids.broadcast_to(shape), at))
-        return y.reshape(shape)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return IndexAdd(self.axes, self.at, self.ids, node.inputs[0].shape)(out_grad)
+    end = at + len(axes)
+    x = a.permute(picked_axes_at(a.ndim, axes, at))
+    x = x.reshape((*x.shape[:at], math.prod(x.shape[at:end]), *x.shape[end:]))
+    shape = (*x.shape[:at], ids.shape[at], *x.shape[at + 1 :])
+    y = _C.take(five_axes(x, at), five_axes(ids.broadcast_to(shape), at))
+    return y.reshape(shape)
 
 
-class IndexAdd(LinearMap):
+def _added_up(
+    a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray, shape: tuple[int, ...]
+) -> NDArray:
     """Zeros of a shape, to whose elements at `ids` those of a are added, in float32."""
+    n = math.prod(shape[i] for i in axes)
+    rest = [i for i in range(a.ndim) if i != at]
+    found, inside = from_beginning(ids, n)
+    columns = math.prod(a.shape[i] for i in rest)
+    order, count = [at, *rest], n
+    if ids.size != ids.shape[at]:  # an id an element instead of one a slice
+        rows = np.arange(0, columns * n, max(n, 1)).reshape([a.shape[i] for i in rest])
+        found = found + _C.array(np.expand_dims(rows, at), "int64", a.device)
+        order, count, columns = [*rest, at], columns * n, 1
+    if count >= ROWS:
+        raise ValueError(f"indices pick among fewer than 2^31 places, not among {count}")
+    found = ((found + 1) * inside - 1).permute(order)
+    found = found.reshape((found.size,))  # -1: nowhere
+    front = a.permute(order).reshape((found.size, columns))
+    if a.dtype in FLOATS:
+        out = zeros((count, columns), "float32", a.device)
+        _C.embedding_bwd(found.astype("int32"), front, out)
+        out = out.astype(a.dtype)
+    else:
+        sums = np.zeros((count, columns), "int64")
+        np.add.at(sums, found.numpy(), front.numpy())
+        out = _C.array(sums, a.dtype, a.device)
+    groups: list[Sequence[int]] = [(i,) for i in range(len(shape)) if i not in axes]
+    groups.insert(at, axes)
+    together = [axis for i in order for axis in groups[i]]
+    back = tuple(together.index(i) for i in range(len(together)))
+    return out.reshape([shape[i] for i in together]).permute(back)
 
-    def __init__(
-        self, axes: tuple[int, ...], at: int, ids: NDArray, shape: tuple[int, ...]
-    ) -> None:
-        self.axes = axes
-        self.at = at
-        self.ids = ids
-        self.shape = shape
 
-    def compute(self, a: NDArray) -> NDArray:
-        at, n = self.at, math.prod(self.shape[i] for i in self.axes)
-        rest = [i for i in range(a.ndim) if i != at]
-        ids, inside = from_beginning(self.ids, n)
-        columns = math.prod(a.shape[i] for i in rest)
-        order, count = [at, *rest], n
-        if self.ids.size != self.ids.shape[at]:  # an id an element instead of one a slice
-            rows = np.arange(0, columns * n, max(n, 1)).reshape([a.shape[i] for i in rest])
-            ids = ids + _C.array(np.expand_dims(rows, at), "int64", a.device)
-            order, count, columns = [*rest, at], columns * n, 1
-        if count >= ROWS:
-            raise ValueError(f"indices pick among fewer than 2^31 places, not among {count}")
-        ids = ((ids + 1) * inside - 1).permute(order)
-        ids = ids.reshape((ids.size,))  # -1: nowhere
-        front = a.permute(order).reshape((ids.size, columns))
-        if a.dtype in FLOATS:
-            out = zeros((count, columns), "float32", a.device)
-            _C.embedding_bwd(ids.astype("int32"), front, out)
-            out = out.astype(a.dtype)
-        else:
-            sums = np.zeros((count, columns), "int64")
-            np.add.at(sums, ids.numpy(), front.numpy())
-            out = _C.array(sums, a.dtype, a.device)
-        groups: list[Sequence[int]] = [(i,) for i in range(len(self.shape)) if i not in self.axes]
-        groups.insert(at, self.axes)
-        axes = [axis for i in order for axis in groups[i]]
-        back = tuple(axes.index(i) for i in range(len(axes)))
-        return out.reshape([self.shape[i] for i in axes]).permute(back)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return IndexSelect(self.axes, self.at, self.ids)(out_grad)
+select_places = differentiable(
+    "IndexSelect",
+    _selected,
+    lambda g, like, axes, at, ids: add_at_places(g, axes, at, ids, like.shape),
+)
+add_at_places = differentiable(
+    "IndexAdd", _added_up, lambda g, axes, at, ids: select_places(g, axes, at, ids)
+)
 
 
 def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
@@ -194,7 +169,7 @@ def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
     if ndim != 1:
         raise ValueError(f"index_select: indices must have one axis, not {ndim}")
     ids = id_array("index_select", indices, a.device, n, lowest=-n).astype("int64")
-    return IndexSelect((axis,), axis, along(ids, axis, a.ndim))(a)
+    return select_places(a, (axis,), axis, along(ids, axis, a.ndim))
 
 
 # ---- NumPy's rules -------------------------------------------------------------------------------
@@ -216,11 +191,11 @@ def get_item(a: Tensor, index: Any) -> Tensor:
     """
     items = index_items(index, a.shape)
     if not any(map(is_array, items)):
-        return GetItem(tuple(items))(a)
+        return _view(a, tuple(items))
     plain, axes, at, ids, shape = picks(items, a.shape, a.device)
     if plain != (slice(None),) * len(plain):
-        a = GetItem(plain)(a)
-    out = IndexSelect(axes, at, along(ids, at, a.ndim - len(axes) + 1))(a)
+        a = _view(a, plain)
+    out = select_places(a, axes, at, along(ids, at, a.ndim - len(axes) + 1))
     return out if len(shape) == 1 else reshape(out, out.shape[:at] + shape + out.shape[at + 1 :])
 
 

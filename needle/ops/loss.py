@@ -10,9 +10,9 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp, is_grad_enabled
+from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
 from needle.backend_ndarray import full
-from needle.ops.broadcast import as_floats, astype, reshape, summation
+from needle.ops.broadcast import as_floats, astype, differentiable, reshape, summation
 from needle.ops.common import check_tensors, id_array, rows_of
 from needle.ops.elementwise import add, exp, log, log1p, multiply, negate, softplus, subtract, where
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
@@ -53,28 +53,26 @@ def l1_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     return _reduced("l1_loss", abs(subtract(*_same("l1_loss", input, target))), reduction)
 
 
-class BinaryCrossEntropy(TensorOp):
-    """The loss of each element. Its gradient is (p - t) / (p (1 - p)), in which the divisor is at
-    least 1e-12, as in PyTorch."""
+def _bce(p: NDArray, t: NDArray) -> NDArray:
+    """The loss of each element."""
+    hit = _C.maximum(_C.log(p), -100.0)
+    miss = _C.maximum(_C.log1p(_C.negate(p)), -100.0)
+    return _C.subtract(_C.multiply(_C.subtract(t, 1.0), miss), _C.multiply(t, hit))
 
-    reads_result = False
 
-    def compute(self, p: NDArray, t: NDArray) -> NDArray:
-        hit = _C.maximum(_C.log(p), -100.0)
-        miss = _C.maximum(_C.log1p(_C.negate(p)), -100.0)
-        return _C.subtract(_C.multiply(_C.subtract(t, 1.0), miss), _C.multiply(t, hit))
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        p, t = node.inputs
-        odds = clip(log1p(-p), -100.0) - clip(log(p), -100.0)
-        return out_grad * (p - t) / clip(p * (1 - p), 1e-12), out_grad * odds
+_binary_cross_entropy = differentiable(
+    "BinaryCrossEntropy",
+    _bce,
+    lambda g, x, y: g * (x - y) / clip(x * (1 - x), 1e-12),  # the divisor as in PyTorch
+    lambda g, x: g * (clip(log1p(-x), -100.0) - clip(log(x), -100.0)),
+)
 
 
 def binary_cross_entropy(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """-(t log p + (1 - t) log(1 - p)) of probabilities p = `input` and t = `target` in [0, 1];
     logarithms are at least -100, as in PyTorch. reduction as in mse_loss."""
     p, t = _same("binary_cross_entropy", input, target)
-    loss = BinaryCrossEntropy()(astype(p, "float32"), astype(t, "float32"))
+    loss = _binary_cross_entropy(astype(p, "float32"), astype(t, "float32"))
     return astype(_reduced("binary_cross_entropy", loss, reduction), p.dtype)
 
 

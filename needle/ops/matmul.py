@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp
-from needle.ops.broadcast import reduced_to, reshape
+from needle.autograd import Accumulators, FusedOp, Tensor
+from needle.ops.broadcast import differentiable, reshape
 from needle.ops.common import rows_of, vector
 from needle.ops.shape import transpose
 
@@ -25,24 +25,14 @@ def _product(a: NDArray, b: NDArray) -> NDArray:
     return a @ b
 
 
-class MatMul(TensorOp):
-    reads_result = False
+def _right_slope(g: Tensor, x: Tensor, like: Tensor) -> Tensor:
+    if x.ndim > 2 and like.ndim == 2:
+        rows = reshape(x, (-1, x.shape[-1]))
+        return matmul(transpose(rows), reshape(g, (-1, g.shape[-1])))
+    return matmul(transpose(x), g)
 
-    def compute(self, a: NDArray, b: NDArray) -> NDArray:
-        return _product(a, b)
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        a, b = node.inputs
-        da = db = None
-        if a.requires_grad:
-            da = reduced_to(matmul(out_grad, transpose(b)), a)
-        if b.requires_grad:
-            if len(a.shape) > 2 and len(b.shape) == 2:
-                rows = reshape(a, (-1, a.shape[-1]))
-                db = matmul(transpose(rows), reshape(out_grad, (-1, out_grad.shape[-1])))
-            else:
-                db = reduced_to(matmul(transpose(a), out_grad), b)
-        return da, db
+_matmul = differentiable("MatMul", _product, lambda g, y: matmul(g, transpose(y)), _right_slope)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -60,7 +50,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         gone = {product.ndim - 2} if a.ndim == 1 else set()
         gone |= {product.ndim - 1} if b.ndim == 1 else set()
         return reshape(product, [n for i, n in enumerate(product.shape) if i not in gone])
-    return MatMul()(a, b)
+    return _matmul(a, b)
 
 
 def weight_grad(

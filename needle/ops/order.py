@@ -11,8 +11,8 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
-from needle.ops.broadcast import astype, reshape
-from needle.ops.common import LinearMap, const, normal_axis, rows_of
+from needle.ops.broadcast import astype, differentiable, reshape
+from needle.ops.common import const, normal_axis, rows_of
 from needle.ops.elementwise import multiply
 from needle.ops.indexing import five_axes
 from needle.ops.select import gather
@@ -27,53 +27,34 @@ def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, int]:
     return moveaxis(a, axis, -1), axis
 
 
-class Sort(LinearMap):
-    """The first `count` elements of the sorted last axis (None: all). `indices`, after the forward:
-    where on that axis they were."""
-
-    indices: NDArray
-
-    def __init__(self, count: int | None, descending: bool) -> None:
-        self.count, self.descending = count, descending
-
-    def compute(self, a: NDArray) -> NDArray:
-        count = a.shape[-1] if self.count is None else self.count
-        rows, shape = rows_of(a), (*a.shape[:-1], count)
-        values = _C.empty((rows.shape[0], count), a.dtype, a.device)
-        indices = _C.empty(values.shape, "int64", a.device)
-        _C.sort(rows, int(self.descending), values, indices)
-        self.indices = indices.reshape(shape)
-        return values.reshape(shape)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return Unsort(self.indices, node.inputs[0].shape[-1])(out_grad)
+def _in_order(a: NDArray, descending: bool, indices: NDArray) -> NDArray:
+    """The first elements of the sorted last axis; writes where on it they were to `indices`."""
+    values = _C.empty(indices.shape, a.dtype, a.device)
+    _C.sort(rows_of(a), int(descending), rows_of(values), rows_of(indices))
+    return values
 
 
-class Unsort(LinearMap):
-    """Zeros of `size` along the last axis, with the elements of `a` at `indices`: the gradient of
-    Sort."""
+def _unsorted(a: NDArray, indices: NDArray, size: int) -> NDArray:
+    """Zeros of `size` along the last axis, with the elements of `a` at `indices`."""
+    out = zeros((*a.shape[:-1], size), a.dtype, a.device)
+    _C.put(*(five_axes(x, x.ndim - 1) for x in (a, indices, out)))
+    return out
 
-    def __init__(self, indices: NDArray, size: int) -> None:
-        self.indices, self.size = indices, size
 
-    def compute(self, a: NDArray) -> NDArray:
-        out = zeros((*a.shape[:-1], self.size), a.dtype, a.device)
-        _C.put(*(five_axes(x, x.ndim - 1) for x in (a, self.indices, out)))
-        return out
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return gather(out_grad, -1, self.indices)
+_sort = differentiable(
+    "Sort", _in_order, lambda g, like, indices: _unsort(g, indices, like.shape[-1])
+)
+_unsort = differentiable("Unsort", _unsorted, lambda g, indices: gather(g, -1, indices))
 
 
 def _sorted(op: str, a: Tensor, axis: int | None, descending: bool, count: Any) -> tuple:
     rows, back = _axis_last(op, a, axis)
-    if count is not None:
-        count = operator.index(count)
-        if not 0 <= count <= rows.shape[-1]:
-            raise ValueError(f"{op}: k is {count}, but the axis has {rows.shape[-1]} elements")
-    sort = Sort(count, descending)
-    values = sort(rows)
-    return moveaxis(values, -1, back), moveaxis(const(sort.indices), -1, back)
+    count = rows.shape[-1] if count is None else operator.index(count)
+    if not 0 <= count <= rows.shape[-1]:
+        raise ValueError(f"{op}: k is {count}, but the axis has {rows.shape[-1]} elements")
+    indices = _C.empty((*rows.shape[:-1], count), "int64", a.device)
+    values = _sort(rows, descending, indices)
+    return moveaxis(values, -1, back), moveaxis(const(indices), -1, back)
 
 
 def sort(a: Tensor, axis: int | None = -1, descending: bool = False, dim: int | None = None) -> Any:
@@ -150,15 +131,13 @@ def bincount(a: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Te
     return const(_C.array(found, "int64" if weights is None else "float32", a.device))
 
 
-class CumSum(LinearMap):
-    def compute(self, a: NDArray) -> NDArray:
-        out = _C.empty(a.shape, a.dtype, a.device)
-        _C.assign(out, a)
-        _C.cumsum(rows_of(out))
-        return out
+def _running_sums(a: NDArray) -> NDArray:
+    out = a.copy()
+    _C.cumsum(rows_of(out))
+    return out
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return flip(CumSum()(flip(out_grad, -1)), -1)
+
+_cumsum = differentiable("CumSum", _running_sums, lambda g: flip(_cumsum(flip(g, -1)), -1))
 
 
 def cumsum(a: Tensor, axis: int | None = None) -> Tensor:
@@ -170,7 +149,7 @@ def cumsum(a: Tensor, axis: int | None = None) -> Tensor:
      [4. 6.]]
     """
     rows, back = _axis_last("cumsum", a, axis)
-    return moveaxis(CumSum()(rows if a.dtype in FLOATS else astype(rows, "int64")), -1, back)
+    return moveaxis(_cumsum(rows if a.dtype in FLOATS else astype(rows, "int64")), -1, back)
 
 
 def cumprod(a: Tensor, axis: int | None = None) -> Tensor:

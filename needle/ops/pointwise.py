@@ -13,13 +13,12 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd.tensor import FLOATS, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import full
-from needle.ops.broadcast import as_floats, astype
+from needle.ops.broadcast import as_floats, astype, differentiable
 from needle.ops.common import LARGEST, const
 from needle.ops.elementwise import (
     NUMBER,
-    Keep,
     _round,
     absolute,
     beside,
@@ -27,6 +26,7 @@ from needle.ops.elementwise import (
     cos,
     expm1,
     floor,
+    keep,
     log,
     maximum,
     minimum,
@@ -115,19 +115,17 @@ def square(a: Tensor) -> Tensor:
     return a * a
 
 
-class Clip(TensorOp):
-    reads_result = False
+def _inside(x: Tensor, low: float, high: float) -> NDArray:
+    """Where x is within both limits, as bool."""
+    a = x.cached_data
+    return _C.not_equal(_C.multiply(_C.greater_equal(a, low), _C.less_equal(a, high)), 0)
 
-    def __init__(self, low: float, high: float) -> None:
-        self.low, self.high = low, high
 
-    def compute(self, a: NDArray) -> NDArray:
-        return _C.minimum(_C.maximum(a, self.low), self.high)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        x = node.inputs[0].cached_data
-        inside = _C.multiply(_C.greater_equal(x, self.low), _C.less_equal(x, self.high))
-        return Keep(_C.not_equal(inside, 0))(out_grad)
+_clip = differentiable(
+    "Clip",
+    lambda a, low, high: _C.minimum(_C.maximum(a, low), high),
+    lambda g, x, low, high: keep(g, _inside(x, low, high)),
+)
 
 
 def clip(a: Tensor, min: Any = None, max: Any = None) -> Tensor:
@@ -139,7 +137,7 @@ def clip(a: Tensor, min: Any = None, max: Any = None) -> Tensor:
     """
     numbers = all(x is None or isinstance(x, Number) for x in (min, max))
     if numbers and a.dtype in FLOATS:
-        return Clip(-math.inf if min is None else min, math.inf if max is None else max)(a)
+        return _clip(a, -math.inf if min is None else min, math.inf if max is None else max)
     if min is None and max is None:
         return a.clone()
     a = a if min is None else maximum(a, min)

@@ -9,39 +9,26 @@ from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd.tensor import FLOATS, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import Axes
-from needle.ops.broadcast import as_floats, reshape, spread, summation
-from needle.ops.common import (
-    LARGEST,
-    LinearMap,
-    axes_or_dim,
-    const,
-    fixed_axes,
-    kept_shape,
-    normal_axes,
-    normal_axis,
-)
+from needle.ops.broadcast import as_floats, differentiable, reshape, spread, summation
+from needle.ops.common import LARGEST, axes_of, axes_or_dim, const, kept_shape, normal_axis
 from needle.ops.elementwise import maximum, minimum, multiply, subtract
-from needle.ops.indexing import IndexSelect
+from needle.ops.indexing import select_places
 from needle.ops.order import TopK
 
 
-class Mean(LinearMap):
-    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
-        self.axes = fixed_axes(axes)
-        self.keepdims = keepdims
+def _mean_of(a: NDArray, axes: tuple[int, ...], keepdims: bool) -> NDArray:
+    result = a.mean(axis=axes, keepdims=keepdims)  # float32
+    return result.astype(a.dtype) if a.dtype in FLOATS else result
 
-    def compute(self, a: NDArray) -> NDArray:
-        axes = normal_axes("mean", self.axes, a.ndim)
-        result = a.mean(axis=axes, keepdims=self.keepdims)  # float32
-        return result.astype(a.dtype) if a.dtype in FLOATS else result
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        shape = node.inputs[0].shape
-        axes = normal_axes("mean", self.axes, len(shape))
-        count = math.prod(shape[axis] for axis in axes)
-        return spread(out_grad / count if count else out_grad, shape, axes)
+def _mean_slope(g: Tensor, like: Tensor, axes: tuple[int, ...]) -> Tensor:
+    count = math.prod(like.shape[axis] for axis in axes)
+    return spread(g / count if count else g, like.shape, axes)
+
+
+_mean = differentiable("Mean", _mean_of, _mean_slope)
 
 
 def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
@@ -51,34 +38,36 @@ def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
     [2. 3.]
     """
-    return Mean(axes, keepdims)(a)
+    return _mean(a, axes_of("mean", a, axes), keepdims)
 
 
-class Max(TensorOp):
-    reads_result = False
-    kernel = "max"  # of NDArray; min shares the rest
+def _extreme(kernel: str) -> Any:
+    """Make max or min, methods of NDArray."""
 
-    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
-        self.axes = fixed_axes(axes)
-        self.keepdims = keepdims
+    def compute(a: NDArray, axes: tuple[int, ...], keepdims: bool) -> NDArray:
+        return getattr(a, kernel)(axis=axes, keepdims=keepdims)
 
-    def compute(self, a: NDArray) -> NDArray:
-        axes = normal_axes(self.kernel, self.axes, a.ndim)
-        return getattr(a, self.kernel)(axis=axes, keepdims=self.keepdims)
+    def slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        a = x.cached_data
+        hit = _C.equal(a, compute(a, axes, True)).astype("float32")
+        share = _C.divide(hit, hit.sum(axis=axes).reshape(kept_shape(a.shape, axes)))
+        return multiply(spread(g, a.shape, axes), const(share.astype(a.dtype)))
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0].cached_data
-        axes = normal_axes(self.kernel, self.axes, a.ndim)
-        kept = kept_shape(a.shape, axes)
-        hit = _C.equal(a, getattr(a, self.kernel)(axis=axes, keepdims=True)).astype("float32")
-        weight = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
-        return multiply(spread(out_grad, a.shape, axes), const(weight))
+    return differentiable(kernel.capitalize(), compute, slope)
+
+
+_max, _min = _extreme("max"), _extreme("min")
 
 
 def amax(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """The largest element over `axes` (None: all), which disappear, or with keepdims stay with size
     1; equal ones share the gradient equally."""
-    return Max(axes, keepdims)(a)
+    return _max(a, axes_of("max", a, axes), keepdims)
+
+
+def amin(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The smallest element over `axes`; equal ones share the gradient equally."""
+    return _min(a, axes_of("min", a, axes), keepdims)
 
 
 def max(a: Tensor, axes: Any = None, keepdims: bool = False, dim: int | None = None) -> Any:
@@ -90,18 +79,23 @@ def max(a: Tensor, axes: Any = None, keepdims: bool = False, dim: int | None = N
     >>> print(x.grad, *x.max(dim=0))
     [0.  0.5 0.5] 5.0 1
     """
-    return extremum(Max, a, axes, keepdims, dim)
+    return extremum("max", a, axes, keepdims, dim)
 
 
-def extremum(op: type[Max], a: Tensor, axes: Any, keepdims: bool, dim: int | None) -> Any:
-    """Compute max or min; `op` is the class of one of them."""
+def min(a: Tensor, axes: Any = None, keepdims: bool = False, dim: int | None = None) -> Any:
+    """`amin`, and with `dim` or a Tensor as `max` has it."""
+    return extremum("min", a, axes, keepdims, dim)
+
+
+def extremum(op: str, a: Tensor, axes: Any, keepdims: bool, dim: int | None) -> Any:
+    """Compute "max" or "min"."""
     if isinstance(axes, Tensor):
-        return {"max": maximum, "min": minimum}[op.kernel](a, axes)
+        return {"max": maximum, "min": minimum}[op](a, axes)
     if dim is None:
-        return op(axes, keepdims)(a)
-    axis = normal_axis(op.kernel, axes_or_dim(op.kernel, axes, dim), a.ndim)
-    places = getattr(a.cached_data, f"arg{op.kernel}")(axis=axis, keepdims=True)
-    values = IndexSelect((axis,), axis, places)(a)
+        return {"max": amax, "min": amin}[op](a, axes, keepdims)
+    axis = normal_axis(op, axes_or_dim(op, axes, dim), a.ndim)
+    places = getattr(a.cached_data, f"arg{op}")(axis=axis, keepdims=True)
+    values = select_places(a, (axis,), axis, places)
     shape = values.shape if keepdims else (*a.shape[:axis], *a.shape[axis + 1 :])
     return TopK(reshape(values, shape), const(places.reshape(shape)))
 
@@ -118,24 +112,17 @@ def _shifted(
     return m, e, e.sum(axis=tuple(axes), keepdims=True)
 
 
-class LogSumExp(TensorOp):
-    reads_result = False
+def _logsumexp_of(a: NDArray, axes: tuple[int, ...], keepdims: bool) -> NDArray:
+    m, _, s = _shifted(a, axes, LARGEST)  # inf, where the others are NaN
+    out = _C.add(m, _C.log(s)).astype(a.dtype)
+    return out if keepdims else out.reshape([n for i, n in enumerate(a.shape) if i not in axes])
 
-    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
-        self.axes = fixed_axes(axes)
-        self.keepdims = keepdims
 
-    def compute(self, a: NDArray) -> NDArray:
-        axes = normal_axes("logsumexp", self.axes, a.ndim)
-        m, _, s = _shifted(a, axes, LARGEST)  # inf, where the others are NaN
-        out = _C.add(m, _C.log(s)).astype(a.dtype)
-        left = tuple(n for i, n in enumerate(a.shape) if i not in axes)
-        return out if self.keepdims else out.reshape(left)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        axes = normal_axes("logsumexp", self.axes, len(a.shape))
-        return multiply(spread(out_grad, a.shape, axes), softmax(a, axes))
+_logsumexp = differentiable(
+    "LogSumExp",
+    _logsumexp_of,
+    lambda g, x, axes: multiply(spread(g, x.shape, axes), softmax(x, axes)),
+)
 
 
 def logsumexp(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
@@ -146,26 +133,22 @@ def logsumexp(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     >>> print(ndl.logsumexp(ndl.Tensor([1e10, 1e10])))
     1e+10
     """
-    return LogSumExp(axes, keepdims)(as_floats(a))
+    return _logsumexp(as_floats(a), axes_of("logsumexp", a, axes), keepdims)
 
 
-class Softmax(TensorOp):
-    reads_result = False
+def _softmax_of(a: NDArray, axes: tuple[int, ...]) -> NDArray:
+    _, e, s = _shifted(a, axes)
+    # a slice that is not all -inf has s >= 1, except where a is NaN, which stays NaN
+    return _C.divide(e, _C.add(s, _C.equal(s, 0.0))).astype(a.dtype)
 
-    def __init__(self, axes: Axes = -1) -> None:
-        self.axes = fixed_axes(axes)
 
-    def compute(self, a: NDArray) -> NDArray:
-        _, e, s = _shifted(a, normal_axes("softmax", self.axes, a.ndim))
-        # a slice that is not all -inf has s >= 1, except where a is NaN, which stays NaN
-        return _C.divide(e, _C.add(s, _C.equal(s, 0.0))).astype(a.dtype)
+def _softmax_slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    y = softmax(x, axes)
+    inner = spread(summation(multiply(g, y), axes), x.shape, axes)
+    return multiply(y, subtract(g, inner))
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        axes = normal_axes("softmax", self.axes, len(a.shape))
-        y = softmax(a, axes)
-        inner = spread(summation(multiply(out_grad, y), axes), a.shape, axes)
-        return multiply(y, subtract(out_grad, inner))
+
+_softmax = differentiable("Softmax", _softmax_of, _softmax_slope)
 
 
 def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
@@ -175,25 +158,21 @@ def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
     [[0.5 0.5]
      [0.  1. ]]
     """
-    return Softmax(axes)(as_floats(a))
+    return _softmax(as_floats(a), axes_of("softmax", a, axes))
 
 
-class LogSoftmax(TensorOp):
-    reads_result = False
+def _logsoftmax_of(a: NDArray, axes: tuple[int, ...]) -> NDArray:
+    m, _, s = _shifted(a, axes)
+    # (a - m) first: at 1e10 the sum m + log(s) would swallow log(s)
+    return _C.subtract(_C.subtract(a, m), _C.log(_C.maximum(s, 1e-38))).astype(a.dtype)
 
-    def __init__(self, axes: Axes = -1) -> None:
-        self.axes = fixed_axes(axes)
 
-    def compute(self, a: NDArray) -> NDArray:
-        m, _, s = _shifted(a, normal_axes("logsoftmax", self.axes, a.ndim))
-        # (a - m) first: at 1e10 the sum m + log(s) would swallow log(s)
-        return _C.subtract(_C.subtract(a, m), _C.log(_C.maximum(s, 1e-38))).astype(a.dtype)
+def _logsoftmax_slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    total = spread(summation(g, axes), x.shape, axes)
+    return subtract(g, multiply(softmax(x, axes), total))
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        axes = normal_axes("logsoftmax", self.axes, len(a.shape))
-        total = spread(summation(out_grad, axes), a.shape, axes)
-        return subtract(out_grad, multiply(softmax(a, axes), total))
+
+_logsoftmax = differentiable("LogSoftmax", _logsoftmax_of, _logsoftmax_slope)
 
 
 def logsoftmax(a: Tensor, axes: Axes = -1) -> Tensor:
@@ -203,4 +182,4 @@ def logsoftmax(a: Tensor, axes: Axes = -1) -> Tensor:
     >>> print(ndl.logsoftmax(ndl.Tensor([[1e10, 1e10]])).numpy().round(4))
     [[-0.6931 -0.6931]]
     """
-    return LogSoftmax(axes)(as_floats(a))
+    return _logsoftmax(as_floats(a), axes_of("logsoftmax", a, axes))

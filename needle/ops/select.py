@@ -11,16 +11,14 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Tensor, is_grad_enabled
+from needle.autograd import Tensor, TensorOp, is_grad_enabled
 from needle.autograd.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
 from needle.backend_ndarray import Axes
 from needle.ops.broadcast import astype, reduced_to, reshape, summation
-from needle.ops.common import LinearMap, const, normal_axis
+from needle.ops.common import const, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import (
-    IndexAdd,
-    IndexSelect,
-    PlaceItem,
+    add_at_places,
     along,
     five_axes,
     get_item,
@@ -29,7 +27,9 @@ from needle.ops.indexing import (
     nonzero_places,
     picked_axes_at,
     picks,
+    place_item,
     places_on,
+    select_places,
     view_at,
 )
 
@@ -68,7 +68,7 @@ def gather(a: Tensor, axis: int, index: Any) -> Tensor:
     _check_shape("gather", a.shape, axis, index)
     if any(have < n and i != axis for i, (have, n) in enumerate(zip(index.shape, a.shape))):
         a = get_item(a, _beside(index.shape, axis))
-    return IndexSelect((axis,), axis, index)(a)
+    return select_places(a, (axis,), axis, index)
 
 
 def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
@@ -111,8 +111,10 @@ def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:
     _check_shape("scatter_add", a.shape, axis, ids)
     part = _covering("scatter_add", src, ids)
     shape = tuple(a.shape[i] if i == axis else n for i, n in enumerate(ids.shape))
-    sums = IndexAdd((axis,), axis, ids, shape)(part)
-    return _added(a, sums if shape == a.shape else PlaceItem(_beside(shape, axis), a.shape)(sums))
+    sums = add_at_places(part, (axis,), axis, ids, shape)
+    if shape != a.shape:
+        sums = place_item(sums, _beside(shape, axis), a.shape)
+    return _added(a, sums)
 
 
 def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
@@ -129,7 +131,8 @@ def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
             f"index_add: source must be {shape} for {ids.size} indices of one axis, "
             f"but is {source.shape}"
         )
-    return _added(a, IndexAdd((axis,), axis, along(ids, axis, a.ndim), a.shape)(source))
+    ids = along(ids, axis, a.ndim)
+    return _added(a, add_at_places(source, (axis,), axis, ids, a.shape))
 
 
 def _added(a: Tensor, sums: Tensor) -> Tensor:
@@ -161,11 +164,12 @@ def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tenso
 # ---- assignment ----------------------------------------------------------------------------------
 
 
-class SetItem(LinearMap):
+class SetItem(TensorOp):
     """Write `value` into the memory of `a` at an index of a view of it: the last of `views`, from
     `a` on. The gradient is that of the places: 0 for `a` where it was overwritten, the rest for
     `value`."""
 
+    reads_inputs = reads_result = False
     writes_input = True
 
     def __init__(self, index: tuple, views: Sequence[Tensor] = ()) -> None:

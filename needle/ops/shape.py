@@ -7,33 +7,26 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Tensor, TensorTuple, TensorTupleOp
-from needle.ops.common import LinearMap, View, fixed_axes, kept_shape, normal_axes, normal_axis
+from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
+from needle.ops.broadcast import differentiable, reshape
+from needle.ops.common import axes_of, check_tensors, kept_shape, normal_axis
 from needle.ops.indexing import get_item
 
 
-class Transpose(View):
-    def __init__(self, axes: Sequence[int] | None = None) -> None:
-        self.axes = fixed_axes(axes)
-
-    def compute(self, a: NDArray) -> NDArray:
-        axes = (-2, -1) if self.axes is None else tuple(self.axes)
-        if len(axes) != 2:
-            raise ValueError(f"transpose: axes must be the two to swap, not {axes}; see permute")
-        if a.ndim < 2:
-            raise ValueError(f"transpose: needs two axes or more, but the shape is {a.shape}")
-        for axis in axes:
-            if not -a.ndim <= axis < a.ndim:
-                raise ValueError(f"transpose: axis {axis} does not exist in shape {a.shape}")
-        order = list(range(a.ndim))
-        i, j = axes[0] % a.ndim, axes[1] % a.ndim
-        order[i], order[j] = order[j], order[i]
-        return a.permute(tuple(order))
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return transpose(out_grad, self.axes)
+def _swapped(op: str, shape: tuple[int, ...], axes: Sequence[int]) -> list[int]:
+    """Return the order of axes in which two of them are swapped."""
+    if len(axes) != 2:
+        raise ValueError(f"{op}: axes must be the two to swap, not {axes}; see permute")
+    if len(shape) < 2:
+        raise ValueError(f"{op}: needs two axes or more, but the shape is {shape}")
+    order = list(range(len(shape)))
+    i, j = (normal_axis(op, axis, len(shape)) for axis in axes)
+    order[i], order[j] = j, i
+    return order
 
 
 def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
@@ -49,21 +42,16 @@ def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
         axes = (axes, other)
     if isinstance(axes, (tuple, list)) and len(axes) == a.ndim > 2:
         return permute(a, axes)
-    return Transpose(axes)(a)
+    check_tensors("transpose", a=a)
+    return permute(a, _swapped("transpose", a.shape, (-2, -1) if axes is None else axes))
 
 
-class Permute(View):
-    def __init__(self, axes: Sequence[int]) -> None:
-        self.axes = tuple(axes)
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.permute(self.axes)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        back = [0] * len(self.axes)
-        for i, axis in enumerate(self.axes):
-            back[axis] = i
-        return permute(out_grad, back)
+_permute = differentiable(
+    "Permute",
+    lambda a, axes: a.permute(axes),
+    lambda g, axes: permute(g, np.argsort([axis % len(axes) for axis in axes]).tolist()),
+    view=True,
+)
 
 
 def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
@@ -72,18 +60,12 @@ def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
     >>> ndl.ops.permute(ndl.ones(2, 3, 4), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    return Permute(axes)(a)
+    return _permute(a, tuple(axes))
 
 
-class Flip(View):
-    def __init__(self, axes: Sequence[int] | None = None) -> None:
-        self.axes = fixed_axes(axes)
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.flip(normal_axes("flip", self.axes, a.ndim))
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return flip(out_grad, self.axes)
+_flip = differentiable(
+    "Flip", lambda a, axes: a.flip(axes), lambda g, axes: flip(g, axes), view=True
+)
 
 
 def flip(a: Tensor, axes: None | int | Sequence[int] = None) -> Tensor:
@@ -93,7 +75,7 @@ def flip(a: Tensor, axes: None | int | Sequence[int] = None) -> Tensor:
     [[2. 1.]
      [4. 3.]]
     """
-    return Flip(axes)(a)
+    return _flip(a, axes_of("flip", a, axes))
 
 
 # ---- tuples --------------------------------------------------------------------------------------
@@ -114,7 +96,9 @@ def make_tuple(*args: Tensor) -> TensorTuple:
     return MakeTensorTuple()(*args)
 
 
-class TensorTupleGetItem(LinearMap):
+class TensorTupleGetItem(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -151,30 +135,6 @@ def _nth_slice(a: NDArray, axis: int, i: int) -> NDArray:
     return a[index].as_strided(shape, strides)
 
 
-class Stack(LinearMap):
-    def __init__(self, axis: int) -> None:
-        self.axis = axis
-
-    def compute(self, arrays: tuple) -> NDArray:
-        first = arrays[0]
-        for i, a in enumerate(arrays):
-            if a.shape != first.shape:
-                raise ValueError(
-                    f"stack: Tensor {i} has shape {a.shape}, but the first has {first.shape}"
-                )
-            if a.dtype != first.dtype:
-                raise TypeError(f"stack: Tensor {i} is {a.dtype}, but the first is {first.dtype}")
-        axis = normal_axis("stack", self.axis, first.ndim + 1)
-        shape = first.shape[:axis] + (len(arrays),) + first.shape[axis:]
-        out = _C.empty(shape, first.dtype, first.device)
-        for i, a in enumerate(arrays):
-            _C.assign(_nth_slice(out, axis, i), a)
-        return out
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> TensorTuple:
-        return split(out_grad, self.axis)
-
-
 def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
     """Tensors of one shape joined along a new axis.
 
@@ -182,51 +142,50 @@ def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
     [[1. 3.]
      [2. 4.]]
     """
-    return Stack(axis)(_as_tuple("stack", args))
+    tensors = tuple(args)
+    check_tensors("stack", **{f"Tensor {i}": x for i, x in enumerate(tensors)})
+    for i, x in enumerate(tensors):
+        if x.shape != (first := tensors[0].shape):
+            raise ValueError(f"stack: Tensor {i} has shape {x.shape}, but the first has {first}")
+    axis = normal_axis("stack", axis, tensors[0].ndim + 1) if tensors else 0
+    rows = [reshape(x, (*x.shape[:axis], 1, *x.shape[axis:])) for x in tensors]
+    return _joined("stack", rows, axis)
 
 
-def _as_tuple(op: str, args: Sequence[Tensor] | TensorTuple) -> TensorTuple:
-    if isinstance(args, TensorTuple):
-        return args
-    args = tuple(args)
-    if not args:
+def _concatenation(arrays: tuple, axis: int, op: str) -> NDArray:
+    first = arrays[0]
+    for i, a in enumerate(arrays):
+        if a.ndim != first.ndim or kept_shape(a.shape, [axis]) != kept_shape(first.shape, [axis]):
+            raise ValueError(
+                f"{op}: Tensor {i} has shape {a.shape}, but the first has {first.shape}: they may "
+                f"differ in axis {axis} alone"
+            )
+        if a.dtype != first.dtype:
+            raise TypeError(f"{op}: Tensor {i} is {a.dtype}, but the first is {first.dtype}")
+    size = sum(a.shape[axis] for a in arrays)
+    shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
+    out = _C.empty(shape, first.dtype, first.device)
+    for a, key in zip(arrays, _parts(arrays, axis)):
+        _C.assign(out[key], a)
+    return out
+
+
+_concatenate = differentiable(
+    "Concatenate",
+    _concatenation,
+    lambda g, like, axis: make_tuple(*(get_item(g, key) for key in _parts([*like], axis))),
+)
+
+
+def _joined(op: str, args: Sequence[Tensor] | TensorTuple, axis: int) -> Tensor:
+    tensors = args if isinstance(args, TensorTuple) else tuple(args)
+    if not len(tensors):
         raise ValueError(f"{op}: needs one Tensor or more")
-    return make_tuple(*args)
+    tensors = tensors if isinstance(tensors, TensorTuple) else make_tuple(*tensors)
+    return _concatenate(tensors, normal_axis(op, axis, tensors[0].ndim), op)
 
 
-class Concatenate(LinearMap):
-    def __init__(self, axis: int) -> None:
-        self.axis = axis
-
-    def compute(self, arrays: tuple) -> NDArray:
-        first = arrays[0]
-        axis = normal_axis("concatenate", self.axis, first.ndim)
-        for i, a in enumerate(arrays):
-            if a.ndim != first.ndim or kept_shape(a.shape, [axis]) != kept_shape(
-                first.shape, [axis]
-            ):
-                raise ValueError(
-                    f"concatenate: Tensor {i} has shape {a.shape}, but the first has "
-                    f"{first.shape}: they may differ in axis {axis} alone"
-                )
-            if a.dtype != first.dtype:
-                raise TypeError(
-                    f"concatenate: Tensor {i} is {a.dtype}, but the first is {first.dtype}"
-                )
-        size = sum(a.shape[axis] for a in arrays)
-        shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
-        out = _C.empty(shape, first.dtype, first.device)
-        for a, key in zip(arrays, _parts(arrays, axis)):
-            _C.assign(out[key], a)
-        return out
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> TensorTuple:
-        arrays = node.inputs[0].cached_data
-        axis = self.axis % len(out_grad.shape)
-        return make_tuple(*(get_item(out_grad, key) for key in _parts(arrays, axis)))
-
-
-def _parts(arrays: Sequence[NDArray], axis: int) -> Iterator[tuple]:
+def _parts(arrays: Sequence[Any], axis: int) -> Iterator[tuple]:
     """The index of each array in the concatenation."""
     end = 0
     for a in arrays:
@@ -240,7 +199,7 @@ def concatenate(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
     >>> print(ndl.concatenate([ndl.Tensor([[1, 2]]), ndl.Tensor([[3]])], axis=1))
     [[1. 2. 3.]]
     """
-    return Concatenate(axis)(_as_tuple("concatenate", args))
+    return _joined("concatenate", args, axis)
 
 
 def hstack(args: Sequence[Tensor]) -> Tensor:

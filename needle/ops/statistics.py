@@ -16,7 +16,7 @@ from needle.ops.elementwise import add, divide, multiply, sqrt, subtract, where
 from needle.ops.indexing import get_item, index_select
 from needle.ops.order import TopK, sort, topk
 from needle.ops.pointwise import isnan
-from needle.ops.reduce import Max, amax, extremum, mean
+from needle.ops.reduce import amax, amin, extremum, mean
 from needle.ops.shape import concatenate, permute
 
 
@@ -33,22 +33,6 @@ def any(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
 def all(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """True if no element over `axes` is 0; True over no element."""
     return const(_C.equal(_count(a, _C.equal, axes, keepdims), 0))
-
-
-class Min(Max):
-    """The minimum; its gradient is that of Max."""
-
-    kernel = "min"
-
-
-def amin(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
-    """The smallest element over `axes`; equal ones share the gradient equally."""
-    return Min(axes, keepdims)(a)
-
-
-def min(a: Tensor, axes: Any = None, keepdims: bool = False, dim: int | None = None) -> Any:
-    """`amin`, and with `dim` or a Tensor as `max` has it."""
-    return extremum(Min, a, axes, keepdims, dim)
 
 
 def median(
@@ -82,7 +66,7 @@ def _lower_median(a: Tensor, axis: int, keepdims: bool) -> TopK:
     last = (*[slice(None)] * axis, slice(-1, None) if keepdims else -1)
     values, indices = (x[last] for x in lower)
     if a.dtype in FLOATS:
-        top = extremum(Max, a, None, keepdims, axis)
+        top = extremum("max", a, None, keepdims, axis)
         values, indices = (
             where(isnan(top.values), of_nan, x) for of_nan, x in zip(top, (values, indices))
         )

@@ -15,6 +15,7 @@ from sources import code, files, name
 
 from needle import Tensor, ops
 from needle.autograd import Op
+from needle.ops.broadcast import Ruled
 from needle.ops.spellings import SPELLINGS
 from needle.testing import CASES, COMPARISONS, ELEMENTWISE, OPS, REDUCTIONS
 
@@ -23,7 +24,7 @@ COPIES = {"assign", "fill"}
 # Gradients are written with them; each gives a Tensor, and none is an op.
 # Gradients of FP8 are in tests/ops/test_fp8.py.
 ROUNDED = {"AttentionMLPFP8", "LinearCrossEntropyFP8", "NormAttentionMLPFP8"}
-HELPERS = {"LinearMap", "View", "reduced_to", "spread", "const", "as_floats", "beside"}
+HELPERS = {"Ruled", "reduced_to", "spread", "const", "as_floats", "beside"}
 
 
 @pytest.mark.parametrize("prefix, folder", [("cpu", "csrc/cpu"), ("cuda", "cuda")])
@@ -68,6 +69,12 @@ def defined() -> dict[str, str]:
     return found
 
 
+def ruled() -> dict[str, str]:
+    """Return {op: file} of the classes that `differentiable` made."""
+    kinds = [kind for kind in Ruled.__subclasses__() if "function" in vars(kind)]
+    return {kind.__name__: inspect.getsourcefile(kind.function) for kind in kinds}
+
+
 def test_each_differentiable_op_is_exported():
     for op in defined():
         with naming(op):
@@ -97,7 +104,7 @@ def test_each_differentiable_op_has_a_gradient_case():
         result.backward(Tensor(np.ones(result.shape)))
         for tensor in (result, *(operand.grad for operand in operands)):
             walk(tensor)
-    lacking = {op: path for op, path in defined().items() if op not in met}
+    lacking = {op: path for op, path in (defined() | ruled()).items() if op not in met}
     constant = {op for op, spelling in SPELLINGS.items() if "constant" in spelling.where}
     skipped = {*constant, *ROUNDED, "set_item"}
     lacking = {op: path for op, path in lacking.items() if op not in skipped}
