@@ -375,34 +375,6 @@ def test_no_grad_concerns_the_calling_thread_alone():
         assert not autograd.is_grad_enabled()
 
 
-@pytest.mark.parametrize("kind", ["tensor", "parameter", "flat", "recomputed", "grad"])
-def test_threads_that_reach_one_leaf_lose_no_gradient(kind):
-    """Whole numbers, so that every order of sums has the same bits."""
-    layer = nn.Linear(300, 400, bias=False)
-    if kind == "flat":
-        nn.flatten_parameters(layer)
-    if kind == "tensor":
-        layer.weight = Tensor(layer.weight.numpy())
-    x, times = Tensor(np.full((2, 300), 3.0), requires_grad=False), 30
-    barrier = threading.Barrier(2)
-
-    def work(number):
-        for _ in range(times):
-            out = nn.recompute(layer, x) if kind in ("recomputed", "grad") else layer(x)
-            loss = out.sum() + (layer.weight * 2).sum()
-            barrier.wait(60)
-            if kind == "grad" and number:
-                (got,) = autograd.grad(loss, layer.weight)
-                np.testing.assert_array_equal(got.numpy(), 8)
-            else:
-                loss.backward()
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
-    wanted = 8 * times * (1 if kind == "grad" else 2)
-    np.testing.assert_array_equal(layer.weight.grad.numpy(), wanted)
-
-
 def test_tuples():
     x = Tensor(np.arange(6.0).reshape(2, 3))
     parts = ops.split(x, 1)

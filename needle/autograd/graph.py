@@ -1,11 +1,9 @@
 """The graph that a backward walks: its order, whether its arrays were written to since the forward,
-the buffers that gradients are added into, and the threads at its leaves. Nodes are Values
-(tensor.py): op, inputs, cached_data, operands, kept, writes."""
+and the buffers that gradients are added into. Nodes are Values (tensor.py): op, inputs,
+cached_data, operands, kept, writes."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -225,34 +223,3 @@ def joins_the_graph(view: Any) -> bool:
         take_place(view)
         view.requires_grad, view.writes = True, _C.writes()
     return joins
-
-
-# ---- threads -------------------------------------------------------------------------------------
-
-_walked: dict[int, int] = {}  # the leaves that backward() is at, by id: their thread
-_walk_ended = threading.Condition()
-
-
-@contextlib.contextmanager
-def alone(order: list[Any]) -> Iterator[None]:
-    """Wait until no other thread's backward is at a leaf of `order`. Threads that share none do not
-    wait for each other: they may be ranks."""
-    leaves, me = {id(node) for node in order if node.op is None}, threading.get_ident()
-
-    def is_free() -> bool:
-        for leaf in leaves & _walked.keys():
-            if _walked[leaf] != me:
-                return False
-        return True
-
-    with _walk_ended:
-        _walk_ended.wait_for(is_free)
-        mine = leaves - _walked.keys()
-        _walked.update(dict.fromkeys(mine, me))
-    try:
-        yield
-    finally:
-        with _walk_ended:
-            for leaf in mine:
-                del _walked[leaf]
-            _walk_ended.notify_all()

@@ -38,7 +38,6 @@ from needle.autograd import operators
 from needle.autograd.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
 from needle.autograd.graph import (
     Accumulators,
-    alone,
     arrays_of,
     checked_order,
     find_topo_sort,
@@ -463,7 +462,7 @@ class Tensor(Value, Operators["Tensor"]):
         RuntimeError where an array that a gradient reads was written in place since the forward.
         Writes of other libraries into memory that they share (a NumPy view or memoryview of an
         array, `from_dlpack`) are not seen.
-        Threads may call it at the same time: one that reaches the same leaf waits for the other.
+        Threads may call it at the same time where their graphs share no leaf.
         The graph stays, so that it can be walked again: drop the Tensor (`del loss`) to free the
         activations before the next step allocates its own.
         """
@@ -520,7 +519,7 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
     order = checked_order([output])  # before the first gradient is added anywhere
     leaves = [node for node in order if node.op is None]
     training = not [leaf for leaf in leaves if not leaf.trained]
-    with alone(order), no_grad() if training else contextlib.nullcontext():
+    with no_grad() if training else contextlib.nullcontext():
         plain = [node for node in order if not training and not node.trained]
         inside = set(map(id, order))
         if any(id(node.grad) in inside for node in plain):
@@ -557,7 +556,7 @@ def grad(
         if seed.shape != output.shape:
             raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
     order = checked_order(outputs)
-    with alone(order), contextlib.nullcontext() if create_graph else no_grad():
+    with contextlib.nullcontext() if create_graph else no_grad():
         walk = _walk(order, outputs, seeds, wanted, buffers=False)
         found = {id(x): _Copy()(part) for x, part in walk}
     for i, x in enumerate(wanted):
@@ -572,7 +571,7 @@ def grads_within(
     """Return the gradients of `wanted` for an op that computes them by a graph of its own. They may
     share memory. buffers: those of flattened parameters are added into their buffers."""
     order = checked_order([output])
-    with alone(order), no_grad():
+    with no_grad():
         found = {id(x): grad for x, grad in _walk(order, [output], [out_grad], wanted, buffers)}
     return [found[id(x)].cached_data if id(x) in found else None for x in wanted]
 

@@ -10,7 +10,6 @@ time of a second forward.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -28,24 +27,7 @@ from needle.autograd.tensor import grads_within
 from needle.nn.module import Module
 from needle.ops.random import drawing, drawing_from
 
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 SETTINGS = ("training", "p")  # of modules: those that dropout reads
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    named = isinstance(generator, np.random.RandomState)
-    return generator.get_state() if named else generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.setstate(state)
 
 
 class Recomputed(FusedOp):
@@ -63,21 +45,9 @@ class Recomputed(FusedOp):
         parts = [vars(part) for _, part in self.module.named_modules()]
         return [(own, {n: own[n] for n in SETTINGS if n in own}) for own in parts]
 
-    def _random_states(self) -> list[Any]:
-        """Return the states of the generators of NumPy, of Python and of the module."""
-        return [np.random.get_state(), random.getstate(), *map(_state_of, self.generators)]
-
-    def _set_random_states(self, states: list[Any]) -> None:
-        np.random.set_state(states[0])
-        random.setstate(states[1])
-        for generator, state in zip(self.generators, states[2:]):
-            _set_state(generator, state)
-
     def compute(self, x: NDArray, *parameters: NDArray) -> NDArray:
         self.settings = self._settings()
-        values = [value for own, _ in self.settings for value in own.values()]
-        self.generators = [value for value in values if isinstance(value, GENERATORS)]
-        self.random = self._random_states()
+        self.random = np.random.get_state()
         self.source = drawing.source and drawing.source.copy()
         with no_grad():
             out = self.module(Tensor.make_const(x), *self.rest)
@@ -91,8 +61,8 @@ class Recomputed(FusedOp):
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         first, *parameters = node.inputs
         x = Tensor.make_const(first.cached_data, requires_grad=first.requires_grad)
-        now, settings = self._random_states(), self._settings()
-        self._set_random_states(self.random)  # dropout drops the same
+        now, settings = np.random.get_state(), self._settings()
+        np.random.set_state(self.random)  # dropout drops the same
         try:
             for own, before in self.settings:
                 own.update(before)
@@ -101,7 +71,7 @@ class Recomputed(FusedOp):
         finally:
             for own, after in settings:
                 own.update(after)
-            self._set_random_states(now)
+            np.random.set_state(now)
         return grads_within(out, Tensor.from_ndarray(dout), (x, *parameters), into.buffers)
 
 
@@ -112,9 +82,10 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
       Tensor that needs gradients. The module returns one Tensor.
     - This is a plain call if no graph is built, or if a function is hooked into the module, which
       would then run twice.
-    - The second forward draws the same random numbers, with the `training` and the `p` of each part
-      that the first had, so that dropout drops the same elements. Other attributes, and globals,
-      must be what they were; weights that were written to are refused, as in every backward.
+    - The second forward draws the same numbers of NumPy's global generator, with the `training` and
+      the `p` of each part that the first had, so that dropout drops the same elements. Other
+      attributes, generators and globals must be what they were; weights that were written to are
+      refused, as in every backward.
     - ValueError if the module has buffers (the running statistics of a batch norm), which a second
       forward would update again.
     - TypeError if the module returns anything but a Tensor, or `rest` needs gradients.

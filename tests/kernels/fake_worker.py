@@ -57,10 +57,8 @@ def compiled(source: str, entry: str) -> Compiled:
 def memory_of(array: _C.NDArray) -> np.ndarray:
     if array.dtype == "bfloat16":
         array = array.view("uint16")
-    interface = array.__array_interface__
-    address = interface["data"][0]
-    raw = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(address))
-    return raw.view(interface["typestr"]).reshape(array.shape)
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(array.data_ptr))
+    return raw.view(array.dtype).reshape(array.shape)
 
 
 class Kernel:
