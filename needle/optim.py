@@ -25,6 +25,7 @@ from needle._C import NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import commit, zeros
 from needle.nn import FlatParameters, Parameter
+from needle.nn.module import check_arrays
 from needle.nn.utils import clip_grad_norm, grad_norm  # noqa: F401  names of this file too
 
 OWN = ("lr", "weight_decay")  # what a group of parameters may have of its own
@@ -33,12 +34,8 @@ Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dic
 
 def _check(owner: str, name: str, value: Any) -> None:
     """Raise ValueError for a hyperparameter with which no step makes sense."""
-    try:
-        number = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
     below_one = name in ("momentum", "beta1", "beta2")
-    if not 0 <= number < (1 if below_one else math.inf):
+    if not 0 <= value < (1 if below_one else math.inf):
         kind = "in [0, 1)" if below_one else "finite and not negative"
         raise ValueError(f"{owner}: {name} must be {kind}, but is {value!r:.40}")
 
@@ -173,26 +170,11 @@ class Optimizer:
 
     def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
         """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
-        if not isinstance(state, Mapping) or not isinstance(state.get("arrays", {}), Mapping):
-            raise TypeError(
-                f"{type(self).__name__}.load_state_dict: takes what state_dict() gives, a dict "
-                'with a dict under "arrays"'
-            )
-        arrays, own = state.get("arrays", {}), self._arrays()
-        problems = [f"{name} is missing" for name in own if name not in arrays]
-        for name, array in arrays.items():
-            if name not in own:
-                problems.append(f"{name} is unexpected")
-            elif not isinstance(array, NDArray):
-                problems.append(f"{name} must be an NDArray, but is {array!r:.40}")
-            elif tuple(array.shape) != own[name].shape:
-                problems.append(
-                    f"{name} must have shape {own[name].shape}, but has {tuple(array.shape)}"
-                )
-        wanted = ("step", *self.hyperparameters)
-        problems += [f"{name} is missing" for name in wanted if name not in state]
-        if problems:
-            raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
+        op, arrays, own = f"{type(self).__name__}.load_state_dict", state["arrays"], self._arrays()
+        check_arrays(op, own, arrays)
+        for name in ("step", *self.hyperparameters):
+            if name not in state:
+                raise ValueError(f"{op}: {name} is missing")
         changes: list[tuple[Any, Any, Any]] = [
             (array, ..., arrays[name].to(array.device)) for name, array in own.items()
         ]

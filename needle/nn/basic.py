@@ -53,8 +53,10 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         place = {"device": device, "dtype": dtype}
-        self.in_features = init.check_size("Linear: in_features", in_features, least=1)
-        self.out_features = init.check_size("Linear: out_features", out_features, least=1)
+        if min(in_features, out_features) < 1:
+            raise ValueError(f"Linear: sizes must be above 0, not {in_features}, {out_features}")
+        self.in_features = in_features
+        self.out_features = out_features
         self.weight = Parameter(
             init.kaiming_uniform(in_features, out_features, **place)
             if std is None
@@ -357,7 +359,7 @@ class LayerNorm1d(Module):
         dtype: str = "float32",
     ) -> None:
         super().__init__()
-        self.dim = init.check_size(f"{type(self).__name__}: dim", dim)
+        self.dim = dim
         self.eps = eps
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
@@ -391,7 +393,7 @@ class RMSNorm(Module):
         dtype: str = "float32",
     ) -> None:
         super().__init__()
-        self.dim = init.check_size("RMSNorm: dim", dim)
+        self.dim = dim
         self.eps = eps
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
 
@@ -424,7 +426,7 @@ class BatchNorm1d(Module):
         dtype: str = "float32",
     ) -> None:
         super().__init__()
-        self.dim = init.check_size(f"{type(self).__name__}: dim", dim)
+        self.dim = dim
         self.eps = eps
         self.momentum = momentum
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
@@ -465,8 +467,8 @@ class Embedding(Module):
         std: float = 1.0,
     ) -> None:
         super().__init__()
-        self.num_embeddings = init.check_size("Embedding: num_embeddings", num_embeddings)
-        self.embedding_dim = init.check_size("Embedding: embedding_dim", embedding_dim)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.weight = Parameter(
             init.randn(num_embeddings, embedding_dim, std=std, device=device, dtype=dtype)
         )

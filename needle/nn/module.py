@@ -313,30 +313,28 @@ class Module:
         self, state: Mapping[str, Any], strict: bool = True
     ) -> list[tuple[NDArray, Any, NDArray]]:
         """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"{type(self).__name__}.load_state_dict: takes what state_dict() gives, a dict, "
-                f"not {state!r:.40}"
-            )
         own = self.state_dict()
-        problems = []
-        if strict:
-            problems += [f"{name} is missing" for name in own if name not in state]
-            problems += [f"{name} is unexpected" for name in state if name not in own]
-        for name, array in own.items():
-            if name in state and not hasattr(state[name], "shape"):
-                problems.append(f"{name} must be an array, but is {state[name]!r:.40}")
-            elif name in state and tuple(state[name].shape) != array.shape:
-                problems.append(
-                    f"{name} must have shape {array.shape}, but has {tuple(state[name].shape)}"
-                )
-        if problems:
-            raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
+        check_arrays(f"{type(self).__name__}.load_state_dict", own, state, strict)
         return [
             (array, ..., _as_ndarray(state[name]).to(array.device))
             for name, array in own.items()
             if name in state
         ]
+
+
+def check_arrays(
+    op: str, own: Mapping[str, NDArray], given: Mapping[str, Any], strict: bool = True
+) -> None:
+    """Raise a ValueError of `op` that lists the arrays of `given` with other shapes than those of
+    `own`, and where strict the names that one has alone."""
+    problems = [f"{name} is missing" for name in own if strict and name not in given]
+    problems += [f"{name} is unexpected" for name in given if strict and name not in own]
+    for name in own.keys() & given.keys():
+        shape = np.shape(given[name])
+        if shape != own[name].shape:
+            problems.append(f"{name} must have shape {own[name].shape}, but has {shape}")
+    if problems:
+        raise ValueError(f"{op}: " + "; ".join(sorted(problems)))
 
 
 def fuses_as(layer: Any, *kinds: type[Module]) -> bool:

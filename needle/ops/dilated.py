@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
-from needle.ops.attention import scale_and_causal
+from needle.ops.attention import scale_of
 
 Steps = tuple[int, int, int]  # along batch, time and heads
 
@@ -215,33 +213,18 @@ def checked(
     scale: float | None,
     ranks: int = 1,
 ) -> tuple[list[tuple[int, int]], float, bool]:
-    """The branches, the scale and `causal`, of sequences that so many ranks share; TypeError or
-    ValueError of `op`."""
+    """The branches, the scale and `causal`, of sequences that so many ranks share. ValueError of
+    `op`."""
     shapes = [tuple(x.shape) for x in qkv]
     if any(shape != shapes[0] for shape in shapes) or len(shapes[0]) != 4:
         raise ValueError(f"{op}: q, k and v must have one shape (B, T, H, D), but have {shapes}")
-    widths, strides = _whole(op, "segments", segments), _whole(op, "dilations", dilations)
-    if len(widths) != len(strides) or not widths:
+    widths, strides = ([operator.index(n) for n in given] for given in (segments, dilations))
+    if len(widths) != len(strides) or min([*widths, *strides], default=0) < 1:
         raise ValueError(
-            f"{op}: segments and dilations must be as many, one a branch, but are "
-            f"{len(widths)} and {len(strides)}"
+            f"{op}: segments and dilations must be numbers above 0, one a branch, but are "
+            f"{widths} and {strides}"
         )
     _, time, heads, size = shapes[0]
-    scale, causal = scale_and_causal(op, scale, causal, size)
     most = max(time * ranks, 1)  # above these numbers a branch stays as it is
     branches = [(min(w, most), min(r, max(most, heads))) for w, r in zip(widths, strides)]
-    return branches, scale, causal
-
-
-def _whole(op: str, name: str, given: Any) -> list[int]:
-    try:
-        numbers = list(given)
-    except TypeError:
-        raise TypeError(
-            f"{op}: {name} must be a sequence of whole numbers, one a branch, such as "
-            f"({given!r:.20},), but is {given!r:.40}"
-        ) from None
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
-            raise ValueError(f"{op}: {name} must be whole numbers above 0, but has {number!r:.40}")
-    return [int(number) for number in numbers]
+    return branches, scale_of(scale, size), bool(causal)

@@ -305,22 +305,11 @@ def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
             elif array.ndim > 0 and (is_whole or array.dtype == "bool"):
                 items.append(array)
             else:
-                raise IndexError(
-                    "an array in an index must hold integers, or bool and have axes, "
-                    f"but is {array.dtype} with {array.ndim} axes (dtype='int32' makes ids)"
-                )
+                raise _no_index(f"an array of {array.dtype} with {array.ndim} axes")
         elif item is None or item is Ellipsis or isinstance(item, slice):
             items.append(item)
-        elif isinstance(item, (bool, np.bool_)):
-            raise IndexError(
-                f"{item} alone is no index: None adds an axis, an array of bool picks elements, "
-                "0 or 1 is a place"
-            )
-        elif not hasattr(item, "__index__"):
-            raise IndexError(
-                "an index must be an integer, a slice, ..., None, or an array or list of integers "
-                f"or bool, not {type(item).__name__}"
-            )
+        elif isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+            raise _no_index(f"{item!r:.40}")
         else:
             items.append(item.__index__())
     widths = [0 if i is None else i.ndim if _is_mask(i) else 1 for i in items if i is not Ellipsis]
@@ -347,6 +336,13 @@ def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
         out += nonzero_places(item) if isinstance(item, NDArray) else np.nonzero(item)
         axis += item.ndim
     return out
+
+
+def _no_index(what: str) -> IndexError:
+    return IndexError(
+        "an index must be an integer, a slice, ..., None, or an array or list of integers "
+        f"(dtype='int32' makes them) or of bool with axes, not {what}"
+    )
 
 
 def is_array(item: Any) -> bool:

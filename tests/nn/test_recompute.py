@@ -1,6 +1,5 @@
 """Layers that are computed again in the backward: the same bits with less memory."""
 
-
 import numpy as np
 import pytest
 
