@@ -3,8 +3,9 @@ loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 from needle import init, ops
 from needle._C import Device
@@ -102,101 +103,80 @@ class Flatten(Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        rest = 1
-        for n in x.shape[1:]:
-            rest *= n
-        return ops.reshape(x, (x.shape[0], rest))
+        return ops.reshape(x, (x.shape[0], math.prod(x.shape[1:])))
 
 
-class _Elementwise(Module):
-    """A function of each element."""
+class _Function(Module):
+    """A function of needle.ops. Its options, which follow the operands, are attributes."""
 
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = {}  # with their defaults
 
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self).function(x)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__()
+        if len(given) > len(self.options) or not named.keys() <= self.options.keys():
+            raise TypeError(f"{type(self).__name__}: takes {[*self.options]}, not {given, named}")
+        vars(self).update({**self.options, **dict(zip(self.options, given)), **named})
+
+    def forward(self, *operands: Any) -> Tensor:
+        return type(self).function(*operands, *(getattr(self, name) for name in self.options))
 
 
-class ReLU(_Elementwise):
+class ReLU(_Function):
     """max(x, 0)."""
 
     function = staticmethod(ops.relu)
 
 
-class LeakyReLU(Module):
+class LeakyReLU(_Function):
     """ops.leaky_relu: x above 0, negative_slope x elsewhere."""
 
-    def __init__(self, negative_slope: float = 0.01) -> None:
-        super().__init__()
-        self.negative_slope = negative_slope
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.leaky_relu(x, self.negative_slope)
+    function, options = staticmethod(ops.leaky_relu), {"negative_slope": 0.01}
 
 
-class ELU(Module):
+class ELU(_Function):
     """ops.elu: x above 0, alpha (e^x - 1) elsewhere."""
 
-    def __init__(self, alpha: float = 1.0) -> None:
-        super().__init__()
-        self.alpha = alpha
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.elu(x, self.alpha)
+    function, options = staticmethod(ops.elu), {"alpha": 1.0}
 
 
-class GELU(Module):
+class GELU(_Function):
     """x Phi(x); approximate: "none" for the error function, "tanh" for its approximation."""
 
-    def __init__(self, approximate: str = "none") -> None:
-        super().__init__()
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.gelu(x, self.approximate)
+    function, options = staticmethod(ops.gelu), {"approximate": "none"}
 
 
-class SiLU(_Elementwise):
+class SiLU(_Function):
     """x sigmoid(x)."""
 
     function = staticmethod(ops.silu)
 
 
-class Tanh(_Elementwise):
+class Tanh(_Function):
     """The hyperbolic tangent."""
 
     function = staticmethod(ops.tanh)
 
 
-class Softmax(Module):
+class Softmax(_Function):
     """ops.softmax over the axis `dim`."""
 
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.softmax(x, self.dim)
+    function, options = staticmethod(ops.softmax), {"dim": -1}
 
 
-class LogSoftmax(Module):
+class LogSoftmax(_Function):
     """ops.logsoftmax over the axis `dim`."""
 
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.logsoftmax(x, self.dim)
+    function, options = staticmethod(ops.logsoftmax), {"dim": -1}
 
 
-class Softplus(_Elementwise):
+class Softplus(_Function):
     """log(1 + e^x)."""
 
     function = staticmethod(ops.softplus)
 
 
-class Sigmoid(_Elementwise):
+class Sigmoid(_Function):
     """1 / (1 + e^-x)."""
 
     function = staticmethod(ops.sigmoid)
@@ -477,7 +457,7 @@ class Embedding(Module):
         return ops.embedding(x, self.weight)
 
 
-class SoftmaxLoss(Module):
+class SoftmaxLoss(_Function):
     """The mean cross-entropy of logits (B, classes) for classes y (B,), a float32 scalar.
 
     >>> loss = nn.SoftmaxLoss()(ndl.zeros(5, 10), [0, 1, 2, 3, 4])
@@ -485,21 +465,13 @@ class SoftmaxLoss(Module):
     2.3026
     """
 
-    def forward(self, logits: Tensor, y: Any) -> Tensor:
-        return ops.cross_entropy(logits, y)
+    function = staticmethod(ops.cross_entropy)
 
 
-class _ElementLoss(Module):
+class _ElementLoss(_Function):
     """A loss of each element; reduction: "mean", "sum" or "none"."""
 
-    function: Callable[..., Tensor]
-
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__()
-        self.reduction = reduction
-
-    def forward(self, input: Tensor, target: Any) -> Tensor:
-        return type(self).function(input, target, self.reduction)
+    options: ClassVar = {"reduction": "mean"}
 
 
 class MSELoss(_ElementLoss):
