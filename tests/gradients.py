@@ -140,12 +140,6 @@ def mlp(gelu, x, w1, b1, w2, b2):
     return gelu(x @ w1 + b1) @ w2 + b2
 
 
-def product(first, *rest):
-    for x in rest:
-        first = first * x
-    return first
-
-
 def mean_cross_entropy(logits, targets):
     return cross_entropy_fwd(None, logits, targets)["loss"]
 
@@ -484,16 +478,10 @@ GRADIENTS = [
             ),
             by_name("layer_norm", norm, normal(2, 3, 6), normal(6, mean=1), normal(6)),
             Gradient(
-                "layer_norm_residual",
-                lambda ops, *a: product(*ops.layer_norm_residual(*a)),
+                "layer_norm-residual",
+                lambda ops, x, w, b: ops.layer_norm(x, w, b) * x,
                 lambda x, w, b: norm(x, w, b) * x,
                 (normal(2, 3, 6), normal(6, mean=1), normal(6)),
-            ),
-            Gradient(
-                "layer_norm_pair",
-                lambda ops, *a: product(*ops.layer_norm_pair(*a)),
-                lambda x, w1, b1, w2, b2: norm(x, w1, b1) * norm(x, w2, b2) * x,
-                (normal(2, 3, 6), normal(6, mean=1), normal(6), normal(6, mean=1), normal(6)),
             ),
             by_name("gelu", gelu, MATRIX),
             by_name("gelu-tanh", gelu_tanh, MATRIX, approximate="tanh"),

@@ -143,10 +143,13 @@ class Accumulators:
 
     The first access after `reset_grad()` fills a buffer with zeros. `with_add(i)` saves that for a
     kernel that can write. buffers: False where the walk is to find gradients, not to add them up.
+    pending: the gradients that reached values so far, by id.
     """
 
-    def __init__(self, inputs: Sequence[Any], buffers: bool = False) -> None:
-        self.inputs, self.buffers = inputs, buffers
+    def __init__(
+        self, inputs: Sequence[Any], buffers: bool = False, pending: dict[int, Any] | None = None
+    ) -> None:
+        self.inputs, self.buffers, self.pending = inputs, buffers, pending or {}
         self.own: dict[int, NDArray] = {}  # arrays that are no buffers, by input
         self._lent: dict[int, int] = {}  # by id of a parameter: the first input that has it
         self._unwritten: list[Any] = []
@@ -184,6 +187,12 @@ class Accumulators:
                 self.own[i] = _C.empty(data.shape, "float32", data.device)
                 found.append((self.own[i], 0))
         return found
+
+    def taken(self, i: int) -> NDArray | None:
+        """Return the gradient that reached input i so far, in its dtype, for a kernel that adds it:
+        the caller returns the sum."""
+        grad = self.pending.pop(id(self.inputs[i]), None)
+        return None if grad is None else grad.cached_data.astype(self.inputs[i].dtype)
 
     def reset_unwritten(self) -> None:
         """Count the arrays given out with add 0 as zeros again: the op has failed."""

@@ -50,7 +50,6 @@ from needle.backend_ndarray import given_device, ones, zeros
 __all__ = [
     "Accumulators",
     "FusedOp",
-    "FusedTupleOp",
     "NDArray",
     "Op",
     "Tensor",
@@ -160,26 +159,11 @@ class FusedOp(TensorOp):
         return _backward(self, out_grad, node, Accumulators(node.inputs))
 
 
-class FusedTupleOp(FusedOp):
-    """A FusedOp with several results: `compute` returns a tuple of NDArrays, and the `dout` of
-    `backward` is a list, with None for a result without a gradient.
-
-    A result may be an input itself: its gradient then comes along, to be added in the same kernel.
-    """
-
-    def __call__(self, *args: Value) -> Any:
-        return TensorTuple.make_from_op(copy.copy(self), args)
-
-
 def _backward(op: FusedOp, out_grad: Any, node: Value, into: Accumulators) -> tuple:
     """Run the backward of an op. Return as Tensors what it does not add into gradient buffers."""
-    dout: Any
-    if isinstance(node, Tensor):
-        dout = _rounded(out_grad, node.cached_data)
-    else:
-        dout = [*map(_rounded, out_grad, node.cached_data)]
+    dout, dtype = out_grad.cached_data, node.cached_data.dtype
     try:
-        grads = op.backward(dout, node, into)
+        grads = op.backward(dout if dout.dtype == dtype else dout.astype(dtype), node, into)
     except BaseException:
         into.reset_unwritten()
         raise
@@ -190,14 +174,6 @@ def _backward(op: FusedOp, out_grad: Any, node: Value, into: Accumulators) -> tu
             grad = own if grad is None else _C.add(own, grad)
         parts.append(None if grad is None else _severed(grad, op))
     return tuple(parts)
-
-
-def _rounded(grad: Tensor | None, result: NDArray) -> NDArray | None:
-    """Return the gradient of a result in its dtype."""
-    if grad is None:
-        return None
-    dout = grad.cached_data
-    return dout if dout.dtype == result.dtype else dout.astype(result.dtype)
 
 
 class _Severed(Op):
@@ -629,7 +605,7 @@ def _walk(
         if op is None:
             continue
         if isinstance(op, FusedOp):
-            parts = _backward(op, grad, node, Accumulators(inputs, buffers))
+            parts = _backward(op, grad, node, Accumulators(inputs, buffers, pending))
         else:
             parts = op.gradient_as_tuple(grad, node)
         if len(parts) < len(inputs):

@@ -22,7 +22,6 @@ import itertools
 import math
 import os
 import warnings
-from functools import partial
 from typing import Any
 
 from needle import hf, init, nn, ops
@@ -299,21 +298,14 @@ class Layer(nn.Module):
         mask: BlockMask | None,
         cache: nn.attention.Cached | None,
     ) -> Tensor:
-        norm1 = self.input_layernorm
-        x = self.hook("hook_resid_pre", x)
-        if self.mlp is None:
-            y1, x = normed(x, norm1)
-            x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
-            return self.hook("hook_resid_post", x)
-        norm2 = self.post_attention_layernorm
-        if self.parallel:
-            y1, y2, x = normed(x, norm1, norm2)
-        else:
-            y1, x = normed(x, norm1)
-        x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
-        if not self.parallel:
-            y2, x = normed(self.hook("hook_resid_mid", x), norm2)
-        return self.hook("hook_resid_post", self._add("hook_mlp_out", x, self.mlp, y2()))
+        seen = x = self.hook("hook_resid_pre", x)  # by the norms
+        operands = self.input_layernorm(seen), rotary, mask, cache
+        x = self._add("hook_attn_out", x, self.attention, *operands)
+        if self.mlp is not None:
+            if not self.parallel:
+                seen = x = self.hook("hook_resid_mid", x)
+            x = self._add("hook_mlp_out", x, self.mlp, self.post_attention_layernorm(seen))
+        return self.hook("hook_resid_post", x)
 
     def is_one_operation(self) -> bool:
         """True if ops.layer computes this: a parallel residual, the classes of this file and of
@@ -353,30 +345,6 @@ class Layer(nn.Module):
         if not nn.fuses_as(part, nn.Attention, MLP) or self.is_hooked_at(name):
             return x + self.hook(name, part(*operands))
         return part(*operands, residual=x)
-
-
-def are_plain(*norms: nn.Module) -> bool:
-    """True if one op may compute these norms of one x: no hooks inside, and one eps."""
-    return all(
-        nn.fuses_as(norm, nn.LayerNorm1d)
-        and norm.eps == norms[0].eps
-        and not norm.is_hooked_at("hook_scale", "hook_normalized")
-        for norm in norms
-    )
-
-
-def normed(x: Tensor, *norms: nn.Module) -> tuple:
-    """Return a function for each of one or two norms that gives norm(x), and x for the residual.
-
-    Plain norms are one op, which returns x and sums its gradients; hooks run when the function is
-    called, as do other modules, and norms with a hook inside.
-    """
-    if not are_plain(*norms):
-        return (*(partial(norm, x) for norm in norms), x)
-    op = ops.layer_norm_residual if len(norms) == 1 else ops.layer_norm_pair
-    operands = [p for norm in norms for p in (norm.weight, norm.bias)]
-    *ys, x = op(x, *operands, norms[0].eps)
-    return (*(partial(norm.hook, "hook_out", y) for norm, y in zip(norms, ys)), x)
 
 
 # ---- the model --------------------------------------------------------------------------------

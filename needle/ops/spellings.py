@@ -137,8 +137,6 @@ TABLE = (
     ("l1_loss", "loss.l1_loss", "=", "-", ""),
     ("layer", "layer.layer", "-", "-", ""),
     ("layer_norm", "normalization.layer_norm", "=", "-", ""),
-    ("layer_norm_pair", "normalization.layer_norm_pair", "-", "-", ""),
-    ("layer_norm_residual", "normalization.layer_norm_residual", "-", "-", ""),
     ("le", "pointwise.le", "=", "less_equal", "method constant"),
     ("leaky_relu", "pointwise.leaky_relu", "=", "-", ""),
     ("lerp", "pointwise.lerp", "=", "-", "method"),
