@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from needle import _C
@@ -346,11 +347,9 @@ class AdamW(Optimizer):
             for name, offset in zip(self.flat.names, self.flat.offsets):
                 if offset >= self.flat.decay_size:
                     self._own[name] = {"weight_decay": 0.0}
-        # one flat object: one array each, of the part that is updated here; else one a parameter;
-        # made at the first step
-        self._m: list[NDArray] = []
-        self._v: list[NDArray] = []
-        self._master: list[NDArray | None] = []
+        # By slot: of a flat object one array, of the part that is updated here, else one a
+        # parameter. Made at the first step.
+        self._state: dict[str, list[NDArray | None]] = {}
         self._part: slice | None = None if self.flat is None else slice(0, self.flat.size)
 
     # -- the arrays
@@ -367,41 +366,37 @@ class AdamW(Optimizer):
         assert self.flat is not None and self._part is not None
         if arrays is None and not self._part.start <= part.start <= part.stop <= self._part.stop:
             raise ValueError(f"AdamW.keep: {part} is not within what is kept, {self._part}")
-        if arrays is None and self._m:
+        if arrays is None and self._state:
             at = slice(part.start - self._part.start, part.stop - self._part.start)
             arrays = {slot: array[at].copy() for slot, array in self.kept().items()}
         self._part = part
         if arrays is not None:
-            self._m, self._v = [arrays["m"]], [arrays["v"]]
-            self._master = [arrays.get("master")]
+            self._state = {slot: [arrays.get(slot)] for slot in ("m", "v", "master")}
 
     def kept(self) -> dict[str, NDArray]:
         """The state of the part that is updated here, flat, by slot."""
         self._prepare()
-        slots = {"m": self._m[0], "v": self._v[0], "master": self._master[0]}
-        return {slot: array for slot, array in slots.items() if array is not None}
+        return {slot: one for slot, (one,) in self._state.items() if one is not None}
 
     def _prepare(self) -> None:
-        if self._m:
+        if self._state:
             return
-        moments = [
-            [zeros(data.size, "float32", data.device) for data in self._data()] for _ in range(2)
-        ]
+        data = self._data()
+        m, v = ([zeros(x.size, "float32", x.device) for x in data] for _ in range(2))
         master = [
-            None if data.dtype == "float32" else data.astype("float32").reshape((data.size,))
-            for data in self._data()
+            None if x.dtype == "float32" else x.astype("float32").reshape((x.size,)) for x in data
         ]
-        (self._m, self._v), self._master = moments, master
+        self._state = {"m": m, "v": v, "master": master}
 
     def _arrays(self) -> dict[str, NDArray]:
         self._prepare()
-        if self.flat is not None and self._m[0].size != self.flat.size:
+        if self.flat is not None and self._part != slice(0, self.flat.size):
             raise RuntimeError(
                 "AdamW: the state of the other ranks' parameters is theirs: save within "
                 "DataParallel.whole_optimizer(), and load before DataParallel is made"
             )
         out = {}
-        for slot, arrays in (("m", self._m), ("v", self._v), ("master", self._master)):
+        for slot, arrays in self._state.items():
             for i, (name, p) in enumerate(zip(self.names, self.params)):
                 array = arrays[0] if self.flat is not None else arrays[i]
                 if array is not None:
@@ -448,15 +443,15 @@ class AdamW(Optimizer):
                 if not data.is_compact():
                     data = self.params[i].cached_data = data.compact()
                 data = data.reshape((data.size,))
-            part, master = slice(start, end), self._master[i]
+            part, (m, v, master) = slice(start, end), map(itemgetter(i), self._state.values())
             first = 0 if self._part is None else self._part.start
             kept = slice(start - first, end - first)
             launches.append(
                 (
                     data[part] if master is None else master[kept],
                     grad[part],
-                    self._m[i][kept],
-                    self._v[i][kept],
+                    m[kept],
+                    v[kept],
                     None if master is None else data[part],
                     scale,
                     own.get("lr", self.lr),

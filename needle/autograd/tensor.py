@@ -89,9 +89,6 @@ class Op:
         """True if the gradients that `node` needs read input i. Of an op that reads its inputs."""
         return True
 
-    def __call__(self, *args: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}: subclass TensorOp or TensorTupleOp")
-
     def compute(self, *args: Any) -> Any:
         """The result as an NDArray (or a tuple of them) from the inputs as NDArrays."""
         raise NotImplementedError(f"{type(self).__name__}.compute is not defined")
@@ -342,10 +339,7 @@ class Tensor(Value, Operators["Tensor"]):
         device: Device | str | None = None,
         dtype: str | None = None,
         requires_grad: bool | None = None,
-        **kwargs: Any,
     ) -> None:
-        if kwargs:
-            raise TypeError(f"Tensor: unknown argument {sorted(kwargs)[0]!r}")
         if isinstance(array, Tensor):
             data = _moved(array.cached_data, device, dtype)
         elif isinstance(array, NDArray):

@@ -209,21 +209,16 @@ def ones(
     return full(shape, 1, dtype, device)
 
 
-def broadcast_to(a: NDArray, shape: Sequence[int]) -> NDArray:
-    """A view of `a` stretched to `shape` (stride 0 along the stretched axes).
-
-    >>> x = nd.broadcast_to(nd.array([[1], [2]]), (2, 3))
-    >>> x.shape, x.strides
-    ((2, 3), (1, 0))
-    """
-    return a.broadcast_to(tuple(shape))
-
-
-def reshape(a: NDArray, shape: int | Sequence[int]) -> NDArray:
-    """`a` with another shape of the same size; a view where the strides allow it."""
-    return a.reshape(_shape(shape))
-
-
+broadcast_to = NDArray.broadcast_to
+"""A view of an array stretched to a shape (stride 0 along the stretched axes)."""
+reshape = NDArray.reshape
+"""An array with another shape of the same size; a view where the strides allow it."""
+flip = NDArray.flip
+"""A view of an array with the order of elements along axes reversed."""
+sum = summation = NDArray.sum
+"""The sum over `axis` (None: all)."""
+maximum = _C.maximum
+"""The larger of a and b elementwise, broadcasting; NaN wins, as in NumPy."""
 add = _C.add
 """a + b elementwise, broadcasting."""
 power = _C.power
@@ -238,33 +233,3 @@ tanh = _C.tanh
 """The hyperbolic tangent."""
 sqrt = _C.sqrt
 """The square root."""
-
-
-def maximum(a: NDArray | float, b: NDArray | float) -> NDArray:
-    """The larger of a and b elementwise, broadcasting; NaN wins, as in NumPy.
-
-    >>> print(nd.maximum(nd.array([-1, 5]), 0))
-    [0. 5.]
-    """
-    return _C.maximum(a, b)
-
-
-def sum(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
-    """The sum over `axis` (None: all); the course calls it `summation`, too.
-
-    >>> print(nd.summation(nd.array([[1, 2], [3, 4]]), axis=0, keepdims=True))
-    [[4. 6.]]
-    """
-    return a.sum(axis=axis, keepdims=keepdims)
-
-
-summation = sum
-
-
-def flip(a: NDArray, axes: int | Sequence[int]) -> NDArray:
-    """A view of `a` with the order of elements along `axes` reversed.
-
-    >>> print(nd.flip(nd.array([1, 2, 3]), 0))
-    [3. 2. 1.]
-    """
-    return a.flip(axes)

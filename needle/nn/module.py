@@ -227,9 +227,6 @@ class Module:
         """This module and every one below it, each once."""
         return Parts(module for _, module in self.named_modules())
 
-    def _children(self) -> list[Module]:
-        return [m for _, m in self.named_modules()[1:]]
-
     def train(self: M, mode: bool = True) -> M:
         """Training mode for this module and all below: dropout drops, batch norms look at the
         batch. With `mode` False evaluation mode."""

@@ -267,7 +267,7 @@ def test_attention_layer(causal, device):
 def test_transformer_layer(causal, device):
     np.random.seed(4)
     layer = nn.TransformerLayer(8, 2, 4, 10, dropout=0.0, causal=causal, device=device)
-    attention = next(m for m in layer._children() if isinstance(m, nn.AttentionLayer))
+    attention = next(m for m in layer.modules() if isinstance(m, nn.AttentionLayer))
     weights = {p.shape: p.numpy().astype(float) for p in layer.parameters()}
     x = draw(5, 2, 5, 8)
     y = x + attention_layer(attention, x, causal)
