@@ -252,7 +252,8 @@ class Module:
 
     def named_children(self) -> Parts[tuple[str, Module]]:
         """(name, module) of the modules directly below, also inside dicts, lists and tuples."""
-        return Parts(_members(contents(self), ""))
+        below = _directly_below(contents(self), "")
+        return Parts((name, value) for name, value in below if isinstance(value, Module))
 
     def children(self) -> Parts[Module]:
         """The modules directly below."""
@@ -382,7 +383,7 @@ def _label(module: Module) -> str:
 def _tree(module: Module) -> list[str]:
     """A line for each module below; neighbours that look alike share theirs."""
     blocks: list[tuple[str, str, list[str]]] = []  # first name, last name, lines
-    for name, value in _members(contents(module), ""):
+    for name, value in module.named_children():
         block = [_label(value), *_tree(value)]
         if blocks and blocks[-1][2] == block:
             blocks[-1] = (blocks[-1][0], name, block)
@@ -401,42 +402,36 @@ def contents(module: Module) -> dict[str, Any]:
     return (items if isinstance(items, dict) else {}) | vars(module)
 
 
-def _members(items: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Module]]:
-    """The modules directly below, also inside dicts, lists and tuples."""
-    for key, value in items.items():
+def _directly_below(
+    items: Mapping[str, Any], prefix: str, owner: Module | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of modules and parameters, also inside dicts, lists and tuples, and of
+    the buffers of the owner of these items."""
+    for key, item in items.items():
         name = _join(prefix, str(key))
+        if isinstance(item, (Module, Parameter)):
+            yield name, item
+        elif isinstance(item, Tensor):
+            is_plain = not key.startswith("_") and item.op is None
+            if owner is not None and (is_plain or key in owner._registered):
+                yield name, item
+        elif isinstance(item, dict):
+            yield from _directly_below(item, name)
+        elif isinstance(item, (list, tuple)):
+            yield from _directly_below({str(i): x for i, x in enumerate(item)}, name)
+
+
+def _walk(module: Module, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of every module, parameter and buffer, modules before their content."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield name, module
+    for below, value in _directly_below(contents(module), name, module):
         if isinstance(value, Module):
-            yield name, value
-        elif isinstance(value, dict):
-            yield from _members(value, name)
-        elif isinstance(value, (list, tuple)):
-            yield from _members({str(i): item for i, item in enumerate(value)}, name)
-
-
-def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of every module, parameter and buffer below, modules before their content."""
-    if isinstance(value, Module):
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        yield name, value
-        for key, item in contents(value).items():
-            if _is_buffer(item):
-                is_plain = not key.startswith("_") and item.op is None
-                if is_plain or key in value._registered:
-                    yield _join(name, key), item
-            else:
-                yield from _walk(item, _join(name, key), seen)
-    elif isinstance(value, Parameter):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(item, (Module, Parameter, dict, list, tuple)):
-                yield from _walk(item, _join(name, str(key)), seen)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            if isinstance(item, (Module, Parameter, dict, list, tuple)):
-                yield from _walk(item, _join(name, str(i)), seen)
+            yield from _walk(value, below, seen)
+        else:
+            yield below, value
 
 
 def _join(prefix: str, name: str) -> str:
