@@ -24,7 +24,6 @@ own, and a sum is a new Tensor. One exception, from the course: a backward of a 
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -138,16 +137,13 @@ class _Copy(TensorOp):
 class FusedOp(TensorOp):
     """An op whose forward and backward are kernels, ops of ops.def.
 
-    `compute` may keep arrays for the backward on `self`: each call works on a copy of the op.
+    `compute` may keep arrays for the backward on `self`: make an op for each call.
     Subclasses write `backward(dout, node, into)`. `dout` is the NDArray of the output's gradient in
     the output's dtype. It returns one NDArray or None an input: None where that input needs no
     gradient, and where it has added the gradient into `into[i]` (Accumulators). Weight gradients
     are float32 in models of every dtype. A fused gradient cannot be differentiated again; trying
     raises.
     """
-
-    def __call__(self, *args: Value) -> Tensor:
-        return Tensor.make_from_op(copy.copy(self), args)
 
     def backward(self, dout: Any, node: Any, into: Accumulators) -> Sequence[NDArray | None]:
         raise NotImplementedError(f"{type(self).__name__}.backward is not defined")
