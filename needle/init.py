@@ -336,13 +336,8 @@ def multinomial(probs: Tensor | NDArray, num_samples: int, replacement: bool = F
     [2 2 2 2]
     """
     p = probs.numpy().astype(np.float64)
-    total = p.sum(-1, keepdims=True)
-    if p.ndim not in (1, 2) or not (np.isfinite(p).all() and (p >= 0).all() and (total > 0).all()):
-        raise ValueError(
-            f"multinomial: probs must be (n,) or (rows, n), finite, not negative, with a positive "
-            f"sum a row, but are {p.shape}"
-        )
-    rows = (p / total).reshape(-1, p.shape[-1])
+    with np.errstate(all="ignore"):  # np.random.choice refuses NaN
+        rows = (p / p.sum(-1, keepdims=True)).reshape(-1, p.shape[-1])
     drawn = [np.random.choice(p.shape[-1], num_samples, replacement, row) for row in rows]
     out = np.array(drawn, np.int64).reshape((*p.shape[:-1], num_samples))
     return _tensor(out, probs.device, "int64", False)

@@ -41,7 +41,5 @@ def embedding(ids: Any, w: Tensor) -> Tensor:
     [[4. 5.]
      [0. 1.]]
     """
-    if len(w.shape) != 2:
-        raise ValueError(f"embedding: w must be (V, C), but its shape is {w.shape}")
     shape = tuple(ids.shape) if hasattr(ids, "shape") else np.shape(ids)
     return EmbeddingOp(id_array("embedding", ids, w.device, w.shape[0]), shape)(w)

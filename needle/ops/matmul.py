@@ -11,13 +11,7 @@ from needle.ops.shape import transpose
 
 
 def _product(a: NDArray, b: NDArray) -> NDArray:
-    """a @ b for two axes or more, leading axes broadcast."""
-    if a.ndim < 2 or b.ndim < 2:
-        raise ValueError(
-            f"matmul: both operands need an axis or more, but the shapes are {a.shape} and "
-            f"{b.shape}; * multiplies by a number"
-        )
-    if a.shape[-1] != b.shape[-2]:
+    if a.ndim > 1 and b.ndim > 1 and a.shape[-1] != b.shape[-2]:
         raise ValueError(
             f"matmul: {a.shape} @ {b.shape}: the last axis of a is {a.shape[-1]}, "
             f"but the last but one of b is {b.shape[-2]}"
@@ -125,8 +119,6 @@ def linear_transposed(x: Tensor, w: Tensor) -> Tensor:
     >>> print(ndl.ops.linear_transposed(ndl.ones(1, 2), ndl.Tensor([[1, 2], [3, 4], [5, 6]])))
     [[ 3.  7. 11.]]
     """
-    if w.ndim != 2:
-        raise ValueError(f"linear_transposed: w must be (M, K), but is {w.shape}")
     return LinearTransposedOp()(x, w)
 
 

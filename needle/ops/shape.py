@@ -21,8 +21,6 @@ def _swapped(op: str, shape: tuple[int, ...], axes: Sequence[int]) -> list[int]:
     """Return the order of axes in which two of them are swapped."""
     if len(axes) != 2:
         raise ValueError(f"{op}: axes must be the two to swap, not {axes}; see permute")
-    if len(shape) < 2:
-        raise ValueError(f"{op}: needs two axes or more, but the shape is {shape}")
     order = list(range(len(shape)))
     i, j = (normal_axis(op, axis, len(shape)) for axis in axes)
     order[i], order[j] = j, i

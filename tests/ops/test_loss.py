@@ -109,13 +109,13 @@ def test_no_more_logits_than_a_run(device, monkeypatch):
 
 def test_operands_that_do_not_fit_are_named():
     x, w, t = Tensor(np.ones((3, 4))), Tensor(np.ones((4, 4))), np.zeros(3, np.int32)
-    shapes = r"w must be \([CV], [CV]\) for x \(..., C\)"
     for changed, error, said in (
-        *(({"w": Tensor(np.ones(shape))}, ValueError, shapes) for shape in ((4,), (4, 5, 6))),
-        ({"w": Tensor(np.ones((5, 5)))}, ValueError, shapes),
+        *(
+            ({"w": Tensor(np.ones(shape))}, ValueError, "w must have two axes")
+            for shape in ((4,), (4, 5, 6))
+        ),
         ({"x": x.numpy()}, TypeError, "x must be a Tensor, but is ndarray"),
         ({"w": w.numpy()}, TypeError, "w must be a Tensor, but is ndarray"),
-        ({"w": w.astype("float16")}, TypeError, "w: dtype is float16, but x is float32"),
         ({"targets": [0, None, 1]}, TypeError, "targets must be whole numbers, but are "),
         ({"targets": "abc"}, TypeError, "targets must be whole numbers, but are "),
         ({"targets": [[1], [1, 2]]}, ValueError, "targets: .*inhomogeneous"),
