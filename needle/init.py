@@ -80,12 +80,8 @@ def rand(
     >>> ndl.init.rand(2, 3, low=-1, high=1).shape
     (2, 3)
     """
-    shape = _sizes(shape)
-
-    def draw() -> Any:
-        return np.random.rand(*shape) * (high - low) + low
-
-    return _drawn(draw, shape, device, dtype, requires_grad)
+    shape, width = _sizes(shape), high - low
+    return _drawn(lambda: np.random.rand(*shape) * width + low, shape, device, dtype, requires_grad)
 
 
 def randn(

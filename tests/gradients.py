@@ -435,6 +435,12 @@ GRADIENTS = [
         (MATRIX,),
     ),
     Gradient("to_device", lambda ops, a: ops.to_device(a, a.device), np.array, (MATRIX,)),
+    Gradient(
+        "rotary",
+        lambda ops, x: ops.rotary(x, *tables(3, 2), 2),
+        lambda x: turn(x, 2, 2),
+        (normal(1, 3, 2, 3, 6),),
+    ),
     # Fused: one kernel each way, differentiable once.
     *(
         replace(case, twice=False)
@@ -490,12 +496,6 @@ GRADIENTS = [
                 lambda ops, w: ops.embedding(IDS.astype(np.int32), w),
                 lambda w: w[IDS],
                 (normal(5, 3),),
-            ),
-            Gradient(
-                "rotary",
-                lambda ops, x: ops.rotary(x, *tables(3, 2), 2),
-                lambda x: turn(x, 2, 2),
-                (normal(1, 3, 2, 3, 6),),
             ),
             by_name("attention", attend, *[normal(1, 5, 2, 3)] * 3),
             by_name(

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +40,6 @@ from needle.autograd.graph import (
     checked_order,
     find_topo_sort,
     joins_the_graph,
-    memory_of,
 )
 from needle.autograd.operators import Operators
 from needle.backend_ndarray import given_device, ones, zeros
@@ -324,7 +322,7 @@ class Tensor(Value, Operators["Tensor"]):
     >>> y.backward()
     >>> x.grad
     Tensor([[ 7., 11.],
-            [ 9., 13.]], dtype=float32, device=cpu(), op=EWiseAdd)
+            [ 9., 13.]], dtype=float32, device=cpu(), op=_Copy)
     """
 
     __array_ufunc__ = None  # so that numpy_scalar * tensor comes to Tensor.__rmul__
@@ -493,8 +491,9 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
                 node.grad = None
         for node, grad in _walk(order, [output], [out_grad], leaves if training else order):
             total = _sum(node.grad, grad)
+            if total is grad and node.op is None and isinstance(node, Tensor):
+                total = _Copy()(total)  # memory of its own
             node.grad = _whole(total, node) if isinstance(total, list) else total
-        _separate(order, out_grad)
 
 
 def grad(
@@ -618,19 +617,3 @@ def _give(
             _C.assign(x.grad_buffer, _C.add(x.grad_buffer, grad.cached_data))
         else:
             pending[id(x)] = _sum(pending.get(id(x)), grad)
-
-
-def _separate(order: list[Value], out_grad: Value) -> None:
-    """Copy the gradient of a leaf that shares the memory of another gradient, of the seed or of an
-    array of the graph, or whose elements share theirs."""
-    own = [node for node in order if not node.has_grad_buffer]
-    leaves = [x for x in own if x.op is None and isinstance(x.grad, Tensor)]
-    if not leaves:
-        return
-    graph = ((node, node.operands, node.kept) for node in order)
-    held = Counter(memory_of(out_grad, [node.grad for node in own], graph))
-    for leaf in leaves:
-        (memory,) = memory_of(leaf.grad)
-        if held[memory] > 1 or 0 in leaf.grad.cached_data.strides:
-            leaf.grad = _Copy()(leaf.grad)
-            held[memory] -= 1

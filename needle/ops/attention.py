@@ -15,6 +15,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask, as_block_mask
+from needle.ops.broadcast import differentiable
 
 
 def array_on(x: Any, device: Any) -> NDArray:
@@ -29,24 +30,16 @@ def array_on(x: Any, device: Any) -> NDArray:
 # ---- rotary --------------------------------------------------------------------------------------
 
 
-class Rotary(FusedOp):
-    """Rotate pairs of dims by the angle of their position; the backward rotates the other way."""
+def _rotated(x: NDArray, cos: NDArray, sin: NDArray, parts: int, sign: float) -> NDArray:
+    """Rotate pairs of dims by the angle of their position times `sign`."""
+    y = x.copy()
+    _C.rotary(y, cos, sin, parts, sign)
+    return y
 
-    reads_inputs = reads_result = False
 
-    def __init__(self, cos: NDArray, sin: NDArray, parts: int) -> None:
-        self.cos, self.sin, self.parts = cos, sin, parts
-
-    def compute(self, x: NDArray) -> NDArray:
-        return self._rotated(x, 1.0)
-
-    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> tuple:
-        return (self._rotated(dout, -1.0),)
-
-    def _rotated(self, x: NDArray, sign: float) -> NDArray:
-        y = x.copy()
-        _C.rotary(y, self.cos, self.sin, self.parts, sign)
-        return y
+_rotary = differentiable(
+    "Rotary", _rotated, lambda g, cos, sin, parts, sign: _rotary(g, cos, sin, parts, -sign)
+)
 
 
 def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
@@ -56,7 +49,7 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
     dims (i, i + R), i < R, rotate by the angle of position t; everything else is copied.
     """
     device = x.device
-    return Rotary(array_on(cos, device), array_on(sin, device), parts)(x)
+    return _rotary(x, array_on(cos, device), array_on(sin, device), parts, 1.0)
 
 
 # ---- kernels, dense or by blocks -----------------------------------------------------------------
