@@ -63,10 +63,11 @@ RESULTS = {  # of NDArray's methods, and of the functions, NDArray where nothing
     "bool | int | float": "item",
     "str | None": "reason",
     "NDArray | None": "joined",
+    "NDArray | Flat": "flat",
     "tuple[int, ...]": "shape strides",
     "tuple[int, int]": "__dlpack_device__",
     "dict[str, int]": "limits memory_stats",
-    "dict[str, Any]": "build_info properties",
+    "dict[str, Any]": "__array_interface__ __cuda_array_interface__ build_info properties",
     "list[Device]": "all_devices",
     "Iterator[NDArray]": "__iter__",
     "dict[str, tuple[str, tuple[tuple[str, str, str, str], ...]]]": "table",
@@ -86,6 +87,7 @@ from typing import Any, SupportsIndex, final
 import numpy as np
 from typing_extensions import CapsuleType
 
+from needle.backend_ndarray.array_methods import Flat
 
 Scalar = bool | int | float | np.number | np.bool_
 Operand = NDArray | np.ndarray | list[Any] | Scalar

@@ -52,7 +52,7 @@ def readinto(x):
 WRITES = {
     "setitem": lambda x: x.cached_data.__setitem__((0, 0), 5),
     "fill": lambda x: x.cached_data.fill(1),
-    "flat": lambda x: x.cached_data.flat.__setitem__(0, 3),
+    "flat": lambda x: x.cached_data.permute((1, 0)).flat.__setitem__(0, 3),
     "view": lambda x: x.detach().cached_data[1:].fill(2),
     "operator": lambda x: x.cached_data.__imul__(2),
     "assign": lambda x: _C.assign(x.cached_data, _C.array(1.0)),
@@ -64,6 +64,7 @@ WRITES = {
     ),
     "buffer": readinto,
     "DLPack": lambda x: _C.from_dlpack(x.cached_data),
+    "interface": lambda x: x.cached_data.__array_interface__,
     "data": lambda x: setattr(x, "data", Tensor(np.ones((3, 4)))),
 }
 

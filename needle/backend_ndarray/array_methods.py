@@ -17,9 +17,76 @@ from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
 
 
-def _flat(self: NDArray) -> NDArray:
-    """The elements in C order: a view where the strides allow one, else a copy."""
-    return self.reshape((self.size,))
+class Flat:
+    """The elements of an array in C order, where no strides express it. An integer gives a view;
+    a slice gives a copy, and is copied back when it is assigned."""
+
+    def __init__(self, base: NDArray) -> None:
+        self._base = base
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self._base.size,)
+
+    @property
+    def size(self) -> int:
+        return self._base.size
+
+    @property
+    def dtype(self) -> str:
+        return self._base.dtype
+
+    @property
+    def device(self) -> Device:
+        return self._base.device
+
+    def __len__(self) -> int:
+        return self._base.size
+
+    def _element(self, at: int) -> NDArray:
+        if not -self.size <= at < self.size:
+            raise IndexError(f"index {at} is out of range for flat of size {self.size}")
+        at = at % self.size
+        place = tuple(map(int, np.unravel_index(at, self._base.shape)))
+        return NDArray.__getitem__(self._base, place).reshape((1,))
+
+    def _copy(self) -> NDArray:
+        return self._base.copy().reshape((self.size,))
+
+    def __getitem__(self, key: Any) -> NDArray:
+        return (
+            self._element(operator.index(key)) if hasattr(key, "__index__") else self._copy()[key]
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if hasattr(key, "__index__"):
+            self._element(operator.index(key))[:] = value
+        else:
+            copy = self._copy()
+            copy[key] = value
+            NDArray.__setitem__(self._base, ..., copy.reshape(self._base.shape))
+
+    def numpy(self) -> np.ndarray:
+        """The elements in C order, copied."""
+        return self._base.numpy().reshape(-1)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """NumPy's protocol: ValueError for copy=False, as the elements are gathered."""
+        if copy is False:
+            raise ValueError("__array__: this flat cannot be given without a copy")
+        return np.asarray(self.numpy(), dtype)
+
+    def __repr__(self) -> str:
+        return f"Flat({self.numpy()})"
+
+
+def _flat(self: NDArray) -> NDArray | Flat:
+    """The elements in C order, writable: a 1-D view where the strides allow one."""
+    walked = [(n, step) for n, step in zip(self.shape, self.strides) if n != 1]
+    inner = walked[1:]
+    if self.size and any(step != n * s for (_, step), (n, s) in zip(walked, inner)):
+        return Flat(self)
+    return self.as_strided((self.size,), (walked[-1][1] if walked else 1,))
 
 
 def _array(self: NDArray, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -35,6 +102,35 @@ def _array(self: NDArray, dtype: Any = None, copy: bool | None = None) -> np.nda
     if dtype is not None and np.dtype(dtype) != shared.dtype:
         raise ValueError("__array__: another dtype needs a copy")
     return shared
+
+
+def _interface(self: NDArray, name: str, version: int, on: bool) -> dict[str, Any]:
+    if not on:
+        raise AttributeError(f"{name}: the array is on {self.device}")
+    if self.dtype == "bfloat16":
+        raise AttributeError(f"{name}: bfloat16 has no type code; use DLPack")
+    item = np.dtype(self.dtype)
+    strides = None if self.is_compact() else tuple(item.itemsize * s for s in self.strides)
+    return {
+        "shape": self.shape,
+        "typestr": item.str,
+        "data": (self.data_ptr, False),
+        "strides": strides,
+        "version": version,
+    }
+
+
+def _array_interface(self: NDArray) -> dict[str, Any]:
+    """NumPy's protocol, on the CPU."""
+    return _interface(self, "__array_interface__", 3, self.device.is_host)
+
+
+def _cuda_array_interface(self: NDArray) -> dict[str, Any]:
+    """CUDA's protocol. It names no stream, so the device is waited for."""
+    on = self.device.name == "cuda"
+    if on:
+        self.device.synchronize()
+    return _interface(self, "__cuda_array_interface__", 2, on)
 
 
 def _tolist(self: NDArray) -> Any:
@@ -133,6 +229,8 @@ for _name, _method in {
     "tolist": _tolist,
     "flat": property(_flat),
     "__array__": _array,
+    "__array_interface__": property(_array_interface),
+    "__cuda_array_interface__": property(_cuda_array_interface),
     "__reduce__": _reduce,
     "__contains__": lambda self, element: bool(_C.equal(self, element).sum()),
     "__bool__": lambda self: bool(self.item()),

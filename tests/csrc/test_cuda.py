@@ -161,6 +161,8 @@ def test_tf32_is_off(device):
 
 def test_exchange_and_copies_between_devices(device):
     array = _C.array(np.ones((3, 4)), device=device)
+    facts = array.permute((1, 0)).__cuda_array_interface__
+    assert facts["shape"] == (4, 3) and facts["typestr"] == "<f4" and facts["data"][0] != 0
     assert array.__dlpack_device__()[0] == 2
     again = _C.from_dlpack(array)
     assert again._handle.ptr() == array._handle.ptr() and again.numpy().sum() == 12

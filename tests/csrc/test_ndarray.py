@@ -170,12 +170,30 @@ def test_views_share_memory(device):
     assert array.is_compact() and not array.permute((2, 1, 0)).is_compact()
     array.permute((2, 1, 0))[0, 0, 0] = 99
     assert array.numpy()[0, 0, 0] == 99
-    for x in (array, array.permute((2, 1, 0))):
-        np.testing.assert_array_equal(x.flat.numpy(), x.numpy().reshape(-1))
-    assert shares(array.flat, array)
     padding = ((1, 0), (0, 2), (3, 1))
     view, host = array[::-1, ::2], array.numpy()[::-1, ::2]
     np.testing.assert_array_equal(view.pad(padding).numpy(), np.pad(host, padding))
+
+
+def test_flat_writes_through_and_is_an_array_to_numpy():
+    host, array = pair(3, 4)
+    assert array.flat.shape == (12,) and shares(array.flat, array)
+    array.flat[7] += 2.5
+    host.flat[7] += 2.5
+    turned = array.permute((1, 0)).flat  # elements that no strides reach in this order
+    np.testing.assert_array_equal(turned[-1].numpy(), [host[-1, -1]])
+    np.testing.assert_array_equal(turned[2:5].numpy(), host.T.reshape(-1)[2:5])
+    turned[-2] = 50
+    turned[2:5] = [7, 8, 9]
+    host.T.flat[-2], host.T.flat[2:5] = 50, [7, 8, 9]
+    np.testing.assert_array_equal(array.numpy(), host)
+    for words in ({}, {"copy": True}, {"dtype": np.float64}, {"dtype": int, "copy": True}):
+        made = np.array(turned, **words)
+        np.testing.assert_array_equal(made, host.T.ravel().astype(made.dtype))
+        assert made.dtype == words.get("dtype", np.float32)
+    if int(np.__version__[0]) >= 2:
+        with pytest.raises(ValueError, match="copy"):
+            np.asarray(turned, copy=False)
 
 
 def test_neighbours_in_memory_join():
@@ -457,6 +475,8 @@ def test_exchange_with_numpy():
     np.testing.assert_array_equal(view, array.numpy()[::-1, ::2])
     assert np.asarray(array, dtype=np.float64).dtype == np.float64
     assert not np.shares_memory(np.array(array, copy=True), shared)
+    interface = array.permute((1, 0)).__array_interface__
+    assert interface["shape"] == (4, 3) and interface["typestr"] == "<f4"
     buffer = memoryview(array.permute((1, 0)))
     known = (buffer.shape, buffer.strides, buffer.format, buffer.itemsize)
     assert known == ((4, 3), (4, 16), "f", 4)
