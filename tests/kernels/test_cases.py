@@ -92,14 +92,6 @@ def judged(times, written=0, touched=0, **more) -> Timing:
     return judge(times, clock, written, touched, **more)
 
 
-def test_median_and_quartiles():
-    timing = judged([50.0, 10.0, 20.0, 40.0, 30.0], touched=30_000)
-    assert (timing.lower, timing.median, timing.upper, timing.calls) == (20.0, 30.0, 40.0, 5)
-    assert timing.rate == pytest.approx(1.0) and timing.device_rate == 4000
-    assert timing.valid and timing.hints == () and timing.reason == ""
-    assert judged([7.0]).median == judged([7.0]).upper == 7.0
-
-
 def test_time_that_cannot_be_is_an_error_and_others_get_hints():
     written = timing.L2_BYTES + 5_000_000_000  # 1 ms at 1.25 times 4,000 GB/s, and the cache's
     for us, more, reason, hint in (

@@ -384,6 +384,7 @@ def test_no_process_starts_or_ends_while_a_job_is_timed(pool, monkeypatch):
         while message is not None and message["do"] == "time" and time.monotonic() < end:
             seen.update(spare.is_ready() for spare in device.spares)
             seen.update(one.process.poll() is not None for one in device.dying)
+            device.keeper.submit(device._fill, 0.01).result(60)  # as after the job before
         return ask(self, message, seconds)
 
     ask = process.Process.ask
