@@ -71,12 +71,6 @@ def lay_out(arrays: Iterable[tuple[str, str, Sequence[int], str]]) -> tuple[list
     return places, -(-(end + GUARD) // ALIGN) * ALIGN
 
 
-def bands(places: Sequence[Place], size: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the guard bands: one more than there are arrays."""
-    starts, stops = [place.start for place in places], [place.stop for place in places]
-    return list(zip([0, *stops], [*starts, size]))
-
-
 def fill(memory: np.ndarray) -> None:
     """Fill a buffer ((bytes,) uint8) with a new pattern."""
     units = np.random.default_rng().integers(0xFF81, 0xFFFF, TILE, dtype=np.uint16)
@@ -90,7 +84,8 @@ def fill(memory: np.ndarray) -> None:
 def written_outside(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) -> str:
     """Describe writes beyond an array or into a const one; "" if there are none."""
     found = []
-    for k, (start, stop) in enumerate(bands(places, before.size)):
+    starts, stops = [place.start for place in places], [place.stop for place in places]
+    for k, (start, stop) in enumerate(zip([0, *stops], [*starts, before.size])):
         changed = np.flatnonzero(before[start:stop] != after[start:stop])
         # A band lies after one array and before another: a change belongs to the nearer one.
         middle = (stop - start) // 2 if 0 < k < len(places) else (stop - start) * (k > 0)

@@ -162,7 +162,8 @@ def check(
             bool(cooperative),
         )
         refusals = chain(_shapes(kernel, report), _amounts(kernel, limits, report, held_local))
-        for said in refusals:
+        said = next(refusals, "")
+        if said:
             raise LaunchError(said)
         if count_blocks is None:
             return report
@@ -213,19 +214,19 @@ def _amounts(kernel: Entry, limits: Limits, launch: LaunchReport, held_local: in
     residents = limits.processors * limits.sm_threads
     local, free = residents * kernel.local_bytes, limits.free_bytes + residents * held_local
     clusters, smaller = limits.arch >= CLUSTER_ARCH, "use smaller blocks and more of them"
-    most = "put the largest number into x"
+    (gx, gy, gz), (bx, by, bz) = launch.grid, launch.block
     for what, needed, limit, remedy in (
-        *((f"grid.{a}", n, limit, most) for a, n, limit in zip("xyz", launch.grid, GRID_SIZES)),
-        *(
-            (f"block.{a}", n, limit, smaller)
-            for a, n, limit in zip("xyz", launch.block, BLOCK_SIZES)
-        ),
-        ("threads a block", launch.threads, BLOCK_THREADS, smaller),
+        ("grid.x", gx, GRID_SIZES[0], "let a block do more"),
+        ("grid.y", gy, GRID_SIZES[1], "put the largest number into x"),
+        ("grid.z", gz, GRID_SIZES[2], "put the largest number into x"),
+        ("block.x", bx, BLOCK_SIZES[0], smaller),
+        ("block.y", by, BLOCK_SIZES[1], smaller),
+        ("block.z", bz, BLOCK_SIZES[2], smaller),
         (
             "threads a block",
             launch.threads,
-            kernel.max_threads,
-            f"{smaller}, or raise the __launch_bounds__ of the source",
+            min(kernel.max_threads, BLOCK_THREADS),
+            f"{smaller}, and __launch_bounds__ that allow them, if the source has any",
         ),
         (
             f"registers a block ({kernel.registers} a thread)",

@@ -147,7 +147,8 @@ class Job:
                 first, before = result.outputs, launch
                 result = self.run(launch, self.pool.timeout)
                 result = _compared("trial 0", result, launch, expected, tolerance)
-                deterministic = _same_bits(first, result.outputs)
+                pairs = zip(first, result.outputs)
+                deterministic = all(a.tobytes() == b.tobytes() for a, b in pairs)
             if time and result.status == "ok" and (trial > 0 or trials == 1):
                 warm = not launch.shares_with(before)
                 result = self.time(launch, warm, seconds)
@@ -177,10 +178,6 @@ def _compared(
             return result
         result = replace(result, status="wrong_result", message=wrong)
     return replace(result, message=f"{where}: {result.message}")
-
-
-def _same_bits(ones: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    return all(one.tobytes() == other.tobytes() for one, other in zip(ones, others))
 
 
 class Pool:

@@ -202,12 +202,14 @@ class Device:
         self.keeper.submit(self._fill)
 
     def _fill(self, idle: float = 0.0) -> None:
-        """Start the spares that are missing, if need be once the device is idle for so long."""
+        """Reap what was killed, and start the spares that are missing. idle: seconds to wait, after
+        which the device must be idle."""
         time.sleep(idle)
         with self.changed:
             if idle and self.busy:
                 return
             self._kill(*[spare for spare in self.spares if spare.process.poll() is not None])
+            self.dying = [one for one in self.dying if one.process.poll() is None]
             try:
                 while not (self.lost or self.closed) and len(self.spares) < self.size:
                     self.spares.append(self._new(self.command, None, **VARIABLES))
@@ -232,7 +234,8 @@ class Device:
         for process in [*self.dying]:
             if not ends_within(process.process, REAP_SECONDS):
                 self.lose(f"process {process.pid} outlives SIGKILL on cuda({self.number})")
-        self.dying = [one for one in self.dying if one.process.returncode is None]
+        with self.changed:
+            self.dying = [one for one in self.dying if one.process.poll() is None]
 
     def _starts(self, spare: Process) -> bool:
         """Wait for its first message. One that fails loses the device."""
