@@ -208,7 +208,7 @@ class Launch:
             value = value.array if isinstance(value, InOut) else value
             value = value.array(trial, number) if isinstance(value, Random) else value
             if isinstance(value, Out):
-                given = {"role": "out", "dtype": value.dtype, "shape": value.shape}
+                given: Any = {"role": "out", "dtype": value.dtype, "shape": value.shape}
                 self.written += math.prod(value.shape) * itemsize(value.dtype)
             elif role == "inout" or isinstance(value, (np.ndarray, NDArray)):
                 try:

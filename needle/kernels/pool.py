@@ -402,9 +402,10 @@ class Pool:
             Launch(case)  # TypeError, ValueError
         if not cases:
             raise ValueError("cases: there must be one at least")
-        given = isinstance(reference, Reference) or callable(reference)
-        if not given and len(reference) != len(cases):
-            raise ValueError(f"reference: {len(reference)} for {len(cases)} cases; give one each")
+        if not isinstance(reference, Reference) and not callable(reference):
+            if len(reference) != len(cases):
+                said = f"reference: {len(reference)} for {len(cases)} cases; give one each"
+                raise ValueError(said)
         whole("trials", trials, 1)
         both(tolerance)
         if isinstance(reference, Reference):

@@ -49,7 +49,7 @@ VARIABLES = {
 
 
 def send(connection: Connection, message: Message) -> None:
-    blocks: list[bytes | np.ndarray] = []
+    blocks: list[Any] = []
 
     def place(value: bytes | np.ndarray) -> Message:
         blocks.append(value)

@@ -51,7 +51,9 @@ NUMBERS: dict[str, tuple[str, int, str | None]] = {
 POINTER_BYTES = 8
 ANY_BYTES = "uint8"  # the dtype of arrays of types that needle has no dtype for: structs, double
 # The dtype of arrays of each type, and their alignment. float4 lies on 16 bytes, float3 on 4.
-ELEMENTS = {name: (dtype or ANY_BYTES, size) for name, (_, size, dtype) in NUMBERS.items()}
+ELEMENTS: dict[str, tuple[str | None, int]] = {
+    name: (dtype or ANY_BYTES, size) for name, (_, size, dtype) in NUMBERS.items()
+}
 ELEMENTS |= {
     f"{short}{lanes}": (
         ELEMENTS[name][0],
