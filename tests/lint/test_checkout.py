@@ -33,8 +33,8 @@ def tree(tmp_path):
     """A small project with a Makefile, an app, and a .venv that has nothing, not built."""
     made = Tree(tmp_path / "tree")
     listed = (made.root / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
-    for package in re.findall(r'"needle\.(\w+)"', listed):
-        (made.root / "needle" / package).mkdir(exist_ok=True)
+    for package in re.findall(r'"(needle\.[\w.]+)"', listed):
+        (made.root / package.replace(".", "/")).mkdir(parents=True, exist_ok=True)
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
     made.write("needle/__init__.py", "from needle import core\n\ncore.find()\ncore.load()\n")
