@@ -62,11 +62,12 @@ def described_config(path: Path) -> Config:
 
 
 def has_saved(folder: Path) -> bool | None:
-    """Return whether the run in a folder ever had a checkpoint; without a config.json of a run,
+    """Return whether the run in a folder ever had a checkpoint; without a readable config.json,
     whether it has trained. None if no run has begun there."""
-    has_config = (folder / "config.json").exists()
-    saved = read_description(folder).get("saved") if has_config else None
-    return (bool(read_lines(folder / "metrics.jsonl")) or None) if saved is None else saved
+    try:
+        return bool(read_description(folder)["saved"])
+    except (FileError, KeyError):
+        return bool(read_lines(folder / "metrics.jsonl")) or None
 
 
 class Begun:
@@ -84,8 +85,8 @@ class Begun:
 
 def check_state(checkpoint: Checkpoint | Begun) -> None:
     """Raise CheckpointError for the state of another program, which no run can resume."""
-    needed = ("settings", "data", "fingerprint", "optimizer")
-    missing = [key for key in needed if not checkpoint.state.get(key)]
+    kinds = {"settings": dict, "data": dict, "fingerprint": str, "optimizer": dict}
+    missing = [key for key in kinds if not isinstance(checkpoint.state.get(key), kinds[key])]
     if missing:
         raise CheckpointError(
             f"{checkpoint.path}: not of a run of needle train: it has no {', '.join(missing)}"

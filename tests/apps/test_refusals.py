@@ -181,7 +181,7 @@ def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):
     extra = ("settings", "step", "data", "fingerprint", "schedule")
     kept = {key: Checkpoint(path).state[key] for key in extra}
     for state, said in (
-        ({"settings": {}}, "it has no settings"),
+        ({"settings": 3}, "it has no settings"),
         ({"settings": {"model": "tiny"}}, "batch_size is missing, clip is missing"),
         ({"settings": {**kept["settings"], "colour": "red"}}, "colour is unknown"),
         ({"data": {"epoch": 0, "batch": 10**8}}, "no position epoch 0, batch 100000000"),

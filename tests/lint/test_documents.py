@@ -179,7 +179,7 @@ def test_the_command_lists_and_runs_its_programs(tmp_path):
         "needle: no command 'trian'; there is train (needle --help)\n"
     )
     missing = run(*command, "plot", tmp_path / "x")
-    assert missing.returncode == 1 and f"{tmp_path / 'x'}: no such folder" in missing.stderr
+    assert missing.returncode == 1 and f"{tmp_path / 'x'}: no step yet" in missing.stderr
     version = run(*command, "--version").stdout
     assert version == f"needle {needle.__version__}\n"
 
