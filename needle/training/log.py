@@ -119,16 +119,18 @@ class RunLog:
         self, step: int, losses: Sequence[NDArray], norm: NDArray, lr: float, where: str
     ) -> None:
         """Take a step that the device still computes, and write the line of the step before it."""
-        before = self._pending
-        self._pending = {
+        queued = {
             "step": step,
             "losses": [_C.AsyncCopy(loss) for loss in losses],
             "norm": _C.AsyncCopy(norm),
             "lr": lr,
             "where": where,
         }
-        if before is not None:
-            self._write(before)
+        try:
+            if self._pending is not None:
+                self.finish()
+        finally:
+            self._pending = queued
         if self._device.is_host:
             self.wait()
 
@@ -138,9 +140,7 @@ class RunLog:
 
     def wait(self) -> None:
         """Wait for the queued step. Raise NotFinite, which names step and batch."""
-        self._wait(self._pending)
-
-    def _wait(self, step: dict) -> None:
+        step = self._pending
         if "loss" in step:
             return
         values = [float(loss.wait()) for loss in step["losses"]]
@@ -165,10 +165,6 @@ class RunLog:
         """Write the line of the queued step, with the results of an evaluation after it."""
         self.wait()
         step, self._pending = self._pending, None
-        self._write(step, **evaluated)
-
-    def _write(self, step: dict, **evaluated: float) -> None:
-        self._wait(step)
         if self.path is None:
             return
         line = {
