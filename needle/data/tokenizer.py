@@ -161,12 +161,8 @@ def files_in(folder: Path, tokenizer: str = "tokenizer.json") -> dict[str, str]:
         path = folder / (tokenizer if name == "tokenizer.json" else name)
         if not path.exists():
             continue
-        with reading(path) as file:
-            content = file.read()
-        try:
-            found[name] = content.decode()
-        except UnicodeDecodeError as error:
-            raise FileError(f"{path}: not UTF-8: {error}") from error
+        with reading(path) as file:  # bytes that are no UTF-8 make it none to what parses it
+            found[name] = file.read().decode(errors="surrogateescape")
         if name in NAMING:
             read_json(path)
     with contextlib.suppress(FileError):  # a file of this name may be anyone's
