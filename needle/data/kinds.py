@@ -149,13 +149,13 @@ def kind_of(path: Path, field: str = "text") -> str:
         start += file.read(HEAD)
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
     lines = [line for line in text.split("\n") if line.strip()][:2]
-    objects = [json_object(line) for line in lines]
-    if any(field in found for found in objects):
+    if any(isinstance(found := json_value(line), dict) and field in found for line in lines):
         return LINES
     if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in text.replace(" ", ""):
         return LINES  # of which the first goes on
-    first = json_object(text.lstrip("[ \t\r\n"), more=True)
-    return JSON if first or isinstance(json_value(text), list) else TEXT
+    first = json_value(text.lstrip("[ \t\r\n"), more=True)
+    has_object = isinstance(first, dict) and first != {}
+    return JSON if has_object or isinstance(json_value(text), list) else TEXT
 
 
 def json_value(text: str, more: bool = False) -> Any:
@@ -164,9 +164,3 @@ def json_value(text: str, more: bool = False) -> Any:
         return json.JSONDecoder().raw_decode(text)[0] if more else json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def json_object(text: str, more: bool = False) -> dict:
-    """The same where it is an object, else an empty one."""
-    value = json_value(text, more)
-    return value if isinstance(value, dict) else {}
