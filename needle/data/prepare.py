@@ -8,23 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from needle.data import megatron
-from needle.data.kinds import files_at
+from needle.data.readers import matching
 from needle.data.text import check_json, documents, encode, shown
 from needle.data.tokenizer import id_limit, load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import named, replacing
-
-
-def input_files(inputs: Sequence[str], field: str) -> list[Path]:
-    """The files that the command line names: files, folders, patterns; in that order."""
-    files = []
-    for name in inputs:
-        found = files_at(named(name))
-        if not found:
-            raise DataError(f"{name}: no such file, and no file matches it")
-        check_json(found, field)
-        files += found
-    return files
 
 
 def prepare(
@@ -41,7 +29,11 @@ def prepare(
     DataError, also where OUT is there already."""
     prefix = named(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
-    files = input_files(inputs, field)
+    files: list[Path] = []
+    for name in inputs:
+        found = matching(named(name))
+        check_json(found, field)
+        files += found
     for made in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if made.exists():
             raise DataError(f"{made}: exists already; remove it, or choose another --out")

@@ -40,7 +40,7 @@ def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
     for files, out, error, code, said in (
         (inputs[1:], "new/folders/x", None, 1, "x.idx: exists already; remove it, or choose"),
         (inputs, "train", None, 1, "train.bin: exists already"),
-        ([missing], "y", None, 1, "no file matches"),
+        ([missing], "y", None, 1, "no such file or folder"),
         ([blank], "y", None, 1, "blank.txt: not text: empty, not UTF-8"),
         (inputs, "y", OSError(28, "No space left on device"), 1, "written: No space left"),
         (inputs, "y", KeyboardInterrupt(), 130, "needle data: interrupted\n"),
