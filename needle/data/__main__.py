@@ -11,9 +11,9 @@ import numpy as np
 
 from needle.command import Parser, reporting, whole, wrapped
 from needle.data.prepare import prepare
-from needle.data.readers import matching, open_tokens
+from needle.data.readers import open_tokens, text_files
 from needle.data.runs import open_run_data
-from needle.data.text import check_json, documents, text_kind
+from needle.data.text import documents, text_kind
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import Documents, FlatTokens, to_ids
 from needle.files import naming, printable
@@ -96,8 +96,7 @@ def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
 
 
 def show_text(path: Path) -> None:
-    files, count, size = matching(path), 0, 0
-    check_json(files)
+    files, count, size = text_files(path), 0, 0
     for text, last in documents(files):
         count, size = count + last, size + len(text.encode())
     text = (

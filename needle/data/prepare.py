@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from needle.data import megatron
-from needle.data.readers import matching
-from needle.data.text import check_json, documents, encode, shown
+from needle.data.readers import text_files
+from needle.data.text import documents, encode, shown
 from needle.data.tokenizer import id_limit, load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import named, replacing
@@ -29,11 +29,7 @@ def prepare(
     DataError, also where OUT is there already."""
     prefix = named(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
-    files: list[Path] = []
-    for name in inputs:
-        found = matching(named(name))
-        check_json(found, field)
-        files += found
+    files = [file for name in inputs for file in text_files(named(name), field)]
     for made in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if made.exists():
             raise DataError(f"{made}: exists already; remove it, or choose another --out")

@@ -8,8 +8,8 @@ import numpy as np
 
 from needle.data import megatron
 from needle.data.edited import borders_of
-from needle.data.readers import matching, open_tokens
-from needle.data.text import check_json, documents, encode
+from needle.data.readers import open_tokens, text_files
+from needle.data.text import documents, encode
 from needle.data.tokenizer import Tokenizer
 from needle.data.tokens import DataError, FlatTokens, to_ids
 
@@ -34,10 +34,8 @@ def read_probe(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list
 def _read_text(path: Path, tokenizer: Tokenizer | None) -> list[np.ndarray]:
     if tokenizer is None:
         raise DataError(f"{path}: is text, and the run has no tokenizer: give files of tokens")
-    files = matching(path)
-    check_json(files)
     texts, parts = [], []
-    for ids, last in encode(tokenizer, documents(files), np.dtype("<i4")):
+    for ids, last in encode(tokenizer, documents(text_files(path)), np.dtype("<i4")):
         parts.append(ids)
         if last:
             texts.append(np.concatenate(parts))

@@ -26,8 +26,8 @@ import numpy as np
 from needle.data import megatron
 from needle.data.cache import HELD_OUT, cached_text
 from needle.data.identity import content_hash
-from needle.data.kinds import FLAT, NPY, files_at, kind_of
-from needle.data.text import check_json, standard_library, text_kind
+from needle.data.kinds import FLAT, JSON, NPY, files_at, kind_of
+from needle.data.text import standard_library, text_kind
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, map_part
 from needle.files import MissingFileError, named
@@ -83,8 +83,7 @@ def open_data(
     if data is None:
         source, files = "sources of the Python standard library", standard_library()
     else:
-        source, files = os.fspath(data), matching(Path(data))
-        check_json(files)
+        source, files = os.fspath(data), text_files(Path(data))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     (train, held_out), tokenizer, facts = cached_text(files, source, given, vocab_size)
     counts = f"{facts['documents']:,} documents, {facts['tokens']:,} tokens"
@@ -96,6 +95,19 @@ def matching(path: Path) -> list[Path]:
     files = files_at(path)
     if not files:
         raise MissingFileError(f"{path}: no such file or folder, or an empty one; {TAKES}")
+    return files
+
+
+def text_files(path: Path, field: str = "text") -> list[Path]:
+    """The same of text. DataError for a file of JSON that was named itself and is not one object a
+    line. Among others such a file is a text."""
+    files = matching(path)
+    if len(files) == 1 and kind_of(files[0], field) == JSON:
+        raise DataError(
+            f"{files[0]}: JSON, but not one object a line with a string `{field}`, as needle reads "
+            "it: jq -c '.[]' of an array, or jq -c . of objects, writes lines, and `needle data "
+            "prepare --field` names another string"
+        )
     return files
 
 

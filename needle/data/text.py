@@ -170,17 +170,6 @@ def shown(chunks: Iterable[Chunk], doing: str) -> Iterator[Chunk]:
         bar.close()
 
 
-def check_json(files: Sequence[Path], field: str = "text") -> None:
-    """DataError for a file of JSON that was named itself and is not one object a line. Among others
-    such a file is a text."""
-    if len(files) == 1 and kind_of(files[0], field) == JSON:
-        raise DataError(
-            f"{files[0]}: JSON, but not one object a line with a string `{field}`, as needle reads "
-            "it: jq -c '.[]' of an array, or jq -c . of objects, writes lines, and `needle data "
-            "prepare --field` names another string"
-        )
-
-
 def text_kind(files: Sequence[Path]) -> str:
     kinds = [kind_of(file) for file in files]
     if {*kinds} == {LINES}:
