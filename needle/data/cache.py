@@ -52,9 +52,9 @@ def cached_text(
     and tokens. They are made where the cache has none. tokenizer: None trains one of `vocab_size`
     tokens."""
     made_by = f"{vocab_size}" if tokenizer is None else [tokenizer.to_str(), tokenizer.eos_token_id]
-    parts, written = [map_part(file, "u1") for file in files], _written(files)
-    kinds = [[kind_of(file), len(part.ids)] for file, part in zip(files, parts)]
-    content = content_hash(parts)
+    states = _states(files)
+    kinds = [[kind_of(file), size] for file, (size, _) in zip(files, states)]
+    content = content_hash([(file, 0, size) for file, (size, _) in zip(files, states)])
     known = [FORMAT, tokenizers_package().__version__, made_by, kinds, content]
     name = f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}"
     folder = cache_dir() / name
@@ -66,7 +66,7 @@ def cached_text(
                 work = Path(made) / "text"
                 work.mkdir()
                 _tokenise(files, tokenizer, vocab_size, work)
-                if _written(files) != written:
+                if _states(files) != states:
                     raise DataError(f"{source}: changed while it was read: start again")
                 with contextlib.suppress(OSError):  # another process was faster
                     os.rename(work, folder)
@@ -82,8 +82,9 @@ def cached_text(
     return [FlatTokens([part]) for part in parts], found, facts
 
 
-def _written(files: Sequence[Path]) -> list[int]:
-    return [os.stat(file).st_mtime_ns for file in files]
+def _states(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """The size of each file, and when it was written."""
+    return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
 
 
 def _tokenise(

@@ -12,30 +12,38 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
-from needle.data.tokens import FlatTokens, Part
+from needle.data.tokens import map_part
 
 ALL = 1 << 33  # bytes up to which all are hashed
 BLOCK = 1 << 26
 SAMPLES, SAMPLE = 4096, 1 << 20
 SAMPLED = "sampled-"  # before a hash of blocks
+Stretch = tuple[Path, int, int]  # a file, the first byte of it, how many
 
 
-def content_hash(parts: Sequence[Part]) -> str:
-    """The hash of the bytes of mapped parts, one after the other, however many files hold them."""
-    content = FlatTokens([part._replace(ids=part.ids.view(np.uint8)) for part in parts])
-    if len(content) <= ALL:
-        starts, length, kind = range(0, len(content), BLOCK), BLOCK, ""
+def content_hash(stretches: Sequence[Stretch]) -> str:
+    """The hash of the bytes one after the other, however many files hold them. Each file is mapped
+    for as long as it is read, since there may be more of them than a process can hold open."""
+    ends = np.cumsum([size for _, _, size in stretches])
+    total = int(ends[-1])
+    if total <= ALL:
+        starts, length, kind = range(0, total, BLOCK), BLOCK, ""
     else:
-        starts = np.linspace(0, len(content) - SAMPLE, SAMPLES).astype(np.int64).tolist()
+        starts = np.linspace(0, total - SAMPLE, SAMPLES).astype(np.int64).tolist()
         length, kind = SAMPLE, SAMPLED
 
     def digest(start: int) -> bytes:
-        found = hashlib.sha256()
-        for part in content.within(start, min(start + length, len(content))):
-            found.update(part.ids)
+        found, stop = hashlib.sha256(), min(start + length, total)
+        index = int(np.searchsorted(ends, start, side="right"))
+        while start < stop:
+            end, (path, first, size) = min(stop, int(ends[index])), stretches[index]
+            at = first + start - int(ends[index]) + size
+            found.update(map_part(path, "u1", at, end - start).ids)
+            start, index = end, index + 1
         return found.digest()
 
     with ThreadPoolExecutor() as pool:

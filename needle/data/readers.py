@@ -55,7 +55,8 @@ class TokenData:
         shape = hashlib.sha256(known.encode())
         if isinstance(self.train, Documents):
             shape.update(self.train.sizes)
-        content = content_hash(self.train.parts + self.held_out.parts)
+        parts = self.train.parts + self.held_out.parts
+        content = content_hash([(part.path, part.offset, part.ids.nbytes) for part in parts])
         return f"{shape.hexdigest()[:16]}-{content}"
 
     @property

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import resource
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,6 @@ from harness import naming, overwrite
 from token_files import IDS, write_megatron
 
 from needle.data import DataError, cache, identity, open_data
-from needle.data.tokens import map_part
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +58,11 @@ def test_fingerprint_sees_one_byte_in_place_and_borders_of_documents(tmp_path):
 
 def test_hash_is_of_all_bytes_or_of_blocks_spread_evenly(tmp_path, monkeypatch):
     """Of all bytes in blocks, or above a size of a number of blocks."""
-    content, cuts, parts = os.urandom(2000), [0, 3, 3, 1000, 2000], []
+    content, cuts, stretches = os.urandom(2000), [0, 3, 3, 1000, 2000], []
     for number, (low, high) in enumerate(zip(cuts, cuts[1:])):
         path = tmp_path / str(number)
         path.write_bytes(b"head" + content[low:high] + b"tail")
-        parts.append(map_part(path, "u1", 4, high - low))
+        stretches.append((path, 4, high - low))
 
     def expected(starts, length):
         blocks = (content[start : start + length] for start in starts)
@@ -74,10 +74,23 @@ def test_hash_is_of_all_bytes_or_of_blocks_spread_evenly(tmp_path, monkeypatch):
     for block in 1, 7, 2000, 1 << 26:
         monkeypatch.setattr(identity, "BLOCK", block)
         monkeypatch.setattr(identity, "ALL", 2000)
-        assert identity.content_hash(parts) == expected(range(0, 2000, block), block)
+        assert identity.content_hash(stretches) == expected(range(0, 2000, block), block)
         monkeypatch.setattr(identity, "ALL", 1999)
         sampled = expected([1970 * number // 4 for number in range(5)], 30)
-        assert identity.content_hash(parts) == f"sampled-{sampled}"
+        assert identity.content_hash(stretches) == f"sampled-{sampled}"
+
+
+def test_text_may_be_in_more_files_than_a_process_can_open(tmp_path, tokenizer):
+    (tmp_path / "t").mkdir()
+    for number in range(300):
+        (tmp_path / "t" / f"{number:03}.txt").write_text(f"one {number}\n")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        data = open_data(tmp_path / "t", tokenizer)
+        assert "300 documents" in data.source and data.fingerprint
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # ---- the cache of text -------------------------------------------------------------------------
