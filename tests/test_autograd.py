@@ -167,22 +167,6 @@ def test_gradients_count_as_zeros_after_reset_grad(device):
     close(module.weight.grad.numpy(), expected, 1e-5)
 
 
-def test_stable_far_out(device):
-    x = Tensor(
-        np.array([[1e10, 1e9, -1e10], [1e10, 1e10, 0], [-1e10, -1e10, -1e10]]), device=device
-    )
-    y = ops.logsumexp(x, axes=1)
-    np.testing.assert_allclose(y.numpy(), [1e10, 1e10, -1e10], rtol=1e-6)
-    y.backward()
-    np.testing.assert_allclose(
-        x.grad.numpy(), [[1, 0, 0], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3]], rtol=1e-6, atol=0
-    )
-    z = ops.logsoftmax(x)
-    np.testing.assert_allclose(z.numpy()[1, :2], np.log([0.5, 0.5]), rtol=1e-6)
-    z.backward()
-    assert np.isfinite(x.grad.numpy()).all()
-
-
 # ---- bookkeeping ---------------------------------------------------------------------------------
 
 
@@ -316,14 +300,6 @@ def test_a_deep_graph():
     np.testing.assert_array_equal(x.grad.numpy(), [1])
     del y
     gc.collect()
-
-
-def test_find_topo_sort():
-    a, b = Tensor([1.0]), Tensor([2.0])
-    c = a * b
-    d = c + a
-    order = ndl.autograd.find_topo_sort([d])
-    assert [id(n) for n in order] == [id(n) for n in (a, b, c, d)]
 
 
 def test_no_grad():
