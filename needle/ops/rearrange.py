@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import Axes, full
-from needle.ops.broadcast import astype, broadcast_to, reshape, summation
+from needle.ops.broadcast import broadcast_to, reshape, summation
 from needle.ops.common import axes_or_dim, const, normal_axes, normal_axis
-from needle.ops.elementwise import add, where
-from needle.ops.indexing import get_item, index_select, place_item
+from needle.ops.elementwise import where
+from needle.ops.indexing import get_item, index_select
 from needle.ops.select import set_item
 from needle.ops.shape import concatenate, moveaxis, permute, split_sizes
 
@@ -123,12 +122,9 @@ def pad(a: Tensor, widths: Any, value: float = 0) -> Tensor:
         raise ValueError(f"pad: widths must be 0 or more, but are {widths}")
     shape = tuple(n + before + after for n, (before, after) in zip(a.shape, pairs))
     inner = tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, pairs))
-    out = place_item(a, inner, shape)
-    if value == 0:
-        return out
-    border = full(shape, value, a.dtype, a.device)
-    border[inner] = _C.empty(a.shape, a.dtype, a.device) if a.size == 0 else 0
-    return astype(add(out, const(border)), a.dtype)
+    out = const(full(shape, value, a.dtype, a.device))
+    set_item(out, inner, a)
+    return out
 
 
 def _triangle(op: str, a: Tensor, k: int) -> np.ndarray:

@@ -32,6 +32,7 @@ from needle.ops.indexing import (
     select_places,
     view_at,
 )
+from needle.ops.shape import stack
 
 
 def _check_shape(op: str, shape: tuple[int, ...], axis: int, index: NDArray) -> None:
@@ -148,12 +149,8 @@ def nonzero(a: Tensor, as_tuple: bool = True) -> Any:
     [0 1] [1 0]
     """
     places = nonzero_places(a.cached_data)
-    if as_tuple:
-        return tuple(map(const, places))
-    together = _C.empty((places[0].size, a.ndim), "int64", a.device)
-    for i, array in enumerate(places):
-        _C.assign(together[:, i : i + 1], array.reshape((array.size, 1)))
-    return const(together)
+    columns = tuple(map(const, places))
+    return columns if as_tuple else stack(columns, 1)
 
 
 def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:

@@ -479,7 +479,7 @@ def test_wrong_sizes_are_named(made, error, said):
 
 
 def test_step_of_a_layer_takes_few_python_calls():
-    """At most 180 in each step and 25 more a layer: the host must keep up with a GPU."""
+    """At most 150 in each step and 22 more a layer: the host must keep up with a GPU."""
 
     def calls(layers):
         config = PythiaConfig(
@@ -499,4 +499,4 @@ def test_step_of_a_layer_takes_few_python_calls():
 
     one, three = calls(1), calls(3)
     layer = (three - one) / 2
-    assert layer <= 25 and one - layer <= 180
+    assert layer <= 22 and one - layer <= 150

@@ -107,7 +107,7 @@ def test_einsum_is_numpys():
 def test_assignment_is_numpys(device):
     for index in (
         0, (1, 2), slice(None, None, -2), (..., slice(1, 3)), np.arange(15).reshape(3, 5) % 2 == 0,
-        ([0, 2], [1, 4]), np.array([True, False, True]), (slice(None), [3, 0]), [2, 0, 2],
+        ([0, 2], [1, 4]), np.array([True, False, True]), (slice(None), [3, 0]), [2, 0, 2], [1, -2],
         (slice(1, 3), [1, -1, 1, 1]), ([[0, 1], [2, 0]], [[4, 4], [0, 4]]), [],
     ):  # fmt: skip
         for dtype in ("float32", "int32", "bfloat16"):
