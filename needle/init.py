@@ -151,63 +151,34 @@ def manual_seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def ones(
-    *shape: int | Sequence[int],
-    device: Device | str | None = None,
-    dtype: str = "float32",
-    requires_grad: bool = False,
-) -> Tensor:
+def ones(*shape: int | Sequence[int], **place: Any) -> Tensor:
     """Every element 1."""
-    return constant(*shape, c=1, device=device, dtype=dtype, requires_grad=requires_grad)
+    return constant(*shape, c=1, **place)
 
 
-def zeros(
-    *shape: int | Sequence[int],
-    device: Device | str | None = None,
-    dtype: str = "float32",
-    requires_grad: bool = False,
-) -> Tensor:
+def zeros(*shape: int | Sequence[int], **place: Any) -> Tensor:
     """Every element 0."""
-    return constant(*shape, c=0, device=device, dtype=dtype, requires_grad=requires_grad)
+    return constant(*shape, c=0, **place)
 
 
-def zeros_like(
-    array: Tensor | NDArray,
-    *,
-    dtype: str | None = None,
-    device: Device | str | None = None,
-    requires_grad: bool = False,
-) -> Tensor:
+def zeros_like(array: Tensor | NDArray, **place: Any) -> Tensor:
     """Zeros of the shape, dtype and device of `array`, unless another is given.
 
     >>> print(ndl.init.zeros_like(ndl.Tensor([1, 2])))
     [0. 0.]
     """
-    return full_like(array, 0, dtype=dtype, device=device, requires_grad=requires_grad)
+    return full_like(array, 0, **place)
 
 
-def ones_like(
-    array: Tensor | NDArray,
-    *,
-    dtype: str | None = None,
-    device: Device | str | None = None,
-    requires_grad: bool = False,
-) -> Tensor:
+def ones_like(array: Tensor | NDArray, **place: Any) -> Tensor:
     """Ones of the shape, dtype and device of `array`, unless another is given."""
-    return full_like(array, 1, dtype=dtype, device=device, requires_grad=requires_grad)
+    return full_like(array, 1, **place)
 
 
-def full_like(
-    array: Tensor | NDArray,
-    fill_value: float,
-    *,
-    dtype: str | None = None,
-    device: Device | str | None = None,
-    requires_grad: bool = False,
-) -> Tensor:
+def full_like(array: Tensor | NDArray, fill_value: float, **place: Any) -> Tensor:
     """`fill_value` in the shape, dtype and device of `array`, unless another is given."""
-    device, dtype = array.device if device is None else device, dtype or array.dtype
-    return full(array.shape, fill_value, device=device, dtype=dtype, requires_grad=requires_grad)
+    given = {name: value for name, value in place.items() if value is not None}
+    return full(array.shape, fill_value, **{"device": array.device, "dtype": array.dtype, **given})
 
 
 def rand_like(array: Tensor | NDArray, *, dtype: str | None = None) -> Tensor:
@@ -258,17 +229,9 @@ def arange(
     return _tensor(values, device, kind if dtype is None else dtype, requires_grad)
 
 
-def full(
-    shape: int | Sequence[int],
-    fill_value: float,
-    *,
-    device: Device | str | None = None,
-    dtype: str = "float32",
-    requires_grad: bool = False,
-) -> Tensor:
+def full(shape: int | Sequence[int], fill_value: float, **place: Any) -> Tensor:
     """Every element `fill_value`."""
-    sizes = (shape,) if isinstance(shape, int) else shape
-    return constant(*sizes, c=fill_value, device=device, dtype=dtype, requires_grad=requires_grad)
+    return constant(*((shape,) if isinstance(shape, int) else shape), c=fill_value, **place)
 
 
 def eye(
