@@ -16,7 +16,7 @@ from needle.data.runs import open_run_data
 from needle.data.text import documents, text_kind
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import Documents, FlatTokens, to_ids
-from needle.files import naming, printable
+from needle.files import named, naming, printable
 from needle.processes import program
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
@@ -110,7 +110,7 @@ def show_text(path: Path) -> None:
 
 
 def show_step(args: argparse.Namespace) -> None:
-    data, batches, settings = open_run_data(args.run)
+    data, batches, settings = open_run_data(named(args.run))
     if args.tokenizer is not None:
         data.tokenizer = load_tokenizer(args.tokenizer)
     accumulate = settings["micro_batches"]

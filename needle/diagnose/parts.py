@@ -3,7 +3,6 @@ what it tried last."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import select
@@ -20,9 +19,10 @@ from needle.diagnose import report
 from needle.diagnose.report import FAILED, RESULT, TRYING, failure
 from needle.processes import ends_within, signal_group, signal_name, start
 
-# `-c` puts the current folder first on the path; needle's own takes its place.
+# `-c` puts the current folder first on the path: that of a checkout takes its place, or none.
+ROOT = str(Path(__file__).parents[2])
 CODE = (
-    f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}; "
+    f"import sys; sys.path[:1] = [] if {ROOT!r} in sys.path else [{ROOT!r}]; "
     "from needle.diagnose.parts import child; child(*sys.argv[1:])"
 )
 KILL_SECONDS = 2.0  # for a process to be gone
@@ -34,8 +34,12 @@ SEE = "see the lines above, and docs/troubleshooting.md"
 
 def child(label: str, part: str, *words: str) -> None:
     """Run a part in this process, and end it."""
+    from needle.diagnose import device, facts, folder, gpus, ranks, server
+
+    parts = {"device": device, "facts": facts, "folder": folder}
+    parts |= {"gpus": gpus, "ranks": ranks, "server": server}
     try:
-        importlib.import_module(f"needle.diagnose.{part}").examine(*words)
+        parts[part].examine(*words)
     except Exception as error:
         if not isinstance(error, EXPECTED):
             traceback.print_exc()

@@ -12,14 +12,14 @@ from pathlib import Path
 from needle import hf
 from needle.backend_ndarray import choose_device, cpu
 from needle.command import Parser, flag_words, path, reporting
-from needle.data import DataError
+from needle.data import DataError, load_tokenizer
 from needle.data.readers import matching
 from needle.files import described, printable, read_toml, replace_text
 from needle.processes import program
 from needle.training.folder import Begun, read_description
 from needle.training.replay.proofs import git, is_proof, parsed, read_manifest
 from needle.training.replay.replays import finish, whole_steps
-from needle.training.run import is_text, known_ids, model_config
+from needle.training.run import is_text, model_config
 from needle.training.saved_run import SavedRun, open_run
 from needle.training.settings import check_new, complete, located, option, parse, resumed
 
@@ -52,7 +52,8 @@ def check(name: str, flags: list[str], out: Path) -> int:
     settings = complete(given, not choose_device(given.device).is_host, given.gpus or 1)
     if given.init is None:
         model_config(settings)
-    known_ids(settings)
+    if settings.tokenizer is not None:
+        load_tokenizer(settings.tokenizer)
     if given.data is not None and is_text(given.data):
         matching(Path(given.data))
     if (folder / "config.json").exists():
