@@ -7,6 +7,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,9 +29,10 @@ def examine(url: str) -> None:
         token = Path(path).read_text().strip()
     connection = KINDS[parts.scheme](parts.hostname, parts.port, timeout=SECONDS)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    connection.request("GET", parts.path, headers=headers)
-    answer = connection.getresponse()
-    body = answer.read(1 << 20)
+    with closing(connection):
+        connection.request("GET", parts.path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read(1 << 20)
     text = f"{parts.geturl()} answers HTTP {answer.status}: {body.decode(errors='replace').strip()}"
     if answer.status == 200 and json.loads(body)["status"] == "ok":
         show("server", f"ok: {text}")

@@ -23,9 +23,11 @@ def service(answer: bytes | None):
         with contextlib.suppress(OSError):  # the socket is closed
             while True:
                 one, _ = listener.accept()
-                seen.append(one.recv(4096).decode())
-                if answer is not None:
-                    with one:
+                with one:
+                    seen.append(one.recv(4096).decode())
+                    if answer is None:
+                        one.recv(1)  # until the other side gives up
+                    else:
                         one.sendall(b"HTTP/1.1 " + answer)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -349,7 +349,10 @@ def test_rank_0_listens_on_loopback_if_all_ranks_are_local(start, local):
     knock(port, b"")[0].close()
     for other in ["127.0.0.2", "::1"][: 1 + socket.has_dualstack_ipv6()]:
         reach = functools.partial(socket.create_connection, (other, port), 5)
-        assert _connected(reach, []) != local
+        opened: list[socket.socket] = []
+        assert _connected(reach, opened) != local
+        for one in opened:
+            one.close()
     [second] = start(body, 2, ranks=(1,), port=port)
     assert second.end() == met(2)
     assert first.end()[1:] == (met(2)[1], "" if local else control.NO_KEY + "\n")
