@@ -223,8 +223,7 @@ def restored(
 
 
 def check(settings: Settings, config: models.Config, device: Device) -> None:
-    """Raise ValueError for what the schedule, the model or the device cannot do."""
-    schedule_of(settings)
+    """Raise ValueError for what the model or the device cannot do."""
     model = config.meta_model(device)
     if settings.recompute and model.recompute is None:
         raise ValueError(f"--recompute: a {type(model).__name__} cannot compute layers again")

@@ -216,8 +216,12 @@ class Lock:
 
 
 def settings_file(name: str) -> Path:
-    """Return the path of a file in the user's folder of settings, $XDG_CONFIG_HOME or ~/.config."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "needle", name)
+    """Return the path of a file in the user's folder of settings, $XDG_CONFIG_HOME or ~/.config.
+    FileError for a user without a home."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    if base.startswith("~"):
+        raise FileError(f"{name}: this user has no home: set HOME or XDG_CONFIG_HOME to a folder")
+    return Path(base, "needle", name)
 
 
 def read_secret(path: Path, noun: str) -> str:

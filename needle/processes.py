@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import io
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -127,6 +128,8 @@ def program(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        if not _output_is_closed():  # it was another pipe
+            raise
         silence()
         return EXIT_CLOSED_PIPE
 
@@ -138,6 +141,13 @@ def command_line(word: str, *program: str) -> list[str]:
     if not script.exists():
         return [sys.executable, *program]
     return ["needle" if shutil.which("needle") == str(script) else str(script), word]
+
+
+def _output_is_closed() -> bool:
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def terminal_bar(**options: Any) -> Any | None:

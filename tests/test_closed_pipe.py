@@ -14,7 +14,7 @@ from needle.processes import EXIT_CLOSED_PIPE
 
 pytestmark = pytest.mark.slow
 
-PROGRAMS = [*(ROOT / "needle" / "training").glob("*.py")]
+PROGRAMS = [*(ROOT / "needle" / "training").rglob("*.py")]
 PROGRAMS += [*(ROOT / "needle").glob("*/__main__.py")]
 PROGRAMS += [*(ROOT / "apps").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
 PROGRAMS += [*(ROOT / "examples").glob("*.py")]
@@ -57,6 +57,19 @@ def test_program_whose_output_is_closed_ends_as_by_sigpipe(monkeypatch, words):
     with open(writer, "w") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=120)
     assert (done.returncode, done.stderr) == (EXIT_CLOSED_PIPE, b"") == (141, b"")
+
+
+def test_program_whose_other_pipe_breaks_says_so():
+    code = """
+import os, sys
+from needle.processes import program
+def main():
+    read, write = os.pipe()
+    os.close(read)
+    os.write(write, b"x")
+sys.exit(program(main))"""
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
 
 
 def test_program_whose_output_lacks_a_character_prints_its_escape(folder):

@@ -88,6 +88,15 @@ def test_control_characters_are_printed_as_escapes():
     assert files.described(missing) == "a\\x1bb: No such file"
 
 
+def test_settings_of_a_user_without_a_home_are_refused(monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
+    with pytest.raises(FileError, match="ranks.key: this user has no home: set HOME or XDG_CON"):
+        files.settings_file("ranks.key")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
+    assert str(files.settings_file("ranks.key")) == "/settings/needle/ranks.key"
+
+
 def test_secret_is_made_once_and_is_its_users_alone(tmp_path):
     path = tmp_path / "folder" / "token"
     made = [in_thread(files.read_secret, path, "token") for _ in range(8)]

@@ -149,7 +149,8 @@ class Accumulators:
     def __init__(
         self, inputs: Sequence[Any], buffers: bool = False, pending: dict[int, Any] | None = None
     ) -> None:
-        self.inputs, self.buffers, self.pending = inputs, buffers, pending or {}
+        self.inputs, self.buffers = inputs, buffers
+        self.pending = {} if pending is None else pending
         self.own: dict[int, NDArray] = {}  # arrays that are no buffers, by input
         self._lent: dict[int, int] = {}  # by id of a parameter: the first input that has it
         self._unwritten: list[Any] = []

@@ -7,7 +7,6 @@ its folder, and the others' work is dropped.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -68,8 +67,11 @@ def cached_text(
                 _tokenise(files, tokenizer, vocab_size, work)
                 if _states(files) != states:
                     raise DataError(f"{source}: changed while it was read: start again")
-                with contextlib.suppress(OSError):  # another process was faster
+                try:
                     os.rename(work, folder)
+                except OSError:
+                    if not folder.is_dir():  # another process was faster
+                        raise
         except OSError as error:
             raise DataError(
                 f"{folder}: the cache cannot be written ({error.strerror}); set NEEDLE_CACHE to a "

@@ -31,6 +31,7 @@ import json
 import math
 import os
 import queue
+import select
 import socket
 import struct
 import sys
@@ -206,8 +207,11 @@ class Control:
         self._ending.acquire()
         _tell(self._peers, reason, code)
         line = printable(f"needle: rank {self.rank}, {self._at.where}: {reason}\n")
-        with contextlib.suppress(OSError):  # nobody reads it
-            os.write(2, line.encode(errors="backslashreplace"))
+        with contextlib.suppress(
+            OSError
+        ):  # a closed stderr; one that is full must not delay the end
+            if select.select([], [2], [], 1.0)[1]:
+                os.write(2, line.encode(errors="backslashreplace"))
         os._exit(code)
 
     def _watch(self) -> None:

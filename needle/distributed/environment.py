@@ -175,4 +175,6 @@ def _place(
 def _master(environ: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
     """Return the address of rank 0. Scripts for srun and mpirun set it as well."""
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    return (host, int(port)) if host and port else (None, None)
+    if not (host and port):
+        return None, None
+    return host, *_numbers(environ, "the launch", ["MASTER_PORT"])

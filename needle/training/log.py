@@ -56,8 +56,11 @@ def read_lines(path: Path) -> list[dict[str, float]]:
 
 
 def _is_whole(line: object) -> bool:
-    """True for an object with the numbers that each step has."""
-    return isinstance(line, dict) and {"step", "tokens", "loss"} <= line.keys()
+    """True for an object of numbers, with those that each step has."""
+    if not isinstance(line, dict) or not {"step", "tokens", "loss"} <= line.keys():
+        return False
+    numbers = all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in line.values())
+    return numbers and type(line["step"]) is type(line["tokens"]) is int
 
 
 def lines_until(path: Path, step: int) -> list[str]:

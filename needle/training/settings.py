@@ -468,7 +468,7 @@ def complete(given: Settings, on_gpu: bool, ranks: int = 1) -> Settings:
     """Return the settings of a new run from those that flags name.
 
     ranks: where no flag says how many micro-batches a step has, each rank computes one. Raise
-    ValueError for a batch that cannot be as named.
+    ValueError for a batch or a warmup that cannot be as named.
     """
     named, config = given.named(), given.config or {}
     usual = "pythia-70m" if on_gpu or given.recipe else "tiny"
@@ -546,11 +546,21 @@ def decay_steps(settings: Settings) -> int:
 
 
 def _check(settings: Settings) -> None:
-    """Raise ValueError for a share without its schedule, and for micro-batches that products in FP8
-    do not take."""
-    context = settings.context_parallel
+    """Raise ValueError for a warmup longer than the run, and for micro-batches that products in FP8
+    do not take. A constant rate has no end to reach, so such a run may stop within its warmup."""
+    warmup, steps, context = settings.warmup, settings.steps, settings.context_parallel
     if settings.schedule != "wsd" and settings.decay_share is not None:
         raise ValueError("--decay-share: needs --schedule wsd")
+    if settings.schedule == "wsd" and warmup + decay_steps(settings) > steps:
+        raise ValueError(
+            f"--warmup {warmup}: with {decay_steps(settings)} steps of decay "
+            f"(--decay-share {settings.decay_share:g}) that is more than the run's {steps}"
+        )
+    if warmup > steps and settings.schedule != "constant":
+        raise ValueError(
+            f"--warmup {warmup}: the run has {steps} steps, and its warmup must be 0 to {steps} "
+            "of them"
+        )
     if settings.fp8 and settings.batch_size * settings.seq_len % (context * MULTIPLE):
         shared = f" / --context-parallel {context}" if context > 1 else ""
         raise ValueError(

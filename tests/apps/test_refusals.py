@@ -78,9 +78,9 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
         (tokens, "--fp8 --hidden 1056 --no-mlp", "width 1056 is more than 1024, and no layer tak"),
         (tokens, "--fp8 --seq-len 12", "--seq-len 12, the tokens of a rank's micro-batch, must be"),
         (tokens, "--context-parallel 2", "1 cannot be cut into such groups"),
-        (tokens, "--warmup 7", "Cosine: needs 0 <= warmup <= total, but they are 7, 6"),
+        (tokens, "--warmup 7", "--warmup 7: the run has 6 steps, and its warmup must be 0 to 6 of"),
         (tokens, "--decay-share 0.5", "--decay-share: needs --schedule wsd"),
-        (tokens, "--schedule wsd --warmup 6", "WSD: needs 0 <= decay .* they are 1, 6, 6"),
+        (tokens, "--schedule wsd --warmup 6", "--warmup 6: with 1 steps of decay .* the run's 6"),
         (tokens, "--recipe pythia --batch-size 3", "--batch-size 3 cannot make the 1,024 sequenc"),
         (tokens, "--device cuda:63", re.escape(f"needle train: device cuda:63: {why}\n")),
     ):

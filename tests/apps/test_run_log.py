@@ -149,7 +149,14 @@ def test_plot_needs_no_backend_of_a_notebook(tmp_path):
     assert done.stdout.endswith("0\n") and (tmp_path / "loss.png").exists(), done.stderr
 
 
-DAMAGED = [b"", b"{half", b"\xff\xfe", b"\x00", b"[]", b"3", b"null", b'{"loss": 1.5}']
+STEP = {"step": 2, "tokens": 64, "loss": 8.0}
+DAMAGED = [b"", b"{half", b"\xff\xfe", b"\x00", b"[]", b"3", b"null", b"[" * 100_000]
+DAMAGED += [b'{"loss": 1.5}', b'{"step": 1.5, "tokens": 64, "loss": 8.0}']
+DAMAGED += [
+    json.dumps(STEP | {name: value}).encode()
+    for name in (*STEP, "val_loss")
+    for value in ("x", None, [1], True, 10**400)
+]
 
 
 def test_damaged_lines_are_left_out_by_every_reader(tmp_path, now):

@@ -52,8 +52,6 @@ def check(name: str, flags: list[str], out: Path) -> int:
     settings = complete(given, not choose_device(given.device).is_host, given.gpus or 1)
     if given.init is None:
         model_config(settings)
-    if settings.warmup > settings.steps:
-        raise ValueError(f"--warmup {settings.warmup}: the run has {settings.steps} steps")
     if settings.tokenizer is not None:
         load_tokenizer(settings.tokenizer)
     if given.data is not None and is_text(given.data):
