@@ -174,7 +174,8 @@ def cases(draw):
     """(kind, sizes, edits in their checked form, samples of the run)"""
     kind, edits = draw(st.sampled_from(KINDS)), []
     sizes = draw(st.lists(st.integers(1, 12), min_size=12, max_size=20))
-    lengths = [T + 1] * len(sizes) if kind == "rows" else sizes
+    texts = [T + 1] * len(sizes) if kind == "rows" else sizes
+    lengths = [*texts]  # of the edited documents
     number = st.integers(0, len(sizes) - 1)
     place = st.builds(
         lambda step, row: {"step": [[step, step]], "row": [[row, row]]},
@@ -192,7 +193,7 @@ def cases(draw):
             edit["with_ids"] = draw(st.lists(st.integers(1, 26), max_size=length - at)) or [7]
             if at + len(edit["with_ids"]) > length:
                 continue
-            if lengths[j] <= length - at and draw(st.booleans()):
+            if texts[j] <= length - at and draw(st.booleans()):
                 del edit["with_ids"]
                 edit["with_document"] = j
         if do == "insert":
@@ -212,6 +213,11 @@ def cases(draw):
         if do not in ("reorder", "insert") or do == "insert" and fill == "shift":
             edit |= {"fill": fill} | ({"seed": j} if fill == "reserve" else {})
         edits.append(edit)
+        if fill == "shift" and do == "swap":
+            lengths[i], lengths[j] = lengths[j], lengths[i]
+        elif fill == "shift":
+            new = texts[j] if "with_document" in edit else len(edit.get("with_ids", []))
+            lengths[i] = lengths[i] + new if do == "insert" else new
     return kind, tuple(sizes), edits, draw(st.sampled_from([1, 60]))
 
 
