@@ -152,17 +152,18 @@ def manual_seed(seed: int) -> None:
 
 
 def ones(*shape: int | Sequence[int], **place: Any) -> Tensor:
-    """Every element 1."""
+    """Every element 1. place: device, dtype and requires_grad of `constant`."""
     return constant(*shape, c=1, **place)
 
 
 def zeros(*shape: int | Sequence[int], **place: Any) -> Tensor:
-    """Every element 0."""
+    """Every element 0. place: device, dtype and requires_grad of `constant`."""
     return constant(*shape, c=0, **place)
 
 
 def zeros_like(array: Tensor | NDArray, **place: Any) -> Tensor:
-    """Zeros of the shape, dtype and device of `array`, unless another is given.
+    """Zeros of the shape, dtype and device of `array`, unless `place` gives another: device, dtype
+    and requires_grad of `constant`.
 
     >>> print(ndl.init.zeros_like(ndl.Tensor([1, 2])))
     [0. 0.]
@@ -171,12 +172,12 @@ def zeros_like(array: Tensor | NDArray, **place: Any) -> Tensor:
 
 
 def ones_like(array: Tensor | NDArray, **place: Any) -> Tensor:
-    """Ones of the shape, dtype and device of `array`, unless another is given."""
+    """Ones of the shape, dtype and device of `array`, unless `place` gives another."""
     return full_like(array, 1, **place)
 
 
 def full_like(array: Tensor | NDArray, fill_value: float, **place: Any) -> Tensor:
-    """`fill_value` in the shape, dtype and device of `array`, unless another is given."""
+    """`fill_value` in the shape, dtype and device of `array`, unless `place` gives another."""
     given = {name: value for name, value in place.items() if value is not None}
     return full(array.shape, fill_value, **{"device": array.device, "dtype": array.dtype, **given})
 
@@ -230,7 +231,7 @@ def arange(
 
 
 def full(shape: int | Sequence[int], fill_value: float, **place: Any) -> Tensor:
-    """Every element `fill_value`."""
+    """Every element `fill_value`. place: device, dtype and requires_grad of `constant`."""
     return constant(*((shape,) if isinstance(shape, int) else shape), c=fill_value, **place)
 
 

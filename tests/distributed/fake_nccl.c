@@ -44,7 +44,10 @@ int ncclGetVersion(int *version) {
 int ncclGetUniqueId(unique_id *id) {
     memset(id, 0, sizeof *id);
     const char *parent = getenv("TMPDIR");
-    snprintf(id->internal, sizeof id->internal, "%s/nccl-XXXXXX", parent != NULL ? parent : "/tmp");
+    if (parent == NULL) {
+        return SYSTEM_ERROR;
+    }
+    snprintf(id->internal, sizeof id->internal, "%s/nccl-XXXXXX", parent);
     return mkdtemp(id->internal) != NULL ? end_of(__func__) : SYSTEM_ERROR;
 }
 
