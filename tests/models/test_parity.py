@@ -96,7 +96,7 @@ def random_peer(config: PythiaConfig, seed: int = 0, gain: float = 1.0):
 
 
 def run_peer(peer, ids: np.ndarray, targets: np.ndarray) -> dict:
-    """Logits, loss and gradients by our names, float64 tensors on the CPU."""
+    """Logits, loss and gradients by our names, tensors of the peer's dtype and device."""
     ids, targets = (torch().tensor(x, device=peer.device) for x in (ids, targets))
     peer.zero_grad()
     logits = peer(input_ids=ids).logits
@@ -104,7 +104,7 @@ def run_peer(peer, ids: np.ndarray, targets: np.ndarray) -> dict:
     loss.backward()
     found = {"logits": logits, "loss": loss}
     found |= {gpt_neox.our_name(name): p.grad for name, p in peer.named_parameters()}
-    found = {name: value.detach().double().cpu() for name, value in found.items()}
+    found = {name: value.detach() for name, value in found.items()}
     peer.zero_grad()
     return found
 
@@ -119,18 +119,19 @@ def run_needle(model: Pythia, ids: np.ndarray, targets: np.ndarray, flat: bool) 
         gradient = parameter.grad.numpy()
         found[name] = gradient.T if is_transposed(name, gradient) else gradient
     del kept
-    return {name: torch().tensor(np.ascontiguousarray(v)).double() for name, v in found.items()}
+    place = {"device": peer_device()}
+    return {name: torch().tensor(np.ascontiguousarray(v), **place) for name, v in found.items()}
 
 
 def assert_parity(ours: dict, theirs: dict, truth: dict) -> None:
     assert ours.keys() == theirs.keys() == truth.keys()
     wrong = []
-    for name in truth:
-        size = float(truth[name].norm())
-        error = float((ours[name] - truth[name]).norm()) / size
-        peer_error = float((theirs[name] - truth[name]).norm()) / size
-        apart = float((ours[name] - theirs[name]).norm()) / size
-        highest = float((ours[name] - theirs[name]).abs().max() / truth[name].abs().max())
+    for name, exact in truth.items():
+        mine, peers, size = ours[name].double(), theirs[name].double(), float(exact.norm())
+        error = float((mine - exact).norm()) / size
+        peer_error = float((peers - exact).norm()) / size
+        apart = float((mine - peers).norm()) / size
+        highest = float((mine - peers).abs().max() / exact.abs().max())
         if not (error <= 3 * peer_error + 4 * EPS32 and apart <= 1e-5 and highest <= 1e-5):
             wrong.append(
                 f"{name}: error {error:.1e}, transformers' {peer_error:.1e}, "
