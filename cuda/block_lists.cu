@@ -8,9 +8,6 @@
  * each time.
  * Bytes: G T S of a dense mask; G R C of kept twice, 4 E of entries, some 100 a row.
  */
-#include <cub/device/device_radix_sort.cuh>
-#include <cub/device/device_scan.cuh>
-
 #include "../csrc/block_lists.h"
 #include "common.cuh"
 
@@ -178,11 +175,9 @@ nd_status cuda_block_lists(int device, const block_lists_args *a) {
         bits++;
     }
     size_t sort_bytes = 0, scan_bytes = 0;
-    CUDA_TRY(op, cub::DeviceScan::ExclusiveSum(nullptr, scan_bytes, (const int64_t *)nullptr,
-                                               (int64_t *)nullptr, (int)all, stream));
-    CUDA_TRY(op, cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, (const uint64_t *)nullptr,
-                                                 (uint64_t *)nullptr, (const int32_t *)nullptr,
-                                                 (int32_t *)nullptr, (int)all, 0, bits, stream));
+    ND_TRY(cuda_sums_before(op, device, nullptr, &scan_bytes, nullptr, nullptr, all));
+    ND_TRY(cuda_sort_pairs(op, device, nullptr, &sort_bytes, (uint64_t *)nullptr, nullptr, nullptr,
+                           nullptr, all, bits));
     const size_t wide = padded((size_t)all * 8), narrow = padded((size_t)all * 4);
     size_t cub_bytes = sort_bytes > scan_bytes ? sort_bytes : scan_bytes;
     void *scratch;
@@ -197,13 +192,9 @@ nd_status cuda_block_lists(int device, const block_lists_args *a) {
         data_of<uint8_t>(a->kept), all, rows, columns, strides[0], strides[1], strides[2]};
     const unsigned grid = cuda_grid(device, ceil_div<int64_t>(all, warps), 64);
     ND_TRY(cuda_launch(op, device, count_kernel, grid, threads, 0, kept, counts, keys, numbers));
-    CUDA_TRY(op, cub::DeviceScan::ExclusiveSum(cub_space, scan_bytes, (const int64_t *)counts,
-                                               begins, (int)all, stream));
+    ND_TRY(cuda_sums_before(op, device, cub_space, &scan_bytes, counts, begins, all));
     ND_TRY(cuda_launch(op, device, list_kernel, grid, threads, 0, kept, begins,
                        data_of<int32_t>(a->offsets), data_of<int32_t>(a->entries), size));
-    CUDA_TRY(op,
-             cub::DeviceRadixSort::SortPairs(cub_space, sort_bytes, (const uint64_t *)keys, sorted,
-                                             (const int32_t *)numbers, data_of<int32_t>(a->order),
-                                             (int)all, 0, bits, stream));
-    return ND_OK;
+    return cuda_sort_pairs(op, device, cub_space, &sort_bytes, keys, sorted, numbers,
+                           data_of<int32_t>(a->order), all, bits);
 }

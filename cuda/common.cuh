@@ -91,6 +91,17 @@ nd_status cuda_add_columns(const char *op, int device, const float *partial, int
 nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
                               int64_t columns, int64_t apart, int count, float *const *to);
 
+/* sort.cu: CUB's stable radix sort by the lower bits of the keys, and int64 sums of all that stands
+ * before. Without space they write the bytes that they need of it. */
+nd_status cuda_sort_pairs(const char *op, int device, void *space, size_t *bytes,
+                          const uint32_t *keys, uint32_t *sorted, const int32_t *values,
+                          int32_t *order, int64_t count, int bits);
+nd_status cuda_sort_pairs(const char *op, int device, void *space, size_t *bytes,
+                          const uint64_t *keys, uint64_t *sorted, const int32_t *values,
+                          int32_t *order, int64_t count, int bits);
+nd_status cuda_sums_before(const char *op, int device, void *space, size_t *bytes, const int64_t *x,
+                           int64_t *sums, int64_t count);
+
 /* rotary.cu: in x (B, T, H, D), or the slices p < parts of x (B, T, H, P, D), unit stride in D, the
  * first 2 R dims rotated by sign times the angles of their position; cos and sin are (T, R), 2 R <=
  * D. */

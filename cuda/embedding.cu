@@ -17,8 +17,6 @@
  * Bytes: dy once, dw read and written where touched, 8 C N / 32 of parts written and read, the
  * sort.
  */
-#include <cub/device/device_radix_sort.cuh>
-
 #include "common.cuh"
 
 namespace {
@@ -269,17 +267,13 @@ nd_status cuda_embedding_bwd(int device, const embedding_bwd_args *a) {
         return nd_error(ND_EVALUE, "%s: %lld ids and %lld rows of dw: both must be below 2^31", op,
                         (long long)rows, (long long)vocabulary);
     }
-    cudaStream_t stream = cuda_stream(device);
     int bits = 1;
     while (vocabulary >> bits) {
         bits++;
     }
     size_t sort_bytes = 0;
-    const uint32_t *no_keys = nullptr;
-    const int32_t *no_positions = nullptr;
-    CUDA_TRY(op, cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, no_keys, (uint32_t *)nullptr,
-                                                 no_positions, (int32_t *)nullptr, (int)rows, 0,
-                                                 bits, stream));
+    ND_TRY(cuda_sort_pairs(op, device, nullptr, &sort_bytes, (uint32_t *)nullptr, nullptr, nullptr,
+                           nullptr, rows, bits));
     const int64_t chunks = ceil_div<int64_t>(rows, chunk_size);
     const size_t list = padded((size_t)rows * 4), parts = padded((size_t)(chunks * columns) * 4);
     void *scratch;
@@ -293,9 +287,8 @@ nd_status cuda_embedding_bwd(int device, const embedding_bwd_args *a) {
     ND_TRY(cuda_launch(op, device, keys_kernel,
                        cuda_grid(device, ceil_div<int64_t>(rows, threads), 64), threads, 0,
                        data_of<int32_t>(a->ids), keys, positions, rows, vocabulary));
-    CUDA_TRY(op, cub::DeviceRadixSort::SortPairs(sort_space, sort_bytes, (const uint32_t *)keys,
-                                                 sorted, (const int32_t *)positions, order,
-                                                 (int)rows, 0, bits, stream));
+    ND_TRY(cuda_sort_pairs(op, device, sort_space, &sort_bytes, keys, sorted, positions, order,
+                           rows, bits));
     return with_float(op, a->dy->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         const T *dy = data_of<T>(a->dy);

@@ -13,10 +13,13 @@
  * Selection: a block finds the K-th key digit by digit, from the top: a histogram of the digits of
  * the keys whose upper digits are those found, 11 bits at a time, so that float32 takes three
  * passes over the row and one that writes.
+ *
+ * CUB's algorithms over a device are compiled here alone, for other files too.
  */
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>
 #include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_scan.cuh>
 
 #include "../csrc/sort_key.h"
 #include "common.cuh"
@@ -364,7 +367,35 @@ template <class U> nd_status sort_rows(int device, const sort_args *a) {
     return sort_long(device, in, order, g, k, values, indices, (char *)scratch + lists);
 }
 
+template <class Key>
+nd_status sort_pairs(const char *op, int device, void *space, size_t *bytes, const Key *keys,
+                     Key *sorted, const int32_t *values, int32_t *order, int64_t count, int bits) {
+    CUDA_TRY(op, cub::DeviceRadixSort::SortPairs(space, *bytes, keys, sorted,
+                                                 (const uint32_t *)values, (uint32_t *)order,
+                                                 (int)count, 0, bits, cuda_stream(device)));
+    return ND_OK;
+}
+
 } // namespace
+
+nd_status cuda_sort_pairs(const char *op, int device, void *space, size_t *bytes,
+                          const uint32_t *keys, uint32_t *sorted, const int32_t *values,
+                          int32_t *order, int64_t count, int bits) {
+    return sort_pairs(op, device, space, bytes, keys, sorted, values, order, count, bits);
+}
+
+nd_status cuda_sort_pairs(const char *op, int device, void *space, size_t *bytes,
+                          const uint64_t *keys, uint64_t *sorted, const int32_t *values,
+                          int32_t *order, int64_t count, int bits) {
+    return sort_pairs(op, device, space, bytes, keys, sorted, values, order, count, bits);
+}
+
+nd_status cuda_sums_before(const char *op, int device, void *space, size_t *bytes, const int64_t *x,
+                           int64_t *sums, int64_t count) {
+    CUDA_TRY(
+        op, cub::DeviceScan::ExclusiveSum(space, *bytes, x, sums, (int)count, cuda_stream(device)));
+    return ND_OK;
+}
 
 nd_status cuda_sort(int device, const sort_args *a) {
     ND_TRY(nd_check_sort(a->x, a->values));
