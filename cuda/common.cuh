@@ -111,6 +111,10 @@ nd_status cuda_rotate(const char *op, int device, const nd_array *x, int64_t par
 nd_status cuda_check_rotation(const char *op, const nd_array *x, int64_t parts,
                               const nd_array *cos);
 
+/* copy.cu: copy to page-locked memory of the host, by a kernel where bytes are few: the copy engine
+ * and the kernels wait for each other for some 7 us. */
+nd_status cuda_send(const char *op, int device, const void *from, size_t bytes, void *to);
+
 /* Memory of the device's pool that stays (freed by cudaFreeAsync); not counted as an array's. */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out);
 

@@ -70,6 +70,15 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
+/* to: page-locked memory of the host. */
+__global__ void __launch_bounds__(threads)
+    send_kernel(unsigned char *to, const unsigned char *from, size_t bytes) {
+    await_previous();
+    for (size_t i = threadIdx.x; i < bytes; i += threads) {
+        to[i] = from[i];
+    }
+}
+
 template <class V>
 __global__ void __launch_bounds__(threads)
     assign_kernel(void *to, nd_dtype to_dtype, const void *from, nd_dtype from_dtype,
@@ -177,6 +186,16 @@ nd_status cuda_assign(int device, const assign_args *a) {
     auto kernel = from_float ? assign_kernel<float> : assign_kernel<int64_t>;
     return cuda_launch("assign", device, kernel, grid, threads, 0, to, a->to->dtype, from,
                        a->source->dtype, Walk<2>(loop));
+}
+
+nd_status cuda_send(const char *op, int device, const void *from, size_t bytes, void *to) {
+    if (bytes > 1024) {
+        CUDA_TRY(op, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, cuda_stream(device)));
+        return ND_OK;
+    }
+    return bytes == 0 ? ND_OK
+                      : cuda_launch(op, device, send_kernel, 1, threads, 0, (unsigned char *)to,
+                                    (const unsigned char *)from, bytes);
 }
 
 nd_status cuda_fill(int device, const fill_args *a) {

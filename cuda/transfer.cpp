@@ -117,16 +117,14 @@ nd_status cuda_async_copy_begin(int device, const void *from, size_t bytes, nd_a
     ND_TRY(copy_block(d, bytes, &copy));
     copy->bytes = bytes;
     const Pinned &block = copy->block;
-    cudaError_t error = cudaSuccess;
-    if (bytes > 0) {
-        error = cudaMemcpyAsync(block.memory, from, bytes, cudaMemcpyDeviceToHost, d.stream);
+    nd_status status = cuda_send("async_copy", device, from, bytes, block.memory);
+    if (status == ND_OK) {
+        cudaError_t error = cudaEventRecord(block.copied, d.stream);
+        status = error ? cuda_error("async_copy", "cudaEventRecord", error) : ND_OK;
     }
-    if (error == cudaSuccess) {
-        error = cudaEventRecord(block.copied, d.stream);
-    }
-    if (error != cudaSuccess) {
+    if (status != ND_OK) {
         put_back(d, copy);
-        return cuda_error("async_copy", "cudaMemcpyAsync", error);
+        return status;
     }
     *out = copy;
     return ND_OK;

@@ -19,7 +19,7 @@ def test_copy_has_the_values_at_its_start(device):
 
 
 def test_every_size_and_views(device):
-    for shape in ((), (0,), (1,), (3, 0, 2), (1 << 20,), (31, 17)):
+    for shape in ((), (0,), (1,), (256,), (257,), (3, 0, 2), (1 << 20,), (31, 17)):
         array = _C.array(np.random.default_rng(0).standard_normal(shape), device=device)
         np.testing.assert_array_equal(_C.AsyncCopy(array).wait().numpy(), array.numpy())
     view, host = array[::-2, 3:].permute((1, 0)), array.numpy()
