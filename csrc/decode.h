@@ -4,7 +4,8 @@
 
 #include "needle.h"
 
-enum { ND_STEP_ROWS = 4, ND_STEP_COLUMNS = 1024 }; /* at most; _is_step() in parallel.py asks */
+/* At most; _is_step() in needle/ops/layer.py asks. */
+enum { ND_STEP_ROWS = 32, ND_STEP_COLUMNS = 1024 };
 
 static inline nd_status nd_check_decode_projections(const nd_array *x, const nd_array *w_qkv,
                                                     const nd_array *w1) {

@@ -49,6 +49,18 @@ typedef struct {
 
 const cuda_limits *cuda_device_limits(int device);
 cudaStream_t cuda_stream(int device);
+/* graph.cpp: true where launches become those of a graph that is being recorded. */
+bool cuda_is_capturing(int device);
+/* True where an op may read what nothing in its graph writes before the work before is done: not in
+ * a debug build, where a kernel before it publishes its operands. */
+static inline bool cuda_reads_ahead(int device) {
+#ifdef NEEDLE_DEBUG
+    (void)device;
+    return false;
+#else
+    return cuda_is_capturing(device);
+#endif
+}
 /* The architecture to choose kernels for: the device's, or less when NEEDLE_ARCH (say 80) asks for
  * the portable kernels on a newer device. */
 int cuda_arch(int device);
@@ -74,12 +86,14 @@ static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A
 
 /* The first act of every kernel, by all of its threads: lets the launch after this one come onto
  * the multiprocessors, and returns once all work before this one is done and its writes are
- * visible. Nothing in memory that another launch writes may be touched earlier [griddepcontrol]. */
-__device__ __forceinline__ void await_previous() {
+ * visible. Nothing in memory that another launch writes may be touched earlier [griddepcontrol].
+ * With `ahead` it returns at once: await_previous() follows before anything else is touched. */
+__device__ __forceinline__ void await_previous([[maybe_unused]] bool ahead = false) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\n"
-                 "griddepcontrol.wait;" ::
-                     : "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (!ahead) {
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+    }
 #endif
 }
 

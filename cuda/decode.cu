@@ -40,6 +40,7 @@ struct Decode {
     int64_t capacity, angles; /* S, X */
     int64_t o_row, o_head;    /* strides of o */
     int heads, dims, half, splits;
+    bool ahead; /* the cache is read before the work before is done */
     float scale;
 };
 
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(threads)
     decode_attention_kernel(const T *qkv, const float *cosines, const float *sines,
                             const int32_t *positions, T *keys, T *values, T *o, float *scratch,
                             Decode s) {
-    await_previous();
+    await_previous(s.ahead);
     constexpr int groups = threads / G, warps = threads / 32, width = G * N * P;
     static_assert(threads >= max_dims, "a thread rotates one dim");
     __shared__ float new_q[max_dims], new_k[max_dims];
@@ -80,11 +81,39 @@ __global__ void __launch_bounds__(threads)
     const int split = (int)(blockIdx.x % (unsigned)s.splits);
     const int tid = (int)threadIdx.x, lane = tid % G, group = tid / G;
     const int64_t position = checked(positions + head / s.heads);
-
-    /* Loads are issued before what waits for others: first those that no position decides. */
-    const T *packed = qkv + (int64_t)head * 3 * s.dims;
+    const bool inside = position >= 0 && position < s.capacity && position < s.angles;
+    const int cached = inside ? (int)position : 0, chunk = ceil_div(cached, s.splits);
+    const int start = chunk * split, end = min(start + chunk, cached);
     const bool has_dim = tid < s.dims, rotates = tid < 2 * s.half, first = tid < s.half;
     const int other = first ? tid + s.half : tid - s.half;
+    T *own_keys = keys + head * s.capacity * s.dims,
+      *own_values = values + head * s.capacity * s.dims;
+    Dims<T, N> k[unroll][P], v[unroll][P];
+    auto load = [&](int base) {
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const int key = base + u * groups + group;
+            const int dims = key < end ? s.dims : 0;
+#pragma unroll
+            for (int p = 0; p < P; p++) {
+                const int d = (p * G + lane) * N;
+                k[u][p] = load_dims<T, N>(own_keys + (int64_t)key * s.dims, d, dims);
+                v[u][p] = load_dims<T, N>(own_values + (int64_t)key * s.dims, d, dims);
+            }
+        }
+    };
+    load(start);
+    float cosine = 1.0f, sine = 0.0f;
+    if (rotates && inside) {
+        const int64_t angle = position * s.half + (first ? tid : other);
+        cosine = cosines[angle];
+        sine = (first ? -1.0f : 1.0f) * sines[angle];
+    }
+    if (s.ahead) {
+        await_previous();
+    }
+
+    const T *packed = qkv + (int64_t)head * 3 * s.dims;
     float q_d = 0.0f, k_d = 0.0f, q_other = 0.0f, k_other = 0.0f;
     if (has_dim) {
         q_d = to_float(packed[tid]);
@@ -101,7 +130,7 @@ __global__ void __launch_bounds__(threads)
         new_v[p] = load_dims<T, N>(packed + 2 * s.dims, (p * G + lane) * N, has_new ? s.dims : 0);
     }
     ND_CHECK_INDEX("positions", head / s.heads, position, min(s.capacity, s.angles));
-    if (position < 0 || position >= s.capacity || position >= s.angles) {
+    if (!inside) {
         for (int d = tid; d < s.dims + 2; d += threads) {
             if (s.splits > 1) {
                 share_of(scratch, blockIdx.x, s.dims)[d] = NAN;
@@ -111,31 +140,6 @@ __global__ void __launch_bounds__(threads)
         }
         return;
     }
-    float cosine = 1.0f, sine = 0.0f;
-    if (rotates) {
-        const int64_t angle = position * s.half + (first ? tid : other);
-        cosine = cosines[angle];
-        sine = (first ? -1.0f : 1.0f) * sines[angle];
-    }
-    T *own_keys = keys + head * s.capacity * s.dims,
-      *own_values = values + head * s.capacity * s.dims;
-    const int chunk = ceil_div((int)position, s.splits);
-    const int start = chunk * split, end = min(start + chunk, (int)position);
-    Dims<T, N> k[unroll][P], v[unroll][P];
-    auto load = [&](int base) {
-#pragma unroll
-        for (int u = 0; u < unroll; u++) {
-            const int key = base + u * groups + group;
-            const int dims = key < end ? s.dims : 0;
-#pragma unroll
-            for (int p = 0; p < P; p++) {
-                const int d = (p * G + lane) * N;
-                k[u][p] = load_dims<T, N>(own_keys + (int64_t)key * s.dims, d, dims);
-                v[u][p] = load_dims<T, N>(own_values + (int64_t)key * s.dims, d, dims);
-            }
-        }
-    };
-    load(start);
     if (has_dim) {
         const T new_key = from_float<T>(k_d * cosine + k_other * sine);
         new_q[tid] = to_float(from_float<T>(q_d * cosine + q_other * sine));
@@ -167,6 +171,10 @@ __global__ void __launch_bounds__(threads)
         float score[unroll], highest = top;
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
+            score[u] = -INFINITY;
+            if (u > 0 && base + u * groups >= end) { /* for all groups */
+                continue;
+            }
             float sum = 0.0f;
 #pragma unroll
             for (int p = 0; p < P; p++) {
@@ -183,25 +191,23 @@ __global__ void __launch_bounds__(threads)
         }
         const float shrink = expf(top - reference_of(highest));
         top = highest;
-        total *= shrink;
-#pragma unroll
-        for (int p = 0; p < P; p++) {
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                acc[p][n] *= shrink;
-            }
-        }
+        /* The first key also shrinks the sums. fmaf says which product is not rounded: the compiler
+         * chooses by the branches around it. */
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
+            if (u > 0 && base + u * groups >= end) {
+                continue;
+            }
             const float weight = expf(score[u] - reference_of(top));
-            total += weight;
+            total = u == 0 ? fmaf(total, shrink, weight) : total + weight;
 #pragma unroll
             for (int p = 0; p < P; p++) {
                 float value[N];
                 to_floats<T>(v[u][p], value);
 #pragma unroll
                 for (int n = 0; n < N; n++) {
-                    acc[p][n] += weight * value[n];
+                    acc[p][n] = u == 0 ? fmaf(acc[p][n], shrink, weight * value[n])
+                                       : fmaf(weight, value[n], acc[p][n]);
                 }
             }
         }
@@ -398,6 +404,7 @@ nd_status cuda_decode_attention(int device, const decode_attention_args *a) {
     s.dims = (int)dims;
     s.half = (int)half;
     s.scale = (float)a->scale;
+    s.ahead = cuda_reads_ahead(device);
     int64_t processors = cuda_device_limits(device)->processors;
     int64_t wanted = heads < processors ? ceil_div(processors, heads) : 1;
     int64_t most = ceil_div<int64_t>(s.capacity, keys_a_split);

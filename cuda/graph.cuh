@@ -19,7 +19,6 @@ void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes);
 nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out);
 
 /* ---- capturing ------------------------------------------------------------------------------- */
-bool cuda_is_capturing(int device);
 /* ND_EVALUE while capturing: a recorded copy would read or write the host's memory at each
  * launch. */
 nd_status cuda_refuse_in_capture(int device, const char *op);

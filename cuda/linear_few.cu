@@ -1,22 +1,24 @@
 /* linear_few.cu - products of few rows, as a step of generation has them.
  *
- *   linear_fwd           y = r + x w + b
+ *   linear_fwd           y = r + x w + b; decode_output is the same
  *   linear_gelu_fwd      y = gelu(pre), dgelu = gelu'(pre), pre = x w + b
  *   decode_projections   one of each, without dgelu, of two norms of x, in one launch
  *   of few rows of x, whole 16 bytes in rows of x and of w
  *
  * Precision: float32 sums, in an order that the shape of w decides: a row has the same bits beside
- * any others. Parallel: a block owns LANES vectors of columns, its threads share the depth:
+ * any others. From 5 rows on decode_projections sums 16 bits in another one (tiles_kernel), again
+ * the same beside any others. Parallel: a block owns LANES vectors of columns, its threads share the depth:
  * LANES neighbours read a row of w, and the groups meet through shuffles and shared memory.
  * Bytes: w once; x once a block, into shared memory; normalised there by a warp a row.
  */
 #include "decode.h"
 #include "layernorm.cuh"
 #include "linear_few.cuh"
+#include "mma.cuh"
 
 namespace {
 
-constexpr int threads = 512, warps = threads / 32;
+constexpr int threads = 512, warps = threads / 32, tile_columns = 32;
 
 /* What becomes of a sum. */
 struct Finish {
@@ -75,11 +77,39 @@ __device__ __forceinline__ void sum_and_scatter(float (&v)[SIZE], int &first, bo
     }
 }
 
+/* Weight and bias of the norm into shared memory, for all threads. */
+template <class T>
+__device__ __forceinline__ void stage_scales(const Product<T> &p, T *scales, int depth) {
+    constexpr int N = Vec<T>::size;
+    for (int i = (int)threadIdx.x * N; i < depth; i += threads * N) {
+        *(Vec<T> *)(scales + i) = load16(p.norm_w + i);
+        *(Vec<T> *)(scales + depth + i) = load16(p.norm_b + i);
+    }
+    __syncthreads();
+}
+
+/* A row that a warp holds, normalised, into shared memory. */
+template <class T, int count>
+__device__ __forceinline__ void normalize_row(const Vec<T> (&parts)[count], const T *scales, T *to,
+                                              int depth, int lane, float eps) {
+    float mean, rstd;
+    row_statistics<32>(parts, depth, lane, eps, mean, rstd);
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        const int c = (i * 32 + lane) * Vec<T>::size;
+        if (c < depth) {
+            const Vec<T> w = *(const Vec<T> *)(scales + c);
+            const Vec<T> b = *(const Vec<T> *)(scales + depth + c);
+            *(Vec<T> *)(to + c) = normalized(parts[i], w, b, mean, rstd);
+        }
+    }
+}
+
 template <class T, int ROWS, int LANES, bool NORM>
 __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     few_kernel(const T *x, const __grid_constant__ Products<T> products, int rows, int depth,
-               float eps) {
-    await_previous();
+               float eps, bool ahead) {
+    await_previous(ahead);
     constexpr int N = Vec<T>::size, SIZE = ROWS * N, groups = threads / LANES;
     /* A thread's part of up to ND_STEP_COLUMNS rows of w is 4 vectors. */
     constexpr int unroll = ROWS > 1 || NORM ? 4 : 8;
@@ -90,6 +120,7 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     extern __shared__ float4 shared[];
     float *sums = (float *)shared;              /* [warps][ROWS N][LANES] */
     T *xs = (T *)(sums + warps * SIZE * LANES); /* [ROWS][depth] */
+    T *scales = xs + ROWS * depth;              /* NORM: [2][depth] */
     const int tid = (int)threadIdx.x, lane = tid % LANES;
     const int64_t first = (int64_t)(blockIdx.x - p.first_block) * LANES * N,
                   column = first + lane * N;
@@ -112,6 +143,12 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     if (has_own && p.finish.b) {
         bias = checked((const T *)p.finish.b + own);
     }
+    if constexpr (NORM) {
+        stage_scales(p, scales, depth);
+    }
+    if (ahead) {
+        await_previous();
+    }
     if (has_own && p.finish.r) {
         residual = checked((const T *)p.finish.r + row * columns + own);
     }
@@ -120,16 +157,7 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
             const int r = tid / 32, warp_lane = tid % 32;
             Vec<T> parts[ND_STEP_COLUMNS / 32 / N];
             load_row(x + r * depth, r < rows ? depth : 0, 32, warp_lane, parts);
-            float mean, rstd;
-            row_statistics<32>(parts, depth, warp_lane, eps, mean, rstd);
-#pragma unroll
-            for (int i = 0; i < ND_STEP_COLUMNS / 32 / N; i++) {
-                const int c = (i * 32 + warp_lane) * N;
-                if (c < depth) {
-                    const Vec<T> ws = load16(p.norm_w + c), bs = load16(p.norm_b + c);
-                    *(Vec<T> *)(xs + r * depth + c) = normalized(parts[i], ws, bs, mean, rstd);
-                }
-            }
+            normalize_row(parts, scales, xs + r * depth, depth, warp_lane, eps);
         }
     }
     for (int i = tid * N; !NORM && i < ROWS * depth; i += threads * N) {
@@ -179,20 +207,123 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     }
 }
 
+/* ---- more rows, by tensor cores ---------------------------------------------------------------*/
+/* One of two products of normalised rows, 5 to 32 of them. A block owns 32 columns, its warps share
+ * the depth in steps of 16. A warp multiplies w^T, the operand A of mma.cuh, by 8 TILES rows of x.
+ * Any order of k within a step serves that both operands have: lane (group, t) takes rows 4 t, ...,
+ * 4 t + 3 of w and 4 neighbouring columns, so that it loads whole words. */
+template <class T, int TILES>
+__global__ void __launch_bounds__(threads, 1)
+    tiles_kernel(const T *x, const __grid_constant__ Products<T> products, int rows, int depth,
+                 float eps, bool ahead) {
+    await_previous(ahead);
+    constexpr int N = Vec<T>::size, R = 8 * TILES, COLUMNS = tile_columns, pitch = COLUMNS + 4;
+    constexpr int steps = ND_STEP_COLUMNS / 16 / warps; /* of a warp, at most */
+    const Product<T> &p = products.of[blockIdx.x >= products.of[1].first_block];
+    const T *w = p.w;
+    const int64_t columns = p.columns;
+    extern __shared__ float4 shared[];
+    float *sums = (float *)shared; /* [warps][R][pitch], after the products */
+    T *xs = (T *)shared;           /* [R][depth + 16], before */
+    T *scales = xs + R * (depth + 16);
+    const int tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32, group = lane / 4;
+    const int64_t first = (int64_t)(blockIdx.x - p.first_block) * COLUMNS,
+                  column = first + group * 4;
+    const int begin = warp * 16 + tid % 4 * 4; /* the lane's first row of w */
+    uint2 loaded[steps][4];
+#pragma unroll
+    for (int s = 0; s < steps; s++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int k = begin + s * 16 * warps;
+            loaded[s][i] = {};
+            if (k < depth && column < columns) {
+                loaded[s][i] = checked((const uint2 *)(w + (k + i) * columns + column));
+            }
+        }
+    }
+    stage_scales(p, scales, depth);
+    if (ahead) {
+        await_previous();
+    }
+    constexpr int own = ceil_div(R, warps), vectors = ND_STEP_COLUMNS / 32 / N;
+    Vec<T> parts[own][vectors];
+#pragma unroll
+    for (int i = 0; i < own; i++) {
+        const int row = warp + i * warps;
+        load_row(x + row * depth, row < rows ? depth : 0, 32, lane, parts[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < own; i++) {
+        if (warp + i * warps < R) {
+            normalize_row(parts[i], scales, xs + (warp + i * warps) * (depth + 16), depth, lane,
+                          eps);
+        }
+    }
+    __syncthreads();
+
+    float acc[2][TILES][4] = {};
+#pragma unroll
+    for (int s = 0; s < steps; s++) {
+        const int k = begin + s * 16 * warps;
+        const uint2(&of)[4] = loaded[s];
+        const uint32_t left[4] = {
+            __byte_perm(of[0].x, of[1].x, 0x5410), __byte_perm(of[0].x, of[1].x, 0x7632),
+            __byte_perm(of[2].x, of[3].x, 0x5410), __byte_perm(of[2].x, of[3].x, 0x7632)};
+        const uint32_t right[4] = {
+            __byte_perm(of[0].y, of[1].y, 0x5410), __byte_perm(of[0].y, of[1].y, 0x7632),
+            __byte_perm(of[2].y, of[3].y, 0x5410), __byte_perm(of[2].y, of[3].y, 0x7632)};
+#pragma unroll
+        for (int i = 0; i < TILES && (s * warps + warp) * 16 < depth; i++) {
+            uint2 of_x = {};
+            if (k < depth) {
+                of_x = *(const uint2 *)(xs + (8 * i + group) * (depth + 16) + k);
+            }
+            multiply_add<T>(acc[0][i], left, of_x.x, of_x.y);
+            multiply_add<T>(acc[1][i], right, of_x.x, of_x.y);
+        }
+    }
+    __syncthreads(); /* xs is read */
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            const int row = i / 2 * 8 + 2 * (tid % 4) + i % 2;
+            *(float2 *)(sums + (warp * R + row) * pitch + group * 4 + 2 * j) =
+                make_float2(acc[j][i / 2][i % 2], acc[j][i / 2][2 + i % 2]);
+        }
+    }
+    __syncthreads();
+    for (int result = tid; result < rows * COLUMNS; result += threads) {
+        const int row = result / COLUMNS, at = result % COLUMNS;
+        if (first + at < columns) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int s = 0; s < warps; s++) {
+                sum += sums[(s * R + row) * pitch + at];
+            }
+            put<T>(p.finish, row, first + at, columns,
+                   sum + to_float(checked((const T *)p.finish.b + first + at)));
+        }
+    }
+}
+
 template <class T, int ROWS, bool NORM>
-nd_status few(const char *op, int device, const nd_array *x, Products<T> products, double eps) {
+nd_status few(const char *op, int device, const nd_array *x, Products<T> products, double eps,
+              bool ahead) {
     const int depth = (int)x->shape[1];
     auto launch = [&](auto lanes) -> nd_status {
         constexpr int LANES = decltype(lanes)::get, N = Vec<T>::size;
         static_assert(ROWS * N * LANES <= threads, "a thread has one result");
-        const size_t bytes = sizeof(float) * warps * ROWS * N * LANES + sizeof(T) * ROWS * depth;
+        const size_t bytes =
+            sizeof(float) * warps * ROWS * N * LANES + sizeof(T) * (ROWS + 2 * NORM) * depth;
         unsigned blocks = 0;
         for (Product<T> &p : products.of) {
             p.first_block = blocks;
             blocks += (unsigned)ceil_div<int64_t>(p.columns, LANES * N);
         }
         return cuda_launch(op, device, few_kernel<T, ROWS, LANES, NORM>, blocks, threads, bytes,
-                           data_of<T>(x), products, (int)x->shape[0], depth, (float)eps);
+                           data_of<T>(x), products, (int)x->shape[0], depth, (float)eps, ahead);
     };
     /* Whole lines of w where that leaves enough blocks, else sectors. */
     const int64_t lines = products.of[0].columns * (int64_t)sizeof(T) / 128;
@@ -204,34 +335,50 @@ nd_status few(const char *op, int device, const nd_array *x, Products<T> product
     return launch(Constant<2>());
 }
 
+template <class T, int TILES>
+nd_status tiles(const char *op, int device, const nd_array *x, Products<T> products, double eps,
+                bool ahead) {
+    const int depth = (int)x->shape[1], R = 8 * TILES;
+    unsigned blocks = 0;
+    for (Product<T> &p : products.of) {
+        p.first_block = blocks;
+        blocks += (unsigned)ceil_div<int64_t>(p.columns, tile_columns);
+    }
+    const size_t normalised = sizeof(T) * (R * (depth + 16) + 2 * depth);
+    const size_t sums = sizeof(float) * warps * R * (tile_columns + 4);
+    return cuda_launch(op, device, tiles_kernel<T, TILES>, blocks, threads,
+                       normalised > sums ? normalised : sums, data_of<T>(x), products,
+                       (int)x->shape[0], depth, (float)eps, ahead);
+}
+
 nd_status few_rows(const char *op, int device, const nd_array *x, const nd_array *w,
-                   const Finish &f) {
+                   const Finish &f, bool ahead = false) {
     return with_float(op, x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         const Products<T> p = {{{data_of<T>(w), f, w->shape[1]}}};
         switch (few_rows_of(x->shape[0])) {
         case 1:
-            return few<T, 1, false>(op, device, x, p, 0);
+            return few<T, 1, false>(op, device, x, p, 0, ahead);
         case 2:
-            return few<T, 2, false>(op, device, x, p, 0);
+            return few<T, 2, false>(op, device, x, p, 0, ahead);
         case 4:
-            return few<T, 4, false>(op, device, x, p, 0);
+            return few<T, 4, false>(op, device, x, p, 0, ahead);
         default:
-            return few<T, 8, false>(op, device, x, p, 0);
+            return few<T, 8, false>(op, device, x, p, 0, ahead);
         }
     });
 }
 
 } // namespace
 
-nd_status linear_fwd_few(int device, const linear_fwd_args *a) {
+nd_status linear_fwd_few(int device, const linear_fwd_args *a, bool ahead) {
     const Finish f = {Finish::LINEAR,
                       a->b ? a->b->data : nullptr,
                       a->r ? a->r->data : nullptr,
                       a->y->data,
                       nullptr,
                       a->y->shape[1]};
-    return few_rows("linear_fwd", device, a->x, a->w, f);
+    return few_rows("linear_fwd", device, a->x, a->w, f, ahead);
 }
 
 nd_status linear_gelu_fwd_few(int device, const linear_gelu_fwd_args *a) {
@@ -242,6 +389,13 @@ nd_status linear_gelu_fwd_few(int device, const linear_gelu_fwd_args *a) {
                       a->dgelu->data,
                       a->y->strides[0]};
     return few_rows("linear_gelu_fwd", device, a->x, a->w, f);
+}
+
+nd_status cuda_decode_output(int device, const decode_output_args *a) {
+    const linear_fwd_args product = {a->x, a->w, a->b, a->r, a->y};
+    return linear_few_serves(a->x, a->w, few_linear_rows)
+               ? linear_fwd_few(device, &product, cuda_reads_ahead(device))
+               : cuda_linear_fwd(device, &product);
 }
 
 nd_status cuda_decode_projections(int device, const decode_projections_args *a) {
@@ -258,19 +412,31 @@ nd_status cuda_decode_projections(int device, const decode_projections_args *a) 
                       a->g->data,
                       nullptr,
                       a->g->strides[0]};
+    const bool ahead = cuda_reads_ahead(device);
     return with_float(op, a->x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
-        const Products<T> p = {{{data_of<T>(a->w_qkv), packed, a->w_qkv->shape[1],
-                                 data_of<T>(a->norm_w1), data_of<T>(a->norm_b1)},
-                                {data_of<T>(a->w1), g, a->w1->shape[1], data_of<T>(a->norm_w2),
-                                 data_of<T>(a->norm_b2)}}};
-        switch (few_rows_of(a->x->shape[0])) {
-        case 1:
-            return few<T, 1, true>(op, device, a->x, p, a->eps);
-        case 2:
-            return few<T, 2, true>(op, device, a->x, p, a->eps);
-        default:
-            return few<T, 4, true>(op, device, a->x, p, a->eps);
+        Products<T> p = {{{data_of<T>(a->w_qkv), packed, a->w_qkv->shape[1], data_of<T>(a->norm_w1),
+                           data_of<T>(a->norm_b1)},
+                          {data_of<T>(a->w1), g, a->w1->shape[1], data_of<T>(a->norm_w2),
+                           data_of<T>(a->norm_b2)}}};
+        const int64_t rows = a->x->shape[0];
+        if constexpr (sizeof(T) == 2) {
+            if (rows > few_linear_rows) {
+                auto run = rows <= 8 ? tiles<T, 1> : rows <= 16 ? tiles<T, 2> : tiles<T, 4>;
+                return run(op, device, a->x, p, a->eps, ahead);
+            }
         }
+        nd_array x = *a->x;
+        for (int64_t left = rows; left > 0; left -= few_linear_rows) {
+            x.shape[0] = left < few_linear_rows ? left : few_linear_rows;
+            auto run = left == 1 ? few<T, 1, true> : left == 2 ? few<T, 2, true> : few<T, 4, true>;
+            ND_TRY(run(op, device, &x, p, a->eps, ahead));
+            x.data = data_of<T>(&x) + few_linear_rows * x.shape[1];
+            for (Product<T> &product : p.of) {
+                product.finish.y =
+                    (T *)product.finish.y + few_linear_rows * product.finish.y_stride;
+            }
+        }
+        return ND_OK;
     });
 }

@@ -9,7 +9,8 @@
 constexpr int few_linear_rows = 4, few_gelu_rows = 8;
 constexpr int64_t most_bytes = 64 << 10; /* of x, in shared memory beside 32 KiB of sums */
 
-nd_status linear_fwd_few(int device, const linear_fwd_args *a);
+/* ahead: w and b may be read before the work before is done. */
+nd_status linear_fwd_few(int device, const linear_fwd_args *a, bool ahead = false);
 nd_status linear_gelu_fwd_few(int device, const linear_gelu_fwd_args *a);
 
 /* The rows that the kernel has registers for: `rows` or more. */

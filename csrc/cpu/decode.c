@@ -161,6 +161,11 @@ nd_status cpu_decode_projections(int device, const decode_projections_args *args
     return status;
 }
 
+nd_status cpu_decode_output(int device, const decode_output_args *args) {
+    linear_fwd_args product = {args->x, args->w, args->b, args->r, args->y};
+    return cpu_linear_fwd(device, &product);
+}
+
 nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {
     int64_t rows = args->logits->shape[0], v = args->logits->shape[1];
     int32_t *tokens = args->tokens->data, *positions = args->positions->data;

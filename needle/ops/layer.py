@@ -126,10 +126,12 @@ class Cached(Protocol):
 
 
 def _is_step(x: NDArray, w_qkv: NDArray, w1: NDArray) -> bool:
-    """True for one token of a few rows on a GPU, where decode_projections saves launches."""
+    """True for one token of a few rows on a GPU, where decode_projections saves launches. More
+    than 4 rows need tensor cores, so 16 bits."""
     b, t, c = x.shape
     whole = all(n % 8 == 0 for n in (c, w_qkv.shape[1], w1.shape[1]))
-    return t == 1 and 0 < b <= 4 and 8 <= c <= 1024 and whole and not x.device.is_host
+    most = 4 if x.dtype == "float32" else 32
+    return t == 1 and 0 < b <= most and 8 <= c <= 1024 and whole and not x.device.is_host
 
 
 def cached_layer(
@@ -144,7 +146,7 @@ def cached_layer(
 ) -> NDArray:
     """`layer` over a cache, without gradients, x (B, T, C) and its 12 weights as arrays; w2 must
     follow w_o in memory. Norms and first products of one token a row are one operation on a GPU,
-    for up to 4 rows of up to 1024 features, all sizes multiples of 8."""
+    for up to 32 rows (4 in float32) of up to 1024 features, all sizes multiples of 8."""
     *norms, w_qkv, b_qkv, w_o, b_o, w1, b1, w2, b2 = weights
     rows, tanh = rows_of(x), tanh_form("layer", approximate)
     (b, t, _), inner, width = x.shape, w_o.shape[0], w_o.shape[0] + w1.shape[1]
@@ -160,4 +162,7 @@ def cached_layer(
         _C.linear_gelu_fwd(n2, w1, vector(b1), tanh, g)
     cached.attend(packed.reshape((b, t, heads, 3, size)), cos, sin, z)
     bias = cached.last_bias(vector(b_o), vector(b2))
-    return _C.linear_fwd(both, w_o.joined(w2), bias, rows).reshape(x.shape)
+    last = w_o.joined(w2), bias, rows
+    if t == 1:
+        return _C.decode_output(both, *last).reshape(x.shape)
+    return _C.linear_fwd(both, *last).reshape(x.shape)

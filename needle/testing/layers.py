@@ -22,6 +22,10 @@ def linear_fwd(rounded, x, w, b, r):
     return {"y": y if r is None else rounded(r + y)}
 
 
+def decode_output(rounded, x, w, b, r):
+    return linear_fwd(rounded, x, w, b, r)
+
+
 def bias_bwd(r, dy, db, db2):
     sums = dy.sum(0)
     return {"db": db + sums} | ({} if db2 is None else {"db2": db2 + sums})
@@ -405,9 +409,20 @@ CASES = [
                 (3, 8, 8, 304, 1),
                 (4, 1024, 304, 8, 0),
                 (0, 64, 8, 8, 1),
+                (5, 8, 8, 304, 0),
+                (8, 1024, 24, 8, 1),
+                (9, 264, 72, 40, 1),
+                (17, 776, 304, 8, 0),
+                (32, 512, 48, 2048, 1),
             ]
         },
         lambda n, c, *more: c,
+    ),
+    *cases_of(
+        decode_output,
+        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m), r=normal(n, m)),
+        [(9, 31, 7), (4, 2560, 512), (0, 8, 8), *FEW],
+        lambda n, k, m: k,
     ),
     *cases_of(
         layernorm_pair_bwd,

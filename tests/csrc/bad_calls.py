@@ -44,8 +44,8 @@ BAD = [
     of_16("fp8_layer_weights", "w_o", w_o=(0, 16)),
     (
         "decode_projections",
-        dict(x=ones(5, 776), g=ones(5, 40)),
-        r"x: is \(5, 776\), but must have at most 4 rows",
+        dict(x=ones(33, 776), g=ones(33, 40)),
+        r"x: is \(33, 776\), but must have at most 32 rows",
     ),
     (
         "decode_projections",

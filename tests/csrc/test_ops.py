@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from harness import assert_same_bits, naming, poison, python
+from harness import assert_same_bits, device_of, naming, poison, python
 
 from needle import _C
 from needle.testing import (
@@ -157,6 +157,80 @@ def test_fused_op_has_the_bits_of_its_parts(name, device):
             made = (to_ndarray(rng.standard_normal(shape), dtype, device) for shape in shapes)
             for got, wanted in zip(*of(*made), strict=True):
                 assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("capacity", [100, 1300])
+def test_decode_attention_past_the_positions_reads_nothing(device, capacity):
+    qkv, keys, values = (
+        to_ndarray(rng_of("decode", shape).standard_normal(shape), "bfloat16", device)
+        for shape in [(2, 3, 3, 64), *[(2, 3, capacity, 64)] * 2]
+    )
+    cos, sin = (_C.array(np.ones((capacity, 4)), "float32", device) for _ in range(2))
+    positions = _C.array([capacity - 40, 2], "int32", device)
+    o, again = (_C.empty((2, 3, 64), "bfloat16", device) for _ in range(2))
+    _C.decode_attention(qkv, cos, sin, positions, 0.125, keys, values, o)
+    for array in keys, values:
+        array[0, :, capacity - 39 :].fill(np.nan)
+        array[1, :, 3:].fill(np.nan)
+    _C.decode_attention(qkv, cos, sin, positions, 0.125, keys, values, again)
+    assert_same_bits(again, o)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 31])
+def test_recorded_step_of_a_layer_has_the_bits_of_one_that_is_not(rows):
+    """A recorded one reads its weights ahead, as does the next step: what is between them waits."""
+    gpu = device_of("cuda")
+    shapes = [(rows, 512), *[(512,)] * 4, (512, 1536), (1536,), (512, 2048), (2048,)]
+    shapes += [(2560, 512), (512,)]
+    rng = rng_of("recorded", shapes)
+    made = [to_ndarray(rng.standard_normal(s) * s[0] ** -0.5, "bfloat16", gpu) for s in shapes]
+    x, *norms, w_qkv, b_qkv, w1, b1, w, b = made
+    both, first = _C.empty((rows, 2560), x.dtype, gpu), x + 0.0
+
+    def step():
+        for _ in range(5):
+            of = w_qkv, b_qkv, w1, b1
+            packed = _C.decode_projections(x, *norms, 1e-5, *of, 1, both[:, 512:])
+            both[:, :512] = packed[:, :512]
+            x[:] = _C.decode_output(both, w, b, x)
+
+    step()
+    wanted = x + 0.0
+    x[:] = first
+    graph = _C.Graph(gpu, step)
+    assert_same_bits(x, wanted)
+    for _ in range(3):
+        x[:] = first
+        graph.replay()
+        assert_same_bits(x, wanted)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("depth, packed_width", [(512, 1536), (776, 40)])
+def test_decode_projections_row_has_the_same_bits_beside_others(depth, packed_width, dtype):
+    """1 to 4 rows have sums of their own, and so have 5 to 32, wherever the row is among them."""
+    gpu = device_of("cuda")
+    shapes = [(32, depth), *[(depth,)] * 4, (depth, packed_width), (packed_width,)]
+    shapes += [(depth, 304), (304,)]
+    rng = rng_of("rows", shapes)
+    x, *others = (
+        to_ndarray(rng.standard_normal(shape) * shape[0] ** -0.5, dtype, gpu) for shape in shapes
+    )
+
+    def products(rows):
+        g = _C.empty((rows.shape[0], 304), dtype, gpu)
+        return _C.decode_projections(rows, *others[:4], 1e-5, *others[4:], 1, g), g
+
+    for most, counts in (4, range(1, 4)), (32, range(5, 32)):
+        whole = products(x[:most])
+        for count in counts:
+            for first in 0, most - count:
+                with naming((count, first), dtype):
+                    rows = slice(first, first + count)
+                    for got, wanted in zip(products(x[rows]), whole, strict=True):
+                        assert_same_bits(got, wanted[rows])
 
 
 @pytest.mark.parametrize("tanh", [0, 1])

@@ -18,3 +18,19 @@ nd_status nd_error(nd_status status, const char *format, ...) {
 }
 size_t nd_dtype_size(nd_dtype dtype) { return dtype == ND_F32 ? 4 : 2; }
 nd_status cuda_error(const char *, const char *, cudaError_t) { return ND_ECUDA; }
+
+/* Of 16 bits, row-major. */
+static nd_array matrix(void *data, int64_t rows, int64_t columns, int is_half) {
+    nd_array a = {};
+    a.data = data;
+    a.dtype = is_half ? ND_F16 : ND_BF16;
+    a.ndim = 2;
+    a.shape[0] = rows;
+    a.shape[1] = columns;
+    a.strides[0] = columns;
+    a.strides[1] = 1;
+    return a;
+}
+
+/* What the Python side takes: a message, or nothing. */
+static const char *result(nd_status status) { return status == ND_OK ? "" : message; }

@@ -23,20 +23,6 @@ nd_status cuda_add_columns(const char *, int, const float *partial, int64_t rows
     return ND_OK;
 }
 
-static nd_array matrix(void *data, int64_t rows, int64_t columns, int is_half) {
-    nd_array a = {};
-    a.data = data;
-    a.dtype = is_half ? ND_F16 : ND_BF16;
-    a.ndim = 2;
-    a.shape[0] = rows;
-    a.shape[1] = columns;
-    a.strides[0] = columns;
-    a.strides[1] = 1;
-    return a;
-}
-
-static const char *result(nd_status status) { return status == ND_OK ? "" : message; }
-
 /* The rows of y are `row` elements apart. */
 extern "C" const char *forward(void *x, void *w, void *b, void *dgelu, void *y, int n, int k, int m,
                                int row, int tanh, int is_half, unsigned seed) {
