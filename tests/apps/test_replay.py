@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -272,6 +273,17 @@ def test_command_that_is_killed_leaves_no_training(tmp_path, tokens, number):
         wait_for(lambda: not running(tmp_path))
         assert len([*runs.glob(".*")]) == (number == signal.SIGKILL)
     assert not (runs / "b" / "checkpoints" / "step_4000.safetensors").exists()
+
+
+def test_folders_of_processes_that_begin_at_once_stay(tmp_path):
+    """Each removes those that killed processes have left."""
+
+    def enter(_):
+        with replays.beside(tmp_path / "a") as made:
+            return (made / "lock").exists()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(enter, range(400)))
 
 
 def test_folders_that_killed_processes_left_are_removed(tmp_path):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import fnmatch
 import glob
 import hashlib
@@ -291,16 +292,22 @@ def become_training(folder: Path, launch: str, flags: Sequence[str]) -> NoReturn
 def beside(run: Path) -> Iterator[Path]:
     """Make a folder beside that of a run, and remove it after the block. Remove those of processes
     that were killed."""
-    prefix = f".{run.name}-again-"
-    for left in run.parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(FileError):  # a process works there
-            lock = Lock(left)
-            if lock.held:
-                shutil.rmtree(left, ignore_errors=True)
-    named = {"prefix": prefix, "dir": run.parent, "ignore_cleanup_errors": True}
-    with tempfile.TemporaryDirectory(**named) as made, contextlib.ExitStack() as ends:
-        ends.callback(Lock(Path(made)).release)
-        yield Path(made)
+    prefix, place = f".{run.name}-again-", os.open(run.parent, os.O_RDONLY)
+    with contextlib.ExitStack() as ends:
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(place, fcntl.LOCK_EX)  # no other process sees a folder without its lock
+            for left in run.parent.glob(f"{glob.escape(prefix)}*"):
+                with contextlib.suppress(FileError):  # a process works there
+                    lock = Lock(left)
+                    if lock.held:
+                        shutil.rmtree(left, ignore_errors=True)
+            named = {"prefix": prefix, "dir": run.parent, "ignore_cleanup_errors": True}
+            made = Path(ends.enter_context(tempfile.TemporaryDirectory(**named)))
+            ends.callback(Lock(made).release)
+        finally:
+            os.close(place)
+        yield made
 
 
 @contextlib.contextmanager
