@@ -223,7 +223,8 @@ def test_command_prints_its_plan_and_a_dry_run_trains_nothing(
     told = capsys.readouterr()
     assert (
         "edits act on steps 4 to 6; weights can differ from there every batch is byte-equal rate: "
-        "factor 2.0 moments: to zero, parts layers.0.*; 12 parameters" in " ".join(told.out.split())
+        "steps [5, 6], factor 2.0 moments: to zero, parts layers.0.*, 12 parameters, before step 4"
+        in " ".join(told.out.split())
     )
     assert "there is a run of this name already" in told.err
     monkeypatch.setattr(replays, "train", lambda *_, **__: pytest.fail("it trains"))

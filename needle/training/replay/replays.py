@@ -353,9 +353,9 @@ def check(replay: Replay) -> tuple[Replay, list[str]]:
     for edit in edits.checked:
         values = values_of(edit, sizes)
         if edit["do"] in TRAINING:
-            says = ", ".join(f"{key} {edit[key]}" for key in edit if key not in ("do", "steps"))
-            count = f"; {len({name for _, name in values})} parameters" if values else ""
-            lines.append(f"{edit['do']}: {says}{count}")
+            says, count = [f"{key} {edit[key]}" for key in edit if key != "do"], len(values) // 2
+            says += [f"{count} parameters, before step {first}"] if count else []
+            lines.append(f"{edit['do']}: {', '.join(says)}")
     return dataclasses.replace(replay, edits=edits.checked), lines
 
 
