@@ -12,6 +12,7 @@ from small_runs import TOKENS, chain, checkpoint_of, flags, read_tensors, rewrit
 
 from needle.training import open_run
 from needle.training.replay import replays, verify
+from needle.training.settings import parse
 
 KEEP = "--keep 2,4,... --keep-optimizer"
 BIT = {"layers.1.mlp.dense_h_to_4h.weight": ((3, 17), 0x3F000001)}
@@ -98,6 +99,15 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
     assert plan["intervals"] == [[0, 6]] and plan["steps"] == 6
 
 
+def flip(folder, name):
+    """Change a bit of a number in the checkpoint of step 4, whose checksum stays."""
+    file = folder / "checkpoints" / "step_4.safetensors"
+    data = bytearray(file.read_bytes())
+    entry = verify.Checkpoint(file).tensors[name]
+    data[entry.offset + 4 * 7] ^= 1
+    file.write_bytes(data)
+
+
 def swap_token(folder, step):
     """Change a token that the first sequence of a step reads."""
     tokens = TOKENS.copy()
@@ -135,6 +145,14 @@ FAULTS = {
     "a bit of the moments": (
         lambda folder: rewrite(folder / "checkpoints" / STEP_4, words=MOMENT),
         {STEP_4: (DIFFERS, "moments", 4), THREE: (DIFFERS, "moments", 4), FIVE: UNDECIDED},
+    ),
+    "a bit of the weights, in a file as a disk has it": (
+        lambda folder: flip(folder, [*BIT][0]),
+        {STEP_4: (DIFFERS, "file", 4), THREE: (DIFFERS, "weights", 4), FIVE: UNDECIDED},
+    ),
+    "a bit of the moments, in a file as a disk has it": (
+        lambda folder: flip(folder, [*MOMENT][0]),
+        {STEP_4: (DIFFERS, "file", 4), THREE: (DIFFERS, "moments", 4), FIVE: UNDECIDED},
     ),
     "a bit and its proof": (
         forged,
@@ -254,6 +272,10 @@ def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, 
 
 
 def test_products_that_were_others_and_gave_equal_bits_are_equal(folder, verdicts):
+    edit_json(folder / "manifest.json", products=HOST)
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (0, {}) and f"the run multiplied by {HOST}, this" in told[FIVE]["text"]
+    edit_json(folder / "manifest.json", products=verify.Claims(folder, parse([])).products)
     for file in (folder / "checkpoints").glob("step_*"):
         rewrite(file, {"products": HOST})
     code, wrong, told = verdicts(folder)

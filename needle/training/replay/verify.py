@@ -18,8 +18,9 @@ from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.command import Parser, path, reporting, told, whole, wrapped
 from needle.data import run_batches, run_data
 from needle.data.identity import SAMPLED
-from needle.files import FileError, MissingFileError, replace_text
+from needle.files import FileError, MissingFileError, reading, replace_text
 from needle.processes import unwound_by_sigterm
+from needle.safetensors import read_header
 from needle.training.folder import check_state, described_config, read_description, read_settings
 from needle.training.log import clock, read_lines
 from needle.training.replay import proofs
@@ -62,9 +63,10 @@ class Claims:
         self.proofs = {line["step"]: line for line in parsed if proofs.is_proof(line)}
         self.files = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints that can be compared
+        self.altered: set[int] = set()  # steps of checkpoints that cannot be read, or not rightly
         self.good = {0}  # steps from which a repetition can begin
         self.replay = read_replay(folder, max(self.files, default=0))
-        if not isinstance(self.description.get("data"), dict):
+        if not self.description.get("data"):
             raise FileError(f"{folder / 'config.json'}: it describes no data of a run")
         self.data = self.description["data"] | ({"path": given.data} if given.data else {})
         model = described_config(folder / "config.json").meta_model(given_device(given.device))
@@ -72,10 +74,11 @@ class Claims:
             model.use_fp8()
         self.products, self.commit = products_of(model), proofs.commit()  # here
 
-    def foreign(self, last: int) -> tuple[str, str] | None:
-        """Return what of this machine is not as in the run's steps up to `last`, and a text."""
-        theirs = self.states.get(last, self.manifest).get("products") or self.products
-        if theirs != self.products:
+    def foreign(self, *facts: dict[str, Any]) -> tuple[str, str] | None:
+        """Return what of this machine is not as a checkpoint's state or the manifest says, and a
+        text."""
+        said = (one.get("products") or self.products for one in facts)
+        if theirs := next((products for products in said if products != self.products), None):
             gpus = {text.split(", ")[0].partition(" on ")[2] for text in (theirs, self.products)}
             what = "GPU kind" if len(gpus) == 2 else "library or table"
             return what, f"the run multiplied by {theirs}, this machine by {self.products}"
@@ -170,6 +173,7 @@ def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
         check_state(checkpoint)
         digests = proofs.digests_of(checkpoint)
     except FileError as error:
+        claims.altered.add(step)
         return [differs(str(error), "file")]
     state = checkpoint.state
     if state["step"] != step:
@@ -200,11 +204,11 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
     start, until, edits = (first, last, []) if of is None else (of.start, of.until, of.edits)
     scope = "recomputed here from " + f"the checkpoint of step {first}" * (first > 0)
     verdict = Verdict(_steps(interval), EQUAL, "", scope=scope + "the initial state" * (first == 0))
-    lines = sum(step in claims.lines for step in steps)
+    lines, state = sum(step in claims.lines for step in steps), claims.states.get(last, {})
     with trained(Replay(parent, None, first, start, until, edits, last), launch, flags) as folder:
         wrong = proofs.differing(claims.metrics, folder / "metrics.jsonl", steps)
         made = {step_of(file): file for file in list_checkpoints(folder / "checkpoints")}
-        files = sorted(step for step in claims.states.keys() & made if step in steps)
+        files = sorted({*claims.states, *claims.altered} & made.keys() & {*steps})
         both = ((step, _first_number(claims.files[step], made[step])) for step in files)
         tensors = {step: tensor for step, tensor in both if tensor is not None}
         weights = (proofs.read_manifest(folder) or {}).get("weights", own)
@@ -214,7 +218,7 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
         wrong = {0: {"digest of weights": (own, weights)}, **wrong}
     compared = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
     if not wrong and not tensors:
-        foreign = claims.foreign(last)
+        foreign = claims.foreign(state, claims.manifest)
         verdict.text = compared + (f"; {foreign[1]}" if foreign else "")
         return verdict
     verdict.result, verdict.step = DIFFERS, min([*wrong, *tensors])
@@ -228,7 +232,7 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
     verdict.what = _what(wrong, tensors, None if last in files else wrong.get(last))
     if verdict.what == "order" and SAMPLED in claims.data["fingerprint"]:
         verdict.what = "data"
-    if verdict.what != "line" and (foreign := claims.foreign(last)):
+    if verdict.what != "line" and (foreign := claims.foreign(state or claims.manifest)):
         verdict.result, verdict.what = UNDECIDED, foreign[0]
         verdict.text += f"; {foreign[1]}, and one as the run's decides"
     return verdict
@@ -257,8 +261,14 @@ def _what(wrong: dict[int, dict], tensors: dict[int, dict], end: dict | None) ->
 
 def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
     """Return where two checkpoints first have different numbers: name of the tensor, index, both
-    values, and how many numbers of all tensors differ; None for equal ones."""
-    one, other = Checkpoint(run).tensors, Checkpoint(here).tensors
+    values, and how many numbers of all tensors differ; None for equal ones, and where the run's has
+    no header. Its checksum may be wrong."""
+    try:
+        with reading(run) as file:
+            one = {entry.name: entry for entry in read_header(file)[1]}
+    except FileError:
+        return None
+    other = Checkpoint(here).tensors
     found: dict[str, Any] = {}
     for name in [name for name in other if name in one and one[name].shape == other[name].shape]:
         words = [x[name].words() for x in (one, other)]
