@@ -65,7 +65,7 @@ def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
     """(data, batches, settings) of the run in `folder`; the settings hold the keys above too."""
     path = Path(folder) / "config.json"
     config = read_json(path)
-    if not {"data", "settings"} <= config.keys():
+    if not (config.get("data") and config.get("settings")):
         raise DataError(f"{path}: not the config.json of a run: it has no data and settings")
     described = config["data"]
     data = run_data(described, Path(folder), described["fingerprint"])

@@ -47,7 +47,7 @@ def read_description(folder: Path) -> dict:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings that config.json holds. FileError where it has none."""
     settings = read_description(folder).get("settings")
-    if not isinstance(settings, dict):
+    if not isinstance(settings, dict) or not settings:
         raise FileError(f"{folder / 'config.json'}: it has no settings of a run")
     return settings
 

@@ -1,5 +1,6 @@
 """What needle train refuses: in one line that says why, before a folder is made or changed."""
 
+import json
 import re
 import shutil
 
@@ -16,6 +17,7 @@ from needle.data import train_tokenizer
 from needle.data.__main__ import main as data_main
 from needle.training import evaluate
 from needle.training import folder as folders
+from needle.training.replay import bank, verify
 from needle.training.settings import Settings, complete
 
 # ---- a new run --------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):
 
 def test_damaged_config_is_named_by_what_reads_it(tmp_path, tokens, stopped, capsys):
     """A run with a checkpoint goes on without it."""
+    whole = folders.read_description(stopped[0])
     for folder in stopped:
         (folder / "config.json").write_text("{")
     saved, begun = stopped
@@ -208,6 +211,9 @@ def test_damaged_config_is_named_by_what_reads_it(tmp_path, tokens, stopped, cap
         assert f": {begun}" in capsys.readouterr().err
     assert train_pythia.main([*auto, "saved"]) == 0
     assert len(numbers_of(tmp_path, "saved")) == 6
-    (saved / "config.json").write_text('{"model_type": "gpt_neox"}')
-    assert data_main(["view", str(saved), "--step", "1"]) == 1
-    assert "not the config.json of a run" in capsys.readouterr().err
+    view, replay = ["view", str(saved), "--step", "1"], [str(saved), "--from", "2", "--dry-run"]
+    for told in {"model_type": "gpt_neox"}, {**whole, "settings": {}}, {**whole, "data": {}}:
+        (saved / "config.json").write_text(json.dumps(told))
+        for main, words in (data_main, view), (bank.main, replay), (verify.main, [str(saved)]):
+            assert main(words) == 1
+            assert f"{saved}/config.json: " in capsys.readouterr().err
