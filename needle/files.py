@@ -200,8 +200,9 @@ class Lock:
         except OSError:
             self.held = False
             return
-        os.ftruncate(self._file, 0)
-        os.write(self._file, f"process {os.getpid()} on {platform.node()}\n".encode())
+        with naming(self.path):
+            os.ftruncate(self._file, 0)
+            os.write(self._file, f"process {os.getpid()} on {platform.node()}\n".encode())
 
     def release(self) -> None:
         if self._file is not None:

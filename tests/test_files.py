@@ -76,6 +76,22 @@ def test_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
     assert Lock(tmp_path).held
 
 
+FULL = """
+import resource, sys
+from needle.files import Lock, described
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    Lock(sys.argv[1])
+except OSError as error:
+    print(described(error))
+"""
+
+
+def test_lock_without_room_names_its_file(tmp_path):
+    assert run(sys.executable, "-c", FULL, tmp_path).stdout == f"{tmp_path}/lock: File too large\n"
+    assert Lock(tmp_path).held
+
+
 def test_control_characters_are_printed_as_escapes():
     kept = "tab\t line\n end\r\n é \u20ac \U0001f600"
     assert files.printable(kept) == kept
