@@ -7,10 +7,8 @@ needle data inspect tokens.bin                      is python -m needle.data ins
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import functools
-import importlib.util
 import math
 import pkgutil
 import runpy
@@ -191,7 +189,7 @@ def run(argv: list[str] | None) -> int:
         hint = f"; there is {' and '.join(near)}" if near else f"; there are {', '.join(COMMANDS)}"
         print(f"needle: no command {word!r}{hint} (needle --help)", file=sys.stderr)
         return 2
-    name, first, _ = COMMANDS[word]
+    name, first, about = COMMANDS[word]
     sys.argv[1:] = [*first, *rest]
     if name.startswith("apps/"):
         sys.argv[0] = str(find(name))
@@ -200,10 +198,6 @@ def run(argv: list[str] | None) -> int:
     try:
         main_of_program = pkgutil.resolve_name(name)
     except ImportError as error:  # a package that it needs, which the message says how to get
-        if {"-h", "--help"} & {*rest}:
-            source = Path(importlib.util.find_spec(name.partition(":")[0]).origin).read_text()
-            print(f"{ast.get_docstring(ast.parse(source))}\n\n{wrapped(str(error))}")
-            return 0
-        print(f"needle {word}: {error}", file=sys.stderr)
+        print(f"needle {word}, {about}: {error}", file=sys.stderr)
         return 1
     return main_of_program()

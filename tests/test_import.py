@@ -62,12 +62,11 @@ def test_ctrl_c_is_no_traceback():
 
 def test_a_program_without_its_packages_says_what_to_install():
     code = "import sys; sys.modules['lm_eval'] = None; from needle import command\n"
-    done = python(f"{code}raise SystemExit(command.main(['lm_eval', '--tasks', 'x']))")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "needle lm_eval: " in done.stderr and "-m pip install lm_eval" in done.stderr
-    done = python(f"{code}raise SystemExit(command.main(['lm_eval', '--help']))")
-    assert done.returncode == 0 and "--model needle --model_args pretrained=" in done.stdout
-    assert "-m pip install lm_eval" in " ".join(done.stdout.split())
+    for words in ["--tasks", "x"], ["--help"]:
+        done = python(f"{code}raise SystemExit(command.main({['lm_eval', *words]}))")
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert "needle lm_eval, the LM evaluation harness on a needle model: " in done.stderr
+        assert "-m pip install lm_eval" in done.stderr
 
 
 def test_importing_is_fast(tmp_path):
