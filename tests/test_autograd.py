@@ -1,6 +1,7 @@
 """The engine: gradients of every op against central differences, and its bookkeeping."""
 
 import gc
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,11 @@ import needle as ndl
 from needle import Tensor, autograd, nn, ops, optim
 
 
+def weights_of(result) -> np.ndarray:
+    """The gradient that a backward begins with."""
+    return np.random.default_rng(0).standard_normal(np.shape(result))
+
+
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_gradients(case, device):
     arrays = inputs_of(case)
@@ -19,7 +25,7 @@ def test_gradients(case, device):
     result = case.op(ops, *tensors)
     expected = case.f(*arrays)
     close(result.numpy(), expected, 2e-6)
-    weights = np.random.default_rng(0).standard_normal(np.shape(expected))
+    weights = weights_of(expected)
     result.backward(Tensor(weights, device=device))
     for tensor, numeric in zip(
         tensors, central_differences(lambda *a: (case.f(*a) * weights).sum(), arrays)
@@ -35,8 +41,7 @@ def test_gradients_in_16_bits(case, device):
     def gradients(arrays, dtype):
         tensors = [Tensor(a, device=device, dtype=dtype) for a in arrays]
         result = case.op(ops, *tensors)
-        weights = np.random.default_rng(0).standard_normal(result.shape)
-        result.backward(Tensor(weights, device=device, dtype=result.dtype))
+        result.backward(Tensor(weights_of(result), device=device, dtype=result.dtype))
         return [tensor.grad for tensor in tensors]
 
     for dtype, rounding in ("float16", 2**-11), ("bfloat16", 2**-8):
@@ -46,6 +51,49 @@ def test_gradients_in_16_bits(case, device):
                 assert got.shape == wanted.shape
                 assert got.dtype == dtype or not case.twice  # of weights in fused ops: float32
                 close(got.numpy(), wanted.numpy(), 16 * rounding)
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_operands_without_gradient_change_no_other(case, device):
+    """Each operand alone needs a gradient, and all others do."""
+    arrays, found = inputs_of(case), {}
+    every = set(range(len(arrays)))
+    for wanted in [every, *({i} for i in every), *(every - {i} for i in every)]:
+        if wanted:
+            tensors = [Tensor(a, device, requires_grad=i in wanted) for i, a in enumerate(arrays)]
+            result = case.op(ops, *tensors)
+            result.backward(Tensor(weights_of(result), device=device))
+            assert {i for i in every if tensors[i].grad is not None} == wanted
+            for i in wanted:
+                grad = found.setdefault(i, tensors[i].grad.numpy())
+                close(tensors[i].grad.numpy(), grad, 1e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_flat_parameters_get_the_same_gradients(case, dtype, tolerance, device):
+    """Some are flat, or all: what a buffer held before reset_grad() is gone, also beside one that
+    was written to since. Gradients of a second backward, and of two uses, are added."""
+    arrays = inputs_of(case)
+    plain = [nn.Parameter(a, device=device, dtype=dtype) for a in arrays]
+    result = case.op(ops, *plain)
+    seed = Tensor(weights_of(result), device=device, dtype=result.dtype)
+    result.backward(seed)
+    names = [f"operands.{i}" for i in range(len(arrays))]
+    for first, flat in itertools.product(range(len(arrays)), (False, True)):
+        module = nn.Module()
+        module.operands = [nn.Parameter(a, device=device, dtype=dtype) for a in arrays]
+        buffers = nn.flatten_parameters(module, only=None if flat else [names[first]])
+        for p in buffers.parameters:
+            p.grad_buffer.fill(np.nan)
+        buffers.reset_grad()
+        module.operands[first].grad_buffer.fill(1)
+        once, *both = (case.op(ops, *module.operands) for _ in range(3))
+        for times, result in ((1, once), (2, once), (4, both[0] + both[1])):
+            result.backward(seed)
+            for i, (p, one) in enumerate(zip(module.operands, plain)):
+                assert p.grad_buffer is None or p.grad_buffer.dtype == "float32"
+                close(p.grad.numpy(), times * one.grad.numpy() + (i == first), tolerance)
 
 
 @pytest.mark.parametrize("case", [case for case in GRADIENTS if case.twice], ids=str)
@@ -90,81 +138,18 @@ def test_second_derivatives_of_fused_ops_are_refused(case):
             (grad * grad).sum().backward()
 
 
-class Fused(nn.Module):
-    """Uses one weight twice, in every fused op that accumulates."""
-
-    def __init__(self, device, dtype):
-        super().__init__()
-        rng = np.random.default_rng(2)
-
-        def parameter(*shape):
-            return nn.Parameter(rng.standard_normal(shape), device=device, dtype=dtype)
-
-        self.table, self.weight, self.bias = parameter(7, 6), parameter(6, 6), parameter(6)
-        self.gamma, self.beta = parameter(6), parameter(6)
-        self.factor = parameter(1, 3, 6)
-
-    def forward(self, ids):
-        x = ops.embedding(ids, self.table)
-        for _ in range(2):
-            x = ops.layer_norm(ops.linear(x, self.weight, self.bias), self.gamma, self.beta, 1e-5)
-        x = x + ops.layer_norm(x, self.gamma, self.beta)
-        y, z = (ops.layer_norm(x, self.gamma, b) for b in (self.beta, self.bias))
-        return x + y * z * self.factor
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sinks_accumulate(device, dtype):
-    """Flattened parameters: backward adds into the gradient buffer what it puts into .grad of
-    others, a second backward adds the same again, and reset_grad empties it."""
-    ids = np.array([[0, 3, 3], [6, 1, 0]], np.int32)
-    plain, flattened = Fused(device, dtype), Fused(device, dtype)
-    flat = nn.flatten_parameters(flattened)
-    seed = np.random.default_rng(3).standard_normal((2, 3, 6))
-    plain(ids).backward(Tensor(seed, device=device, dtype=dtype))
-    for repeat in (1, 2):
-        flattened(ids).backward(Tensor(seed, device=device, dtype=dtype))
-        for one, other in zip(plain.parameters(), flattened.parameters(), strict=True):
-            assert other.grad_buffer.dtype == "float32"
-            tolerance = 1e-5 if dtype == "float32" else 2e-2
-            close(other.grad_buffer.numpy(), repeat * one.grad.numpy(), tolerance)
-            np.testing.assert_array_equal(other.grad.numpy(), other.grad_buffer.numpy())
-    assert np.abs(flat.grad.numpy()).sum() > 0
-    ndl.optim.AdamW(flat, lr=0.1).reset_grad()
-    assert np.abs(flat.grad.numpy()).sum() == 0
-
-
-def test_gradients_count_as_zeros_after_reset_grad(device):
-    """The first product after reset_grad() writes, the second adds; a buffer that no
-    gradient reaches reads as zero, also for the norm."""
-    module = Fused(device, "float32")
-    flat = nn.flatten_parameters(module)
-    ids = np.array([[0, 3, 3], [6, 1, 0]], np.int32)
-
-    def gradients():
-        return {name: p.grad.numpy() for name, p in module.named_parameters()}
-
-    module(ids).sum().backward()
-    first = gradients()
-    for p in module.parameters():
-        p.grad_buffer.fill(np.nan)  # an addition would keep it
-    flat.reset_grad()
-    module(ids).sum().backward()
-    for name, grad in gradients().items():
-        np.testing.assert_array_equal(grad, first[name], name)
-    flat.reset_grad()
-    ops.embedding(ids, module.table).sum().backward()
-    assert module.table.grad.numpy().any()
-    rest = [p for p in module.parameters() if p is not module.table]
-    expected = np.sqrt((module.table.grad.numpy().astype(float) ** 2).sum())
-    assert float(ndl.optim.grad_norm(flat)[0].numpy()) == pytest.approx(expected)
-    assert not any(p.grad.numpy().any() for p in rest)
-    flat.reset_grad()
-    twice = ops.linear(ops.linear(Tensor(np.eye(6), device=device), module.weight), module.weight)
-    twice.sum().backward()
-    weight = module.weight.numpy().astype(float)
-    expected = weight.sum(1) + weight.sum(0)[:, None] + np.zeros((6, 6))
-    close(module.weight.grad.numpy(), expected, 1e-5)
+def test_a_buffer_that_no_gradient_reaches_reads_as_zeros(device):
+    """Also in the norm, and in what an optimizer resets."""
+    model = nn.Sequential(nn.Embedding(7, 6, device=device), nn.Linear(6, 6, device=device))
+    flat = nn.flatten_parameters(model)
+    for reset in flat.reset_grad, ndl.optim.AdamW(flat, lr=0.1).reset_grad:
+        for p in model.parameters():
+            p.grad_buffer.fill(np.nan)
+        reset()
+        model[0]([0, 3, 3]).sum().backward()
+        assert float(ndl.optim.grad_norm(flat)[0].numpy()) == pytest.approx(np.sqrt(6 + 4 * 6))
+        assert model[0].weight.grad.numpy()[3].tolist() == [2] * 6
+        assert not any(p.grad.numpy().any() for p in model[1].parameters())
 
 
 # ---- bookkeeping ---------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""ops.layer beyond its gradients in float64 (tests/gradients.py): in models, flat or not, whole or
-partly frozen, recomputed, beside the layer part by part, and where memory is lacking."""
+"""ops.layer beyond its gradients (tests/test_autograd.py): in models, flat or not, beside the layer
+part by part, where something is replaced, operands that do not fit, and memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,6 @@ from needle.models import Pythia, PythiaConfig
 IDS = np.random.default_rng(3).integers(0, 41, (2, 19))
 BY_PARTS = {f"blocks.{i}.attn.hook_z": lambda x: None for i in range(2)}
 SPARSE = {"use_sparse_attention": True, "sparse_block": 16, "sparse_window": 16}
-WEIGHTS = ["input_layernorm.weight", "input_layernorm.bias", "post_attention_layernorm.weight"]
-WEIGHTS += ["post_attention_layernorm.bias"]
-WEIGHTS += [
-    f"{module}.{kind}"
-    for module in (
-        *("attention.query_key_value", "attention.dense"),
-        *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-    )
-    for kind in ("weight", "bias")
-]
 
 
 def small(device, dtype="float32", flat=False, **changes):
@@ -83,62 +73,6 @@ def test_a_layer_equals_its_parts(device, dtype, close, flat, change):
         name = "layers.0.attention.dense.weight"
         first, second = (x[name] for x in results[0])
         np.testing.assert_allclose(second, 2 * first, rtol=1e-4, atol=1e-2 * np.abs(first).max())
-
-
-# ---- which gradients, and where they go ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_frozen_parameters_get_no_gradient_and_change_none(device, flat):
-    wanted = numbers(step(small(device)))
-    groups = [[name] for name in WEIGHTS] + [WEIGHTS, WEIGHTS[:4], WEIGHTS[4:6], WEIGHTS[8:]]
-    groups += [[name for name in WEIGHTS if name.endswith("bias")], WEIGHTS[1:]]
-    for frozen in groups:
-        with naming(frozen):
-            model = small(device)
-            names = [f"layers.0.{name}" for name in frozen]
-            for name, p in model.named_parameters():
-                p.requires_grad = name not in names
-            if flat:
-                trained = {name for name, p in model.named_parameters() if p.requires_grad}
-                assert set(nn.flatten_parameters(model).names) == trained
-            got = numbers(step(model))
-            near(got, {name: x for name, x in wanted.items() if name not in names}, 1e-5)
-            for name, p in model.named_parameters():
-                assert (p.grad is None) == (name in names)
-
-
-def test_some_in_flat_buffers_and_some_not(device):
-    wanted = numbers(step(small(device)))
-    for kept in ("weight", "bias", "dense.weight", "layernorm.bias"):
-        model = small(device)
-        names = [name for name, _ in model.named_parameters() if name.endswith(kept)]
-        nn.flatten_parameters(model, only=names)
-        near(numbers(step(model)), wanted, 1e-5)
-
-
-@pytest.mark.parametrize("first", [name for name in WEIGHTS if name.endswith("weight")])
-def test_a_gradient_beside_one_that_was_added_to_ignores_the_last_step(device, first):
-    """Each weight adds or overwrites by itself: what a buffer held before reset_grad() is junk."""
-    wanted, model = numbers(step(small(device))), small(device)
-    flat = nn.flatten_parameters(model)
-    for buffer in (p.grad_buffer for p in flat.parameters):
-        buffer.fill(1e3)
-    flat.reset_grad()
-    dict(model.layers[0].named_parameters())[first].grad_buffer.fill(1)
-    got = numbers(step(model))
-    wanted[f"layers.0.{first}"] += 1
-    near(got, wanted, 1e-5)
-
-
-def test_a_second_backward_adds_the_same_bits(device):
-    model = small(device)
-    _, loss = model(IDS[:, :-1], IDS[:, 1:])
-    loss.backward()
-    once = {n: p.grad.numpy() for n, p in model.named_parameters()}
-    loss.backward()
-    for name, p in model.named_parameters():
-        np.testing.assert_array_equal(p.grad.numpy(), 2 * once[name], err_msg=name)
 
 
 # ---- which layers are one operation --------------------------------------------------------------
