@@ -3,17 +3,18 @@ part by part, where something is replaced, operands that do not fit, and memory.
 
 from __future__ import annotations
 
-import sys
+import copy
 
 import numpy as np
 import pytest
-from harness import naming, run
+from harness import naming
 
 import needle as ndl
 from needle import _C, nn, ops
 from needle.autograd import Accumulators
 from needle.block_mask import BlockMask
-from needle.models import Pythia, PythiaConfig
+from needle.interp.hooks import hook_names
+from needle.models.pythia import MLP, Pythia, PythiaConfig
 
 IDS = np.random.default_rng(3).integers(0, 41, (2, 19))
 BY_PARTS = {f"blocks.{i}.attn.hook_z": lambda x: None for i in range(2)}
@@ -78,51 +79,43 @@ def test_a_layer_equals_its_parts(device, dtype, close, flat, change):
 # ---- which layers are one operation --------------------------------------------------------------
 
 
-STEPS = """
-import sys
-import numpy as np
-from needle import nn
-from needle.models.pythia import MLP, Pythia, PythiaConfig
-class Own(nn.Linear): pass
-fields = dict(vocab_size=41, hidden_size=32, num_layers=1, num_heads=4)
-for change, hooks in eval(sys.argv[1]):
-    model = Pythia(PythiaConfig(**fields))
-    layer = model.layers[0]
-    exec(change)
-    print("a step", file=sys.stderr, flush=True)
-    with model.hooks(dict.fromkeys(hooks, lambda x: None)):
-        _, loss = model(np.ones((1, 4), int), np.ones((1, 4), int))
-    loss.backward()
-"""
+class Own(nn.Linear):
+    pass
+
+
+def whole_layers(model):
+    """Return for each layer of a model if its result is that of the one operation."""
+    x = ndl.ones(1, 4, 32)
+    return [type(layer(x, model._rotary).op).__name__ == "ParallelLayer" for layer in model.layers]
 
 
 def test_what_is_replaced_hooked_or_shared_runs_by_parts():
-    """linear_rotary_fwd is of the one operation alone. Hooks between layers leave it as it is."""
-    whole = [("", []), ("", ["blocks.0.hook_resid_pre"]), ("", ["blocks.0.hook_resid_post"])]
-    inside = "hook_mlp_out", "ln1.hook_out", "attn.hook_z", "mlp.hook_post"
-    parts = [("", [f"blocks.0.{name}"]) for name in inside]
-    parts += [
-        (change, [])
-        for change in (
-            "layer.attention.dense.__class__ = Own",
-            "layer.mlp.__class__ = type('Own', (MLP,), {})",
-            "layer.post_attention_layernorm.eps = 1e-3",
-            "layer.post_attention_layernorm.weight = layer.input_layernorm.weight",
-            "layer.mlp.dense_h_to_4h.bias = None",
-            "model = Pythia(PythiaConfig(**fields, attention_only=True))",
-            "model = Pythia(PythiaConfig(**fields, use_parallel_residual=False))",
-        )
-    ]
-    done = run(sys.executable, "-c", STEPS, repr(whole + parts), NEEDLE_TRACE=1)
-    assert done.returncode == 0, done.stderr[-2000:]
-    steps = done.stderr.split("a step\n")[1:]
-    for number, (case, step) in enumerate(zip(whole + parts, steps, strict=True)):
-        with naming(case):
-            assert ("linear_rotary_fwd" in step) == (number < len(whole))
-            assert "attention_bwd" in step
-    shared = small(_C.cpu())
-    shared.share_sequences(object())
-    assert not any(layer.is_one_operation() for layer in shared.layers)
+    """Hooks between layers leave them as they are, and those inside one the other, and none when
+    they are gone."""
+    model = small(_C.cpu())
+    for name in hook_names(model):
+        point = name.removeprefix("blocks.0.")
+        inside = point != name and point not in ("hook_resid_pre", "hook_resid_post")
+        if name[:9] != "blocks.1.":
+            with naming(name), model.hooks({name: lambda x: None}):
+                assert whole_layers(model) == [not inside, True]
+    assert whole_layers(model) == [True, True]
+    for part, name, value in (
+        ("attention.dense", "__class__", Own),
+        ("mlp", "__class__", type("Own", (MLP,), {})),
+        ("post_attention_layernorm", "eps", 1e-3),
+        ("post_attention_layernorm", "weight", None),  # that of the other norm
+        ("mlp.dense_h_to_4h", "bias", None),
+    ):
+        changed = copy.deepcopy(model)
+        value = changed.layers[0].input_layernorm.weight if name == "weight" else value
+        with naming(part, name):
+            setattr(dict(changed.layers[0].named_modules())[part], name, value)
+            assert whole_layers(changed) == [False, True]
+    for change in {"attention_only": True}, {"use_parallel_residual": False}:
+        assert whole_layers(small(_C.cpu(), **change)) == [False, False]
+    model.share_sequences(object())
+    assert not any(layer.is_one_operation() for layer in model.layers)
 
 
 # ---- operands that do not fit --------------------------------------------------------------------
