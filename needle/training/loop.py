@@ -18,10 +18,9 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Tensor, find_topo_sort
+from needle.autograd import Tensor
 from needle.models.language import LanguageModel
 from needle.nn import Module, flatten_parameters
-from needle.ops.loss import CrossEntropy, LinearCrossEntropy
 from needle.ops.random import Source, drawing_from, new_state
 from needle.optim import AdamW, Optimizer, Schedule, clip_grad_norm
 
@@ -48,8 +47,8 @@ def fit(
     `model.loss(ids, targets)` of a language model, else `model(ids, targets=targets)`, which must
     give (anything, loss); a forward without `targets` is a TypeError. schedule: the learning rate
     of step 1, 2, ... max_norm: gradients are clipped to it.
-    accumulate: the number of batches a step, whose loss is the mean over all their targets. Those
-    that cross-entropy ignores do not count; `loss` must give a mean.
+    accumulate: the number of batches a step, whose loss is the mean of theirs, as of one batch of
+    all where each has as many targets.
     on_step(step, loss): called after each step, to print, evaluate or save. progress: a bar, if
     tqdm is installed.
 
@@ -105,30 +104,16 @@ def fit(
 
 
 def _gradients(model: Module, optimizer: Optimizer, group: list, loss: Any) -> float:
-    """Compute the gradient of the mean loss over all targets of some batches; return the loss."""
+    """Compute the gradient of the mean loss of some batches; return the loss."""
     optimizer.reset_grad()
-    parts, counts = [], []
+    parts = []
     for ids, targets in map(_pair, group):
         part = _loss(model, _input(ids, optimizer.params[0]), targets, loss)
-        counts.append(_counted(part, targets) if len(group) > 1 else 1)
-        weight = counts[-1] / (counts[0] or 1)  # 1 where all are alike
-        share = _C.array(weight / len(group), part.dtype, part.device)
+        share = _C.array(1 / len(group), part.dtype, part.device)
         part.backward(Tensor.from_ndarray(share.reshape(part.shape)))
         parts.append(part.detach())  # the activations are free
         del part
-    total, alike = sum(counts) or 1, len(group) * (counts[0] or 1)
-    if total != alike:
-        for p in (p for p in optimizer.params if p.grad is not None):
-            p.grad = Tensor.from_ndarray(_C.multiply(p.grad.cached_data, alike / total))
-    return math.fsum(count * part.item() for count, part in zip(counts, parts)) / total
-
-
-def _counted(part: Tensor, targets: Any) -> int:
-    """Return how many targets the loss of a batch is the mean of: all, but for those that
-    cross-entropy ignores."""
-    of = [node.op for node in find_topo_sort([part])]
-    ids = [op.targets for op in of if isinstance(op, (CrossEntropy, LinearCrossEntropy))]
-    return sum(int((x.numpy() >= 0).sum()) for x in ids) if ids else np.size(targets)
+    return math.fsum(part.item() for part in parts) / len(parts)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
