@@ -21,11 +21,9 @@ from needle import models
 from needle.checkpoint import (
     Checkpoint,
     CheckpointError,
-    checkpoint_path,
     find_checkpoint,
     list_checkpoints,
     newest_checkpoint,
-    proven_checkpoint,
     step_of,
 )
 from needle.command import flag_words, wrapped
@@ -195,22 +193,3 @@ def newest_first(out: Path) -> list[Path]:
     folders = [path for path in out.iterdir() if path.is_dir()] if out.exists() else []
     saved = lambda folder: folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     return sorted(folders, key=lambda folder: os.stat(saved(folder)).st_mtime_ns, reverse=True)
-
-
-def advice_after_divergence(folder: Path, finite: int, saved: int, following: int) -> str:
-    """Return the advice after a loss that is not finite: which checkpoint is good.
-
-    finite: the last step of a finite loss. saved: the step of the newest checkpoint. following: the
-    number of finite steps after which a checkpoint counts as good."""
-    places, lines = folder / "checkpoints", []
-    good, last = proven_checkpoint(places, finite, following), checkpoint_path(places, saved)
-    advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
-    followed = "finite steps followed"
-    if good is not None:
-        lines.append(f"the last good checkpoint is {good}: {finite - step_of(good)} {followed}")
-        advice += f", in a new run from its weights: {shlex.join(flag_words('--init', good))}"
-    if last.exists() and last != good:
-        lines.append(
-            f"the last one is {last}: {finite - saved} {followed}, and it may have diverged"
-        )
-    return "\n".join([*lines, advice])

@@ -16,8 +16,10 @@ from needle import models, optim
 from needle.backend_ndarray import Device
 from needle.checkpoint import (
     checkpoint_path,
+    proven_checkpoint,
     prune_checkpoints,
     save_checkpoint,
+    step_of,
     versions,
     weights_path,
 )
@@ -33,7 +35,7 @@ from needle.ops import ring_chunks
 from needle.processes import command_line, silence
 from needle.training import settings as flags
 from needle.training.evaluate import load_model
-from needle.training.folder import advice_after_divergence, again
+from needle.training.folder import again
 from needle.training.heartbeat import beat, rest, supervised
 from needle.training.keep import keeps
 from needle.training.log import RunLog
@@ -320,8 +322,14 @@ def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None
 
 def report_divergence(run: Run, error: Exception, finite: int) -> None:
     """Report a loss that is not finite, and which checkpoint is good. finite: the step before."""
-    advice = advice_after_divergence(run.folder, finite, run.saved, prove_after(run))
-    print(printable(f"{error}. Stopped.\n{advice}"), file=sys.stderr)
+    lines = [f"{error}. Stopped."]
+    advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
+    good = proven_checkpoint(run.folder / "checkpoints", finite, prove_after(run))
+    if good is not None:
+        followed = finite - step_of(good)
+        lines.append(f"the last good checkpoint is {good}: {followed} finite steps followed")
+        advice += f", in a new run from its weights: {shlex.join(flag_words('--init', good))}"
+    print(printable("\n".join([*lines, advice])), file=sys.stderr)
 
 
 # ---- the end -----------------------------------------------------------------------------------

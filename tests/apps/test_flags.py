@@ -140,14 +140,12 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
         assert train_pythia.main(flags(tmp_path, tokens, "a")) == 1
     error = capsys.readouterr().err
     assert "step 5: the loss is nan (epoch 0, batch 4)" in error
-    good, last = (checkpoint_of(tmp_path, "a", step) for step in (2, 4))
+    good = checkpoint_of(tmp_path, "a", 2)
     assert f"the last good checkpoint is {good}: 2 finite steps followed\n" in error
-    assert f"the last one is {last}: 0 finite steps followed, and it may have diverged\n" in error
     assert f"--init {good}\n" in error
     # The loss of the last checkpoint's own step is finite: the update after it diverged.
     argv = flags(tmp_path, tokens, "c", "--lr 1e30 --warmup 0 --clip 0 --save-every 1")
     assert train_pythia.main(argv) == 1
     error = capsys.readouterr().err
     last = checkpoint_of(tmp_path, "c", len(lines_of(tmp_path, "c")))
-    assert "Stopped." in error and f"the last one is {last}: 0 finite" in error
-    assert f"the last good checkpoint is {last}" not in error and f"--init {last}" not in error
+    assert last.exists() and "Stopped." in error and str(last) not in error

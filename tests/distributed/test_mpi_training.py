@@ -102,7 +102,6 @@ def test_a_loss_that_is_none_stops_all(runs, rank):
     )
     assert said.count("the last good checkpoint is") == 1
     assert "step_20.safetensors: 22 finite steps followed\n" in said
-    assert "step_40.safetensors: 2 finite steps followed, and it may have diverged\n" in said
 
 
 @pytest.mark.slow
