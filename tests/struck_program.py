@@ -87,11 +87,11 @@ class Strikes:
             os.kill(os.getpid(), signal.Signals[f"SIG{what.upper()}"])
         return loss
 
-    def agree(self, function, group, name, *more):
-        agreed = function(group, name, *more)
+    def gather(self, function, group, name, value):
+        told = function(group, name, value)
         if name == "the end of the step" and self.due("meet"):
             os.kill(os.getpid(), signal.SIGTERM)
-        return agreed
+        return told
 
     def save_checkpoint(self, function, *args, **more):
         if self.due("full"):
@@ -116,7 +116,7 @@ def strike(strikes: Strikes) -> None:
     for owner, name, instead in (
         (train_pythia, "schedule_of", strikes.schedule_of),
         (session.Session, "__init__", strikes.begin),
-        (session, "agree", strikes.agree),
+        (group.Group, "gather", strikes.gather),
         (run_parts, "save_checkpoint", strikes.save_checkpoint),
         (files.os, "replace", strikes.replace),
     ):

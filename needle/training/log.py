@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.command import COLUMNS
 from needle.files import Lock, naming, printable, replace_text
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
@@ -129,11 +128,8 @@ class RunLog:
             "lr": lr,
             "where": where,
         }
-        try:
-            if self._pending is not None:
-                self.finish()
-        finally:
-            self._pending = queued
+        self.settle()
+        self._pending = queued
         if self._device.is_host:
             self.wait()
 
@@ -183,7 +179,8 @@ class RunLog:
         self._add(json.dumps(line))
         if "proof" in step:
             self._add(json.dumps({**step["proof"](), "previous": self._chain.previous}))
-        self._flush()
+        with naming(self.path):
+            self._file.flush()
         for tracker in self._trackers:
             tracker.log(line)
         try:
@@ -197,17 +194,9 @@ class RunLog:
         self._chain.add(line)
 
     def settle(self) -> None:
-        """Write the line of the queued step, and lines that the system refused before."""
-        self._flush()
+        """Write the line of the queued step, if there is one."""
         if self._pending is not None:
             self.finish()
-
-    def _flush(self) -> None:
-        """Send lines to the file; one that the system refuses stays in the buffer."""
-        if self.path is None:
-            return
-        with naming(self.path):
-            self._file.flush()
 
     def skip_time(self) -> None:
         """Exclude the time since the last step (evaluating, saving) from the next one."""
@@ -218,6 +207,7 @@ class RunLog:
         if self.path is None:
             return
         with naming(self.path):
+            self._file.flush()  # a line that was refused before
             os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.flush()
@@ -226,7 +216,7 @@ class RunLog:
         if self._bar is not None:
             self._bar.close()
         if self.path is not None:
-            with contextlib.suppress(OSError):  # a refused line, which was reported
+            with contextlib.suppress(OSError):  # a line that was refused, which ended the run
                 self._file.close()
         for tracker in self._trackers:
             try:
@@ -254,23 +244,17 @@ class RunLog:
         elif step in (self._start + 1, self._steps) or step % -(-self._steps // PLAIN_LINES) == 0:
             used = self._memory() / 2**30
             mfu = [f"MFU {speed * self._flops_per_token / self._peak:.0%}"] if self._peak else []
-            norm = f"norm {line['grad_norm']:.2f}"
             facts = [
                 f"step {step}/{self._steps}",
                 f"loss {line['loss']:.4f}",
                 f"lr {line['lr']:.1e}",
-                norm,
+                f"norm {line['grad_norm']:.2f}",
                 f"{short(speed)} tok/s",
                 *mfu,
                 f"{used:.{int(used < 10)}f} GiB",
                 f"left {left}",
             ]
-            text = "  ".join(facts)
-            if len(text) > COLUMNS:
-                text = " ".join(facts)
-            if len(text) > COLUMNS:
-                text = text.replace(f" {norm}", "").replace(" GiB", "G")
-            print(text, flush=True)
+            print("  ".join(facts), flush=True)
         if evaluated:
             text = f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
             if "val_bits_per_byte" in evaluated:

@@ -131,28 +131,18 @@ class Failed(Exception):
     """An error for which all ranks have agreed to stop, after the same step."""
 
 
-def agree(
-    ranks: Group, name: str, failure: Exception | None, reason: str | None = None
-) -> tuple[str | None, Failed | None]:
-    """Return the reason to stop and the failure of the first rank that has one, on all ranks."""
-    told = ranks.gather(name, [reason, failure and described(failure)])
-    reasons = [theirs for theirs, _ in told if theirs is not None]
-    whose = [f"rank {rank}: " if ranks.size > 1 else "" for rank in range(ranks.size)]
-    failures = [who + theirs for who, (_, theirs) in zip(whose, told) if theirs is not None]
-    return reasons[0] if reasons else None, Failed(failures[0]) if failures else None
-
-
 @contextlib.contextmanager
 def agreed(ranks: Group, name: str) -> Iterator[None]:
-    """Run the block on all ranks; if it fails to read or write on one, raise Failed on all."""
+    """Run the block on all ranks; if it fails to read on one, raise Failed on all."""
     failure = None
     try:
         yield
     except (DataError, OSError) as error:
         failure = error
-    _, failed = agree(ranks, name, failure)
-    if failed is not None:
-        raise failed from failure
+    told = ranks.gather(name, failure and described(failure))
+    for rank, theirs in enumerate(told):
+        if theirs is not None:
+            raise Failed(f"rank {rank}: {theirs}" if ranks.size > 1 else theirs) from failure
 
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -184,8 +174,8 @@ class Session:
     log, the handlers of stop signals and graph replay, and ends on all ranks after the same step.
 
     compute(ids, targets): makes the gradient of a micro-batch and returns its loss. `gradient` is
-    the same, replayed as a graph if the run asks for it or if it is faster. An error that a step
-    meets in reading or writing ends the loop on all ranks, after saving the steps done.
+    the same, replayed as a graph if the run asks for it or if it is faster. Data that a rank cannot
+    read end the loop on all ranks, after saving the steps done.
     """
 
     def __init__(self, run: Run, compute: Callable[[Any, Any], NDArray]) -> None:
@@ -252,19 +242,16 @@ class Session:
 
         A signal that arrives during the agreement counts for the next step.
         """
-        run, log, failure = self.run, self.log, None
-        before = run.position
+        run, log, before = self.run, self.log, self.run.position
         run.step, run.position = step, run.batches.position
         losses = run.parallel.losses(losses)
-        try:
-            log.queue(step, losses, norm, run.optimizer.lr, self._where)
-        except OSError as error:  # of the line before: this step is done
-            failure = error
+        log.queue(step, losses, norm, run.optimizer.lr, self._where)
         own = signal.Signals(self._stop[-1]).name if self._stop else None
         own = own or (None if log.is_heard else "a closed pipe")
-        self._reason, self._failure = agree(self.ranks, "the end of the step", failure, own)
+        reasons = self.ranks.gather("the end of the step", own)
+        self._reason = next(filter(None, reasons), None)
         is_last, settings = step == run.until, run.settings
-        ends = is_last or self._reason is not None or self._failure is not None
+        ends = is_last or self._reason is not None
         evaluates = is_last or _is_due(step, settings.eval_every)
         saves = ends or _is_due(step, settings.save_every) or is_kept(settings, step)
         if saves or _is_due(step, settings.prove):
@@ -312,8 +299,7 @@ class Session:
                 if self.ranks.rank == 0:
                     report_divergence(self.run, error, error.step - 1)
                 return True
-            # The ranks do not know an OSError of one of them, and end by its report.
-            if isinstance(error, Failed) or (isinstance(error, OSError) and self.ranks.size == 1):
+            if isinstance(error, Failed):
                 self._failure = error
                 if self.run.step > self.run.saved:
                     self.log.settle()

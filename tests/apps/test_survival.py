@@ -148,22 +148,6 @@ def test_closed_pipe_saves_the_last_step(tmp_path, tokens):
 # ---- refusals of the system ---------------------------------------------------------------------
 
 
-class RefusedOnce:
-    """metrics.jsonl, of which one write is refused."""
-
-    def __init__(self, file, at):
-        self.file, self.left = file, at
-
-    def flush(self):
-        self.left -= 1
-        if self.left == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.file.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-
 def failing(function, at, error):
     """The function, whose call number `at` fails."""
     calls = itertools.count(1)
@@ -176,16 +160,6 @@ def failing(function, at, error):
     return call
 
 
-def refusing_log(at):
-    real = logs.RunLog.__init__
-
-    def made(self, *args):
-        real(self, *args)
-        self._file = RefusedOnce(self._file, at)
-
-    return logs.RunLog, "__init__", made
-
-
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 SHRANK = DataError("tokens.npy: shrank while it was read")
 SHORT = MemoryError("allocate: the system refused 1 bytes")
@@ -194,8 +168,6 @@ compute = train_pythia.forward_backward
 FAULTS = (
     (lambda: (Prefetch, "next", failing(Prefetch.next, 4, SHRANK)), "shrank.* step 1 of 6, and s"),
     (lambda: (Prefetch, "next", failing(Prefetch.next, 7, SHRANK)), "shrank.* step 3 of 6, and s"),
-    (lambda: refusing_log(1), "metrics.jsonl.*, and saved"),
-    (lambda: refusing_log(5), "metrics.jsonl.*, and saved"),
     (lambda: (train_pythia, "forward_backward", failing(compute, 4, SHORT)), "1 bytes.*--batch-si"),
     (lambda: (os, "fsync", failing(os.fsync, 3, FULL)), os.strerror(errno.ENOSPC)),
 )
