@@ -12,9 +12,10 @@ code is passed on. COMMAND resumes by itself, as --resume auto --name NAME does.
 
 Three failures without a further step end the run, with the exit code of the
 last; the third try has NEEDLE_SYNC=1, so that a fault names its op. Each
-failure is a line of faults.jsonl in the folder of the run: time, step (steps
-done; null before the heartbeat), exit (the code), message, action. While
-another process works in that folder nothing is written or started.
+failure after COMMAND has named the folder of its run is a line of faults.jsonl
+there: time, step (steps done; null before the heartbeat), exit (the code),
+message, action. While another process works in that folder nothing is written
+or started.
 
 SIGINT, SIGTERM and SIGHUP are passed on: COMMAND saves and ends, and is not
 started again. It has its own process group, reads nothing, writes where this
@@ -75,7 +76,6 @@ class Supervisor:
         self._signals: list[int] = []  # received
         self._stopped = 0  # the last one that was passed on
         self._step: int | None = None  # steps done of this attempt
-        self._faults: list[dict] = []  # lines of faults.jsonl, not written yet
 
     def run(self) -> int:
         failures, reached, words = 0, -1, self.command
@@ -99,7 +99,8 @@ class Supervisor:
                 action = "restart" if failures < MOST_FAILURES else ended
                 say(f"after step {max(step, 0)}: {why}: {action}")
                 folder = self._folder()
-                if not self._record(folder, code, why, action) or action == ended:
+                fault = {"step": self._step, "exit": code, "message": why, "action": action}
+                if folder is not None and not self._record(folder, fault) or action == ended:
                     return code
                 self._pause(PAUSE * 2 ** (failures - 1))
                 if self._stopped:
@@ -179,31 +180,24 @@ class Supervisor:
         except FileNotFoundError:
             return None
 
-    def _record(self, folder: Path | None, code: int, why: str, action: str) -> bool:
-        """Append to faults.jsonl, as soon as the folder is known. Return False if a process still
-        works there, or if it is gone."""
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        fault = {"time": now, "step": self._step, "exit": code, "message": why, "action": action}
-        self._faults.append(fault)
+    def _record(self, folder: Path, fault: dict) -> bool:
+        """Append to faults.jsonl. Return False, and say why, where that cannot be done: a process
+        still works in the folder, or it is gone."""
         end = time.monotonic() + REAP_SECONDS
-        while folder is not None:
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        while True:
             try:
                 lock = Lock(folder)
                 with open(folder / "faults.jsonl", "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(fault) + "\n" for fault in self._faults)
+                    file.write(json.dumps({"time": now, **fault}) + "\n")
                 lock.release()
-                self._faults.clear()
-                break
-            except FileError as error:
+                return True
+            except (FileError, OSError) as error:
                 is_busy = isinstance(error, BusyError) and time.monotonic() < end
                 if not is_busy or self._stopped:
-                    say(str(error))
+                    say(described(error))
                     return False
                 self._pause(TICK)
-            except OSError as error:  # a full disk ends no training
-                say(described(error))
-                break
-        return True
 
 
 def say(text: str) -> None:
