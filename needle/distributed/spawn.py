@@ -6,7 +6,7 @@ supervisor above. Of the others only stderr is printed, each line as `rank 3: ..
 
 SIGINT, SIGTERM, SIGHUP and SIGABRT (a supervisor's request for stacks) are passed on to each rank.
 After one rank has failed, the others learn of it by the control channel and have its deadline to
-end by themselves; then they get SIGTERM, then SIGKILL. All end with this process.
+end by themselves; then they are killed. All end with this process.
 
 The exit code is 0 if all ranks end with 0; 75 (os.EX_TEMPFAIL) if one exits with it, or is killed
 by a signal that was not passed on, since a restart may help; else that of the first that failed.
@@ -15,6 +15,7 @@ by a signal that was not passed on, since a restart may help; else that of the f
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -27,10 +28,11 @@ from collections.abc import Sequence
 from typing import IO
 
 from needle.files import printable
-from needle.processes import HEARTBEAT, collecting, pass_on, signal_name, start
+from needle.processes import HEARTBEAT, collecting, ends_within, pass_on, signal_name, start
 
 DEADLINE = 60.0  # of the control channel
-MARGIN = 10.0  # seconds more: for a rank to reach its next collective, and to end after SIGTERM
+MARGIN = 10.0  # seconds more, for a rank to reach its next collective
+KILL_SECONDS = 2.0  # for a killed rank to be gone
 TICK = 0.1  # seconds between two looks at the processes
 
 
@@ -65,8 +67,7 @@ def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: 
     """Wait for the ranks. Return the exit code of all."""
     passed_on: set[int] = set()
     failed: list[int] = []  # exit codes, in the order of the failures
-    ends = [signal.SIGKILL, signal.SIGTERM]  # for ranks that do not end by themselves; last first
-    patience = 0.0
+    patience = math.inf
     while running:
         time.sleep(TICK)
         passed_on.add(pass_on(signals, running.values()))
@@ -84,13 +85,12 @@ def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: 
                 killed = f"was killed by {signal_name(-code)}"
                 say(f"rank {rank} {killed if code < 0 else f'ended with code {code}'}")
             failed.append(os.EX_TEMPFAIL if was_killed else 128 - code if code < 0 else code)
-        if running and failed and time.monotonic() > patience:
-            if not ends:
-                break  # a process that waits inside a driver may stay for ever
-            listed = ", ".join(map(str, running))
-            say(f"ranks that do not end by themselves ({listed}): {ends[-1].name}")
-            signals.append(ends.pop())
-            patience = time.monotonic() + MARGIN
+        if running and time.monotonic() > patience:
+            say(f"ranks that do not end by themselves: {', '.join(map(str, running))}: SIGKILL")
+            for child in running.values():
+                child.kill()
+                ends_within(child, KILL_SECONDS)
+            break  # one that waits inside a driver may stay for ever
     return os.EX_TEMPFAIL if os.EX_TEMPFAIL in failed else failed[0] if failed else 0
 
 
