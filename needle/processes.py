@@ -134,12 +134,11 @@ def program(main: Callable[[], int | None]) -> int:
         return EXIT_CLOSED_PIPE
 
 
-def command_line(word: str, *program: str) -> list[str]:
-    """Return how this environment spells `needle WORD`: by its command, or by its Python and the
-    words of the same program."""
+def command_line(word: str) -> list[str]:
+    """Return how this environment spells `needle WORD`."""
     script = Path(sys.executable).with_name("needle")
     if not script.exists():
-        return [sys.executable, *program]
+        return [sys.executable, "-m", "needle", word]
     return ["needle" if shutil.which("needle") == str(script) else str(script), word]
 
 

@@ -51,6 +51,6 @@ def test_command_is_spelt_as_it_reaches_this_environment(tmp_path, monkeypatch):
     ):
         monkeypatch.setenv("PATH", path)
         with naming(path):
-            assert command_line("data", "-m", "needle.data") == [spelt, "data"]
+            assert command_line("data") == [spelt, "data"]
     (own / "needle").unlink()
-    assert command_line("data", "-m", "needle.data") == [sys.executable, "-m", "needle.data"]
+    assert command_line("data") == [sys.executable, "-m", "needle", "data"]

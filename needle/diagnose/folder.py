@@ -43,7 +43,7 @@ def examine(path: str) -> None:
     elif has_saved(folder):
         failed("run", "none of the checkpoints that it saved is left", PUT_BACK)
         return
-    command = shlex.join([*command_line("train", "apps/train_pythia.py"), *again(folder)])
+    command = shlex.join([*command_line("train"), *again(folder)])
     if holder:
         show("run", "ok: it is at work; SIGTERM lets its step end, saves and stops it")
     elif newest is not None and step == steps:

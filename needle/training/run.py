@@ -290,9 +290,9 @@ def resume_command(run: Run) -> str:
     """Return the command that resumes the run, with the flags that a checkpoint does not hold."""
     words, settings, place = [], run.settings, run.parallel.group.place
     if place.launcher not in ("", "needle"):
-        words += [*command_line("supervise", "-m", "needle", "supervise"), "--"] * supervised()
+        words += [*command_line("supervise"), "--"] * supervised()
         words += [place.launcher] + ["-n", str(place.size)] * (place.launcher == "mpirun")
-    words += [*command_line("train", sys.argv[0]), *again(run.folder)]
+    words += [*command_line("train"), *again(run.folder)]
     words += ["--gpus", str(place.size)] if place.launcher == "needle" else []
     words += settings.words("device", "tensorboard", "graph", "recompute", "import_")
     if supervised() and place.launcher in ("", "needle"):

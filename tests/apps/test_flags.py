@@ -98,9 +98,8 @@ def run_of(folder, words=""):
 
 def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch, tmp_path):
     """It is read as it is meant, also where a value looks like a flag."""
-    monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py", "--steps", "5"])
     monkeypatch.setattr(sys, "executable", str(tmp_path / "my python"))  # no command beside it
-    begins = [sys.executable, "apps/train_pythia.py", "--resume", "auto", "--name"]
+    begins = [sys.executable, "-m", "needle", "train", "--resume", "auto", "--name"]
     for folder, more in (
         ("runs/a", ""),
         ("more runs/b c", "--out 'more runs'"),
@@ -114,7 +113,7 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
         assert shlex.split(run_parts.resume_command(run)) == wanted
     for folder in "-out/-y", "runs/--name", "a/-b/c", "-out/.old":
         run = run_of(folder, "--wandb=-project --schedule cosine")
-        args = parse(shlex.split(run_parts.resume_command(run))[2:])
+        args = parse(shlex.split(run_parts.resume_command(run))[4:])
         named = args.resume if args.name is None else f"{args.out}/{args.name}"
         assert (named, args.wandb) == (folder, "-project")
         assert f"--init={folder}" in run_parts.longer(run) or folder[0] != "-"

@@ -4,15 +4,13 @@
 import contextlib
 import json
 import os
-import pty
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from harness import ROOT, naming, wait_for, wait_until_gone
+from harness import naming, wait_for
 
 from needle.files import Lock
 from needle.processes import HEARTBEAT
@@ -251,43 +249,6 @@ def test_signal_before_a_restart_ends_the_run(run, monkeypatch):
     monkeypatch.setattr(Supervisor, "_record", then_signal)
     done, said, faults = run("say(attempt); sys.exit(75)")
     assert (done, said, len(faults)) == (143, ["0"], 1)
-
-
-def said_by(folder, count):
-    """The first `count` words that the command says."""
-    words = lambda: " ".join(lines_of(folder / "said")).split()
-    wait_for(lambda: len(words()) >= count)
-    return words()
-
-
-def supervised(code):
-    command = [sys.executable, "-S", "-c", BEGIN + code]
-    return [sys.executable, "-m", "needle", "supervise", "--", *command]
-
-
-def test_command_ends_with_its_supervisor(tmp_path):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = supervised("say(os.getpid()); time.sleep(60)")
-    with subprocess.Popen(command, cwd=tmp_path, env=environ) as process:
-        pid = int(said_by(tmp_path, 1)[0])
-        process.kill()
-    wait_until_gone(pid)
-
-
-def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
-    """A child of a pseudo-terminal's session; the terminal sends SIGINT to its foreground group."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.environ["PYTHONPATH"] = str(ROOT)
-        os.execv(sys.executable, supervised(PATIENT))
-    try:
-        assert said_by(tmp_path, 1) == ["ready"]
-        os.write(terminal, b"\x03")
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert said_by(tmp_path, 2) == ["ready", "SIGINT"]
-    finally:
-        os.close(terminal)
 
 
 # ---- the heartbeat ------------------------------------------------------------------------------
