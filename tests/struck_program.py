@@ -8,12 +8,10 @@ FAKE_NCCL a library that pretends to be NCCL between GPUs.
     data                      its data cannot be read there
     nan                       its loss is none
     meet                      SIGTERM, while it waits for the others at the end of the step
-    full                      the checkpoint of the step meets a full disk
     save                      SIGKILL, before the checkpoint of the step gets its name
     slow                      each of its micro-batches takes so many seconds more
 """
 
-import errno
 import json
 import os
 import signal
@@ -93,11 +91,6 @@ class Strikes:
             os.kill(os.getpid(), signal.SIGTERM)
         return told
 
-    def save_checkpoint(self, function, *args, **more):
-        if self.due("full"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "step.safetensors")
-        return function(*args, **more)
-
     def replace(self, function, old, new):
         if str(new).endswith(".safetensors") and self.due("save"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -117,7 +110,6 @@ def strike(strikes: Strikes) -> None:
         (train_pythia, "schedule_of", strikes.schedule_of),
         (session.Session, "__init__", strikes.begin),
         (group.Group, "gather", strikes.gather),
-        (run_parts, "save_checkpoint", strikes.save_checkpoint),
         (files.os, "replace", strikes.replace),
     ):
         function = getattr(owner, name)

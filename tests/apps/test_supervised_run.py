@@ -6,10 +6,9 @@ import signal
 import pytest
 import train_pythia
 from harness import DEVICES, wait_for
-from small_runs import assert_same_run, flags
+from small_runs import flags
 from struck_runs import Runs, text_of, write_tokens
 
-import needle as ndl
 from needle.training import heartbeat
 
 pytestmark = pytest.mark.slow
@@ -90,13 +89,3 @@ def test_run_tells_its_folder_and_steps(tmp_path, tokens, monkeypatch):
     assert train_pythia.main(flags(tmp_path, tokens, "a", steps=4)) == 0
     assert told == ["0", None, "0", "1", "2", "3", "4", None]
     assert (tmp_path / "steps.run").read_text() == str(tmp_path / "runs" / "a")
-
-
-def test_losses_are_the_same_with_sync(tmp_path, tokens):
-    before = ndl._C.sync_each_op(True)
-    try:
-        assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
-    finally:
-        ndl._C.sync_each_op(before)
-    assert train_pythia.main(flags(tmp_path, tokens, "b")) == 0
-    assert_same_run(tmp_path, "a", "b")

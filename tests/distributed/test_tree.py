@@ -42,11 +42,7 @@ def test_every_fitting_number_of_ranks_sums_the_same_tree(count):
         assert [i for share in shares for i in share] == list(range(count))
         assert written([written(texts[s.start : s.stop]) for s in shares]) == wanted(texts)
     for ranks in set(range(2, count + 2)) - set(fitting):
-        with pytest.raises(ValueError, match=f"{ranks} ranks cannot share a step of {count} "):
+        with pytest.raises(
+            ValueError, match=f"{ranks} ranks cannot share a step of {count} .*--grad-accum"
+        ):
             own_micro_batches(count, 0, ranks)
-
-
-def test_numbers_of_ranks_that_fit():
-    assert [fitting_ranks(n) for n in (1, 2, 8, 10)] == [[1], [1, 2], [1, 2, 4, 8], [1, 5, 10]]
-    with pytest.raises(ValueError, match="1, 3, 6, 12 ranks can: .*--grad-accum"):
-        own_micro_batches(12, 0, 4)
