@@ -443,7 +443,9 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
     assert list_checkpoints(tmp_path) == [checkpoint_path(tmp_path, n) for n in (100, 10)]
     for number in (101, 105, 106):
         save_checkpoint(model, optimizer, 0, 1.0, checkpoint_path(tmp_path, number), step=number)
-    prune_checkpoints(tmp_path, 106, following=6)
+    for number in (10, 106):  # a training that went back to 10 keeps later steps
+        prune_checkpoints(tmp_path, number, following=6)
+        assert checkpoint_path(tmp_path, 101).exists() and len(list_checkpoints(tmp_path)) >= 4
     left = [106, 105, 101, 100]  # 100 is proven, 101 next; 10 was when 100 was not
     assert list_checkpoints(tmp_path) == [checkpoint_path(tmp_path, n) for n in left]
     assert proven_checkpoint(tmp_path, 106, 6) == checkpoint_path(tmp_path, 100)

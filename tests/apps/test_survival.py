@@ -18,7 +18,6 @@ from struck_runs import ENVIRON, PROGRAM
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import DataError, Prefetch
 from needle.training import log as logs
-from needle.training import run as run_parts
 from needle.training.replay.proofs import broken_links
 
 pytestmark = pytest.mark.slow
@@ -39,25 +38,6 @@ def damage(path) -> None:
 
 
 # ---- damaged and missing checkpoints ------------------------------------------------------------
-
-
-def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run, monkeypatch):
-    """A recipe keeps step 4 for good, and 5 and 6 are damaged. The run that goes on from 4 keeps
-    what it writes, though its first has a lower number than the damaged."""
-    more = "--save-every 1 --recipe pythia --global-batch-size 2"
-    assert run("whole", more) == 0 and run("a", more) == 0
-    for step in (5, 6):
-        damage(checkpoint_of(tmp_path, "a", step))
-    seen, prune = [], run_parts.prune_checkpoints
-
-    def pruned(*args, **options):
-        prune(*args, **options)
-        seen.append({path.name for path in list_checkpoints(folder_of(tmp_path, "a"))})
-
-    monkeypatch.setattr(run_parts, "prune_checkpoints", pruned)
-    assert run("a", "--resume", "auto") == 0
-    assert "step_5.safetensors" in seen[0]
-    assert_same_run(tmp_path, "a", "whole")
 
 
 def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, capsys, monkeypatch):
