@@ -271,9 +271,8 @@ class Session:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate after a step, once its loss is known; the time does not count for the next."""
-        with agreed(self.ranks, "the evaluation's end"):
-            self.log.wait()
-            yield
+        self.log.wait()
+        yield
         self.log.skip_time()
 
     def save(self) -> None:
@@ -359,8 +358,8 @@ def evaluate(run: Run) -> dict[str, float]:
     """Return val_loss in nats a token, and val_bits_per_byte if the tokenizer is known; of
     held-out data in batches that the ranks share.
 
-    The result is empty if the held-out data are shorter than a sequence. DataError and OSError are
-    raised after the ranks have met.
+    The result is empty if the held-out data are shorter than a sequence. Data that break off raise
+    Failed on all ranks.
     """
     model, data, settings, parallel = run.model, run.data, run.settings, run.parallel
     tokens, length = data.held_out, settings.seq_len
@@ -373,9 +372,9 @@ def evaluate(run: Run) -> dict[str, float]:
     most = EVAL_TOKENS["cpu" if model.device.is_host else "cuda"]
     limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
     sizes = None if data.tokenizer is None else token_bytes(data.tokenizer)
-    nats, count, text_bytes, failure = [], 0, 0, None
+    nats, count, text_bytes = [], 0, 0
     model.eval()
-    try:
+    with agreed(ranks, "the held-out data"):
         drawn, shares = list(held_out.in_order(limit)), ranks.size // context
         for number in range(ranks.rank // context, -(-len(drawn) // shares) * shares, shares):
             if number >= len(drawn) and context == 1:
@@ -388,14 +387,10 @@ def evaluate(run: Run) -> dict[str, float]:
                 nats.append(loss * targets.size)
                 count += targets.size
                 text_bytes += 0 if sizes is None else int(sizes[targets].sum())
-    except (DataError, OSError) as error:
-        failure = error
     model.train()
     told = ranks.gather("the evaluation", [nats, count, text_bytes])
     nats = [part for parts, _, _ in told for part in parts]
     count, text_bytes = (sum(theirs) for theirs in list(zip(*told))[1:])
-    if failure is not None:
-        raise failure
     result = {"val_loss": math.fsum(nats) / count} if count else {}
     if text_bytes:
         result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
