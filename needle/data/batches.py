@@ -145,7 +145,8 @@ class Batches:
         if count == 0:
             raise DataError(
                 f"{self.tokens!r}: fewer than one batch of {self.batch_size} x {self.seq_len} "
-                "(+ 1); give more text, a smaller batch or shorter sequences"
+                "(+ 1); give more text (--data), a smaller batch (--batch-size) or shorter "
+                "sequences (--seq-len)"
             )
         if not 0 <= epoch < 1 << 31 or not 0 <= batch <= count:
             raise DataError(

@@ -67,8 +67,8 @@ def walk(
         files = sorted(entry.name for entry in entries if entry.is_file())
         folders = sorted(entry.name for entry in entries if entry.is_dir())
         for entry in entries:
-            if entry.is_symlink():
-                os.stat(entry.path)  # it may lead nowhere
+            if entry.is_symlink() and not os.path.exists(entry.path):
+                raise DataError(f"{entry.path}: a link that leads nowhere; remove it")
     except OSError as error:
         raise DataError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
     for name in files:

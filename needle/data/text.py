@@ -77,8 +77,11 @@ def json_text(line: bytes, where: str, field: str) -> str:
     try:
         value = json.loads(line)
         text = "" if value is None or value[field] is None else value[field]
-        text.encode()  # no half of a surrogate pair
+        text.encode()
         return text
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(f"{where}: `{field}` has {half}, half of a surrogate pair") from error
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         has = f"; it has {', '.join(value)}: `prepare --field`" if isinstance(value, dict) else ""
         said = f"{where}: no object of JSON with a string as its field `{field}`{has}"

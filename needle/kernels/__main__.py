@@ -30,7 +30,7 @@ FLAGS = (
     ("host", str, "127.0.0.1", "NAME", "address, of loopback"),
     ("port", whole(0, 65535), 18188, "N", "0: any"),
     ("token-file", path, None, "FILE", "of mode 0600; made once (default: ~/.config/needle/token)"),
-    ("devices", devices, None, "N,N", "GPUs; without it all; cpu: none, for KernelBench's form"),
+    ("devices", devices, None, "N,N", "GPUs, by default all; or cpu: none, for KernelBench's form"),
     ("timeout", number(0.01, 3600), 10.0, "SECONDS", "that a launch may take"),
     ("spares", whole(0, 64), 1, "N", "processes that wait on each GPU, beyond the one that works"),
     ("memory", SIZE, None, "BYTES", "of device memory that a job's arrays may take"),

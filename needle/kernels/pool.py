@@ -507,7 +507,8 @@ def _names(devices: Sequence[int] | None) -> dict[int, str]:
     if devices is None:
         devices = [d.index for d in _C.all_devices() if d.name == "cuda" and d.enabled()]
         if not devices:
-            raise RuntimeError(f"no GPU to run kernels on: {_C.cuda().reason()}")
+            why = f"no GPU to run kernels on: {_C.cuda().reason()}"
+            raise RuntimeError(f"{why}; devices=[], of the service --devices cpu, has none")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = None if visible is None else [name for name in visible.split(",") if name]
     for number in devices:

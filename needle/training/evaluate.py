@@ -184,7 +184,7 @@ def perplexity(
     if not 1 <= stride <= seq_len <= limit:
         raise ValueError(
             f"perplexity: 1 <= stride ({stride}) <= seq_len ({seq_len}) <= max_seq_len ({limit}) "
-            "must hold"
+            "of the model must hold"
         )
     row_length = row_length or len(tokens)
     if min(row_length, len(tokens)) < 2:

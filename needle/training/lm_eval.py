@@ -35,7 +35,6 @@ from tqdm import tqdm
 
 from needle.command import wrapped
 from needle.data import load_tokenizer
-from needle.files import FileError
 from needle.generation import generate_text
 from needle.models import LanguageModel
 from needle.processes import program
@@ -256,7 +255,7 @@ def main() -> int:
         print(wrapped(arguments.replace("\n", " ")), end="\n\n")
     try:
         cli_evaluate()
-    except FileError as error:  # of a checkpoint or a tokenizer
+    except ValueError as error:  # the harness' own; of a checkpoint or a tokenizer a FileError
         print(f"needle lm_eval: {error}", file=sys.stderr)
         return 1
     return 0
