@@ -33,7 +33,7 @@ PARAMETERS = {
     "other": "Operand", "owner": "Module", "parameters": "Parameters", "shape": SHAPE,
     "shared": "int", "sl": "slice", "step": "Callable[[], object]", "stream": "int | None",
     "strides": "Sequence[int] | None", "symbol": "str", "threads": "int", "value": "Operand",
-    "flags": "int", "arguments": "Any",
+    "flags": "int", "arguments": "Any", "side": "bool",
     "NDArray.pad.axes": "Sequence[Sequence[int]]", "NDArray.flip.axes": "Axis",
     "NDArray.index_select.axis": "int", "NDArray.fill.value": "Scalar",
     "NDArray.__init__.other": "Any", "NDArray.joined.other": "NDArray",
@@ -45,11 +45,11 @@ PARAMETERS = {
 }  # fmt: skip
 RESULTS = {  # of NDArray's methods, and of the functions, NDArray where nothing else is said
     "None": "__call__ __init__ __setitem__ cuda_init cuda_reset empty_cache fill record replay "
-    "reset_peak synchronize PinnedBuffer.wait",
+    "reset_peak synchronize Event.wait PinnedBuffer.wait",
     "bool": "__bool__ __contains__ done enabled is_compact is_contiguous is_host records_graphs "
     "runs_kernels sync_each_op Device.__eq__",
-    "int": "__hash__ __int__ __len__ blocks data_ptr generation index nbytes ndim ptr size stream "
-    "writes written",
+    "int": "__hash__ __int__ __len__ blocks data_ptr generation index nbytes ndim ptr side_stream "
+    "size stream writes written",
     "float": "__float__ elapsed",
     "str": "dtype name",
     "bytes": "pack",

@@ -150,13 +150,18 @@ typedef struct nd_backend {
     nd_status (*pinned_buffer_wait)(int device, nd_pinned_buffer *buffer);
     nd_status (*pinned_buffer_free)(int device, nd_pinned_buffer *buffer); /* waits */
     nd_status (*synchronize)(int device);
-    nd_status (*stream)(int device, void **out); /* as other libraries take it; host: NULL */
+    /* As other libraries take it; host: NULL. side: the device's second stream, of work of such
+     * libraries that runs beside its ops; events alone order it with them. */
+    nd_status (*stream)(int device, bool side, void **out);
     nd_status (*memory_stats)(int device, nd_memory_stats *out);
     nd_status (*reset_peak)(int device);
     nd_status (*empty_cache)(int device);
 
     nd_status (*event_new)(int device, nd_event **out); /* new */
-    nd_status (*event_record)(int device, nd_event *event);
+    /* side: of the second stream. wait enqueues: what is enqueued in that stream after it begins
+     * after the last record. */
+    nd_status (*event_record)(int device, nd_event *event, bool side);
+    nd_status (*event_wait)(int device, nd_event *event, bool side);
     nd_status (*event_query)(int device, nd_event *event, bool *done); /* does not wait */
     nd_status (*event_elapsed)(int device, nd_event *from, nd_event *to, double *milliseconds);
     nd_status (*event_free)(int device, nd_event *event);

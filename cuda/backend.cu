@@ -162,10 +162,18 @@ nd_status open_locked(int device) {
     }
     ND_TRY(pool_new(device, &d.pool));
     cudaError_t error = cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking);
+    int lowest = 0, highest = 0;
+    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    /* First wherever a multiprocessor becomes free: a rank that is late holds up another one. */
+    if (error == cudaSuccess &&
+        (error = cudaStreamCreateWithPriority(&d.side_stream, cudaStreamNonBlocking, highest)) !=
+            cudaSuccess) {
+        cudaStreamDestroy(d.stream);
+    }
     if (error != cudaSuccess) {
         cudaMemPoolDestroy(d.pool);
         d.pool = nullptr;
-        return cuda_error("cuda", "cudaStreamCreateWithFlags", error);
+        return cuda_error("cuda", "cudaStreamCreate", error);
     }
 #ifdef NEEDLE_DEBUG
     ND_TRY(cuda_connect_checks(&d.published));
@@ -235,9 +243,9 @@ nd_status cuda_synchronize(int device) {
     return ND_OK;
 }
 
-nd_status cuda_stream_handle(int device, void **out) {
+nd_status cuda_stream_handle(int device, bool side, void **out) {
     ND_TRY(cuda_enter(device));
-    *out = cuda_stream(device);
+    *out = cuda_stream(device, side);
     return ND_OK;
 }
 
@@ -256,6 +264,7 @@ nd_status cuda_reset(int device) {
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
     ND_TRY(cuda_graph_reset(device));
+    CUDA_TRY("reset", cudaStreamSynchronize(d.side_stream));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
     ND_TRY(cuda_module_reset(device));
     for (auto &entry : d.live) {
@@ -271,8 +280,9 @@ nd_status cuda_reset(int device) {
     CUDA_TRY("reset", cudaMemPoolTrimTo(d.pool, 0));
     CUDA_TRY("reset", cudaMemPoolDestroy(d.pool));
     CUDA_TRY("reset", cudaStreamDestroy(d.stream));
+    CUDA_TRY("reset", cudaStreamDestroy(d.side_stream));
     d.pool = nullptr;
-    d.stream = nullptr;
+    d.stream = d.side_stream = nullptr;
     d.opened = false;
     return open_locked(device);
 }
@@ -347,6 +357,7 @@ nd_backend make_backend() {
     b.empty_cache = Guarded<cuda_empty_cache>::call;
     b.event_new = Guarded<cuda_event_new>::call;
     b.event_record = Guarded<cuda_event_record>::call;
+    b.event_wait = Guarded<cuda_event_wait>::call;
     b.event_query = Guarded<cuda_event_query>::call;
     b.event_elapsed = Guarded<cuda_event_elapsed>::call;
     b.event_free = Guarded<cuda_event_free>::call;

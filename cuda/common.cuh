@@ -48,7 +48,7 @@ typedef struct {
 } cuda_limits;
 
 const cuda_limits *cuda_device_limits(int device);
-cudaStream_t cuda_stream(int device);
+cudaStream_t cuda_stream(int device, bool side = false);
 /* graph.cpp: true where launches become those of a graph that is being recorded. */
 bool cuda_is_capturing(int device);
 /* True where an op may read what nothing in its graph writes before the work before is done: not in

@@ -139,7 +139,10 @@ nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
 /* ---- limits and launches, for the ops (common.cuh) ------------------------------------------- */
 const cuda_limits *cuda_device_limits(int device) { return &cuda_device(device).limits; }
 
-cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }
+cudaStream_t cuda_stream(int device, bool side) {
+    const Device &d = cuda_device(device);
+    return side ? d.side_stream : d.stream;
+}
 
 int cuda_arch(int device) { return cuda_device(device).arch; }
 

@@ -35,7 +35,7 @@ constexpr int cuda_max_devices = 64;
 struct Device {
     std::mutex lock;
     bool opened = false;
-    cudaStream_t stream = nullptr;
+    cudaStream_t stream = nullptr, side_stream = nullptr;
     cudaMemPool_t pool = nullptr;
     cuda_limits limits = {};
     int arch = 0;             /* limits.arch, or NEEDLE_ARCH when that is less */
@@ -110,7 +110,8 @@ nd_status cuda_pinned_buffer_free(int device, nd_pinned_buffer *buffer);
 nd_status cuda_transfer_reset(int device);
 
 nd_status cuda_event_new(int device, nd_event **out);
-nd_status cuda_event_record(int device, nd_event *event);
+nd_status cuda_event_record(int device, nd_event *event, bool side);
+nd_status cuda_event_wait(int device, nd_event *event, bool side);
 nd_status cuda_event_query(int device, nd_event *event, bool *done);
 nd_status cuda_event_elapsed(int device, nd_event *from, nd_event *to, double *milliseconds);
 nd_status cuda_event_free(int device, nd_event *event);

@@ -19,10 +19,19 @@ nd_status cuda_event_new(int device, nd_event **out) {
     return ND_OK;
 }
 
-nd_status cuda_event_record(int device, nd_event *event) {
+nd_status cuda_event_record(int device, nd_event *event, bool side) {
     ND_TRY(cuda_enter(device));
-    CUDA_TRY("event", cudaEventRecord(event->event, cuda_stream(device)));
+    CUDA_TRY("event", cudaEventRecord(event->event, cuda_stream(device, side)));
     event->recorded = true;
+    return ND_OK;
+}
+
+nd_status cuda_event_wait(int device, nd_event *event, bool side) {
+    ND_TRY(cuda_enter(device));
+    if (!event->recorded) {
+        return nd_error(ND_EVALUE, "event: wait: the event must have been recorded");
+    }
+    CUDA_TRY("event", cudaStreamWaitEvent(cuda_stream(device, side), event->event, 0));
     return ND_OK;
 }
 

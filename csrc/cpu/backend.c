@@ -130,7 +130,7 @@ static nd_status backend_pinned_buffer_free(int device, nd_pinned_buffer *buffer
 
 static nd_status backend_synchronize(int device) { return ND_OK; }
 
-static nd_status backend_stream(int device, void **out) {
+static nd_status backend_stream(int device, bool side, void **out) {
     *out = NULL;
     return ND_OK;
 }
@@ -145,12 +145,14 @@ static nd_status backend_event_new(int device, nd_event **out) {
     return *out != NULL ? ND_OK : nd_error(ND_EMEMORY, "event: the system is out of memory");
 }
 
-static nd_status backend_event_record(int device, nd_event *event) {
+static nd_status backend_event_record(int device, nd_event *event, bool side) {
     if (clock_gettime(CLOCK_MONOTONIC, &event->time) != 0) {
         return nd_error(ND_ESYSTEM, "event: clock_gettime: %s", strerror(errno));
     }
     return ND_OK;
 }
+
+static nd_status backend_event_wait(int device, nd_event *event, bool side) { return ND_OK; }
 
 static nd_status backend_event_query(int device, nd_event *event, bool *done) {
     *done = true;
@@ -194,6 +196,7 @@ const nd_backend cpu_backend = {
     .empty_cache = cpu_empty_cache,
     .event_new = backend_event_new,
     .event_record = backend_event_record,
+    .event_wait = backend_event_wait,
     .event_query = backend_event_query,
     .event_elapsed = backend_event_elapsed,
     .event_free = backend_event_free,

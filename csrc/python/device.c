@@ -146,7 +146,8 @@ static PyObject *device_index(PyObject *self, void *closure) {
 static PyObject *device_stream(PyObject *self, void *closure) {
     nd_device *device = ready(self);
     void *stream = NULL;
-    if (device == NULL || nd_check("stream", device, ND_CALL(device, stream, &stream)) < 0) {
+    if (device == NULL ||
+        nd_check("stream", device, ND_CALL(device, stream, closure != NULL, &stream)) < 0) {
         return NULL;
     }
     return PyLong_FromVoidPtr(stream);
@@ -214,6 +215,9 @@ static PyGetSetDef device_getset[] = {
     {"stream", device_stream, NULL,
      "The stream of all its work, as the device's libraries take it (cudaStream_t); the CPU's is 0",
      NULL},
+    {"side_stream", device_stream, NULL,
+     "A second stream, for other libraries' work beside that of the first; Event orders the two",
+     "side"},
     {"is_host", device_is_host, NULL,
      "The host reads its memory directly, and its ops are done when they return", NULL},
     {"records_graphs", device_records_graphs, NULL, "Graph(device, step) works", NULL},

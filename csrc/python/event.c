@@ -32,13 +32,30 @@ static void event_dealloc(PyObject *object) {
     nd_handle_free(object);
 }
 
-static PyObject *event_record(PyObject *object, PyObject *unused) {
+/* The `side` of a call, or -1 with an exception. */
+static int side_of(EventObject *self, PyObject *arguments, PyObject *keywords, const char *format) {
+    static char *names[] = {"side", NULL};
+    int side = 0;
+    return PyArg_ParseTupleAndKeywords(arguments, keywords, format, names, &side) &&
+                   nd_handle_check(self) == 0
+               ? side
+               : -1;
+}
+
+static PyObject *event_record(PyObject *object, PyObject *arguments, PyObject *keywords) {
     EventObject *self = (EventObject *)object;
-    if (nd_handle_check(self) < 0) {
-        return NULL;
-    }
-    return nd_handle_none(self, "Event.record",
-                          ND_CALL(self->head.device, event_record, self->event));
+    const int side = side_of(self, arguments, keywords, "|p:record");
+    return side < 0 ? NULL
+                    : nd_handle_none(self, "Event.record",
+                                     ND_CALL(self->head.device, event_record, self->event, side));
+}
+
+static PyObject *event_wait(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    EventObject *self = (EventObject *)object;
+    const int side = side_of(self, arguments, keywords, "|p:wait");
+    return side < 0 ? NULL
+                    : nd_handle_none(self, "Event.wait",
+                                     ND_CALL(self->head.device, event_wait, self->event, side));
 }
 
 static PyObject *event_done(PyObject *object, PyObject *unused) {
@@ -71,8 +88,12 @@ static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
 }
 
 static PyMethodDef event_methods[] = {
-    {"record", event_record, METH_NOARGS,
-     "record($self)\n--\n\nMark the present point of the device's stream of work."},
+    {"record", (PyCFunction)(void (*)(void))event_record, METH_VARARGS | METH_KEYWORDS,
+     "record($self, side=False)\n--\n\nMark the present point of the device's stream of work, or "
+     "of its side stream."},
+    {"wait", (PyCFunction)(void (*)(void))event_wait, METH_VARARGS | METH_KEYWORDS,
+     "wait($self, side=False)\n--\n\nLet the device's stream, or its side stream, go on after the "
+     "marked point alone. The host does not wait."},
     {"done", event_done, METH_NOARGS,
      "done($self)\n--\n\nTrue if all work before the marked point is done. Does not wait."},
     {"elapsed", event_elapsed, METH_O,

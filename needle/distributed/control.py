@@ -82,6 +82,8 @@ class Work(Protocol):
 
     def begun(self) -> bool: ...
     def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Let the device go on after it alone. The user's thread calls."""
 
 
 @dataclasses.dataclass(eq=False)

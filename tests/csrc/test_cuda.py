@@ -147,6 +147,36 @@ def test_properties_and_events(device):
             one.elapsed(other)
 
 
+def test_side_stream_is_ordered_by_events_alone(device):
+    a = _C.array(np.eye(4096), device=device)
+    end, beside, after = (_C.Event(device) for _ in range(3))
+    with pytest.raises(ValueError, match="must have been recorded"):
+        end.wait()
+    device.synchronize()
+    for _ in range(100):  # some 300 ms
+        a = a @ a
+    end.record()
+    beside.record(side=True)
+    while not beside.done():
+        time.sleep(0.001)
+    assert not end.done() and device.side_stream not in (0, device.stream)
+    end.wait(side=True)
+    after.record(side=True)
+    while not after.done():
+        time.sleep(0.001)
+    assert end.done()
+    for _ in range(100):
+        a = a @ a
+    end.record()
+    end.wait(side=True)
+    after.record(side=True)
+    after.wait()
+    beside.record()
+    while not beside.done():
+        time.sleep(0.001)
+    assert after.done()
+
+
 def test_tf32_is_off(device):
     """TF32 keeps 10 bits of each factor: 1 + 2^-12 would become 1."""
     a = np.full((256, 256), 1 + 2.0**-12)

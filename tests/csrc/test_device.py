@@ -34,7 +34,7 @@ def test_device():
         assert pickle.loads(pickle.dumps(device)) == device
     facts = nd.cpu().properties()
     assert facts["processors"] > 0 and facts["detail"]
-    assert nd.cpu().stream == 0 and facts["uuid"] == ""
+    assert nd.cpu().stream == nd.cpu().side_stream == 0 and facts["uuid"] == ""
     count = sum(device.name == "cuda" and device.enabled() for device in nd.all_devices())
     assert nd.cuda.device_count() == count and nd.cuda.is_available() == nd.cuda(index=0).enabled()
     if "OpenBLAS" in facts["products"]:  # another version may give other bits
@@ -47,7 +47,7 @@ def test_events():
     time.sleep(0.02)
     end.record()
     assert 20 <= start.elapsed(end) < 2000  # milliseconds
-    assert end.done() is True
+    assert end.done() is True and end.wait() is None and end.record(side=True) is None
     for wrong in ("end", None, nd.cpu()):
         with pytest.raises(TypeError, match="must be an Event of this device"):
             start.elapsed(wrong)

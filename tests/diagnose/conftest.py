@@ -15,8 +15,8 @@ DRIVER = "int cuDriverGetVersion(int *version) { *version = 13000; return 0; }"
 # Appended to needle/diagnose/ranks.py. FAULT="die 1 2": what rank 1 does in its second exchange.
 FAULT = """
 import os, signal
-calls, rightly = 0, Group.exchange
-def exchange(self, name, sends, receives):
+calls, rightly = 0, Group.begin
+def begin(self, name, sends, receives, beside):
     global calls, tree_sum
     calls += 1
     what, _, when = os.environ.get("FAULT", "").partition(" ")
@@ -27,8 +27,8 @@ def exchange(self, name, sends, receives):
             tree_sum = lambda parts: parts[0]
         else:
             os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
-    return rightly(self, name, sends, receives)
-Group.exchange = exchange
+    return rightly(self, name, sends, receives, beside)
+Group.begin = begin
 """
 # Answers --query-gpu and --query-compute-apps from SMI: {"gpu": [{field: value}], ...}.
 NVIDIA_SMI = f"""#!{sys.executable}

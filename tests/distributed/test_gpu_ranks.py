@@ -85,6 +85,20 @@ for number in range(300):  # many that no call waits for
     sends[other], receives[other] = x, y
     group.exchange("one of many", sends, receives)
 assert (y.numpy() == 299 + other).all()
+a, waits = _C.array(np.eye(2048), "float32", device), []
+for number in range(20):  # that kernels run beside, on memory which others let go of
+    x = _C.array(np.full(1 << 20, number + group.rank, np.float32), "float32", device)
+    x = x + a[0].sum() - 1  # behind the products
+    y = _C.empty((1 << 20,), "float32", device)
+    sends, receives = [None, None], [None, None]
+    sends[other], receives[other] = x, y
+    waits.append((group.begin("beside", sends, receives), y))
+    del x, sends, receives
+    a = a @ a
+    _C.empty((1 << 20,), "float32", device).fill(-1)
+for number, (wait, y) in enumerate(waits):
+    wait()
+    assert (y.numpy() == number + other).all()
 print("well")
 """
     assert ranks(tmp_path, body) == "well\n"

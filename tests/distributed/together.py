@@ -3,6 +3,9 @@
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
 
 from needle import _C
 from needle.distributed.environment import Place
@@ -23,7 +26,7 @@ class Member:
 
     def __init__(self, rank, shared):
         self.rank, self.shared = rank, shared
-        self.unwatched = 0  # exchanges
+        self.unwatched = self.under_way = 0  # exchanges
 
     def gather(self, name, value, patient=False):
         self.shared.values[self.rank] = name, value
@@ -43,13 +46,23 @@ class Member:
     def goes_on(self, work):
         self.unwatched -= 1
 
-    def exchange(self, sends, receives):
+    def exchange(self, sends, receives, beside):
+        kept = [(array, array.copy()) for array in sends if array is not None]
         sent = [None if array is None else array.copy() for array in sends]
-        for sender, theirs in enumerate(self.gather("an exchange", sent)):
-            if receives[sender] is not None and receives[sender].size:
-                _C.assign(receives[sender], theirs[self.rank])
+        told = self.gather("an exchange", sent)
         self.unwatched += 1
-        return self
+        self.under_way += 1
+
+        def wait():
+            """Let it arrive, which it does no sooner, and see that what was sent is as it was."""
+            for sender, theirs in enumerate(told):
+                if receives[sender] is not None and receives[sender].size:
+                    _C.assign(receives[sender], theirs[self.rank])
+            for array, before in kept:
+                np.testing.assert_array_equal(array.numpy(), before.numpy())
+            self.under_way -= 1
+
+        return SimpleNamespace(wait=wait)
 
 
 def together(size, work):
@@ -64,7 +77,7 @@ def together(size, work):
             group._transport = member
         try:
             done = work(group)
-            assert member.unwatched == 0
+            assert member.unwatched == member.under_way == 0
             return done
         except BaseException:
             shared.barrier.abort()
