@@ -67,7 +67,8 @@ class Kernel:
         self.op, self.scale, self.causal = op, scale, int(causal)
         self.mask = None if mask is None else as_block_mask(op, mask)
 
-    def forward(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+    def forward(self, q: NDArray, k: NDArray, v: NDArray, out: NDArray | None = None) -> NDArray:
+        """Return the result, in `out` if that is given."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4:
                 raise ValueError(f"{self.op}: {name} must be (B, T, H, D), but is {x.shape}")
@@ -78,7 +79,7 @@ class Kernel:
                 f"{self.op}: causal needs no fewer keys than queries, but there are {s} for {t}; "
                 "pass causal=False where a query may see all keys"
             )
-        self.o = _C.empty(q.shape, q.dtype, q.device)
+        self.o = _C.empty(q.shape, q.dtype, q.device) if out is None else out
         last = self.factor, self.causal, self.o
         if self.mask is None:
             self.lse = _C.attention_fwd(q, k, v, *last)

@@ -2,13 +2,19 @@
 
 Keys and values are gathered, and each rank attends from its queries to them by the kernels of one
 device: a query meets all its keys in one call, whose accumulator and log-sum-exp are float32. The
-backward gives each rank's part of the gradients of all keys. Each part is sent to the rank that
-owns the keys, which adds the parts in the order of the ranks, in float32. So the bits depend on the
-number of ranks alone. Each part comes out of its kernel in the kernel's dtype: float32 on the CPU;
-on a GPU, whose tensor cores take 16 bits, that of the operands, which rounds a gradient of keys
-once for each run of queries. Bytes that a rank receives, of H heads of D dims and T tokens on N
-ranks: forward 2 T H D (N - 1) / N elements of the operands' dtype, backward these again and as many
-of float32.
+backward gives for each run of a rank's queries a part of the gradients of all keys. Each part is
+sent to the rank that owns the keys, which adds, in float32, the parts of each rank, then these in
+the order of the ranks. So the bits depend on the number of ranks alone. Each part comes out of its
+kernel, and is sent, in the kernel's dtype: float32 on the CPU; on a GPU, whose tensor cores take 16
+bits, that of the operands, which rounds a gradient of keys once for each run of queries.
+
+The device computes a run at a time beside exchanges (Group.begin). In zigzag with causal attention
+the first run needs the first runs of all ranks alone: the second ones travel beside its kernel, and
+its gradients beside that of the second run. Elements that a rank receives, of H heads of D dims and
+T tokens on N ranks: forward 2 T H D (N - 1) / N, backward these again and as many of gradients;
+half of the gathered ones are waited for, and the gradients of the last run. Rejected: parts of the
+heads in turn. With 8 heads and 16,384 tokens on two GPUs a run is too short for 132 multiprocessors
+already (176 tiles of queries), and what a second part hides, it loses where tiles run out.
 
 Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 
@@ -19,7 +25,8 @@ Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +39,8 @@ from needle.block_mask import BlockMask, as_block_mask
 from needle.ops.attention import Kernel
 
 LAYOUTS = ("zigzag", "contiguous")
+Wait = Callable[[], None]
+Sent = tuple[Wait, list[NDArray | None]]  # SharedSequence.send
 
 
 class Ranks(Protocol):
@@ -40,10 +49,16 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def all_gather(self, name: str, flat: NDArray, shards: Sequence[slice]) -> None: ...
-    def exchange(
-        self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
-    ) -> None: ...
+    def begin_all_gather(
+        self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool
+    ) -> Callable[[], None]: ...
+    def begin(
+        self,
+        name: str,
+        sends: Sequence[NDArray | None],
+        receives: Sequence[NDArray | None],
+        beside: bool,
+    ) -> Callable[[], None]: ...
 
 
 def ring_chunks(time: int, rank: int, ranks: int, layout: str = "zigzag") -> list[slice]:
@@ -74,80 +89,102 @@ class SharedSequence:
 
     def __init__(self, group: Ranks, own_time: int, layout: str) -> None:
         self.group, self.time = group, own_time * group.size
-        self._chunks = [
+        self._runs = [
             ring_chunks(self.time, rank, group.size, layout) for rank in range(group.size)
         ]
 
+    def ends(self, causal: bool) -> list[list[int]]:
+        """Return for each run of a rank, of each rank, the end of the keys that it sees."""
+        return [[run.stop if causal else self.time for run in runs] for runs in zip(*self._runs)]
+
     def own(self) -> list[tuple[slice, slice]]:
         """(where a run of this rank's tokens lies in its arrays, which tokens it is)."""
-        return _placed(self._chunks[self.group.rank])
+        return _placed(self._runs[self.group.rank])
 
-    def gathered(self, *parts: NDArray) -> list[NDArray]:
-        """Gather each array of this rank into the one of all tokens, in their order."""
-        group, shape = self.group, parts[0].shape
-        if group.size == 1:
-            return list(parts)
-        both = _C.empty((group.size, len(parts), *shape), parts[0].dtype, parts[0].device)
-        for i, part in enumerate(parts):
-            _C.assign(both[group.rank : group.rank + 1, i : i + 1], part.reshape((1, 1, *shape)))
-        share = both.nbytes // group.size
-        slices = [slice(rank * share, (rank + 1) * share) for rank in range(group.size)]
-        group.all_gather("the keys and values", as_bytes(both), slices)
-        found = []
-        for i in range(len(parts)):
-            whole = _C.empty((shape[0], self.time, *shape[2:]), both.dtype, both.device)
-            for rank in range(group.size):
-                theirs = both[rank : rank + 1, i : i + 1].reshape(shape)
-                for local, tokens in _placed(self._chunks[rank]):
-                    _C.assign(whole[:, tokens], theirs[:, local])
-            found.append(whole)
-        return found
-
-    def backward_operands(self, dout: NDArray, node: Tensor) -> list[NDArray]:
-        """Return q, all keys, all values, dout and the result as the backward kernels take them, an
-        empty dq, and float32 zeros for the gradients of all keys and of all values."""
-        q, k, v = (x.cached_data for x in node.inputs)
-        # Gathered again: kept from the forward they would be N times the operands.
-        read = [exact(x) for x in (q, *self.gathered(k, v), dout, node.cached_data)]
-        sums = [_C.empty(x.shape, "float32", x.device) for x in read[1:3]]
-        for total in sums:
-            total.fill(0)
-        return [*read, _C.empty(q.shape, read[0].dtype, q.device), *sums]
-
-    def gradients(
-        self, qkv: Sequence[Tensor], dq: NDArray, sums: Sequence[NDArray]
-    ) -> list[NDArray | None]:
-        """Return the gradients of this rank's q, k and v. sums: its part of the gradients of all
-        keys and of all values."""
-        return [
-            (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
-            for x, dx in zip(qkv, (dq, *self._scattered(sums)))
-        ]
-
-    def _scattered(self, sums: Sequence[NDArray]) -> list[NDArray]:
-        """Reduce-scatter gradients of all tokens to this rank's tokens."""
+    def gather(
+        self, k: NDArray, v: NDArray, beside: bool
+    ) -> tuple[NDArray, NDArray, Iterator[Wait]]:
+        """Begin to gather keys and values, a run of each rank at a time. Return those of all
+        tokens, in their order, and what waits for the runs, in theirs. beside: the device computes
+        before it waits for the second runs."""
         group = self.group
         if group.size == 1:
-            return list(sums)
-        (b, _, h, d), device = sums[0].shape, sums[0].device
-        shape = (len(sums), b, self.time // group.size, h, d)
-        sends = [_C.empty(shape, "float32", device) for _ in range(group.size)]
-        for i, total in enumerate(sums):
-            for rank in range(group.size):
-                place = sends[rank][i : i + 1].reshape(shape[1:])
-                for local, tokens in _placed(self._chunks[rank]):
-                    _C.assign(place[:, local], total[:, tokens])
-        receives = [_C.empty(shape, "float32", device) for _ in range(group.size)]
-        receives[group.rank] = sends[group.rank]
-        group.exchange(
-            "the gradients of keys and values",
-            [None if rank == group.rank else part for rank, part in enumerate(sends)],
-            [None if rank == group.rank else part for rank, part in enumerate(receives)],
-        )
-        total, *rest = receives
-        for part in rest:
-            total += part
-        return [total[i : i + 1].reshape(shape[1:]) for i in range(len(sums))]
+            return k, v, iter(())
+        both = self.empty_pair(k, k.dtype)
+        waits = []
+        for place, (local, tokens) in enumerate(self.own()):
+            for x, whole in zip((k, v), halves(both)):
+                _C.assign(whole[:, tokens], x[:, local])
+            runs = [_bytes_of(both, theirs[place]) for theirs in self._runs]
+            later = beside and place > 0
+            waits.append(group.begin_all_gather("the keys and values", as_bytes(both), runs, later))
+        keys, values = halves(both)
+        return keys, values, iter(waits)
+
+    def gathered(self, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
+        """Return the keys and the values of all tokens, in their order."""
+        keys, values, waits = self.gather(k, v, False)
+        for wait in waits:
+            wait()
+        return keys, values
+
+    def empty_pair(self, k: NDArray, dtype: str, end: int | None = None) -> NDArray:
+        """Return memory of keys like k beside values, or of their gradients, of the first `end`
+        tokens: (tokens, 2, B, H, D), so that any run is one piece."""
+        b, _, h, d = k.shape
+        return _C.empty((self.time if end is None else end, 2, b, h, d), dtype, k.device)
+
+    def send(self, pair: NDArray, ends: Sequence[int], beside: bool) -> list[Sent]:
+        """Begin to send gradients of keys and values to the ranks that own them. Each rank has
+        those of the first ends[rank] tokens, in memory of `empty_pair`. Return for each run of this
+        rank what waits for it, and its gradients of each rank, None where it is beyond the end.
+        beside: the device computes more than the sums of the first runs before it waits."""
+        group, sent = self.group, []
+        for place, own in enumerate(self._runs[group.rank]):
+            parts: list[NDArray | None] = [
+                _C.empty((own.stop - own.start, *pair.shape[1:]), pair.dtype, pair.device)
+                if own.start < end and rank != group.rank
+                else None
+                for rank, end in enumerate(ends)
+            ]
+            theirs = [
+                as_bytes(pair)[_bytes_of(pair, runs[place])]
+                if runs[place].start < len(pair) and rank != group.rank
+                else None
+                for rank, runs in enumerate(self._runs)
+            ]
+            comes = [None if part is None else as_bytes(part) for part in parts]
+            later = beside or place > 0
+            wait = group.begin("the gradients of keys and values", theirs, comes, later)
+            if own.start < len(pair):
+                parts[group.rank] = pair[own]
+            sent.append((wait, parts))
+        return sent
+
+    def gradients(
+        self, qkv: Sequence[Tensor], dq: NDArray, sent: Sequence[list[Sent]]
+    ) -> list[NDArray | None]:
+        """Return the gradients of this rank's q, k and v. What was sent is summed for each rank,
+        then over the ranks, in float32."""
+        q, k, v = (x.cached_data for x in qkv)
+        grads = [dq, *(_C.empty(x.shape, x.dtype, x.device) for x in (k, v))]
+        for place, (local, _) in enumerate(self.own()):
+            for of_run in sent:
+                of_run[place][0]()
+            parts = zip(*(of_run[place][1] for of_run in sent))  # of each rank
+            there = [[part for part in of_rank if part is not None] for of_rank in parts]
+            one_by_one = [part for of_rank in there for part in of_rank]
+            if len(one_by_one) == 2:  # the kernel of bfloat16 adds in float32, and rounds once too
+                total = one_by_one[0] + one_by_one[1]
+            else:
+                total = _summed([_summed(of_rank) for of_rank in there if of_rank])
+            total = total if total.dtype == k.dtype else total.astype(k.dtype)
+            for dx, half in zip(grads[1:], halves(total)):
+                _C.assign(dx[:, local], half)
+        return [
+            (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
+            for x, dx in zip(qkv, grads)
+        ]
 
 
 class RingAttention(FusedOp):
@@ -164,28 +201,40 @@ class RingAttention(FusedOp):
                 f"{q.shape}, {k.shape} and {v.shape}"
             )
         self.sequence = SharedSequence(self.group, q.shape[1], self.layout)
-        keys, values = self.sequence.gathered(k, v)
+        keys, values, waits = self.sequence.gather(k, v, bool(self.causal))
         out, self.kernels = _C.empty(q.shape, q.dtype, q.device), []
         for local, tokens in self.sequence.own():
             kernel = Kernel("ring_attention", self.scale, self.causal, self._mask_of(tokens))
             end = tokens.stop if self.causal else self.sequence.time
-            _C.assign(out[:, local], kernel.forward(q[:, local], keys[:, :end], values[:, :end]))
+            self._await(waits)
+            kernel.forward(q[:, local], keys[:, :end], values[:, :end], out[:, local])
             kernel.o = None  # it is in the result
             self.kernels.append(kernel)
         return out
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
-        q, keys, values, dout, result, dq, *sums = self.sequence.backward_operands(dout, node)
-        for kernel, (local, tokens) in zip(self.kernels, self.sequence.own()):
-            end = tokens.stop if self.causal else self.sequence.time
-            operands = q[:, local], keys[:, :end], values[:, :end]
-            grads = [dq[:, local], *(_C.empty(x.shape, q.dtype, q.device) for x in operands[1:])]
+        sequence, (q, k, v) = self.sequence, (x.cached_data for x in node.inputs)
+        # Gathered again: kept from the forward they would be N times the operands.
+        keys, values, waits = sequence.gather(k, v, bool(self.causal))
+        q, dout, result = (exact(x) for x in (q, dout, node.cached_data))
+        dq, sent = _C.empty(q.shape, q.dtype, q.device), []
+        ends = sequence.ends(self.causal)
+        for kernel, (local, _), of_ranks in zip(self.kernels, sequence.own(), ends):
+            end = of_ranks[self.group.rank]
+            self._await(waits)
+            operands = q[:, local], exact(keys[:, :end]), exact(values[:, :end])
+            pair = sequence.empty_pair(k, q.dtype, end)
             kernel.o = result[:, local]
-            kernel.backward(dout[:, local], operands, grads)
+            kernel.backward(dout[:, local], operands, [dq[:, local], *halves(pair)])
             kernel.o = None
-            for total, part in zip(sums, grads[1:]):
-                total[:, :end] += part if part.dtype == "float32" else part.astype("float32")
-        return self.sequence.gradients(node.inputs, dq, sums)
+            sent.append(sequence.send(pair, of_ranks, kernel is not self.kernels[-1]))
+        return sequence.gradients(node.inputs, dq, sent)
+
+    def _await(self, waits: Iterator[Wait]) -> None:
+        """Wait for the keys of the next run: with causal attention those of the ranks' runs of its
+        place and of before."""
+        for wait in islice(waits, 1 if self.causal else None):
+            wait()
 
     def _mask_of(self, tokens: slice) -> BlockMask | None:
         """Return the visible part of the given keys for the queries of these tokens."""
@@ -211,6 +260,30 @@ class RingAttention(FusedOp):
 def exact(x: NDArray) -> NDArray:
     """Return the operands of the backward kernels: those of the CPU are float32."""
     return x.astype("float32") if x.device.is_host and x.dtype != "float32" else x
+
+
+def halves(pair: NDArray) -> tuple[NDArray, NDArray]:
+    """The views (B, T, H, D) of the keys and of the values of memory of `empty_pair`."""
+    t, _, b, h, d = pair.shape
+    st, _, sb, sh, sd = pair.strides
+    keys, values = (pair[:, i : i + 1].as_strided((b, t, h, d), (sb, st, sh, sd)) for i in range(2))
+    return keys, values
+
+
+def _bytes_of(pair: NDArray, tokens: slice) -> slice:
+    width = pair.nbytes // len(pair)
+    return slice(tokens.start * width, tokens.stop * width)
+
+
+def _summed(parts: list[NDArray]) -> NDArray:
+    """Return the float32 sum, or the only part as it is."""
+    first, *rest = parts
+    if not rest:
+        return first
+    total = first if first.dtype == "float32" else first.astype("float32")
+    for part in rest:
+        total += part
+    return total
 
 
 def _placed(chunks: Sequence[slice]) -> list[tuple[slice, slice]]:

@@ -28,7 +28,7 @@ from needle.ops.dilated import (
     tokens_before,
     views_of,
 )
-from needle.ops.ring_attention import Ranks, SharedSequence
+from needle.ops.ring_attention import Ranks, SharedSequence, exact, halves
 
 Call = tuple[View, View]  # of a run its queries, of all tokens the keys
 
@@ -80,8 +80,11 @@ class RingDilatedAttention(FusedOp):
         return out
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
-        operands = self.sequence.backward_operands(dout.compact(), node)
-        q, keys, values, dout, result, dq, *sums = operands
+        sequence, (q, k, v) = self.sequence, (x.cached_data for x in node.inputs)
+        keys, values = map(exact, sequence.gathered(k, v))
+        q, dout, result = map(exact, (q, dout.compact(), node.cached_data))
+        dq, pair = _C.empty(q.shape, q.dtype, q.device), sequence.empty_pair(k, "float32")
+        pair.fill(0)
         if self.branches[0][1]:
             dq.fill(0)
         for local, queries, seen, joins in self._calls(q):
@@ -95,10 +98,11 @@ class RingDilatedAttention(FusedOp):
             _C.attention_part_bwd(
                 given, own, k, v, o, lse, self.scale, self.causal, joins, to, dk, dv
             )
-            for total, dx in zip(sums, grads):
+            for total, dx in zip(halves(pair), grads):
                 place = seen(total)
                 place += dx if dx.dtype == "float32" else dx.astype("float32")
-        return self.sequence.gradients(node.inputs, dq, sums)
+        sent = sequence.send(pair, [sequence.time] * self.group.size, False)
+        return sequence.gradients(node.inputs, dq, [sent])
 
     def _calls(self, own: NDArray) -> Iterator[tuple[slice, View, View, int]]:
         """One of the kernels each: where a run of this rank's tokens lies, of it the queries, of

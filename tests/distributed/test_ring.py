@@ -1,6 +1,8 @@
 """Attention over a sequence that ranks share, plain, of blocks and dilated: float64's numbers, one
 device's errors, all ranks."""
 
+import threading
+
 import numpy as np
 import pytest
 from gradients import dilated_weights
@@ -9,7 +11,7 @@ from ring import B, D, assert_as_near, attended, distances, operands, shared
 from together import together
 
 import needle as ndl
-from needle import BlockMask
+from needle import _C, BlockMask
 from needle.distributed.group import Group
 from needle.ops import (
     attention,
@@ -18,6 +20,7 @@ from needle.ops import (
     ring_chunks,
     ring_dilated_attention,
 )
+from needle.ops.attention import Kernel
 from needle.testing.attention import (
     attention_gradients,
     softmax_attention,
@@ -81,6 +84,64 @@ def test_ring_attention_of_blocks_is_attention(ranks, mask, causal):
     options = {"causal": causal, "scale": 0.2, "mask": mask}
     found = shared(ring_attention, arrays, ranks, "float32", **options)
     assert max(distances(found, wanted)) < 1e-6
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_keys_are_sums_of_runs_then_of_ranks(ranks, layout, causal):
+    """Bit for bit those that one device's kernel gives for each run."""
+    time, wanted = 48, [None, None]
+    arrays = [_C.array(x, "float32", _C.cpu()) for x in operands(time, H, "float32")]
+    for rank in range(ranks):
+        sums = [_C.array(np.zeros((B, time, H, D)), "float32", _C.cpu()) for _ in range(2)]
+        for run in ring_chunks(time, rank, ranks, layout):
+            end = run.stop if causal else time
+            q, k, v, dout = (x[:, t] for x, t in zip(arrays, (run, slice(end), slice(end), run)))
+            kernel = Kernel("attention", None, causal, None)
+            kernel.forward(q, k, v)
+            grads = [_C.empty(x.shape, "float32", _C.cpu()) for x in (q, k, v)]
+            kernel.backward(dout, (q, k, v), grads)
+            for total, part in zip(sums, grads[1:]):
+                total[:, :end] += part
+        wanted = [x if total is None else total + x for total, x in zip(wanted, sums)]
+    options = {"causal": causal, "layout": layout}
+    found = shared(ring_attention, operands(time, H, "float32"), ranks, "float32", **options)[2:]
+    for x, y in zip(found, wanted):
+        np.testing.assert_array_equal(x, y.numpy())
+
+
+def test_second_runs_travel_beside_the_kernel_of_the_first(monkeypatch):
+    def noting(cls, name, what):
+        """Note what is called, in the list of its thread, around a method."""
+        method = getattr(cls, name)
+
+        def noted(*arguments):
+            if hasattr(here, "calls"):
+                here.calls.append(what)
+            done = method(*arguments)
+            return (lambda: (here.calls.append("wait"), done())) if what == "begin" else done
+
+        monkeypatch.setattr(cls, name, noted)
+
+    def work(group):
+        here.calls = []
+        q, k, v = (ndl.Tensor(x) for x in operands(8, H, "float32")[:3])
+        ring_attention(q, k, v, group).sum().backward()
+        return here.calls
+
+    here = threading.local()
+    for cls, name, what in (
+        (Group, "begin", "begin"),
+        (Kernel, "forward", "kernel"),
+        (Kernel, "backward", "gradients"),
+    ):
+        noting(cls, name, what)
+    for calls in together(2, work):
+        assert " ".join(calls) == (
+            "begin begin wait kernel wait kernel "
+            "begin begin wait gradients begin begin wait gradients begin begin wait wait wait wait"
+        )
 
 
 def test_chunks_cover_a_sequence():
