@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import generate
 import pytest
 import tokenizers
 import train_pythia
@@ -13,6 +14,8 @@ from needle import hf
 from needle.backend_ndarray import cpu
 from needle.checkpoint import Checkpoint
 from needle.data import load_tokenizer
+from needle.data.__main__ import main as data
+from needle.training import evaluate
 from needle.training import export as shell
 
 
@@ -78,6 +81,30 @@ def test_run_from_an_imported_checkpoint_takes_its_tokenizer_and_end(
     ):
         assert type(found) is ndl.data.Tokenizer and found.stops == (0, 7)
         assert found.to_str() == load_tokenizer(tokenizers.Tokenizer.from_str(text)).to_str()
+
+
+def test_given_tokenizer_takes_the_place_of_that_which_came(tmp_path, texts, trained, capsys):
+    """Its a is the other's e."""
+    other, out = tmp_path / "other.json", tmp_path / "out"
+    fields = json.loads(load_tokenizer(trained).to_str())
+    vocabulary = fields["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    other.write_text(json.dumps(fields))
+    given = ["--tokenizer", str(other)]
+    for main, *words in (
+        (generate.main, trained, "--seed", 1, "--device", "cpu"),
+        (evaluate.main, trained, "--data", texts, "--json", "--device", "cpu"),
+        (data, "view", trained, "--step", 1),
+    ):
+        words, said = [str(word) for word in words], []
+        for more in [], given:
+            assert main([*words, *more]) == 0
+            said.append(capsys.readouterr().out)
+        assert said[0] != said[1], words
+    assert shell.main(["export", str(trained), str(out), *given]) == 0
+    assert train_pythia.main(flags(tmp_path, texts, "b", "--init", trained, *given)) == 0
+    for folder in out, tmp_path / "runs" / "b":
+        assert load_tokenizer(folder).to_str() == load_tokenizer(other).to_str()
 
 
 def test_run_keeps_the_end_of_text_of_its_start(tmp_path, texts, trained, monkeypatch, capsys):
