@@ -142,11 +142,12 @@ def test_speed_of_a_step_counts_neither_evaluating_nor_saving(tmp_path, run, mon
 
 
 def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatch):
+    """Dropout is off in these alone."""
     run, beats = train_pythia.make_run(parse(flags(tmp_path, tokens, "a")), Group()), []
     run.data.held_out = run.data.train
-    monkeypatch.setattr(sessions, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(sessions, "beat", lambda: beats.append(run.model.training))
     assert sessions.evaluate(run)["val_loss"] > 0
-    assert len(beats) == EPOCH
+    assert beats == [False] * EPOCH and run.model.training
 
 
 def test_hangup_is_collected_unless_it_was_ignored_and_a_second_sigint_interrupts(heeds_hangup):
