@@ -128,6 +128,25 @@ while {victim} and rank and not os.path.exists({str(tmp_path / "zero")!r}): time
         assert code == 75 and f"rank {victim}, after 'begin' at step 4: rank " in said
 
 
+def test_time_in_which_ranks_are_stopped_does_not_count(start):
+    body = """
+control = join()
+control.gather("begin", None)
+say("ready")
+if rank: time.sleep(1.0)
+say(control.gather("all", rank))
+control.close()
+"""
+    ranks = start(body, 2, deadline=4.0, heard="ready")
+    time.sleep(0.6)  # rank 0 waits for the other
+    for number, seconds in (signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0):
+        for rank in ranks:
+            rank.kill(number)
+        time.sleep(seconds)
+    for rank in ranks:
+        assert rank.end() == (0, ["ready", "[0, 1]"], "")
+
+
 def test_ranks_in_different_collectives_end_with_1(start):
     begin = "control = join()\ncontrol.step = 7\ncontrol.gather('losses', 1)\n"
     for body, name in [
