@@ -521,6 +521,8 @@ def test_sanitizer_explains_a_fault_and_finds_errors(pool, fake_sanitizer):
     right, lost = ("scale", X, Out(6), 2.0, 6), ("signals", signal.SIGSEGV)
     for job, more, status, explanation in (
         (("fails", 0), {"explain": True}, "illegal_address", REPORT),
+        (("fails", 4), {"explain": True}, "timeout", "no errors"),  # by synccheck
+        (("outside", X, Out(6), 24), {"explain": True}, "out_of_bounds", REPORT),
         (right, {"explain": True}, "ok", ""),
         (right, {"sanitizer": "memcheck"}, "wrong_result", REPORT),
         (right, {"sanitizer": "racecheck"}, "ok", "no errors"),
