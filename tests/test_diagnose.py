@@ -31,10 +31,11 @@ def test_show_config_prints_its_result():
 
 def test_diagnosis_of_a_cpu_prints_the_facts_and_every_op():
     """Secrets among the variables are left out."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "NEEDLE_KERNELS_TOKEN": "unspeakable"}
-    done = run(*DIAGNOSE, NEEDLE_REQUIRE_CUDA="0", **hidden)
+    hidden = dict.fromkeys(("NEEDLE_KERNELS_TOKEN", "NEEDLE_RANKS_KEY"), "unspeakable" * 2)
+    done = run(*DIAGNOSE, NEEDLE_REQUIRE_CUDA="0", CUDA_VISIBLE_DEVICES="", **hidden)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == "" and "unspeakable" not in done.stdout and "(hidden)" in done.stdout
+    assert done.stderr == "" and "unspeakable" not in done.stdout
+    assert done.stdout.count("(hidden)") == 2
     for label in ("needle", "Python", "NumPy", "BLAS", "NVIDIA driver", "cpu()"):
         assert f"\n{label:<15}" in f"\n{done.stdout}", label
     assert "cuda()         not usable: " in done.stdout

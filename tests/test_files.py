@@ -59,11 +59,12 @@ sys.stdin.read()
 
 
 def test_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
+    (tmp_path / "lock").write_text("process 12345678 on the machine with a longer name\n" * 3)
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(FileError, match=f"process {holder.pid} on .* is working in this fold"):
+        with pytest.raises(FileError, match=rf": process {holder.pid} on \S+ is working in"):
             Lock(tmp_path)
         holder.kill()
     lock = Lock(tmp_path)

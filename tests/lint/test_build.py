@@ -193,6 +193,17 @@ def test_archs_the_toolkit_does_not_know_are_dropped(build, monkeypatch, demande
     assert "nvcc 13.0 does not know sm_120: left out" in build.notes
 
 
+def test_archs_are_those_that_nvidia_smi_shows(build, monkeypatch, demanded):
+    """What one that fails prints names none: the code is for all."""
+    smi = demanded / "bin/nvidia-smi"
+    monkeypatch.setattr(build, "missing_gpu", lambda: None)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    for code, said, archs in (0, "9.0", ["90a"]), (9, "NVIDIA-SMI has failed", ["80", "90a"]):
+        smi.write_text(f"#!/bin/sh\necho '{said}'; exit {code}\n")
+        smi.chmod(0o755)
+        assert build.choose_cuda().archs == archs
+
+
 # ---- what is compiled, and when ------------------------------------------------------------------
 
 MODULE = """#include <Python.h>
