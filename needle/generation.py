@@ -315,18 +315,15 @@ class _Text:
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True
-            return self._show(len(self.text))
-        if self.text.endswith("\ufffd"):  # a character is not complete yet
+        elif self.text.endswith("\ufffd"):  # a character is not complete yet
             return ""
-        return self._show(len(self.text))
-
-    def _show(self, up_to: int) -> str:
-        new = self.text[self.shown : up_to]
-        self.shown = max(self.shown, up_to)
-        return new
+        return self.rest()
 
     def rest(self) -> str:
-        return self._show(len(self.text))
+        """The text that has not been told yet."""
+        new = self.text[self.shown :]
+        self.shown = max(self.shown, len(self.text))
+        return new
 
 
 # ---- choosing -----------------------------------------------------------------------------------
