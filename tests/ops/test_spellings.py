@@ -10,6 +10,7 @@ import needle as ndl
 from needle import nn
 from needle.ops import instead
 from needle.ops.spellings import SPELLINGS as TABLE
+from needle.testing.elementwise import gelu, gelu_tanh
 
 # as typed = the same in NumPy, of the same dtype and type
 VALUES = """
@@ -137,6 +138,8 @@ nn.BCEWithLogitsLoss()(x, p) = (np.log1p(np.exp(x)) - x * p).mean() ; nn.Tanh()(
 nn.KLDivLoss()(x, p) = (p * (np.log(p) - x)).mean() ; nn.Sigmoid()(x) = 1 / (1 + np.exp(-x))
 nn.SiLU()(x) = x / (1 + np.exp(-x)) ; nn.RMSNorm(4)(x) = x / np.sqrt((x**2).mean(1)[:, None] + 1e-6)
 nn.LayerNorm(4)(x) = (x - x.mean(1)[:, None]) / np.sqrt(x.var(1)[:, None] + 1e-5)
+nn.Residual(nn.ReLU())(x) = x + np.maximum(x, 0) ; nn.Flatten()(t) = t.reshape(2, -1)
+nn.SoftmaxLoss()(x, r) = nll.mean() ; nn.GELU("tanh")(x) = gelu_tanh(x) ; nn.GELU()(x) = gelu(x)
 x.half().element_size() = 2 ; x.T.stride() = (1, 4) ; x.T.stride(-1) = 4 ; ndl.is_tensor(x) = True
 x.data_ptr() - x[1].data_ptr() = -16 ; x.stride() = (4, 1)
 """
@@ -152,6 +155,8 @@ def test_spellings_have_numpys_values():
     weights = np.exp(q @ q.swapaxes(2, 3) / 2)
     wanted = {
         "np": np,
+        "gelu": gelu,
+        "gelu_tanh": gelu_tanh,
         "nll": np.log(np.exp(x).sum(1)) - x[[0, 1, 2], [0, 3, 1]],
         "attended": weights / weights.sum(-1, keepdims=True) @ q,
     }
