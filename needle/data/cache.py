@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from needle.data.tokens import DataError, FlatTokens, map_part
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
-FORMAT = "4"
+FORMAT = "5"
 
 
 def cache_dir() -> Path:
@@ -46,9 +44,9 @@ def cache_dir() -> Path:
 
 def cached_text(
     files: Sequence[Path], source: str, tokenizer: Tokenizer | None, vocab_size: int
-) -> tuple[list[FlatTokens], Tokenizer, dict[str, Any]]:
-    """The tokens of these files to train on and held out, their tokenizer, and numbers of documents
-    and tokens. They are made where the cache has none. tokenizer: None trains one of `vocab_size`
+) -> tuple[FlatTokens, FlatTokens, Tokenizer, int]:
+    """The tokens of these files to train on and held out, their tokenizer, and the number of
+    documents. They are made where the cache has none. tokenizer: None trains one of `vocab_size`
     tokens."""
     made_by = f"{vocab_size}" if tokenizer is None else [tokenizer.to_str(), tokenizer.eos_token_id]
     states = _states(files)
@@ -78,10 +76,18 @@ def cached_text(
                 "folder that can be written"
             ) from error
     facts = json.loads((folder / "facts.json").read_bytes())
-    names = ("train", "held_out")
-    parts = [map_part(folder / f"{n}.bin", facts["dtype"], 0, facts[n]) for n in names]
     found = tokenizer or load_tokenizer(folder / "tokenizer.json")
-    return [FlatTokens([part]) for part in parts], found, facts
+    parts = (map_part(folder / f"{name}.bin", facts["dtype"]) for name in ("train", "held_out"))
+    train, held_out = (FlatTokens([part]) for part in parts)
+    if facts["documents"] < HELD_OUT:
+        train, held_out = hold_out_end(train)
+    return train, held_out, found, facts["documents"]
+
+
+def hold_out_end(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
+    """Tokens to train on, and the last of them, held out."""
+    kept = len(tokens) - len(tokens) // HELD_OUT
+    return tokens.between(0, kept), tokens.between(kept, len(tokens))
 
 
 def _states(files: Sequence[Path]) -> list[tuple[int, int]]:
@@ -99,19 +105,9 @@ def _tokenise(
         tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
     count = 0
-    with open(folder / "train.bin", "xb+") as train, open(folder / "held_out.bin", "xb") as end:
+    with open(folder / "train.bin", "xb") as train, open(folder / "held_out.bin", "xb") as end:
         read = shown(documents(files), "tokenising")
         for ids, last in encode(tokenizer, read, dtype):
             (end if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
             count += last
-        if count < HELD_OUT:  # nothing is held out yet
-            total = train.tell() // dtype.itemsize
-            kept = (total - total // HELD_OUT) * dtype.itemsize
-            train.seek(kept)
-            shutil.copyfileobj(train, end)
-            train.truncate(kept)
-        train.seek(0, os.SEEK_END)
-        counts = [file.tell() // dtype.itemsize for file in (train, end)]
-    facts = {"documents": count, "tokens": sum(counts), "dtype": dtype.str}
-    facts |= {"train": counts[0], "held_out": counts[1]}
-    (folder / "facts.json").write_text(json.dumps(facts))
+    (folder / "facts.json").write_text(json.dumps({"documents": count, "dtype": dtype.str}))

@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from needle.data.tokens import DataError
-from needle.files import named, reading
+from needle.files import MissingFileError, named, reading
 
+TAKES = (
+    "data are text, JSON lines, a folder of either, Megatron's .bin/.idx, nanoGPT's train.bin, or "
+    ".npy"
+)
 NPY, FLAT, LINES, JSON, TEXT = ".npy", "flat uint16", "JSON lines", "JSON", "text"
 # gzip, or a frame of Zstandard, or one that it skips.
 PACKED = re.compile(rb"(\x1f\x8b)|\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
@@ -39,12 +43,15 @@ HEAD = 1 << 20  # bytes in which the first values of JSON are looked for
 
 
 def files_at(path: Path) -> list[Path]:
-    """The file, the files below the folder, or those that the pattern matches; none: empty."""
+    """The file, the files below the folder, or those that the pattern matches. MissingFileError
+    where there are none."""
     if path.is_dir():
         found = list(walk(path))
     else:
-        names = [path] if path.is_file() else sorted(glob.glob(str(path)))
-        found = [Path(name) for name in names if Path(name).is_file()]
+        found = [file for file in map(Path, sorted(glob.glob(str(path)))) if file.is_file()]
+        found = [path] if path.is_file() else found
+    if not found:
+        raise MissingFileError(f"{path}: no such file or folder, or an empty one; {TAKES}")
     for file in found:
         named(file)
     return found

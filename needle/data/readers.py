@@ -24,18 +24,13 @@ from typing import Any
 import numpy as np
 
 from needle.data import megatron
-from needle.data.cache import HELD_OUT, cached_text
+from needle.data.cache import cached_text, hold_out_end
 from needle.data.identity import content_hash
 from needle.data.kinds import FLAT, JSON, NPY, files_at, kind_of
 from needle.data.text import standard_library, text_kind
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, map_part
-from needle.files import MissingFileError, named
-
-TAKES = (
-    "data are text, JSON lines, a folder of either, Megatron's .bin/.idx, nanoGPT's train.bin, or "
-    ".npy"
-)
+from needle.files import named
 
 
 @dataclass
@@ -86,23 +81,15 @@ def open_data(
     else:
         source, files = os.fspath(data), text_files(Path(data))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
-    (train, held_out), tokenizer, facts = cached_text(files, source, given, vocab_size)
-    counts = f"{facts['documents']:,} documents, {facts['tokens']:,} tokens"
+    train, held_out, tokenizer, count = cached_text(files, source, given, vocab_size)
+    counts = f"{count:,} documents, {len(train) + len(held_out):,} tokens"
     return TokenData(train, held_out, f"{source}: {text_kind(files)}, {counts}", tokenizer)
 
 
-def matching(path: Path) -> list[Path]:
-    """The files at `path`; MissingFileError where there are none."""
-    files = files_at(path)
-    if not files:
-        raise MissingFileError(f"{path}: no such file or folder, or an empty one; {TAKES}")
-    return files
-
-
 def text_files(path: Path, field: str = "text") -> list[Path]:
-    """The same of text. DataError for a file of JSON that was named itself and is not one object a
-    line. Among others such a file is a text."""
-    files = matching(path)
+    """The files of text at `path`. DataError for a file of JSON that was named itself and is not
+    one object a line. Among others such a file is a text."""
+    files = files_at(path)
     if len(files) == 1 and kind_of(files[0], field) == JSON:
         raise DataError(
             f"{files[0]}: JSON, but not one object a line with a string `{field}`, as needle reads "
@@ -127,7 +114,7 @@ def open_tokens(data: str | os.PathLike) -> TokenData | None:
         return _open_megatron(prefix)
     if (path / "train.bin").is_file():
         return open_tokens(path / "train.bin")
-    files = matching(path)
+    files = files_at(path)
     if is_folder:  # in which tokens lie at the top
         files = [file for file in files if file.parent == path]
     kinds = {kind_of(file) for file in files}
@@ -141,8 +128,7 @@ def open_tokens(data: str | os.PathLike) -> TokenData | None:
     if [file.name for file in files] == ["train.bin"] and val.is_file():
         source, end = f"{path.parent}: nanoGPT's train.bin and val.bin", FlatTokens([_part(val)])
     else:
-        kept = len(tokens) - len(tokens) // HELD_OUT
-        tokens, end = tokens.between(0, kept), tokens.between(kept, len(tokens))
+        tokens, end = hold_out_end(tokens)
     return TokenData(tokens, end, f"{source}, {len(tokens) + len(end):,} {tokens.dtype} tokens")
 
 

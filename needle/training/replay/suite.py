@@ -13,7 +13,7 @@ from needle import hf
 from needle.backend_ndarray import choose_device, cpu
 from needle.command import Parser, flag_words, path, reporting
 from needle.data import DataError, load_tokenizer
-from needle.data.readers import matching
+from needle.data.kinds import files_at
 from needle.files import described, printable, read_toml, replace_text
 from needle.processes import program
 from needle.training.folder import Begun, read_description
@@ -55,7 +55,7 @@ def check(name: str, flags: list[str], out: Path) -> int:
     if settings.tokenizer is not None:
         load_tokenizer(settings.tokenizer)
     if given.data is not None and is_text(given.data):
-        matching(Path(given.data))
+        files_at(Path(given.data))
     if (folder / "config.json").exists():
         settings = resumed(given, Begun(folder), folder)
     return settings.steps
