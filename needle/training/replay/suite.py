@@ -137,18 +137,11 @@ Have the data there, DATA below, and choose a step A, 0 or one with a whole chec
 proven step B. `needle verify RUN --steps A:B --data DATA` trains the steps after A up to B again
 and compares every bit with the run's; with A = 0, or `--full`, nothing is taken from a checkpoint.
 Exit code 0: all is equal. 3: something differs; the first step, tensor and number are named. 4: it
-cannot be decided here, for a reason that is named, such as another kind of GPU. The other commands
-print the fingerprint of the data and the digest of the last weights, as the table has them.
+cannot be decided here, for a reason that is named, such as another kind of GPU. The fingerprint of
+the data is in `manifest.json`, the digest of weights in the last proof of `metrics.jsonl`: both are
+checked.
+
 {commands}
-"""
-
-IMPORTS = "from needle import open_run; from needle.training.replay.proofs import digests_of"
-COMMANDS = """
-{name}:
-
-    needle verify runs/{name} --steps {first}:{last} --data DATA
-    python -c "import needle; print(needle.data.open_data('DATA'{tokenizer}).fingerprint)"
-    python -c "{imports}; print(digests_of(open_run('runs/{name}').checkpoint())['weights'])"
 """
 
 
@@ -167,12 +160,11 @@ def page(title: str, runs: dict[str, SavedRun]) -> str:
         facts, steps = facts_of(run), whole_steps(run.folder)
         cells = [f"[{name}](models/{name})", *(facts[key] for key in keys)]
         rows.append(f"| {' | '.join(cells)} |")
-        tokenizer = f", 'runs/{name}/tokenizer.json'" * (run.tokenizer is not None)
-        places = {"first": steps[-2], "last": steps[-1], "tokenizer": tokenizer}
-        commands.append(COMMANDS.format(name=name, imports=IMPORTS, **places))
+        interval = f"{steps[-2]}:{steps[-1]}"
+        commands.append(f"    needle verify runs/{name} --steps {interval} --data DATA")
     origin = git("remote", "get-url", "origin")
     origin = origin if ":" in origin else "REPOSITORY"  # no path of this machine
-    texts = {"rows": "\n".join(rows), "commands": "".join(commands)}
+    texts = {"rows": "\n".join(rows), "commands": "\n".join(commands)}
     return PAGE.format(title=title, origin=origin, **texts)
 
 
