@@ -35,7 +35,6 @@ from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array, full, zeros
 from needle.data.tokenizer import Tokenizer, load_tokenizer
 from needle.ops.attention import qkv_parts
-from needle.ops.common import checked_ids
 from needle.ops.random import new_state
 from needle.sampling import BROKEN, check_sampling, penalized, sample
 
@@ -196,8 +195,28 @@ def prompt_rows(input_ids: Any, vocab_size: int) -> list[np.ndarray]:
         what = f"generate: input_ids, row {number}"
         if row.ndim != 1 or row.size == 0:
             raise ValueError(f"{what}: must be token ids, one at least; its shape is {row.shape}")
-        rows.append(checked_ids(what, row, vocab_size))
+        rows.append(checked_ids(row, vocab_size, what, low=0))
     return rows
+
+
+def checked_ids(ids: np.ndarray, vocab_size: int, what: str, low: int | None) -> np.ndarray:
+    """Return ids as int64. TypeError unless they are whole numbers, ValueError for one below `low`
+    or outside the vocabulary."""
+    whole = ids.dtype.kind in "iu" or (
+        ids.dtype.kind == "f" and np.isfinite(ids).all() and (ids == np.floor(ids)).all()
+    )
+    if not whole:
+        raise TypeError(f"{what} must be whole numbers, but are {ids.dtype}")
+    wrong = ids >= vocab_size
+    if low is not None:
+        wrong |= ids < low
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"{what}: token {int(ids[where])} at position {where} is outside the vocabulary of "
+            f"{vocab_size}"
+        )
+    return ids.astype(np.int64)
 
 
 # ---- text ---------------------------------------------------------------------------------------

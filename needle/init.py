@@ -20,7 +20,6 @@ from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import full as full_array
 from needle.backend_ndarray import given_device
-from needle.ops.common import checked_ids
 
 _meta: contextvars.ContextVar[bool] = contextvars.ContextVar("meta", default=False)
 
@@ -332,7 +331,10 @@ def one_hot(
     """
     if device is None and isinstance(i, (Tensor, NDArray)):
         device = i.device
-    index = checked_ids("one_hot", i, n)
+    values = np.asarray(i)
+    index = values.astype(np.int64)
+    if (index != values).any() or (index < 0).any() or (index >= n).any():
+        raise ValueError(f"one_hot: indices must be whole numbers in [0, {n})")
     return _tensor(np.eye(n, dtype=np.float32)[index], device, dtype, requires_grad)
 
 

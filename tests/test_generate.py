@@ -378,8 +378,8 @@ def test_refusals():
         ([], {}, ValueError, "no prompt"),
         ([[1, 2], []], {}, ValueError, "row 1: must be token ids, one at least"),
         (np.zeros((2, 0), int), {}, ValueError, "row 0: must be token ids, one at least"),
-        ([[1], [2, 41]], {}, ValueError, r"row 1: 41 at \(1,\)"),
-        ([[1, -1]], {}, ValueError, r"row 0: -1 at \(1,\)"),
+        ([[1], [2, 41]], {}, ValueError, r"row 1: token 41 at position \(1,\)"),
+        ([[1, -1]], {}, ValueError, r"row 0: token -1 at position \(1,\)"),
         ([[[1]]], {}, ValueError, "must be token ids"),
         *(
             ([1], {name: value}, ValueError, name)

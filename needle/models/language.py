@@ -25,7 +25,6 @@ from needle.block_mask import BlockMask
 from needle.interp.hooks import Hooked, hook_names
 from needle.interp.text import Texts
 from needle.models.registry import Config
-from needle.ops.common import id_array
 from needle.ops.fp8 import MULTIPLE, whole_sizes
 
 AnyModel = TypeVar("AnyModel", bound="LanguageModel")
@@ -255,7 +254,11 @@ class LanguageModel(Texts, Hooked):
             raise ValueError(
                 f"{what} are {shape[1]} tokens long, but max_seq_len is {self.config.max_seq_len}"
             )
-        return id_array(what, ids, self.device, self.config.vocab_size, low).reshape(shape)
+        if on_device:
+            return ids
+        ids = generation.checked_ids(ids, self.config.vocab_size, what, low)
+        # All negative targets mean the same: let none wrap around in 32 bits.
+        return array(ids.clip(-1).astype(np.int32), "int32", self.device)
 
     def __repr__(self) -> str:
         attentions = self._modules(nn.Attention)

@@ -84,12 +84,24 @@ def vector(x: NDArray) -> NDArray:
     return x.reshape((x.size,))
 
 
-def checked_ids(
-    op: str, ids: Any, limit: int, lowest: int | None = 0, name: str = "ids"
-) -> np.ndarray:
-    """Return whole numbers in [lowest, limit) as an int64 array; lowest None allows any negative
-    number, which becomes -1; `name` is their name in messages. TypeError for other types;
-    ValueError names the first bad one, or uneven rows."""
+def id_array(
+    op: str, ids: Any, device: Device, limit: int, lowest: int | None = 0, name: str = "ids"
+) -> NDArray:
+    """Return ids as a 1-D int32 NDArray on `device`; check them while they are on the host.
+
+    ids: Tensor, NDArray, NumPy array or nested list, any shape, of whole numbers in
+    [lowest, limit); lowest None allows any negative number; `name` is their
+    name in messages. TypeError for other types; ValueError names the first bad id, or uneven rows.
+    Ids on a GPU are not checked, since that would wait: the kernel marks a bad row with NaN.
+    """
+    if isinstance(ids, Tensor):
+        ids = ids.cached_data
+    if isinstance(ids, NDArray):
+        if not ids.device.is_host and ids.dtype != "bool":
+            if ids.dtype != "int32":
+                ids = ids.astype("int32")
+            return ids.to(device).reshape((ids.size,))
+        ids = ids.numpy()
     try:
         values = np.asarray(ids)
     except ValueError as error:  # rows of different lengths
@@ -105,26 +117,9 @@ def checked_ids(
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         wanted = f"below {limit}" if lowest is None else f"from {lowest} to {limit - 1}"
         raise ValueError(f"{op}: {values[where]} at {where} is not a whole number {wanted}")
-    whole = values.astype(np.int64)
-    return whole.clip(-1) if lowest is None else whole
-
-
-def id_array(
-    op: str, ids: Any, device: Device, limit: int, lowest: int | None = 0, name: str = "ids"
-) -> NDArray:
-    """Return ids of any shape, a Tensor, NDArray, NumPy array or nested list, as a 1-D int32
-    NDArray on `device`; on the host they are checked as checked_ids() does. Ids on a GPU are not,
-    since that would wait: the kernel marks a bad row with NaN.
-    """
-    if isinstance(ids, Tensor):
-        ids = ids.cached_data
-    if isinstance(ids, NDArray):
-        if not ids.device.is_host and ids.dtype != "bool":
-            if ids.dtype != "int32":
-                ids = ids.astype("int32")
-            return ids.to(device).reshape((ids.size,))
-        ids = ids.numpy()
-    return _C.array(checked_ids(op, ids, limit, lowest, name).reshape(-1), "int32", device)
+    if lowest is None:  # all negative numbers mean the same: let none wrap around in 32 bits
+        values = values.astype(np.int64).clip(-1)
+    return _C.array(np.ascontiguousarray(values, dtype=np.int32).reshape(-1), "int32", device)
 
 
 def classes_of(files: Iterable[Any]) -> dict[str, type[Op]]:

@@ -208,7 +208,7 @@ def test_ids_of_any_kind_and_those_that_are_refused(device):
     for wrong, error in [
         (ids[0], ValueError),
         (tokens(0, 1, 97), ValueError),
-        (ids + 0.5, ValueError),
+        (ids + 0.5, TypeError),
         (np.array([["a"]]), TypeError),
     ]:
         with pytest.raises(error):
@@ -221,7 +221,7 @@ def test_ids_of_any_kind_and_those_that_are_refused(device):
         outside = ids.astype(np.int64)
         outside[1, 3] = bad
         for form in (outside, outside.tolist()):
-            with pytest.raises(ValueError, match=rf"{bad} at \(1, 3\) is no.* from 0 to 40"):
+            with pytest.raises(ValueError, match=rf"{bad}.*\(1, 3\).*41"):
                 model(form)
             if bad > 0:
                 with pytest.raises(ValueError, match=rf"targets.*{bad}"):
