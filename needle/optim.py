@@ -436,48 +436,47 @@ class AdamW(Optimizer):
         """`step` in the parts of the flat buffer that together are what is updated here. Yields
         after each; the step is done when all are."""
         self._prepare()
-        t = self.t + 1
-        launches = [[self._operands(*x, scale, t) for x in self._launches(part)] for part in parts]
-        for of_part in launches:
-            for operands in filter(None, of_part):
+        t, first = self.t + 1, 0 if self._part is None else self._part.start
+        launches: list[list[tuple]] = []
+        for of_part in map(self._launches, parts):
+            launches.append([])
+            for i, start, end, own in of_part:
+                if self.flat is not None:
+                    grad, data = self.flat.grad, self.flat.data
+                else:
+                    if self.params[i].grad is None:
+                        continue
+                    data = self.params[i].cached_data
+                    grad = self.params[i].grad.cached_data
+                    if grad.dtype != "float32":
+                        grad = grad.astype("float32")
+                    grad = grad.reshape((data.size,))
+                    if not data.is_compact():
+                        data = self.params[i].cached_data = data.compact()
+                    data = data.reshape((data.size,))
+                part, (m, v, master) = slice(start, end), map(itemgetter(i), self._state.values())
+                kept = slice(start - first, end - first)
+                launches[-1].append(
+                    (
+                        data[part] if master is None else master[kept],
+                        grad[part],
+                        m[kept],
+                        v[kept],
+                        None if master is None else data[part],
+                        scale,
+                        own.get("lr", self.lr),
+                        self.beta1,
+                        self.beta2,
+                        self.eps,
+                        own.get("weight_decay", self.weight_decay),
+                        t,
+                    )
+                )
+        for together in launches:
+            for operands in together:
                 _C.adamw(*operands)
             yield
         self.t = t
-
-    def _operands(
-        self, i: int, start: int, end: int, own: dict, scale: NDArray | None, t: int
-    ) -> tuple | None:
-        """Return the operands of a launch; None if the parameter has no gradient."""
-        if self.flat is not None:
-            grad, data = self.flat.grad, self.flat.data
-        else:
-            if self.params[i].grad is None:
-                return None
-            data = self.params[i].cached_data
-            grad = self.params[i].grad.cached_data
-            if grad.dtype != "float32":
-                grad = grad.astype("float32")
-            grad = grad.reshape((data.size,))
-            if not data.is_compact():
-                data = self.params[i].cached_data = data.compact()
-            data = data.reshape((data.size,))
-        part, (m, v, master) = slice(start, end), map(itemgetter(i), self._state.values())
-        first = 0 if self._part is None else self._part.start
-        kept = slice(start - first, end - first)
-        return (
-            data[part] if master is None else master[kept],
-            grad[part],
-            m[kept],
-            v[kept],
-            None if master is None else data[part],
-            scale,
-            own.get("lr", self.lr),
-            self.beta1,
-            self.beta2,
-            self.eps,
-            own.get("weight_decay", self.weight_decay),
-            t,
-        )
 
 
 # ---- schedules -----------------------------------------------------------------------------------

@@ -378,7 +378,7 @@ print(ndl.cpu().properties()["products"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one level on this processor")
 def test_portable_build_chooses_kernels_by_the_processor(tmp_path):
     """Each level against the references, then on processors without AVX-512 and without AVX2."""
-    base = Path(os.environ.get("NEEDLE_PORTABLE_BUILD") or tmp_path)  # .ci/run has one
+    base = Path(os.environ.get("PORTABLE_BUILD") or tmp_path)  # .ci/run has one
     if base == tmp_path:
         words = ["-W", "ignore", "setup.py", "-q", "build", "--build-base", base]
         made = run(sys.executable, *words, NEEDLE_CUDA="0", NEEDLE_MARCH="portable")
