@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -404,16 +404,16 @@ class AdamW(Optimizer):
                     out[f"{slot}.{name}"] = view
         return out
 
-    def _launches(self, part: slice | None) -> list[tuple[int, int, int, dict]]:
-        """(array, start, end, own settings) of a part of the flat buffer, in which neighbours that
-        are set alike go together, or of all parameters."""
+    def _launches(self) -> list[tuple[int, int, int, dict]]:
+        """(array, start, end, own settings): neighbours in the flat buffer that are set alike go
+        together."""
         own = [self._own.get(name, {}) for name in self.names]
-        if self.flat is None or part is None:
+        if self.flat is None:
             return [(i, 0, p.size, own[i]) for i, p in enumerate(self.params)]
         out: list[tuple[int, int, int, dict]] = []
         ends = self.flat.offsets[1:] + [self.flat.size]
         for start, end, settings in zip(self.flat.offsets, ends, own):
-            start, end = max(start, part.start), min(end, part.stop)
+            start, end = max(start, self._part.start), min(end, self._part.stop)
             if start >= end:
                 continue
             if out and out[-1][3] == settings:
@@ -427,55 +427,43 @@ class AdamW(Optimizer):
         scale: the float32 scalar on the device that `grad_norm` returned. When it is not finite the
         step leaves everything as it was.
         """
-        for _ in self.step_by_parts([self._part], scale):
-            pass
-
-    def step_by_parts(
-        self, parts: Sequence[slice | None], scale: NDArray | None = None
-    ) -> Iterator[None]:
-        """`step` in the parts of the flat buffer that together are what is updated here. Yields
-        after each; the step is done when all are."""
         self._prepare()
-        t, first = self.t + 1, 0 if self._part is None else self._part.start
-        launches: list[list[tuple]] = []
-        for of_part in map(self._launches, parts):
-            launches.append([])
-            for i, start, end, own in of_part:
-                if self.flat is not None:
-                    grad, data = self.flat.grad, self.flat.data
-                else:
-                    if self.params[i].grad is None:
-                        continue
-                    data = self.params[i].cached_data
-                    grad = self.params[i].grad.cached_data
-                    if grad.dtype != "float32":
-                        grad = grad.astype("float32")
-                    grad = grad.reshape((data.size,))
-                    if not data.is_compact():
-                        data = self.params[i].cached_data = data.compact()
-                    data = data.reshape((data.size,))
-                part, (m, v, master) = slice(start, end), map(itemgetter(i), self._state.values())
-                kept = slice(start - first, end - first)
-                launches[-1].append(
-                    (
-                        data[part] if master is None else master[kept],
-                        grad[part],
-                        m[kept],
-                        v[kept],
-                        None if master is None else data[part],
-                        scale,
-                        own.get("lr", self.lr),
-                        self.beta1,
-                        self.beta2,
-                        self.eps,
-                        own.get("weight_decay", self.weight_decay),
-                        t,
-                    )
+        t, launches = self.t + 1, []
+        for i, start, end, own in self._launches():
+            if self.flat is not None:
+                grad, data = self.flat.grad, self.flat.data
+            else:
+                if self.params[i].grad is None:
+                    continue
+                data = self.params[i].cached_data
+                grad = self.params[i].grad.cached_data
+                if grad.dtype != "float32":
+                    grad = grad.astype("float32")
+                grad = grad.reshape((data.size,))
+                if not data.is_compact():
+                    data = self.params[i].cached_data = data.compact()
+                data = data.reshape((data.size,))
+            part, (m, v, master) = slice(start, end), map(itemgetter(i), self._state.values())
+            first = 0 if self._part is None else self._part.start
+            kept = slice(start - first, end - first)
+            launches.append(
+                (
+                    data[part] if master is None else master[kept],
+                    grad[part],
+                    m[kept],
+                    v[kept],
+                    None if master is None else data[part],
+                    scale,
+                    own.get("lr", self.lr),
+                    self.beta1,
+                    self.beta2,
+                    self.eps,
+                    own.get("weight_decay", self.weight_decay),
+                    t,
                 )
-        for together in launches:
-            for operands in together:
-                _C.adamw(*operands)
-            yield
+            )
+        for operands in launches:
+            _C.adamw(*operands)
         self.t = t
 
 

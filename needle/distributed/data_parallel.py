@@ -5,8 +5,7 @@ writes its gradient, and gradients are added in the order of one tree (tree.py),
 rank, then, shard by shard, those of all ranks: each sends every other the shard of its sum that the
 other owns (the bytes of a reduce-scatter), and the owner adds them. It also keeps the optimizer's
 state of that shard alone (ZeRO stage 1, Rajbhandari et al. 2020), steps it, and sends the new
-weights to all (an all-gather). Shards are exchanged in parts: while one is added or stepped,
-another one travels.
+weights to all (an all-gather).
 
     parallel = DataParallel(group, flat, optimizer, micro_batches)
     for step in range(1, steps + 1):
@@ -35,9 +34,6 @@ from needle.nn import FlatParameters
 from needle.nn.utils import NORM_CHUNK, chunk_norms, total_norm
 from needle.optim import AdamW
 
-MOST_PARTS = 4  # of a shard: what the last one does is beside nothing
-PART = 1 << 22  # elements, at least: 16 MB travel in some 50 us, an exchange begins in 10
-
 
 def shards(size: int, ranks: int) -> list[slice]:
     """Return the part of a flat buffer of `size` elements that each rank owns: whole chunks of the
@@ -50,16 +46,6 @@ def shards(size: int, ranks: int) -> list[slice]:
     chunks = -(-size // NORM_CHUNK)
     ends = [min(chunks * rank // ranks * NORM_CHUNK, size) for rank in range(ranks + 1)]
     return [slice(start, end) for start, end in zip(ends, ends[1:])]
-
-
-def _parts(shard: slice, count: int) -> list[slice]:
-    """Cut a shard between chunks of the norm."""
-    cuts = shards(shard.stop - shard.start, count)
-    return [slice(shard.start + cut.start, shard.start + cut.stop) for cut in cuts]
-
-
-def _chunks(part: slice) -> slice:
-    return slice(-(-part.start // NORM_CHUNK), -(-part.stop // NORM_CHUNK))
 
 
 class DataParallel:
@@ -88,9 +74,6 @@ class DataParallel:
         ranks = group.rank // context, group.size // context
         self.own_micro_batches = own_micro_batches(micro_batches, *ranks)
         self.shards = shards(flat.size, group.size)
-        count = min(MOST_PARTS, flat.size // group.size // PART) if group.size > 1 else 1
-        # The parts of all ranks' shards that are exchanged at a time.
-        self._parts = list(zip(*(_parts(shard, max(count, 1)) for shard in self.shards)))
         self._added = 0
         self._aside: list[NDArray] = []  # the sums of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
@@ -128,48 +111,35 @@ class DataParallel:
     def reduce(self, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
         """Sum the gradients over all ranks. Return (norm, scale) as optim.grad_norm. Of flat.grad
         only this rank's shard is then valid."""
-        group, grad, shard = self.group, self.flat.grad, self.shards[self.group.rank]
-        if not self._received:
-            self._received = [
-                _C.empty(
-                    (0 if r == group.rank else shard.stop - shard.start,), "float32", grad.device
-                )
-                for r in range(group.size)
-            ]
-        under_way = []
-        for parts in self._parts:
-            own = parts[group.rank]
-            place = slice(own.start - shard.start, own.stop - shard.start)
-            sends = [None if r == group.rank else grad[part] for r, part in enumerate(parts)]
-            comes = [None if r == group.rank else x[place] for r, x in enumerate(self._received)]
-            wait = group.begin("the sum of gradients", sends, comes)
-            under_way.append((wait, comes, own))
-        norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
-        for wait, comes, part in under_way:
-            wait()
-            own = grad[part]
-            of_ranks = [own if x is None else x for x in comes]
-            of_tokens = [tree_sum(of_ranks[c :: self.context]) for c in range(self.context)]
+        group, grad = self.group, self.flat.grad
+        own = grad[self.shards[group.rank]]
+        if group.size > 1:
+            if not self._received:
+                self._received = [
+                    _C.empty((0 if r == group.rank else own.size,), "float32", own.device)
+                    for r in range(group.size)
+                ]
+            sends = [None if r == group.rank else grad[p] for r, p in enumerate(self.shards)]
+            group.exchange("the sum of gradients", sends, self._received)
+            parts = [own if r == group.rank else x for r, x in enumerate(self._received)]
+            of_tokens = [tree_sum(parts[c :: self.context]) for c in range(self.context)]
             total = tree_sum(of_tokens)
             if total is not own:
                 _C.assign(own, total)
-            chunk_norms(own, norms[_chunks(part)])
-        group.all_gather("the gradient's norm", norms, [_chunks(part) for part in self.shards])
+        norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
+        chunks = [slice(-(-p.start // NORM_CHUNK), -(-p.stop // NORM_CHUNK)) for p in self.shards]
+        chunk_norms(own, norms[chunks[group.rank]])
+        group.all_gather("the gradient's norm", norms, chunks)
         return total_norm(norms, max_norm)
 
     def step(self, scale: NDArray | None = None) -> None:
         """Step the optimizer of this rank's shard, and gather the weights of all in flat.data."""
-        group, data = self.group, self.flat.data
-        if group.size == 1:
-            self.optimizer.step(scale)
-            return
-        weights, width, waits = as_bytes(data), data.nbytes // data.size, []
-        stepped = self.optimizer.step_by_parts([parts[group.rank] for parts in self._parts], scale)
-        for _, parts in zip(stepped, self._parts):
-            wide = [slice(part.start * width, part.stop * width) for part in parts]
-            waits.append(group.begin_all_gather("the weights", weights, wide))
-        for wait in waits:
-            wait()
+        self.optimizer.step(scale)
+        if self.group.size > 1:
+            data = self.flat.data
+            width = data.nbytes // data.size
+            wide = [slice(p.start * width, p.stop * width) for p in self.shards]
+            self.group.all_gather("the weights", as_bytes(data), wide)
 
     def losses(self, own: Sequence[NDArray]) -> list[NDArray]:
         """Return the losses (float32 scalars) of all micro-batches, in their order, from those of

@@ -1,7 +1,5 @@
 """Steps shared by ranks have the bits of one rank's: sums, norm, weights, the optimizer's state."""
 
-import itertools
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +8,10 @@ from together import together
 
 from needle import _C, nn, optim
 from needle.backend_ndarray import as_bytes
-from needle.distributed import data_parallel
 from needle.distributed.control import RankFailed
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.environment import Place
 from needle.distributed.group import Group
-from needle.nn.utils import NORM_CHUNK
 from needle.training.replay import proofs
 
 SHAPES = [(300, 200), (7, 9), (130, 500), (40,)]  # 8 chunks, the last one cut
@@ -70,11 +66,9 @@ def train(group, micro_batches, dtype, steps=3, max_norm=1.0):
     return norms, np.concatenate(sums), losses, weights, state, held, told
 
 
-@pytest.mark.parametrize("part", [data_parallel.PART, NORM_CHUNK])  # one part, several
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("micro_batches, counts", [(8, (2, 4, 8)), (12, (3, 6, 12)), (1, ())])
-def test_ranks_change_no_bit(micro_batches, counts, dtype, part, monkeypatch):
-    monkeypatch.setattr(data_parallel, "PART", part)
+def test_ranks_change_no_bit(micro_batches, counts, dtype):
     ((norms, _, losses, weights, state, _, told),) = together(
         1, lambda group: train(group, micro_batches, dtype)
     )
@@ -105,37 +99,6 @@ def test_the_sum_and_its_norm():
         square += (wanted.astype(np.float64) ** 2).sum()
     assert norms[0][0] == pytest.approx(square**0.5, rel=1e-6)
     assert norms[0][1] == pytest.approx(0.5 / (square**0.5 + 1e-6), rel=1e-6)
-
-
-def test_parts_of_a_shard_travel_while_others_are_added_and_stepped(monkeypatch):
-    monkeypatch.setattr(data_parallel, "PART", NORM_CHUNK)
-    calls = threading.local()
-
-    def noting(owner, name):
-        function = getattr(owner, name)
-
-        def noted(*arguments):
-            calls.made.append(name)
-            done = function(*arguments)
-            return (lambda: (calls.made.append("wait"), done())) if name == "begin" else done
-
-        monkeypatch.setattr(owner, name, noted)
-
-    def work(group):
-        calls.made = []
-        flat = nn.flatten_parameters(Model("float32"))
-        parallel = DataParallel(group, flat, optim.AdamW(flat), 2)
-        _, scale = parallel.reduce()
-        parallel.step(scale)
-        return calls.made
-
-    for owner, name in (Group, "begin"), (data_parallel, "chunk_norms"), (_C, "adamw"):
-        noting(owner, name)
-    for made in together(2, work):  # of 4 chunks each, in 3 parts; the last one has vectors too
-        sums, steps = made[:9], [name for name, _ in itertools.groupby(made[11:-3])]
-        assert sums == ["begin"] * 3 + ["wait", "chunk_norms"] * 3
-        assert made[9:11] == ["begin", "wait"]  # the norm
-        assert steps == ["adamw", "begin"] * 3 and made[-3:] == ["wait"] * 3
 
 
 def test_a_part_of_the_state_is_not_saved_as_all_of_it():
