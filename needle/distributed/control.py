@@ -47,6 +47,7 @@ from needle.distributed.environment import Place
 from needle.files import printable, read_secret, settings_file
 
 GREETING = 1 << 10  # bytes, at most
+DEADLINE = 60.0  # seconds in which all ranks must come to a collective
 EARLY = 0.8  # of the deadline: rank 0 names missing ranks before the others give up
 LOOK = 1.0  # seconds between two looks at the clock, at most
 LINGER = 1.0  # seconds for rank 0 to report the error that another rank met too
@@ -115,7 +116,7 @@ class Control:
 
     @classmethod
     def join(
-        cls, place: Place, facts: dict[str, str], seconds: float = 60.0, deadline: float = 60.0
+        cls, place: Place, facts: dict[str, str], seconds: float = 60.0, deadline: float = DEADLINE
     ) -> Control:
         """Return the channel once all ranks have come and agree in their facts (configuration,
         build, versions). RankError names the ranks that did not come within so many seconds, or

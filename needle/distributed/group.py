@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from needle._C import Device, NDArray, all_devices
 from needle.backend_ndarray import choose_device
-from needle.distributed.control import Control, RankFailed, Work
+from needle.distributed.control import DEADLINE, Control, RankFailed, Work
 from needle.distributed.environment import Place
 
 MPI_LAUNCHERS = "mpirun", "srun"
@@ -84,7 +84,7 @@ class Group(Ranks):
 
     def __init__(self, place: Place = ALONE, control: Control | None = None) -> None:
         self.rank, self.size, self.place = place.rank, place.size, place
-        self.control = control or Control(ALONE, {}, 60.0)
+        self.control = control or Control(ALONE, {}, DEADLINE)
         self._transport: Transport | None = None
 
     def device(self, name: str) -> Device:

@@ -27,10 +27,10 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from needle.distributed.control import DEADLINE
 from needle.files import printable
 from needle.processes import HEARTBEAT, collecting, ends_within, pass_on, signal_name, start
 
-DEADLINE = 60.0  # of the control channel
 MARGIN = 10.0  # seconds more, for a rank to reach its next collective
 KILL_SECONDS = 2.0  # for a killed rank to be gone
 TICK = 0.1  # seconds between two looks at the processes

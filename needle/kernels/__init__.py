@@ -11,6 +11,13 @@ A fault inside a kernel is the end of the process, unless it runs in one of its 
         result = pool.run(source, "scale<float>", grid, block, [x, ndl.kernels.Out(x.shape), 2.0])
 
 docs/kernels.md has both.
+
+toolkit, compile    CUDA's tools; NVRTC; signature: a kernel's parameters
+kernel, limits      a kernel on a device; what a launch may have
+pool, process       jobs in processes of their own; worker: such a process
+cases, guard        arguments and comparison; guard bands; timing: times that no cache flatters
+kernelbench         jobs in KernelBench's form; torch_worker: their processes
+serve               the service over HTTP; __main__: `needle serve`
 """
 
 from __future__ import annotations

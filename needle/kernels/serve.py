@@ -164,7 +164,7 @@ def figures() -> tuple[dict[str, dict[str, Any]], str]:
             "load": number.get("utilization.gpu"),
             "why": None,
         }
-    return found, "nvidia-smi does not list this GPU"
+    return found, "nvidia-smi lists no such GPU"
 
 
 # ---- the service ---------------------------------------------------------------------------------
