@@ -11,6 +11,7 @@ import difflib
 import functools
 import math
 import pkgutil
+import re
 import runpy
 import sys
 import textwrap
@@ -111,10 +112,14 @@ def reporting(name: str) -> Callable[[Callable[[Any], int]], Callable[..., int]]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors, which quote the command line, can be printed."""
+    """A parser whose errors, which quote the command line, can be printed, and name the flag that
+    is like an unknown one."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
+        unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
+        known = self._option_string_actions if unknown else ()
+        near = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+        super().error(printable(f"{message}; there is {near[0]}" if near else message))
 
 
 class Defaults(argparse.ArgumentDefaultsHelpFormatter):

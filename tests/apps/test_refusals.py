@@ -35,6 +35,7 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         ("--data caf\udce9.txt", "--data: b'caf\\xe9.txt' is a name that is not UTF-8"),
         ("--dtype float8", "'float32', 'bfloat16'"),
         ("--model gpt", "pythia-70m"),
+        ("--stepps 4", "unrecognized arguments: --stepps 4; there is --steps"),
         ("--device tpu", "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
         ("--name a/b", "a name for a folder"),
         ("--steps 2 --tokens 9", "not allowed with"),
