@@ -54,47 +54,51 @@ def test_gradients_in_16_bits(case, device):
                 close(got.numpy(), wanted.numpy(), 16 * rounding)
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_operands_without_gradient_change_no_other(case, device):
+def test_operands_without_gradient_change_no_other(device):
     """Each operand alone needs a gradient, and all others do."""
-    arrays, found = inputs_of(case), {}
-    every = set(range(len(arrays)))
-    for wanted in [every, *({i} for i in every), *(every - {i} for i in every)]:
-        if wanted:
-            tensors = [Tensor(a, device, requires_grad=i in wanted) for i, a in enumerate(arrays)]
-            result = case.op(ops, *tensors)
-            result.backward(Tensor(weights_of(result), device=device))
-            assert {i for i in every if tensors[i].grad is not None} == wanted
-            for i in wanted:
-                grad = found.setdefault(i, tensors[i].grad.numpy())
-                close(tensors[i].grad.numpy(), grad, 1e-5)
+    for case in GRADIENTS:
+        with naming(case):
+            arrays, found = inputs_of(case), {}
+            every = set(range(len(arrays)))
+            for wanted in [every, *({i} for i in every), *(every - {i} for i in every)]:
+                if wanted:
+                    tensors = [
+                        Tensor(a, device, requires_grad=i in wanted) for i, a in enumerate(arrays)
+                    ]
+                    result = case.op(ops, *tensors)
+                    result.backward(Tensor(weights_of(result), device=device))
+                    assert {i for i in every if tensors[i].grad is not None} == wanted
+                    for i in wanted:
+                        grad = found.setdefault(i, tensors[i].grad.numpy())
+                        close(tensors[i].grad.numpy(), grad, 1e-5)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_flat_parameters_get_the_same_gradients(case, dtype, tolerance, device):
+def test_flat_parameters_get_the_same_gradients(dtype, tolerance, device):
     """Some are flat, or all: what a buffer held before reset_grad() is gone, also beside one that
     was written to since. Gradients of a second backward, and of two uses, are added."""
-    arrays = inputs_of(case)
-    plain = [nn.Parameter(a, device=device, dtype=dtype) for a in arrays]
-    result = case.op(ops, *plain)
-    seed = Tensor(weights_of(result), device=device, dtype=result.dtype)
-    result.backward(seed)
-    names = [f"operands.{i}" for i in range(len(arrays))]
-    for first, flat in itertools.product(range(len(arrays)), (False, True)):
-        module = nn.Module()
-        module.operands = [nn.Parameter(a, device=device, dtype=dtype) for a in arrays]
-        buffers = nn.flatten_parameters(module, only=None if flat else [names[first]])
-        for p in buffers.parameters:
-            p.grad_buffer.fill(np.nan)
-        buffers.reset_grad()
-        module.operands[first].grad_buffer.fill(1)
-        once, *both = (case.op(ops, *module.operands) for _ in range(3))
-        for times, result in ((1, once), (2, once), (4, both[0] + both[1])):
+    for case in GRADIENTS:
+        with naming(case):
+            arrays = inputs_of(case)
+            plain = [nn.Parameter(a, device=device, dtype=dtype) for a in arrays]
+            result = case.op(ops, *plain)
+            seed = Tensor(weights_of(result), device=device, dtype=result.dtype)
             result.backward(seed)
-            for i, (p, one) in enumerate(zip(module.operands, plain)):
-                assert p.grad_buffer is None or p.grad_buffer.dtype == "float32"
-                close(p.grad.numpy(), times * one.grad.numpy() + (i == first), tolerance)
+            names = [f"operands.{i}" for i in range(len(arrays))]
+            for first, flat in itertools.product(range(len(arrays)), (False, True)):
+                module = nn.Module()
+                module.operands = [nn.Parameter(a, device=device, dtype=dtype) for a in arrays]
+                buffers = nn.flatten_parameters(module, only=None if flat else [names[first]])
+                for p in buffers.parameters:
+                    p.grad_buffer.fill(np.nan)
+                buffers.reset_grad()
+                module.operands[first].grad_buffer.fill(1)
+                once, *both = (case.op(ops, *module.operands) for _ in range(3))
+                for times, result in ((1, once), (2, once), (4, both[0] + both[1])):
+                    result.backward(seed)
+                    for i, (p, one) in enumerate(zip(module.operands, plain)):
+                        assert p.grad_buffer is None or p.grad_buffer.dtype == "float32"
+                        close(p.grad.numpy(), times * one.grad.numpy() + (i == first), tolerance)
 
 
 @pytest.mark.parametrize("case", [case for case in GRADIENTS if case.twice], ids=str)
@@ -243,17 +247,20 @@ def assert_own_memory(grads, others):
 
 
 @pytest.mark.parametrize("make", [Tensor, nn.Parameter])
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_each_leaf_has_a_gradient_of_its_own(case, make):
+def test_each_leaf_has_a_gradient_of_its_own(make):
     """It shares memory with no other, nor with operands and the gradient that backward() is given;
     also where leaves are added to what is computed, and are results themselves."""
-    for wrap in (lambda x: x), (lambda x: x * 1 + x):
-        leaves = [make(a) for a in inputs_of(case)]
-        result = case.op(ops, *map(wrap, leaves))
-        for y in (result, *leaves):
-            seed = Tensor(weights_of(y))
-            y.backward(seed)
-            assert_own_memory([x.grad for x in leaves if x.grad is not None], [seed, y, *leaves])
+    for case in GRADIENTS:
+        with naming(case):
+            for wrap in (lambda x: x), (lambda x: x * 1 + x):
+                leaves = [make(a) for a in inputs_of(case)]
+                result = case.op(ops, *map(wrap, leaves))
+                for y in (result, *leaves):
+                    seed = Tensor(weights_of(y))
+                    y.backward(seed)
+                    assert_own_memory(
+                        [x.grad for x in leaves if x.grad is not None], [seed, y, *leaves]
+                    )
 
 
 def test_gradients_that_are_operands_or_attributes_are_copied():

@@ -210,9 +210,8 @@ class Control:
         self._ending.acquire()
         _tell(self._peers, reason, code)
         line = printable(f"needle: rank {self.rank}, {self._at.where}: {reason}\n")
-        with contextlib.suppress(
-            OSError
-        ):  # a closed stderr; one that is full must not delay the end
+        with contextlib.suppress(OSError):  # a closed stderr
+            # A full one must not delay the end.
             if select.select([], [2], [], 1.0)[1]:
                 os.write(2, line.encode(errors="backslashreplace"))
         os._exit(code)

@@ -22,13 +22,13 @@ from needle.distributed.control import DEADLINE, Control, RankFailed, Work
 from needle.distributed.environment import Place
 
 MPI_LAUNCHERS = "mpirun", "srun"
+Arrays = Sequence[NDArray | None]  # one a rank
+Wait = Callable[[], None]
 ALONE = Place(0, 1, 0, 1, "")  # a process that no launcher started as a rank
 
 
 class Transport(Protocol):
-    def exchange(
-        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None], beside: bool
-    ) -> Work | None:
+    def exchange(self, sends: Arrays, receives: Arrays, beside: bool) -> Work | None:
         """Return the work that a device still does; None if all is done."""
 
     def close(self) -> None: ...
@@ -41,13 +41,7 @@ class Ranks(abc.ABC):
     size: int
 
     @abc.abstractmethod
-    def begin(
-        self,
-        name: str,
-        sends: Sequence[NDArray | None],
-        receives: Sequence[NDArray | None],
-        beside: bool = True,
-    ) -> Callable[[], None]:
+    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait:
         """Send sends[r] to rank r, and fill receives[r] from there; None, or no elements: nothing.
         The receiving array has the size of the sent one. Arrays are compact; one of a float type
         that no other library knows is passed as bytes (`backend_ndarray.as_bytes`).
@@ -56,9 +50,7 @@ class Ranks(abc.ABC):
         nothing may read what is received, nor write what is sent. beside: False where that is
         called at once, which saves a device some 50 us."""
 
-    def exchange(
-        self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
-    ) -> None:
+    def exchange(self, name: str, sends: Arrays, receives: Arrays) -> None:
         """`begin`, and the device waits at once."""
         self.begin(name, sends, receives, False)()
 
@@ -67,8 +59,8 @@ class Ranks(abc.ABC):
         self.begin_all_gather(name, flat, shards, False)()
 
     def begin_all_gather(
-        self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool = True
-    ) -> Callable[[], None]:
+        self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool
+    ) -> Wait:
         """`all_gather` as `begin` exchanges."""
         own = flat[shards[self.rank]]
         return self.begin(
@@ -192,13 +184,7 @@ class Group(Ranks):
 
     # ---- arrays ---------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        name: str,
-        sends: Sequence[NDArray | None],
-        receives: Sequence[NDArray | None],
-        beside: bool = True,
-    ) -> Callable[[], None]:
+    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait:
         if self._transport is None:
             return _done
         with self.control.watched(name) as collective:
@@ -228,13 +214,7 @@ class Subgroup(Ranks):
         self._group, self._begin = group, group.rank // size * size
         self.rank, self.size = group.rank - self._begin, size
 
-    def begin(
-        self,
-        name: str,
-        sends: Sequence[NDArray | None],
-        receives: Sequence[NDArray | None],
-        beside: bool = True,
-    ) -> Callable[[], None]:
+    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait:
         wide: list[list[NDArray | None]] = [[None] * self._group.size for _ in range(2)]
         for all_ranks, own in zip(wide, (sends, receives)):
             all_ranks[self._begin : self._begin + self.size] = own

@@ -39,6 +39,7 @@ from needle.block_mask import BlockMask, as_block_mask
 from needle.ops.attention import Kernel
 
 LAYOUTS = ("zigzag", "contiguous")
+Arrays = Sequence[NDArray | None]  # one a rank
 Wait = Callable[[], None]
 Sent = tuple[Wait, list[NDArray | None]]  # SharedSequence.send
 
@@ -51,14 +52,8 @@ class Ranks(Protocol):
 
     def begin_all_gather(
         self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool
-    ) -> Callable[[], None]: ...
-    def begin(
-        self,
-        name: str,
-        sends: Sequence[NDArray | None],
-        receives: Sequence[NDArray | None],
-        beside: bool,
-    ) -> Callable[[], None]: ...
+    ) -> Wait: ...
+    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait: ...
 
 
 def ring_chunks(time: int, rank: int, ranks: int, layout: str = "zigzag") -> list[slice]:
@@ -173,11 +168,7 @@ class SharedSequence:
                 of_run[place][0]()
             parts = zip(*(of_run[place][1] for of_run in sent))  # of each rank
             there = [[part for part in of_rank if part is not None] for of_rank in parts]
-            one_by_one = [part for of_rank in there for part in of_rank]
-            if len(one_by_one) == 2:  # the kernel of bfloat16 adds in float32, and rounds once too
-                total = one_by_one[0] + one_by_one[1]
-            else:
-                total = _summed([_summed(of_rank) for of_rank in there if of_rank])
+            total = _summed([_summed(of_rank) for of_rank in there if of_rank])
             total = total if total.dtype == k.dtype else total.astype(k.dtype)
             for dx, half in zip(grads[1:], halves(total)):
                 _C.assign(dx[:, local], half)
@@ -201,7 +192,7 @@ class RingAttention(FusedOp):
                 f"{q.shape}, {k.shape} and {v.shape}"
             )
         self.sequence = SharedSequence(self.group, q.shape[1], self.layout)
-        keys, values, waits = self.sequence.gather(k, v, bool(self.causal))
+        keys, values, waits = self.sequence.gather(k, v, self.causal)
         out, self.kernels = _C.empty(q.shape, q.dtype, q.device), []
         for local, tokens in self.sequence.own():
             kernel = Kernel("ring_attention", self.scale, self.causal, self._mask_of(tokens))
@@ -215,7 +206,7 @@ class RingAttention(FusedOp):
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         sequence, (q, k, v) = self.sequence, (x.cached_data for x in node.inputs)
         # Gathered again: kept from the forward they would be N times the operands.
-        keys, values, waits = sequence.gather(k, v, bool(self.causal))
+        keys, values, waits = sequence.gather(k, v, self.causal)
         q, dout, result = (exact(x) for x in (q, dout, node.cached_data))
         dq, sent = _C.empty(q.shape, q.dtype, q.device), []
         ends = sequence.ends(self.causal)

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from needle.command import wrapped
 from needle.data import load_tokenizer
+from needle.files import FileError
 from needle.generation import generate_text
 from needle.models import LanguageModel
 from needle.processes import program
@@ -255,7 +256,7 @@ def main() -> int:
         print(wrapped(arguments.replace("\n", " ")), end="\n\n")
     try:
         cli_evaluate()
-    except ValueError as error:  # the harness' own; of a checkpoint or a tokenizer a FileError
+    except FileError as error:  # of a checkpoint or a tokenizer
         print(f"needle lm_eval: {error}", file=sys.stderr)
         return 1
     return 0

@@ -92,7 +92,7 @@ for number in range(20):  # that kernels run beside, on memory which others let 
     y = _C.empty((1 << 20,), "float32", device)
     sends, receives = [None, None], [None, None]
     sends[other], receives[other] = x, y
-    waits.append((group.begin("beside", sends, receives), y))
+    waits.append((group.begin("beside", sends, receives, True), y))
     del x, sends, receives
     a = a @ a
     _C.empty((1 << 20,), "float32", device).fill(-1)
