@@ -71,12 +71,9 @@ class ParallelSide(NeedleSide):
         self.share(1)
         parallel, group, rank = self.parallel, self.group, self.group.rank
         grad, data = self.flat.grad, self.flat.data
-        sends = [None if r == rank else grad[p] for r, p in enumerate(parallel.shards)]
-        own = grad[parallel.shards[rank]]
-        receives = [
-            None if r == rank else _C.empty(own.shape, own.dtype, own.device)
-            for r in range(group.size)
-        ]
+        own, others = grad[parallel.shards[rank]], [r for r in range(group.size) if r != rank]
+        sends = [(r, grad[parallel.shards[r]]) for r in others]
+        receives = [(r, _C.empty(own.shape, own.dtype, own.device)) for r in others]
         width = data.nbytes // data.size
         wide = [slice(p.start * width, p.stop * width) for p in parallel.shards]
         return {

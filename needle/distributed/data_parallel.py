@@ -77,7 +77,7 @@ class DataParallel:
         self._added = 0
         self._aside: list[NDArray] = []  # the sums of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
-        self._received: list[NDArray] = []
+        self._received: dict[int, NDArray] = {}  # the shard of each other rank's gradient
         if group.size > 1:
             optimizer.keep(self.shards[group.rank])
 
@@ -115,13 +115,11 @@ class DataParallel:
         own = grad[self.shards[group.rank]]
         if group.size > 1:
             if not self._received:
-                self._received = [
-                    _C.empty((0 if r == group.rank else own.size,), "float32", own.device)
-                    for r in range(group.size)
-                ]
-            sends = [None if r == group.rank else grad[p] for r, p in enumerate(self.shards)]
-            group.exchange("the sum of gradients", sends, self._received)
-            parts = [own if r == group.rank else x for r, x in enumerate(self._received)]
+                others = [rank for rank in range(group.size) if rank != group.rank]
+                self._received = {r: _C.empty(own.shape, "float32", own.device) for r in others}
+            sends = [(rank, grad[self.shards[rank]]) for rank in self._received]
+            group.exchange("the sum of gradients", sends, [*self._received.items()])
+            parts = [self._received.get(rank, own) for rank in range(group.size)]
             of_tokens = [tree_sum(parts[c :: self.context]) for c in range(self.context)]
             total = tree_sum(of_tokens)
             if total is not own:
@@ -184,12 +182,11 @@ class DataParallel:
             whole = _C.empty((self.flat.size,), "float32", _C.cpu())
             _C.assign(whole[self.shards[0]], shard.to(whole.device))
         for rank, part in enumerate(self.shards[1:], 1):
-            sends, receives = ([None] * group.size for _ in range(2))
+            sends = [(0, shard)] if rank == group.rank else []
+            receives = []
             if whole is not None:
-                receives[rank] = _C.empty((part.stop - part.start,), "float32", shard.device)
-            elif rank == group.rank:
-                sends[0] = shard
+                receives = [(rank, _C.empty((part.stop - part.start,), "float32", shard.device))]
             group.exchange(name, sends, receives)
             if whole is not None:
-                _C.assign(whole[part], receives[rank].to(whole.device))
+                _C.assign(whole[part], receives[0][1].to(whole.device))
         return whole

@@ -22,13 +22,13 @@ from needle.distributed.control import DEADLINE, Control, RankFailed, Work
 from needle.distributed.environment import Place
 
 MPI_LAUNCHERS = "mpirun", "srun"
-Arrays = Sequence[NDArray | None]  # one a rank
+Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 Wait = Callable[[], None]
 ALONE = Place(0, 1, 0, 1, "")  # a process that no launcher started as a rank
 
 
 class Transport(Protocol):
-    def exchange(self, sends: Arrays, receives: Arrays, beside: bool) -> Work | None:
+    def exchange(self, sends: Parts, receives: Parts, beside: bool) -> Work | None:
         """Return the work that a device still does; None if all is done."""
 
     def close(self) -> None: ...
@@ -41,16 +41,17 @@ class Ranks(abc.ABC):
     size: int
 
     @abc.abstractmethod
-    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait:
-        """Send sends[r] to rank r, and fill receives[r] from there; None, or no elements: nothing.
-        The receiving array has the size of the sent one. Arrays are compact; one of a float type
-        that no other library knows is passed as bytes (`backend_ndarray.as_bytes`).
+    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
+        """Send each array of `sends` to the rank before it, and fill those of `receives` from
+        there: those between two ranks in their order, each of the size of the sent one. Arrays are
+        compact; one of a float type that no other library knows is passed as bytes
+        (`backend_ndarray.as_bytes`).
 
         A device works on beside the exchange, up to the call of the returned function: before it
         nothing may read what is received, nor write what is sent. beside: False where that is
         called at once, which saves a device some 50 us."""
 
-    def exchange(self, name: str, sends: Arrays, receives: Arrays) -> None:
+    def exchange(self, name: str, sends: Parts, receives: Parts) -> None:
         """`begin`, and the device waits at once."""
         self.begin(name, sends, receives, False)()
 
@@ -62,13 +63,9 @@ class Ranks(abc.ABC):
         self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool
     ) -> Wait:
         """`all_gather` as `begin` exchanges."""
-        own = flat[shards[self.rank]]
-        return self.begin(
-            name,
-            [None if r == self.rank else own for r in range(self.size)],
-            [None if r == self.rank else flat[shard] for r, shard in enumerate(shards)],
-            beside,
-        )
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [(rank, flat[shards[self.rank]]) for rank in others]
+        return self.begin(name, sends, [(rank, flat[shards[rank]]) for rank in others], beside)
 
 
 class Group(Ranks):
@@ -184,7 +181,7 @@ class Group(Ranks):
 
     # ---- arrays ---------------------------------------------------------------------------------
 
-    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait:
+    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
         if self._transport is None:
             return _done
         with self.control.watched(name) as collective:
@@ -214,11 +211,9 @@ class Subgroup(Ranks):
         self._group, self._begin = group, group.rank // size * size
         self.rank, self.size = group.rank - self._begin, size
 
-    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait:
-        wide: list[list[NDArray | None]] = [[None] * self._group.size for _ in range(2)]
-        for all_ranks, own in zip(wide, (sends, receives)):
-            all_ranks[self._begin : self._begin + self.size] = own
-        return self._group.begin(name, wide[0], wide[1], beside)
+    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
+        there = [[(self._begin + r, x) for r, x in parts] for parts in (sends, receives)]
+        return self._group.begin(name, *there, beside)
 
 
 def _done() -> None:

@@ -31,13 +31,16 @@ class MPITransport:
             )
 
     def exchange(
-        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None], beside: bool
+        self,
+        sends: Sequence[tuple[int, NDArray]],
+        receives: Sequence[tuple[int, NDArray]],
+        beside: bool,
     ) -> None:
         """See Ranks.begin."""
         requests = []
         for start, arrays in (self._world.Irecv, receives), (self._world.Isend, sends):
-            for peer, array in enumerate(arrays):
-                if array is None or array.size == 0:
+            for peer, array in arrays:
+                if array.size == 0:
                     continue
                 data = memoryview(array).cast("B")
                 for begin in range(0, len(data), MOST):

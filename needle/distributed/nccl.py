@@ -160,15 +160,18 @@ class NCCLTransport:
         self._communicator: ctypes.c_void_p | None = communicator
 
     def exchange(
-        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None], beside: bool
+        self,
+        sends: Sequence[tuple[int, NDArray]],
+        receives: Sequence[tuple[int, NDArray]],
+        beside: bool,
     ) -> _Exchange | None:
         """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
         cannot continue: some may have begun."""
         parts = [
             (name, peer, array)
             for name, arrays in (("ncclSend", sends), ("ncclRecv", receives))
-            for peer, array in enumerate(arrays)
-            if array is not None and array.size
+            for peer, array in arrays
+            if array.size
         ]
         for _, peer, array in parts:
             if array.device != self._device or not array.is_compact():

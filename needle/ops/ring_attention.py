@@ -2,19 +2,21 @@
 
 Keys and values are gathered, and each rank attends from its queries to them by the kernels of one
 device: a query meets all its keys in one call, whose accumulator and log-sum-exp are float32. The
-backward gives for each run of a rank's queries a part of the gradients of all keys. Each part is
-sent to the rank that owns the keys, which adds, in float32, the parts of each rank, then these in
-the order of the ranks. So the bits depend on the number of ranks alone. Each part comes out of its
-kernel, and is sent, in the kernel's dtype: float32 on the CPU; on a GPU, whose tensor cores take 16
-bits, that of the operands, which rounds a gradient of keys once for each run of queries.
+backward gives for each run of a rank's queries a part of the gradients of all keys. The parts are
+sent to the rank that owns the keys, which adds them in float32, in the order of ranks and of their
+runs. So the bits depend on the number of ranks alone. Each part comes out of its kernel, and is
+sent, in the kernel's dtype: float32 on the CPU; on a GPU, whose tensor cores take 16 bits, that of
+the operands, which rounds a gradient of keys once for each run of queries.
 
-The device computes a run at a time beside exchanges (Group.begin). In zigzag with causal attention
-the first run needs the first runs of all ranks alone: the second ones travel beside its kernel, and
-its gradients beside that of the second run. Elements that a rank receives, of H heads of D dims and
-T tokens on N ranks: forward 2 T H D (N - 1) / N, backward these again and as many of gradients;
-half of the gathered ones are waited for, and the gradients of the last run. Rejected: parts of the
-heads in turn. With 8 heads and 16,384 tokens on two GPUs a run is too short for 132 multiprocessors
-already (176 tiles of queries), and what a second part hides, it loses where tiles run out.
+In zigzag with causal attention the first run of queries needs the first runs of all ranks alone:
+the second ones travel beside its kernel (Group.begin), right behind the first, so that the exchange
+has its multiprocessors before the kernel takes the others. Elements that a rank receives, of H
+heads of D dims and T tokens on N ranks: forward 2 T H D (N - 1) / N, backward these again and as
+many of gradients; half of the gathered ones are waited for, and the gradients. Rejected: parts of
+the heads in turn. With 8 heads and 16,384 tokens on two GPUs a run is too short for 132
+multiprocessors already (176 tiles of queries), and what a second part hides, it loses where tiles
+run out. Gradients of the first run beside the kernel of the second: ranks end their first runs at
+unlike times, and an exchange that waits for a rank keeps 16 multiprocessors from the kernel.
 
 Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 
@@ -39,9 +41,8 @@ from needle.block_mask import BlockMask, as_block_mask
 from needle.ops.attention import Kernel
 
 LAYOUTS = ("zigzag", "contiguous")
-Arrays = Sequence[NDArray | None]  # one a rank
+Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 Wait = Callable[[], None]
-Sent = tuple[Wait, list[NDArray | None]]  # SharedSequence.send
 
 
 class Ranks(Protocol):
@@ -53,7 +54,7 @@ class Ranks(Protocol):
     def begin_all_gather(
         self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool
     ) -> Wait: ...
-    def begin(self, name: str, sends: Arrays, receives: Arrays, beside: bool) -> Wait: ...
+    def exchange(self, name: str, sends: Parts, receives: Parts) -> None: ...
 
 
 def ring_chunks(time: int, rank: int, ranks: int, layout: str = "zigzag") -> list[slice]:
@@ -106,15 +107,15 @@ class SharedSequence:
         if group.size == 1:
             return k, v, iter(())
         both = self.empty_pair(k, k.dtype)
-        waits = []
-        for place, (local, tokens) in enumerate(self.own()):
-            for x, whole in zip((k, v), halves(both)):
-                _C.assign(whole[:, tokens], x[:, local])
-            runs = [_bytes_of(both, theirs[place]) for theirs in self._runs]
-            later = beside and place > 0
-            waits.append(group.begin_all_gather("the keys and values", as_bytes(both), runs, later))
         keys, values = halves(both)
-        return keys, values, iter(waits)
+        for local, tokens in self.own():
+            for x, whole in zip((k, v), (keys, values)):
+                _C.assign(whole[:, tokens], x[:, local])
+        flat, beside = as_bytes(both), beside and len(self.own()) > 1
+        of_places = [[_bytes_of(both, run) for run in runs] for runs in zip(*self._runs)]
+        return keys, values, iter([
+            group.begin_all_gather("the keys and values", flat, runs, beside) for runs in of_places
+        ])  # fmt: skip
 
     def gathered(self, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
         """Return the keys and the values of all tokens, in their order."""
@@ -129,46 +130,45 @@ class SharedSequence:
         b, _, h, d = k.shape
         return _C.empty((self.time if end is None else end, 2, b, h, d), dtype, k.device)
 
-    def send(self, pair: NDArray, ends: Sequence[int], beside: bool) -> list[Sent]:
-        """Begin to send gradients of keys and values to the ranks that own them. Each rank has
-        those of the first ends[rank] tokens, in memory of `empty_pair`. Return for each run of this
-        rank what waits for it, and its gradients of each rank, None where it is beyond the end.
-        beside: the device computes more than the sums of the first runs before it waits."""
-        group, sent = self.group, []
-        for place, own in enumerate(self._runs[group.rank]):
-            parts: list[NDArray | None] = [
-                _C.empty((own.stop - own.start, *pair.shape[1:]), pair.dtype, pair.device)
-                if own.start < end and rank != group.rank
-                else None
-                for rank, end in enumerate(ends)
-            ]
-            theirs = [
-                as_bytes(pair)[_bytes_of(pair, runs[place])]
-                if runs[place].start < len(pair) and rank != group.rank
-                else None
-                for rank, runs in enumerate(self._runs)
-            ]
-            comes = [None if part is None else as_bytes(part) for part in parts]
-            later = beside or place > 0
-            wait = group.begin("the gradients of keys and values", theirs, comes, later)
-            if own.start < len(pair):
-                parts[group.rank] = pair[own]
-            sent.append((wait, parts))
-        return sent
-
     def gradients(
-        self, qkv: Sequence[Tensor], dq: NDArray, sent: Sequence[list[Sent]]
+        self,
+        qkv: Sequence[Tensor],
+        dq: NDArray,
+        pairs: Sequence[NDArray],
+        ends: Sequence[Sequence[int]],
     ) -> list[NDArray | None]:
-        """Return the gradients of this rank's q, k and v. What was sent is summed for each rank,
-        then over the ranks, in float32."""
+        """Return the gradients of this rank's q, k and v. pairs: for each run of its queries, or
+        for all of them, those of the keys and values of the first tokens, in memory of
+        `empty_pair`; ends: for each pair the end of these tokens, of each rank. All ranks call."""
+        group, own = self.group, self._runs[self.group.rank]
+        sends = [
+            (rank, as_bytes(pair)[_bytes_of(pair, run)])
+            for pair in pairs
+            for rank, runs in enumerate(self._runs)
+            for run in runs
+            if run.start < len(pair) and rank != group.rank
+        ]
+        counts = [sum(run.start < end for of_pair in ends for end in of_pair) for run in own]
+        stacks = [
+            _C.empty((count, run.stop - run.start, *pairs[0].shape[1:]), pairs[0].dtype, dq.device)
+            for count, run in zip(counts, own)
+        ]
+        receives, filled = [], [0] * len(own)
+        for rank, of_rank in enumerate(zip(*ends)):
+            for pair, end in zip(pairs, of_rank):
+                for place, run in enumerate(own):
+                    if run.start < end:
+                        stack, at = stacks[place], slice(filled[place], filled[place] + 1)
+                        filled[place] += 1
+                        if rank == group.rank:
+                            _C.assign(stack[at], pair[run])
+                        else:
+                            receives.append((rank, as_bytes(stack)[_bytes_of(stack, at)]))
+        group.exchange("the gradients of keys and values", sends, receives)
         q, k, v = (x.cached_data for x in qkv)
         grads = [dq, *(_C.empty(x.shape, x.dtype, x.device) for x in (k, v))]
-        for place, (local, _) in enumerate(self.own()):
-            for of_run in sent:
-                of_run[place][0]()
-            parts = zip(*(of_run[place][1] for of_run in sent))  # of each rank
-            there = [[part for part in of_rank if part is not None] for of_rank in parts]
-            total = _summed([_summed(of_rank) for of_rank in there if of_rank])
+        for (local, _), stack in zip(self.own(), stacks):
+            total = _C.sum(stack.permute((1, 2, 3, 4, 5, 0)), 1)
             total = total if total.dtype == k.dtype else total.astype(k.dtype)
             for dx, half in zip(grads[1:], halves(total)):
                 _C.assign(dx[:, local], half)
@@ -208,7 +208,7 @@ class RingAttention(FusedOp):
         # Gathered again: kept from the forward they would be N times the operands.
         keys, values, waits = sequence.gather(k, v, self.causal)
         q, dout, result = (exact(x) for x in (q, dout, node.cached_data))
-        dq, sent = _C.empty(q.shape, q.dtype, q.device), []
+        dq, pairs = _C.empty(q.shape, q.dtype, q.device), []
         ends = sequence.ends(self.causal)
         for kernel, (local, _), of_ranks in zip(self.kernels, sequence.own(), ends):
             end = of_ranks[self.group.rank]
@@ -218,8 +218,8 @@ class RingAttention(FusedOp):
             kernel.o = result[:, local]
             kernel.backward(dout[:, local], operands, [dq[:, local], *halves(pair)])
             kernel.o = None
-            sent.append(sequence.send(pair, of_ranks, kernel is not self.kernels[-1]))
-        return sequence.gradients(node.inputs, dq, sent)
+            pairs.append(pair)
+        return sequence.gradients(node.inputs, dq, pairs, ends)
 
     def _await(self, waits: Iterator[Wait]) -> None:
         """Wait for the keys of the next run: with causal attention those of the ranks' runs of its
@@ -261,20 +261,9 @@ def halves(pair: NDArray) -> tuple[NDArray, NDArray]:
     return keys, values
 
 
-def _bytes_of(pair: NDArray, tokens: slice) -> slice:
-    width = pair.nbytes // len(pair)
-    return slice(tokens.start * width, tokens.stop * width)
-
-
-def _summed(parts: list[NDArray]) -> NDArray:
-    """Return the float32 sum, or the only part as it is."""
-    first, *rest = parts
-    if not rest:
-        return first
-    total = first if first.dtype == "float32" else first.astype("float32")
-    for part in rest:
-        total += part
-    return total
+def _bytes_of(array: NDArray, rows: slice) -> slice:
+    width = array.nbytes // len(array)
+    return slice(rows.start * width, rows.stop * width)
 
 
 def _placed(chunks: Sequence[slice]) -> list[tuple[slice, slice]]:

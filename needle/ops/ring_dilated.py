@@ -101,8 +101,8 @@ class RingDilatedAttention(FusedOp):
             for total, dx in zip(halves(pair), grads):
                 place = seen(total)
                 place += dx if dx.dtype == "float32" else dx.astype("float32")
-        sent = sequence.send(pair, [sequence.time] * self.group.size, False)
-        return sequence.gradients(node.inputs, dq, [sent])
+        ends = [[sequence.time] * self.group.size]
+        return sequence.gradients(node.inputs, dq, [pair], ends)
 
     def _calls(self, own: NDArray) -> Iterator[tuple[slice, View, View, int]]:
         """One of the kernels each: where a run of this rank's tokens lies, of it the queries, of

@@ -63,9 +63,7 @@ for seed, size in enumerate([1, 3, 31, 257, 4097, 1 << 20, (1 << 26) + 13]):
         own = _C.array(numbers(group.rank, size + begin, seed), "uint8", device)
         got = _C.empty((size + begin,), "uint8", device)
         got.fill(0)
-        sends, receives = [None, None], [None, None]
-        sends[other], receives[other] = own[begin:], got[begin:]
-        group.exchange("bytes", sends, receives)
+        group.exchange("bytes", [(other, own[begin:])], [(other, got[begin:])])
         own.fill(0)  # after the exchange, in the stream's order
         found, wanted = got.numpy(), numbers(other, size + begin, seed)
         assert (found[begin:] == wanted[begin:]).all() and not found[:begin].any(), (size, begin)
@@ -76,24 +74,23 @@ for dtype in ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "bool
     wanted = wanted.astype(bool) if dtype == "bool" else wanted
     np.testing.assert_array_equal(whole.numpy(), wanted)
 empty = _C.empty((0,), "float32", device)
-group.exchange("nothing", [empty, empty], [empty, empty])
-group.exchange("nothing", [None, None], [None, None])
+group.exchange("nothing", [(other, empty)], [(other, empty)])
+group.exchange("nothing", [], [])
 for number in range(300):  # many that no call waits for
     x = _C.array(np.full(1000, number + group.rank, np.float32), "float32", device)
     y = _C.empty((1000,), "float32", device)
-    sends, receives = [None, None], [None, None]
-    sends[other], receives[other] = x, y
-    group.exchange("one of many", sends, receives)
+    group.exchange("one of many", [(other, x)], [(other, y)])
 assert (y.numpy() == 299 + other).all()
+two = [(other, _C.empty((n,), "float32", device)) for n in (5, 1000)]  # in their order
+group.exchange("two at once", [(other, x[:5] * 2), (other, x)], two)
+assert [y.numpy().tolist() for _, y in two] == [[2 * (299 + other)] * 5, [299 + other] * 1000]
 a, waits = _C.array(np.eye(2048), "float32", device), []
 for number in range(20):  # that kernels run beside, on memory which others let go of
     x = _C.array(np.full(1 << 20, number + group.rank, np.float32), "float32", device)
     x = x + a[0].sum() - 1  # behind the products
     y = _C.empty((1 << 20,), "float32", device)
-    sends, receives = [None, None], [None, None]
-    sends[other], receives[other] = x, y
-    waits.append((group.begin("beside", sends, receives, True), y))
-    del x, sends, receives
+    waits.append((group.begin("beside", [(other, x)], [(other, y)], True), y))
+    del x
     a = a @ a
     _C.empty((1 << 20,), "float32", device).fill(-1)
 for number, (wait, y) in enumerate(waits):
@@ -110,9 +107,7 @@ other, size = 1 - group.rank, (1 << 31) + 4097
 own, got = (_C.empty((size,), "uint8", device) for _ in range(2))
 own.fill(group.rank + 1)
 own[size - 3 :].fill(group.rank + 7)
-sends, receives = [None, None], [None, None]
-sends[other], receives[other] = own, got
-group.exchange("a large one", sends, receives)
+group.exchange("a large one", [(other, own)], [(other, got)])
 assert got[:5].numpy().tolist() == [other + 1] * 5
 assert got[size - 5 :].numpy().tolist() == [other + 1] * 2 + [other + 7] * 3
 """
@@ -180,7 +175,7 @@ group.control.deadline = 6.0
 group.gather("the gradients", None)
 x = _C.empty((1000,), "float32", device)
 if group.rank == 0:
-    group.exchange("the sum", [None, None], [None, x])
+    group.exchange("the sum", [], [(1, x)])
     x.numpy()
 time.sleep(20)
 """

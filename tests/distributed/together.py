@@ -47,17 +47,19 @@ class Member:
         self.unwatched -= 1
 
     def exchange(self, sends, receives, beside):
-        kept = [(array, array.copy()) for array in sends if array is not None]
-        sent = [None if array is None else array.copy() for array in sends]
-        told = self.gather("an exchange", sent)
+        kept = [(array, array.copy()) for _, array in sends]
+        told = self.gather("an exchange", [(rank, array.copy()) for rank, array in sends])
         self.unwatched += 1
         self.under_way += 1
 
         def wait():
             """Let it arrive, which it does no sooner, and see that what was sent is as it was."""
-            for sender, theirs in enumerate(told):
-                if receives[sender] is not None and receives[sender].size:
-                    _C.assign(receives[sender], theirs[self.rank])
+            comes = [(sender, array) for sender, theirs in enumerate(told)
+                     for rank, array in theirs if rank == self.rank]  # fmt: skip
+            gets = sorted(receives, key=lambda part: part[0])  # stable: each rank's in their order
+            for (sender, array), (rank, place) in zip(comes, gets, strict=True):
+                assert (sender, array.size) == (rank, place.size)
+                _C.assign(place, array)
             for array, before in kept:
                 np.testing.assert_array_equal(array.numpy(), before.numpy())
             self.under_way -= 1
