@@ -1,13 +1,14 @@
 /* attention_fwd_hopper.cu - attention_fwd.cu on Hopper, for 16-bit operands of head dims up to 128
  * whose rows the copy engine takes. Maths, precision and results are those of attention_fwd.cu.
  *
- * Parallel: dense, a team of three consumer warpgroups (two for head dims above 64), which own 64
- *   queries each and walk key tiles of 128. With lists of blocks of 128, two teams of two consumers
- *   and key tiles of 64, of smaller blocks four teams of one; above 64 dims one team of two and
- *   tiles of 128, or two of one and 64. The producer alone reads lists. The scores of tile j + 1
- *   are multiplied while the weights of tile j are: a consumer issues Q K^T of j + 1 and P V of j
- *   together, and turns scores into weights while P V runs. Consumers take turns in issuing, so
- *   that one's exponentials overlap with the others' products.
+ * Parallel: dense, a team of three consumer warpgroups (two for head dims above 64, and where tiles
+ *   of three leave too many multiprocessors idle at the end), which own 64 queries each and walk
+ *   key tiles of 128. With lists of blocks of 128, two teams of two consumers and key tiles of 64,
+ *   of smaller blocks four teams of one; above 64 dims one team of two and tiles of 128, or two of
+ *   one and 64. The producer alone reads lists. The scores of tile j + 1 are multiplied while the
+ *   weights of tile j are: a consumer issues Q K^T of j + 1 and P V of j together, and turns scores
+ *   into weights while P V runs. Consumers take turns in issuing, so that one's exponentials
+ *   overlap with the others' products.
  * A consumer whose queries see none of a tile passes it on unread (the causal triangle's edge);
  *   only tiles that the edge or the end of the keys cuts are masked.
  * Shared memory: Q twice, so that the next item's queries are there; O leaves through it. K and V
@@ -568,6 +569,21 @@ nd_status launch(const char *op, int device, Forward f, const Operands &a,
     return hopper_launch<Shape>(op, device, attention_fwd_hopper_kernel<f16, Shape>, f);
 }
 
+/* About how long the longest of a device's multiprocessors computes tiles of `queries`, in times of a
+ * query that sees all keys: items are taken longest first, so that one takes item k * processors
+ * after k that are no shorter. */
+float time_of_tiles(int device, const Problem &p, int queries) {
+    const int64_t processors = cuda_device_limits(device)->processors;
+    const int64_t items = ceil_div<int64_t>(p.T, queries) * p.B * p.H;
+    const float falls = p.causal ? fminf((float)p.T / (float)p.S, 1) : 0; /* from the longest on */
+    float most = (1 - falls / 2) * (float)items / (float)processors;
+    for (int64_t before = 0; before < items; before += processors) {
+        const float length = 1 - falls * (float)before / (float)items;
+        most = fmaxf(most, (float)(before / processors + 1) * length);
+    }
+    return most * (float)queries;
+}
+
 } // namespace
 
 nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
@@ -581,8 +597,13 @@ nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p,
                     : run(ForwardShape<1, 1, 3, 128, 4, false, true>());
     }
     if (lists.offsets == NULL) {
-        return wide ? run(ForwardShape<2, 1, 2, 128, 2, false>())
-                    : run(ForwardShape<1, 1, 3, 128, 4, false>());
+        /* A query takes some quarter longer in a tile of two consumers. */
+        const bool few =
+            time_of_tiles(device, p, 3 * HALF) > 3 * HALF &&
+            1.25f * time_of_tiles(device, p, 2 * HALF) < time_of_tiles(device, p, 3 * HALF);
+        return wide  ? run(ForwardShape<2, 1, 2, 128, 2, false>())
+               : few ? run(ForwardShape<1, 1, 2, 128, 4, false>())
+                     : run(ForwardShape<1, 1, 3, 128, 4, false>());
     }
     if (lists.block % (2 * HALF) == 0) {
         return wide ? run(ForwardShape<2, 1, 2, 128, 2, true>())

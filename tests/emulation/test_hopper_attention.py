@@ -150,6 +150,8 @@ DENSE = [  # sizes, causal
     ((2, 130, 300, 1, 96), False),
     ((1, 200, 200, 5, 64), True),  # sections of 2, 2 and 1 heads
     ((3, 150, 150, 1, 128), False),
+    ((1, 384, 400, 2, 64), False),  # tiles of two consumers, since those of three would idle
+    ((1, 250, 900, 2, 64), True),
 ]
 SPARSE = [  # queries, keys, block, causal
     (512, 512, 128, True),
