@@ -178,6 +178,7 @@ struct Plan {
     int width; /* columns: neighbouring threads that take neighbouring outputs, a power of two */
     void *out; /* parts[split * outputs + o] when splits > 1, else the results */
     nd_dtype out_dtype;
+    bool wide_stores; /* results are of x's dtype, and leave 16 bytes at a time */
 };
 
 /* The offset of an element, as Walk's, in a loop that stays one: it runs once an output, and
@@ -336,11 +337,23 @@ __global__ void __launch_bounds__(threads) columns_kernel(Plan p) {
                     });
         }
         fold_columns<Fold>(part, p.width);
-        if (row == 0 && o < p.kept.size) {
+        if (row != 0 || o >= p.kept.size) {
+            continue;
+        }
+        if constexpr (vectors) {
+            if (p.wide_stores) {
+                Vec<T> values;
 #pragma unroll
-            for (int k = 0; k < L::size; k++) {
-                leave<Fold>(p, split, o + k, part[k]);
+                for (int k = 0; k < L::size; k++) {
+                    values.v[k] = from_float<T>((float)Fold::value(part[k]));
+                }
+                store16((T *)p.out + o, values);
+                continue;
             }
+        }
+#pragma unroll
+        for (int k = 0; k < L::size; k++) {
+            leave<Fold>(p, split, o + k, part[k]);
         }
     }
 }
@@ -462,6 +475,7 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     if (p.splits > 1) {
         ND_TRY(cuda_scratch(device, (size_t)(p.splits * outputs) * sizeof(Part), &p.out));
     }
+    p.wide_stores = p.splits == 1 && out->dtype == x->dtype && is_aligned16(out->data);
     const unsigned grid = cuda_grid(device, blocks * p.splits, 64);
 
     if constexpr (std::is_same_v<V, float>) {
