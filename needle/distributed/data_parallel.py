@@ -120,10 +120,7 @@ class DataParallel:
             sends = [(rank, grad[self.shards[rank]]) for rank in self._received]
             group.exchange("the sum of gradients", sends, [*self._received.items()])
             parts = [self._received.get(rank, own) for rank in range(group.size)]
-            of_tokens = [tree_sum(parts[c :: self.context]) for c in range(self.context)]
-            total = tree_sum(of_tokens)
-            if total is not own:
-                _C.assign(own, total)
+            tree_sum([tree_sum(parts[c :: self.context], own) for c in range(self.context)], own)
         norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
         chunks = [slice(-(-p.start // NORM_CHUNK), -(-p.stop // NORM_CHUNK)) for p in self.shards]
         chunk_norms(own, norms[chunks[group.rank]])

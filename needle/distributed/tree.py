@@ -30,14 +30,16 @@ def merges(i: int, micro_batches: int) -> int:
     return carried + (micro_batches.bit_count() - 1 if i == micro_batches - 1 else 0)
 
 
-def tree_sum(parts: Sequence[NDArray]) -> NDArray:
-    """Sum float32 arrays of one shape by the rule above, in place. Return parts[0], the sum; the
-    others then hold partial sums."""
+def tree_sum(parts: Sequence[NDArray], into: NDArray | None = None) -> NDArray:
+    """Sum float32 arrays of one shape by the rule above, in place. Return the sum: `into`, if that
+    is one of the parts, else parts[0]. The others then hold partial sums."""
     sums: list[NDArray] = []
     for i, part in enumerate(parts):
         sums.append(part)
         for _ in range(merges(i, len(parts))):
             right = sums.pop()
+            if right is into:  # the bits of a sum do not depend on which operand it replaces
+                right, sums[-1] = sums[-1], right
             sums[-1] += right
     return sums[0]
 

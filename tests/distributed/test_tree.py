@@ -1,7 +1,9 @@
 """The order of a step's sums is one tree, however its count are shared."""
 
+import numpy as np
 import pytest
 
+from needle import _C
 from needle.distributed.tree import fitting_ranks, merges, own_micro_batches, tree_sum
 
 
@@ -32,6 +34,17 @@ def test_the_tree(count):
     texts = [str(i) for i in range(count)]
     assert written(texts) == wanted(texts)
     assert sum(merges(i, count) for i in range(count)) == count - 1
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_tree_sum_into_any_part_has_the_same_bits(count):
+    numbers = np.random.default_rng(count).standard_normal((count, 50), np.float32)
+    arrays = lambda: [_C.array(x, "float32", _C.cpu()) for x in numbers]
+    wanted = tree_sum(arrays()).numpy()
+    for place in range(count):
+        parts = arrays()
+        assert tree_sum(parts, parts[place]) is parts[place]
+        np.testing.assert_array_equal(parts[place].numpy(), wanted)
 
 
 @pytest.mark.parametrize("count", range(1, 65))
