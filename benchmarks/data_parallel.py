@@ -31,7 +31,6 @@ from train_step import BATCHES, NeedleSide, block
 
 import needle as ndl
 from needle import _C, models
-from needle.backend_ndarray import as_bytes
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group
 
@@ -74,12 +73,10 @@ class ParallelSide(NeedleSide):
         own, others = grad[parallel.shards[rank]], [r for r in range(group.size) if r != rank]
         sends = [(r, grad[parallel.shards[r]]) for r in others]
         receives = [(r, _C.empty(own.shape, own.dtype, own.device)) for r in others]
-        width = data.nbytes // data.size
-        wide = [slice(p.start * width, p.stop * width) for p in parallel.shards]
         return {
             "sum": self._time(lambda: parallel.reduce(1.0)),
             "shards": self._time(lambda: group.exchange("shards", sends, receives)),
-            "weights": self._time(lambda: group.all_gather("weights", as_bytes(data), wide)),
+            "weights": self._time(lambda: group.all_gather("weights", data, parallel.shards)),
         }
 
     def _time(self, call: Callable[[], Any]) -> float:

@@ -131,10 +131,7 @@ class DataParallel:
         """Step the optimizer of this rank's shard, and gather the weights of all in flat.data."""
         self.optimizer.step(scale)
         if self.group.size > 1:
-            data = self.flat.data
-            width = data.nbytes // data.size
-            wide = [slice(p.start * width, p.stop * width) for p in self.shards]
-            self.group.all_gather("the weights", as_bytes(data), wide)
+            self.group.all_gather("the weights", self.flat.data, self.shards)
 
     def losses(self, own: Sequence[NDArray]) -> list[NDArray]:
         """Return the losses (float32 scalars) of all micro-batches, in their order, from those of

@@ -43,9 +43,8 @@ class Ranks(abc.ABC):
     @abc.abstractmethod
     def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
         """Send each array of `sends` to the rank before it, and fill those of `receives` from
-        there: those between two ranks in their order, each of the size of the sent one. Arrays are
-        compact; one of a float type that no other library knows is passed as bytes
-        (`backend_ndarray.as_bytes`).
+        there: those between two ranks in their order, each of the size and the dtype of the sent
+        one. Arrays are compact.
 
         A device works on beside the exchange, up to the call of the returned function: before it
         nothing may read what is received, nor write what is sent. beside: False where that is
@@ -57,15 +56,9 @@ class Ranks(abc.ABC):
 
     def all_gather(self, name: str, flat: NDArray, shards: Sequence[slice]) -> None:
         """Fill a flat array, of which each rank has its shard, with the shards of the others."""
-        self.begin_all_gather(name, flat, shards, False)()
-
-    def begin_all_gather(
-        self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool
-    ) -> Wait:
-        """`all_gather` as `begin` exchanges."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = [(rank, flat[shards[self.rank]]) for rank in others]
-        return self.begin(name, sends, [(rank, flat[shards[rank]]) for rank in others], beside)
+        self.exchange(name, sends, [(rank, flat[shards[rank]]) for rank in others])
 
 
 class Group(Ranks):

@@ -42,7 +42,8 @@ class MPITransport:
             for peer, array in arrays:
                 if array.size == 0:
                     continue
-                data = memoryview(array).cast("B")
+                known = array.view("uint16") if array.dtype == "bfloat16" else array
+                data = memoryview(known).cast("B")
                 for begin in range(0, len(data), MOST):
                     requests.append(start([data[begin : begin + MOST], MPI.BYTE], peer))
         MPI.Request.Waitall(requests)

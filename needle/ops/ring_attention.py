@@ -36,7 +36,6 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
-from needle.backend_ndarray import as_bytes
 from needle.block_mask import BlockMask, as_block_mask
 from needle.ops.attention import Kernel
 
@@ -51,10 +50,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def begin_all_gather(
-        self, name: str, flat: NDArray, shards: Sequence[slice], beside: bool
-    ) -> Wait: ...
-    def exchange(self, name: str, sends: Parts, receives: Parts) -> None: ...
+    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait: ...
 
 
 def ring_chunks(time: int, rank: int, ranks: int, layout: str = "zigzag") -> list[slice]:
@@ -88,6 +84,7 @@ class SharedSequence:
         self._runs = [
             ring_chunks(self.time, rank, group.size, layout) for rank in range(group.size)
         ]
+        self._others = [rank for rank in range(group.size) if rank != group.rank]
 
     def ends(self, causal: bool) -> list[list[int]]:
         """Return for each run of a rank, of each rank, the end of the keys that it sees."""
@@ -103,19 +100,23 @@ class SharedSequence:
         """Begin to gather keys and values, a run of each rank at a time. Return those of all
         tokens, in their order, and what waits for the runs, in theirs. beside: the device computes
         before it waits for the second runs."""
-        group = self.group
-        if group.size == 1:
+        if self.group.size == 1:
             return k, v, iter(())
-        both = self.empty_pair(k, k.dtype)
-        keys, values = halves(both)
+        own, whole = (k.compact(), v.compact()), (self.empty(k), self.empty(v))
+        beside = beside and len(self.own()) > 1
+        waits = []
+        for place, (local, _) in enumerate(self.own()):
+            sends = [(rank, x) for rank in self._others for x in _of_sequences(own, local)]
+            receives = [
+                (rank, x)
+                for rank in self._others
+                for x in _of_sequences(whole, self._runs[rank][place])
+            ]
+            waits.append(self.group.begin("the keys and values", sends, receives, beside))
         for local, tokens in self.own():
-            for x, whole in zip((k, v), (keys, values)):
-                _C.assign(whole[:, tokens], x[:, local])
-        flat, beside = as_bytes(both), beside and len(self.own()) > 1
-        of_places = [[_bytes_of(both, run) for run in runs] for runs in zip(*self._runs)]
-        return keys, values, iter([
-            group.begin_all_gather("the keys and values", flat, runs, beside) for runs in of_places
-        ])  # fmt: skip
+            for x, to in zip(own, whole):
+                _C.assign(to[:, tokens], x[:, local])
+        return *whole, iter(waits)
 
     def gathered(self, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
         """Return the keys and the values of all tokens, in their order."""
@@ -124,54 +125,58 @@ class SharedSequence:
             wait()
         return keys, values
 
-    def empty_pair(self, k: NDArray, dtype: str, end: int | None = None) -> NDArray:
-        """Return memory of keys like k beside values, or of their gradients, of the first `end`
-        tokens: (tokens, 2, B, H, D), so that any run is one piece."""
-        b, _, h, d = k.shape
-        return _C.empty((self.time if end is None else end, 2, b, h, d), dtype, k.device)
+    def empty(self, x: NDArray, end: int | None = None, dtype: str | None = None) -> NDArray:
+        """Return memory like x (B, T, H, D), of the first `end` tokens, by default of all."""
+        b, _, h, d = x.shape
+        return _C.empty((b, self.time if end is None else end, h, d), dtype or x.dtype, x.device)
 
     def gradients(
         self,
         qkv: Sequence[Tensor],
         dq: NDArray,
-        pairs: Sequence[NDArray],
+        pairs: Sequence[Sequence[NDArray]],
         ends: Sequence[Sequence[int]],
     ) -> list[NDArray | None]:
         """Return the gradients of this rank's q, k and v. pairs: for each run of its queries, or
-        for all of them, those of the keys and values of the first tokens, in memory of
-        `empty_pair`; ends: for each pair the end of these tokens, of each rank. All ranks call."""
-        group, own = self.group, self._runs[self.group.rank]
+        for all of them, those of the keys and of the values of the first tokens; ends: for each
+        pair the end of these tokens, of each rank. All ranks call."""
+        rank, (b, _, h, d) = self.group.rank, dq.shape
         sends = [
-            (rank, as_bytes(pair)[_bytes_of(pair, run)])
-            for pair in pairs
-            for rank, runs in enumerate(self._runs)
-            for run in runs
-            if run.start < len(pair) and rank != group.rank
+            (other, x)
+            for other in self._others
+            for run in self._runs[other]
+            for pair, of_ranks in zip(pairs, ends)
+            if run.start < of_ranks[rank]
+            for x in _of_sequences(pair, run)
         ]
-        counts = [sum(run.start < end for of_pair in ends for end in of_pair) for run in own]
-        stacks = [
-            _C.empty((count, run.stop - run.start, *pairs[0].shape[1:]), pairs[0].dtype, dq.device)
-            for count, run in zip(counts, own)
-        ]
-        receives, filled = [], [0] * len(own)
-        for rank, of_rank in enumerate(zip(*ends)):
-            for pair, end in zip(pairs, of_rank):
-                for place, run in enumerate(own):
-                    if run.start < end:
-                        stack, at = stacks[place], slice(filled[place], filled[place] + 1)
-                        filled[place] += 1
-                        if rank == group.rank:
-                            _C.assign(stack[at], pair[run])
-                        else:
-                            receives.append((rank, as_bytes(stack)[_bytes_of(stack, at)]))
-        group.exchange("the gradients of keys and values", sends, receives)
+        stacks: list[NDArray] = []  # for each run of keys the parts of its gradients
+        receives, mine = [], []
+        for run in self._runs[rank]:
+            parts = [
+                (other, pair)
+                for other, of_rank in enumerate(zip(*ends))
+                for pair, end in zip(pairs, of_rank)
+                if run.start < end
+            ]
+            shape = len(parts), 2, b, run.stop - run.start, h, d
+            stacks.append(_C.empty(shape, pairs[0][0].dtype, dq.device))
+            for i, (other, pair) in enumerate(parts):
+                for which, x in enumerate(pair):
+                    if other == rank:
+                        mine.append((stacks[-1][i, which], x[:, run]))
+                    else:
+                        receives += [(other, stacks[-1][i, which, n]) for n in range(b)]
+        wait = self.group.begin("the gradients of keys and values", sends, receives, True)
+        for part, x in mine:
+            _C.assign(part, x)
+        wait()
         q, k, v = (x.cached_data for x in qkv)
         grads = [dq, *(_C.empty(x.shape, x.dtype, x.device) for x in (k, v))]
         for (local, _), stack in zip(self.own(), stacks):
             total = _C.sum(stack.permute((1, 2, 3, 4, 5, 0)), 1)
             total = total if total.dtype == k.dtype else total.astype(k.dtype)
-            for dx, half in zip(grads[1:], halves(total)):
-                _C.assign(dx[:, local], half)
+            for which, dx in enumerate(grads[1:]):
+                _C.assign(dx[:, local], total[which].reshape(total.shape[1:]))
         return [
             (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
             for x, dx in zip(qkv, grads)
@@ -214,9 +219,9 @@ class RingAttention(FusedOp):
             end = of_ranks[self.group.rank]
             self._await(waits)
             operands = q[:, local], exact(keys[:, :end]), exact(values[:, :end])
-            pair = sequence.empty_pair(k, q.dtype, end)
+            pair = [sequence.empty(x, end, q.dtype) for x in (k, v)]
             kernel.o = result[:, local]
-            kernel.backward(dout[:, local], operands, [dq[:, local], *halves(pair)])
+            kernel.backward(dout[:, local], operands, [dq[:, local], *pair])
             kernel.o = None
             pairs.append(pair)
         return sequence.gradients(node.inputs, dq, pairs, ends)
@@ -253,17 +258,9 @@ def exact(x: NDArray) -> NDArray:
     return x.astype("float32") if x.device.is_host and x.dtype != "float32" else x
 
 
-def halves(pair: NDArray) -> tuple[NDArray, NDArray]:
-    """The views (B, T, H, D) of the keys and of the values of memory of `empty_pair`."""
-    t, _, b, h, d = pair.shape
-    st, _, sb, sh, sd = pair.strides
-    keys, values = (pair[:, i : i + 1].as_strided((b, t, h, d), (sb, st, sh, sd)) for i in range(2))
-    return keys, values
-
-
-def _bytes_of(array: NDArray, rows: slice) -> slice:
-    width = array.nbytes // len(array)
-    return slice(rows.start * width, rows.stop * width)
+def _of_sequences(arrays: Sequence[NDArray], tokens: slice) -> list[NDArray]:
+    """Return the memory of tokens of compact arrays (B, T, H, D), that of each sequence apart."""
+    return [x[n, tokens] for x in arrays for n in range(len(x))]
 
 
 def _placed(chunks: Sequence[slice]) -> list[tuple[slice, slice]]:

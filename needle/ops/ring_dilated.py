@@ -28,7 +28,7 @@ from needle.ops.dilated import (
     tokens_before,
     views_of,
 )
-from needle.ops.ring_attention import Ranks, SharedSequence, exact, halves
+from needle.ops.ring_attention import Ranks, SharedSequence, exact
 
 Call = tuple[View, View]  # of a run its queries, of all tokens the keys
 
@@ -83,8 +83,10 @@ class RingDilatedAttention(FusedOp):
         sequence, (q, k, v) = self.sequence, (x.cached_data for x in node.inputs)
         keys, values = map(exact, sequence.gathered(k, v))
         q, dout, result = map(exact, (q, dout.compact(), node.cached_data))
-        dq, pair = _C.empty(q.shape, q.dtype, q.device), sequence.empty_pair(k, "float32")
-        pair.fill(0)
+        dq = _C.empty(q.shape, q.dtype, q.device)
+        pair = [sequence.empty(x, dtype="float32") for x in (k, v)]
+        for total in pair:
+            total.fill(0)
         if self.branches[0][1]:
             dq.fill(0)
         for local, queries, seen, joins in self._calls(q):
@@ -98,7 +100,7 @@ class RingDilatedAttention(FusedOp):
             _C.attention_part_bwd(
                 given, own, k, v, o, lse, self.scale, self.causal, joins, to, dk, dv
             )
-            for total, dx in zip(halves(pair), grads):
+            for total, dx in zip(pair, grads):
                 place = seen(total)
                 place += dx if dx.dtype == "float32" else dx.astype("float32")
         ends = [[sequence.time] * self.group.size]

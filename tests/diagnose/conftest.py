@@ -22,7 +22,7 @@ def begin(self, name, sends, receives, beside):
     what, _, when = os.environ.get("FAULT", "").partition(" ")
     if when == f"{self.rank} {calls}":
         if what == "send":
-            sends = [None if array is None else _C.multiply(array, 2.0) for array in sends]
+            sends = [(rank, _C.multiply(array, 2.0)) for rank, array in sends]
         elif what == "add":
             tree_sum = lambda parts: parts[0]
         else:
