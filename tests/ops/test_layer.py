@@ -76,6 +76,18 @@ def test_a_layer_equals_its_parts(device, dtype, close, flat, change):
         np.testing.assert_allclose(second, 2 * first, rtol=1e-4, atol=1e-2 * np.abs(first).max())
 
 
+def test_each_flat_gradient_is_written_or_added_to_as_it_stands(device):
+    """Those that were read since reset_grad() hold zeros, to which the layer adds; it writes the
+    others, in which numbers of the step before are left."""
+    model = small(device, flat=True)
+    flat, wanted = nn.flatten_parameters(model), numbers(step(model))
+    for name, p in model.layers[0].named_parameters():
+        flat.reset_grad()
+        assert not p.grad.numpy().any()
+        with naming(f"{name} was read"):
+            near(numbers(step(model)), wanted, 2e-5)
+
+
 # ---- which layers are one operation --------------------------------------------------------------
 
 
