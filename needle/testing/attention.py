@@ -430,6 +430,8 @@ SPARSE = {  # label: B, T, S, H, D, causal, blocks, block
     "block-31": (1, 257, 257, 2, 8, 0, irregular(2, 9, 9), 31),
     "block-200": (1, 450, 450, 1, 4, 1, irregular(1, 3, 3), 200),
     "zero-keys": (1, 90, 0, 2, 16, 0, irregular(1, 3, 0), 32),
+    "block-above-queries": (1, 5, 40, 2, 8, 1, irregular(2, 1, 3), 16),
+    "block-above-keys": (1, 40, 5, 2, 8, 0, irregular(2, 3, 1), 16),
 }
 
 
@@ -521,6 +523,7 @@ CASES = [
             "one": (1, 1, 1, 1, 1.0),
             "tokens": (2, 31, 17, 1, 0.3),
             "wide": (1, 5, 9000, 64, 0.003),  # about half of the blocks
+            "wide-48": (1, 5, 9000, 48, 0.003),  # runs of columns that end within a block
             "tall": (2, 700, 5, 300),
             "one-block": (1, 257, 40, 1000),
             "none-kept": (2, 40, 40, 8, 0.0),

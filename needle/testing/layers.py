@@ -174,7 +174,7 @@ def layernorm_bwd_inputs(n, c, residual=True, norms=("",)):
     return inputs
 
 
-def optimizer_inputs(n, low=True, scale=None, step=3):
+def optimizer_inputs(n, low=True, scale=None, step=3, eps=1e-8):
     return draw(
         p=normal(n),
         g=normal(n),
@@ -185,7 +185,7 @@ def optimizer_inputs(n, low=True, scale=None, step=3):
         lr=1e-2,
         beta1=0.9,
         beta2=0.95,
-        eps=1e-8,
+        eps=eps,
         weight_decay=0.1,
         step=step,
     )
@@ -515,6 +515,7 @@ CASES = [
             "31-scaled": (31, True, 0.25),
             "257-first-step": (257, True, None, 1),
             "257-no-low": (257, False, None, 10_000),
+            "257-large-eps": (257, True, None, 2, 0.1),
             "100003": (100_003,),
             "0": (0,),
         },
