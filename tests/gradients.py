@@ -389,6 +389,7 @@ GRADIENTS = [
     by_name("transpose", lambda a: a.swapaxes(-1, -2), normal(2, 3, 4)),
     by_name("transpose-axes", lambda a: a.swapaxes(0, 2), normal(2, 3, 4), axes=(0, 2)),
     by_name("permute", lambda a: a.transpose(1, 2, 0), normal(2, 3, 4), axes=(1, 2, 0)),
+    by_name("permute-negative", lambda a: a.transpose(2, 0, 1), normal(2, 3, 4), axes=(-1, 0, 1)),
     by_name("flip", lambda a: np.flip(a, (0, 2)), normal(2, 3, 2), axes=(0, 2)),
     Gradient(
         "stack",

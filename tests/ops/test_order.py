@@ -1,5 +1,7 @@
 """sort, argsort, topk, unique and cumsum beside NumPy: dtypes, layouts, ties, NaN, signed zeros."""
 
+import itertools
+
 import numpy as np
 import pytest
 from harness import naming
@@ -51,12 +53,13 @@ def test_values_and_indices_are_numpys(device):
 
 def test_nan_is_last_and_negative_zero_before_zero(device):
     for dtype in DTYPES[:3]:
-        for n in (5, 4999):  # in shared memory, and by passes over the row
+        # In shared memory, and by passes over the row; 0 / 0 is a NaN of either sign.
+        for n, sign in itertools.product((5, 4999), (1, -1)):
             values = np.zeros((1, n), np.float32)
-            values[0, :5] = [np.nan, -0.0, np.inf, 0.0, -np.inf]
+            values[0, :5] = [np.copysign(np.nan, sign), -0.0, np.inf, 0.0, -np.inf]
             values[0, 5:] = 1
             x = Tensor(values, dtype=dtype, device=device)
-            with naming(dtype, n):
+            with naming(dtype, n, sign):
                 got = ops.sort(x).numpy()
                 wanted = np.sort(values, 1)
                 np.testing.assert_array_equal(got, wanted)
