@@ -42,11 +42,14 @@ class Watch:
         if name == "numpy":
             print(os.environ.get("OPENBLAS_NUM_THREADS"), os.environ.get("OPENBLAS_CORETYPE"))
 sys.meta_path.insert(0, Watch)
+before = dict(os.environ)
 import needle
+print(dict(os.environ) == before)
 """
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
+    own = ("OPENBLAS_", "OMP_", "GOMP_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(own)}
     done = subprocess.run([sys.executable, "-c", script], env=clean, capture_output=True, text=True)
-    assert done.stdout.split() == ["None", "None"], done.stderr
+    assert done.stdout.split() == ["None", "None", "True"], done.stderr
 
 
 def test_ctrl_c_is_no_traceback():

@@ -301,7 +301,7 @@ def test_wrong_patches_say_why():
         for of in 5, lambda logits: logits[:, -1]:
             with pytest.raises(TypeError, match="the metric must return a Tensor of "):
                 patch(model, IDS, clean, of, "z", (1,))
-    assert not model.is_hooked
+    assert not model.is_hooked and all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parity
