@@ -92,7 +92,12 @@ ELEMENTWISE = {
     "multiply": Elementwise(lambda x, y: x * y, integers=True),
     "divide": Elementwise(lambda x, y: x / y, (0.1, 8), 0.51),
     "power": Elementwise(
-        power, (0.1, 5), 4, lambda z, x, y: z * (1 + np.abs(y * np.log(np.abs(x)))), (-3, 3)
+        quiet(power),
+        (0.1, 5),
+        4,
+        lambda z, x, y: z * (1 + np.abs(y * np.log(np.abs(x)))),
+        (-3, 3),
+        integers=True,
     ),
     "maximum": Elementwise(np.maximum, integers=True),
     "minimum": Elementwise(np.minimum, integers=True),

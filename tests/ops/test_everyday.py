@@ -34,6 +34,7 @@ CASES = [  # needle, NumPy, what both are given, dtypes
     ("std", np.std, (1,), ("float32", "int32")),
     ("argmin", np.argmin, (1,), DTYPES[:6]),
     ("gather", lambda x, axis, index: np.take_along_axis(x, index, 1), (1, PICK), DTYPES),
+    ("index_select", lambda x, axis, index: np.take(x, index, axis), (0, [2, -1, -3, 0]), DTYPES),
     ("scatter_add", add_at_places, (1, PICK), ("float32", "int32", "int64")),
     ("unsqueeze", np.expand_dims, (1,), DTYPES),
     ("tile", np.tile, ((2, 1, 3),), DTYPES),
