@@ -76,7 +76,10 @@ def test_a_gpu_without_its_libraries_is_named(monkeypatch, tmp_path, capsys):
 def test_memory_stats_count_arrays(device):
     nd.empty((1,), device=device)
     before = device.memory_stats()["live_bytes"]
+    one = nd.empty((1,), device=device)
     device.reset_peak()
+    assert device.memory_stats()["peak_bytes"] == device.memory_stats()["live_bytes"] > before
+    del one
     held = nd.zeros((256, 1024), device=device)
     stats = device.memory_stats()
     assert stats["live_bytes"] - before >= 2**20 and stats["reserved_bytes"] >= stats["live_bytes"]

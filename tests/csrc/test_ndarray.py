@@ -4,6 +4,7 @@ Operators and their dtypes: tests/test_operators.py; values of ops: test_ops.py.
 """
 
 import copy
+import ctypes
 import hashlib
 import io
 import pickle
@@ -491,6 +492,27 @@ def test_exchange_with_numpy():
         _C.from_dlpack(host).fill(0)  # a copy: arrays can be written to
         assert host[0, 0] == -40
     np.testing.assert_array_equal(np.asarray(nd.array([1, 2], dtype="bfloat16")), [1, 2])
+
+
+def test_buffer_is_given_in_the_order_that_is_asked_for():
+    """The flags of CPython's buffer protocol: without strides only elements in C order."""
+    simple, strides, c_order, f_order, any_order = 0, 0x18, 0x38, 0x58, 0x98
+    array = nd.array(np.ones((3, 4)))
+    for one, orders in (
+        (array, {simple, strides, c_order, any_order}),
+        (array.permute((1, 0)), {strides, f_order, any_order}),
+        (array[:, ::2], {strides}),
+        (array[0], {simple, strides, c_order, f_order, any_order}),
+    ):
+        for flags in (simple, strides, c_order, f_order, any_order):
+            buffer = ctypes.create_string_buffer(256)  # longer than a Py_buffer
+            fits = True
+            try:
+                ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(one), buffer, flags)
+                ctypes.pythonapi.PyBuffer_Release(buffer)
+            except BufferError:
+                fits = False
+            assert fits == (flags in orders), (one.strides, hex(flags))
 
 
 def test_repr(device):
