@@ -354,6 +354,19 @@ def test_any_share_of_a_head_is_turned(share, turned):
     assert model(np.arange(4)[None])[0].shape == (1, 4, 41)
 
 
+def test_flops_of_a_token_count_matrices_and_the_keys_it_sees():
+    """Forward and backward: 6 an element of a matrix, 12 a dim and key; of itself half."""
+    local = {"use_sparse_attention": True, "sparse_pattern": "local", "sparse_block": 16}
+    for sparse in {}, local | {"sparse_window": 16}:
+        config = PythiaConfig(vocab_size=50, hidden_size=16, num_layers=2, num_heads=2, **sparse)
+        model, mask = Pythia(config), pythia.sparse_mask(config, 64)
+        see = mask.to_dense() if sparse else np.ones((64, 64))
+        seen = (np.tril(see, -1).sum() + np.trace(see) / 2) / 64
+        matrices = sum(p.size for _, p in model.named_parameters() if p.ndim == 2)
+        matrices -= model.embed_in.weight.size  # its rows are looked up
+        assert model.flops_per_token(64) == pytest.approx(6 * matrices + 12 * 2 * 16 * seen)
+
+
 def test_configuration_round_trip():
     config = PythiaConfig.preset("70m", use_sparse_attention=True)
     assert PythiaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
