@@ -114,13 +114,14 @@ def show_step(args: argparse.Namespace) -> None:
     if args.tokenizer is not None:
         data.tokenizer = load_tokenizer(args.tokenizer)
     accumulate = settings["micro_batches"]
-    batches.seek_batch((args.step - 1) * accumulate)
-    where = batches.position
+    first = (args.step - 1) * accumulate
+    batches.seek_batch(first)
+    epoch, batch = divmod(first, len(batches))
     rows = np.concatenate([batches.next_rows() for _ in range(accumulate)])
     text = (
         f"{data.source}\nstep {args.step} (batch {args.step - 1} counted from 0): {len(rows):,} "
-        f"sequences of {batches.seq_len:,} tokens and the one that follows; epoch "
-        f"{where['epoch']}, micro-batch {where['batch']}"
+        f"sequences of {batches.seq_len:,} tokens and the one that follows; epoch {epoch}, "
+        f"micro-batch {batch}"
     )
     print(wrapped(text))
     if args.save is not None:

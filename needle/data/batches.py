@@ -1,13 +1,20 @@
 """Batches of (inputs, targets) from tokens: which sample comes when, exactly.
 
-Windows   a flat array      windows of T + 1 ids that share one, in an order of its own an epoch
-Packed    documents         GPT-NeoX's samples in GPT-NeoX's order for the seed
-Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias were trained
+An epoch is a stream of ids, of which sample i is T + 1 ids from i * stride on, and the order in
+which the samples are drawn:
+
+    flat array        ids as they lie       stride T      an order of its own an epoch
+    documents         shuffled documents    stride T      GPT-NeoX's order for the seed
+    preshuffled rows  ids as they lie       stride T + 1  that of the file, as the Pythias' training
+
+Each stream of documents has those of `passes` walks through the data, shuffled together; a further
+epoch begins with seed + 1.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,75 +25,38 @@ from needle.data.readers import TokenData
 from needle.data.tokens import DataError, Documents, FlatTokens, in_memory, to_ids
 
 
-class Windows:
-    """Window i is tokens [i T, i T + T + 1): inputs are its first T tokens, targets its last T, so
-    that each token is predicted once an epoch."""
+class Stream:
+    """The ids of an epoch. order: numbers of documents, one after the other; None: all ids as they
+    lie."""
 
-    def __init__(self, tokens: FlatTokens, seq_len: int, seed: int) -> None:
-        self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
-        self.stride = seq_len
-        self.count = max(len(tokens) - 1, 0) // seq_len
+    def __init__(self, tokens: FlatTokens, order: np.ndarray | None = None) -> None:
+        self.tokens, self.order = tokens, order
+        if order is not None:
+            self.ends = np.cumsum(tokens.sizes[order], dtype=np.int64)
 
-    def order(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
-
-    def stretches(self, sample: int) -> list[tuple[int, int]]:
-        """(start, stop) in the flat array of each stretch of a sample."""
-        start = sample * self.stride
-        return [(start, start + self.seq_len + 1)]
-
-    def rows(self, chosen: np.ndarray, vocab_size: int | None) -> np.ndarray:
-        """(len(chosen), T + 1): the ids of these samples, below vocab_size."""
-        read = self.tokens.read
-        rows = [read(*self.stretches(i), vocab_size=vocab_size) for i in chosen.tolist()]
-        return np.stack(rows)
+    def read(self, start: int, stop: int, vocab_size: int | None = None) -> np.ndarray:
+        """The ids [start, stop), start < stop, as FlatTokens.read returns them."""
+        if self.order is None:
+            return self.tokens.read((start, stop), vocab_size=vocab_size)
+        first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
+        documents = self.order[first : last + 1]
+        starts, stops = self.tokens.borders[documents], self.tokens.borders[documents + 1]
+        starts[0] = stops[0] - (self.ends[first] - start)
+        stops[-1] -= self.ends[last] - stop
+        return self.tokens.read(*zip(starts.tolist(), stops.tolist()), vocab_size=vocab_size)
 
 
-class Rows(Windows):
-    """Rows of T + 1 tokens, in the order of the file."""
-
-    def __init__(self, tokens: Documents, seq_len: int, seed: int) -> None:
-        super().__init__(tokens, seq_len, seed)
-        if tokens.row_length != seq_len + 1:
-            raise DataError(
-                f"{tokens.parts[0].path}: preshuffled rows of {tokens.row_length:,} "
-                f"tokens are for --seq-len {tokens.row_length - 1}, not {seq_len}"
-            )
-        self.stride = seq_len + 1
-        self.count = len(tokens) // self.stride
-
-    def order(self, epoch: int) -> np.ndarray:
-        return np.arange(self.count)
-
-
-class Packed(Windows):
-    """GPT-NeoX's samples: the documents of `passes` walks through the data, shuffled together and
-    cut every T tokens. An epoch here is all of that order; a further one begins with seed + 1."""
-
-    def __init__(self, documents: Documents, seq_len: int, seed: int, passes: int) -> None:
-        super().__init__(documents, seq_len, seed)
-        self.passes = passes
-        self.starts = np.concatenate([[0], np.cumsum(documents.sizes, dtype=np.int64)])
-        self.count = (len(documents) * passes - 1) // seq_len
-        self._epoch = None  # of the arrays of `order`
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, and make the arrays that `stretches` reads."""
-        if self._epoch != epoch:
-            sizes, seed = self.tokens.sizes, self.seed + epoch
-            self.doc_idx, self.sample_idx, self.shuffle_idx = megatron.sample_order(
-                sizes, 0, len(sizes), self.seq_len, seed, self.passes
-            )
-            self._epoch = epoch
-        return self.shuffle_idx
-
-    def stretches(self, sample: int) -> list[tuple[int, int]]:
-        (first, begin), (last, end) = self.sample_idx[sample : sample + 2].tolist()
-        documents = self.doc_idx[first : last + 1]
-        starts, stops = self.starts[documents], self.starts[documents + 1]
-        stops[-1] = starts[-1] + end + 1
-        starts[0] += begin
-        return list(zip(starts.tolist(), stops.tolist()))
+def _samples(
+    tokens: FlatTokens, seq_len: int, seed: int, count: int, passes: int | None, epoch: int
+) -> tuple[Stream, np.ndarray]:
+    """(stream, numbers of its samples in the order in which they are drawn) of an epoch."""
+    if passes is not None:
+        sizes, seed = tokens.sizes, seed + epoch
+        documents, order = megatron.shuffled(sizes, 0, len(sizes), seq_len, seed, passes)
+        return Stream(tokens, documents), order
+    if isinstance(tokens, Documents):
+        return Stream(tokens), np.arange(count)
+    return Stream(tokens), np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count)
 
 
 class Batches:
@@ -124,37 +94,29 @@ class Batches:
                     f"Batches: {name} must be 1 or more, a whole number, but is {size!r}"
                 )
         tokens = in_memory(tokens.train if isinstance(tokens, TokenData) else tokens)
-        self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
+        self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
         self.vocab_size = vocab_size
+        self.stride, self.passes = seq_len, None
         if isinstance(tokens, Documents) and tokens.row_length:
-            samples_of_run = Rows(tokens, seq_len, seed)
+            self.stride = tokens.row_length
+            if self.stride != seq_len + 1:
+                raise DataError(
+                    f"{tokens.parts[0].path}: preshuffled rows of {self.stride:,} "
+                    f"tokens are for --seq-len {self.stride - 1}, not {seq_len}"
+                )
         elif isinstance(tokens, Documents):
-            passes = megatron.passes_for(samples or 1, len(tokens), seq_len)
-            samples_of_run = Packed(tokens, seq_len, seed, passes)
-        else:
-            samples_of_run = Windows(tokens, seq_len, seed)
-        self._go(samples_of_run, 0, 0)
-        self._own, self._every = range(1), 1
-        self.columns: np.ndarray | None = None
-        # (rows, epoch, batch) -> the rows to draw instead; a target without a loss is ~id.
-        self.edits: Callable[[np.ndarray, int, int], np.ndarray] | None = None
-
-    def _go(self, samples: Windows, epoch: int, batch: int) -> None:
-        """Go to a batch of `samples`; DataError where they have none such."""
-        count = samples.count // self.batch_size
-        if count == 0:
+            self.passes = megatron.passes_for(samples or 1, len(tokens), seq_len)
+        if len(self) == 0:
             raise DataError(
-                f"{self.tokens!r}: fewer than one batch of {self.batch_size} x {self.seq_len} "
+                f"{tokens!r}: fewer than one batch of {batch_size} x {seq_len} "
                 "(+ 1); give more text (--data), a smaller batch (--batch-size) or shorter "
                 "sequences (--seq-len)"
             )
-        if not 0 <= epoch < 1 << 31 or not 0 <= batch <= count:
-            raise DataError(
-                f"no position epoch {epoch}, batch {batch}: an epoch has {count} batches"
-            )
-        self._order, self._samples = samples.order(epoch), samples
-        self.epoch, self.batch = epoch, batch
-        self._drawn = 0  # of this rank's own batches, of the `every` that are under way
+        self._samples = functools.lru_cache(2)(functools.partial(_samples, tokens, seq_len, seed))
+        self.number = 0  # of the next batch, in all epochs
+        self.share(range(1), 1)
+        # (rows, number of the batch) -> the rows to draw instead; a target without a loss is ~id.
+        self.edits: Callable[[np.ndarray, int], np.ndarray] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -162,31 +124,43 @@ class Batches:
             f"{len(self):,} an epoch; next is epoch {self.epoch}, batch {self.batch})"
         )
 
+    def _count(self, passes: int | None) -> int:
+        """Count the samples of an epoch."""
+        ids = len(self.tokens) * (1 if passes is None else passes)
+        return max(ids - self.seq_len - 1 + self.stride, 0) // self.stride
+
     def __len__(self) -> int:
         """Batches an epoch."""
-        return self._samples.count // self.batch_size
+        return self._count(self.passes) // self.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """That of the batch before the next one."""
+        return max(self.number - 1, 0) // len(self)
+
+    @property
+    def batch(self) -> int:
+        """How many batches of the epoch have been drawn."""
+        return self.number - self.epoch * len(self)
 
     @property
     def position(self) -> dict[str, int]:
         """Position of the next batch, as a checkpoint keeps it."""
         position = {"epoch": self.epoch, "batch": self.batch}
-        if isinstance(self._samples, Packed):
-            position["passes"] = self._samples.passes
-        return position
+        return position if self.passes is None else {**position, "passes": self.passes}
 
     def seek(self, position: dict[str, int]) -> None:
         """Go to a `position` that batches of the same tokens, sizes and seed have had. DataError
         for what is none."""
-        samples = self._samples
         if not position.keys() >= self.position.keys():
             raise DataError(f"no position: {position}, but one has {', '.join(self.position)}")
-        passes = position.get("passes")
-        if isinstance(samples, Packed) and passes != samples.passes:
-            # A run whose length was changed keeps the order that it began with.
-            if passes < 1:
-                raise DataError(f"no position: passes is {passes}: the run draws {samples.passes}")
-            samples = Packed(self.tokens, self.seq_len, self.seed, passes)
-        self._go(samples, position["epoch"], position["batch"])
+        epoch, batch, passes = position["epoch"], position["batch"], self.passes
+        if passes is not None:  # a run whose length was changed keeps the order it began with
+            passes = position["passes"]
+        count = self._count(passes) // self.batch_size
+        if count == 0 or not 0 <= epoch < 1 << 31 or not 0 <= batch <= count:
+            raise DataError(f"no position: {position}: an epoch has {count} batches")
+        self.passes, self.number, self._drawn = passes, epoch * count + batch, 0
 
     def seek_batch(self, number: int) -> None:
         """Go to the batch that a run draws as its `number`-th, from 0."""
@@ -196,10 +170,6 @@ class Batches:
     def copy(self) -> Batches:
         """Return batches at the same position, of which none are left to other ranks."""
         other = copy.copy(self)
-        other._samples = copy.copy(self._samples)  # which holds the order of an epoch
-        if self.edits is not None:
-            other.edits = copy.copy(self.edits)
-            other.edits.batches = other
         other.share(range(1), 1)
         return other
 
@@ -216,13 +186,47 @@ class Batches:
         >>> batches.position
         {'epoch': 0, 'batch': 4}
         """
-        self._own, self._every, self._drawn = own, every, 0
-        self.columns = columns
+        self._own, self._every, self.columns = own, every, columns
+        self._drawn = 0  # of this rank's own batches, of the `every` that are under way
 
     @property
     def width(self) -> int:
         """Tokens of a sequence that are drawn."""
         return self.seq_len if self.columns is None else len(self.columns)
+
+    @property
+    def count(self) -> int:
+        """Samples an epoch."""
+        return self._count(self.passes)
+
+    def samples(self, epoch: int) -> tuple[Stream, np.ndarray]:
+        """(stream, numbers of its samples in the order in which they are drawn) of an epoch. Those
+        of two epochs are held."""
+        return self._samples(self.count, self.passes, epoch)
+
+    def drawn(self, number: int, count: int = 1) -> tuple[int, np.ndarray]:
+        """(epoch, numbers of its samples) of `count` batches of one epoch, of which the first is
+        the `number`-th of a run."""
+        epoch, batch = divmod(number, len(self))
+        order = self.samples(epoch)[1]
+        return epoch, order[batch * self.batch_size : (batch + count) * self.batch_size]
+
+    def read(self, epoch: int, chosen: np.ndarray) -> np.ndarray:
+        """integers (len(chosen), seq_len + 1), int32 or int64: samples by their numbers."""
+        stream, starts = self.samples(epoch)[0], (chosen.astype(np.int64) * self.stride).tolist()
+        rows = [stream.read(at, at + self.seq_len + 1, self.vocab_size) for at in starts]
+        return to_ids(np.stack(rows))
+
+    def next_rows(self) -> np.ndarray:
+        """integers (batch_size, seq_len + 1), int32 or int64: the next batch."""
+        number = self.number + (self._own.start if self._drawn == 0 else 0)
+        rows = self.read(*self.drawn(number))
+        if self.edits is not None:
+            rows = self.edits(rows, number)
+        self.number, self._drawn = number + 1, (self._drawn + 1) % len(self._own)
+        if self._drawn == 0:
+            self.number += self._every - self._own.stop
+        return rows
 
     def parts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets) of rows (batch_size, seq_len + 1), (batch_size, width) each."""
@@ -232,34 +236,6 @@ class Batches:
         if self.columns is None:
             return inputs, targets
         return inputs[:, self.columns], targets[:, self.columns]
-
-    def _skip(self, count: int) -> None:
-        """Go on as if `count` batches had been drawn."""
-        while count > 0:
-            self._turn()
-            here = min(count, len(self) - self.batch)
-            self.batch, count = self.batch + here, count - here
-
-    def _turn(self) -> None:
-        """Begin the next epoch where this one is at its end."""
-        if self.batch == len(self):
-            self.epoch, self.batch = self.epoch + 1, 0
-            self._order = self._samples.order(self.epoch)
-
-    def next_rows(self) -> np.ndarray:
-        """integers (batch_size, seq_len + 1), int32 or int64: the next batch."""
-        if self._drawn == 0:
-            self._skip(self._own.start)
-        self._turn()
-        chosen = self._order[self.batch * self.batch_size : (self.batch + 1) * self.batch_size]
-        rows = self.read(self._samples, chosen)
-        if self.edits is not None:
-            rows = self.edits(rows, self.epoch, self.batch)
-        self.batch += 1
-        self._drawn = (self._drawn + 1) % len(self._own)
-        if self._drawn == 0:
-            self._skip(self._every - self._own.stop)
-        return rows
 
     def next(self) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), integers (batch_size, width); goes on for ever."""
@@ -273,15 +249,4 @@ class Batches:
         """Yield at most `limit` batches for evaluation, evenly spread and always the same."""
         own = np.arange(self.batch_size)
         for first in np.linspace(0, len(self) - 1, min(limit, len(self))).astype(int):
-            yield self.parts(self.read(self._samples, first * self.batch_size + own))
-
-    def drawn_in(self, epoch: int) -> tuple[Windows, np.ndarray]:
-        """(samples, the numbers of those that are drawn, in order) of an epoch."""
-        if epoch == self.epoch:
-            return self._samples, self._order
-        samples = copy.copy(self._samples)
-        return samples, samples.order(epoch)
-
-    def read(self, samples: Windows, chosen: np.ndarray) -> np.ndarray:
-        """integers (len(chosen), seq_len + 1), int32 or int64: samples by their numbers."""
-        return to_ids(samples.rows(chosen, self.vocab_size))
+            yield self.parts(self.read(0, first * self.batch_size + own))

@@ -1,14 +1,13 @@
 """Edits: the sequences that a run draws once its data are edited (edits.py reads the edits).
 
     an edit -> the new Text of each place: documents, sequences
-    epoch   -> the Stream of its samples, in which documents are stretches that are replaced
-    batch   -> its rows; those that an edit reaches are read anew
+    epoch   -> its EditedStream, in which documents are stretches that are replaced
+    batch   -> its rows; those that an edit reaches are read from there, or are sequences
 
-The stream of an epoch is the ids that its samples cover, in the order in which they are cut: sample
-i of Windows and Packed is T + 1 ids from i T on. A stretch that becomes longer or shorter (fill =
-"shift") moves the ids behind it. The stream keeps its length: what is too much at its end is not
-read, what is missing is read from its beginning, as np.resize does it. So epochs, the order of the
-samples and positions stay. An id whose loss is 0 as a target is stored as its complement, ~id.
+A stretch that becomes longer or shorter (fill = "shift") moves the ids behind it. The stream keeps
+its length: what is too much at its end is not read, what is missing is read from its beginning, as
+np.resize does it. So epochs, the order of the samples and positions stay. An id whose loss is 0 as
+a target is stored as its complement, ~id.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from needle.data.batches import Batches, Packed, Windows
+from needle.data.batches import Batches, Stream
 from needle.data.edits import TRAINING, merged
 from needle.data.readers import TokenData
-from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
+from needle.data.tokens import DataError, Documents, borders_of, to_ids
 
-BLOCK = 1 << 22  # ids, or sequences, that are looked at together
+BLOCK = 1 << 22  # sequences that are looked at together
 
 
 class Text(NamedTuple):
@@ -46,14 +45,21 @@ class Places(dict):
         return self.original(number)
 
 
-class Stream:
-    """A stream of `length` ids; in the place of the stretches [starts, stops), which are sorted,
-    stand the texts of documents `which`."""
+class EditedStream:
+    """The first `length` ids of a stream; in the place of the stretches [starts, stops), which are
+    sorted, stand the texts of documents `which`."""
 
     def __init__(
-        self, length: int, starts: np.ndarray, stops: np.ndarray, which: np.ndarray, texts: Places
+        self,
+        stream: Stream,
+        length: int,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        which: np.ndarray,
+        texts: Places,
     ) -> None:
-        self._which, self._text = which, functools.lru_cache(4)(lambda i: texts[i].read())
+        self._stream, self._which = stream, which
+        self._text = functools.lru_cache(4)(lambda i: texts[i].read())
         lengths = np.array([texts[i].length for i in which.tolist()], np.int64)
         # Before stretch i the edited stream is this much longer.
         self._added = np.concatenate([[0], np.cumsum(lengths - (stops - starts))])
@@ -68,20 +74,21 @@ class Stream:
         self._positions = np.append(0, np.stack([begins, until], 1))
         self._counts = np.append(0, np.stack([counts - (until - begins), counts], 1))
 
-    def changed(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return how many ids of each [start, stop) of the edited stream are edited or moved."""
-        low, high = (np.interp(x, self._positions, self._counts) for x in (starts, stops))
+    def changed(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return how many ids of each [start, start + length) are edited or moved."""
+        low, high = (np.interp(x, self._positions, self._counts) for x in (starts, starts + length))
         return (high - low).astype(np.int64)
 
-    def read(self, start: int, stop: int, unedited: Callable[[int, int], np.ndarray]) -> np.ndarray:
-        """Return the ids [start, stop) of the edited stream."""
+    def read(self, start: int, stop: int, vocab_size: int | None) -> np.ndarray:
+        """Return the ids [start, stop). DataError for unedited ones outside the vocabulary."""
         found = []
         while start < stop:
             at, count = start % self._total, stop - start
             i = int(np.searchsorted(self._ends, at, side="right"))
             begin, added = int(self._begins[i]), int(self._added[i])
             if at < begin:
-                found.append(unedited(at - added, min(begin, at + count) - added))
+                ends = at - added, min(begin, at + count) - added
+                found.append(to_ids(self._stream.read(*ends, vocab_size)))
             else:
                 found.append(self._text(int(self._which[i]))[at - begin :][:count])
             start += len(found[-1])
@@ -115,7 +122,6 @@ class Edits:
         self.rows = batches.batch_size * micro_batches  # of a step
         self.documents, self.sequences = Places(self._document), Places(self._sequence)
         self.checked: list[dict[str, Any]] = []
-        self._other_epoch = functools.lru_cache(2)(batches.drawn_in)
         self._stream = functools.lru_cache(2)(self._make_stream)
         for number, edit in enumerate(checked, 1):
             try:
@@ -129,9 +135,10 @@ class Edits:
     def borders(self) -> np.ndarray:
         """int64 (N + 1,): document i is the ids [borders[i], borders[i + 1]) of the data."""
         tokens = self.batches.tokens
-        is_flat = not isinstance(tokens, Documents)
-        found = borders_of(tokens, self._end_of_text if is_flat else None)
-        if is_flat and len(found) == 2:
+        if isinstance(tokens, Documents):
+            return tokens.borders
+        found = borders_of(tokens, self._end_of_text)
+        if len(found) == 2:
             raise DataError(
                 f"{self.data.source}: no end of text within, hence no documents: name a step"
             )
@@ -183,10 +190,9 @@ class Edits:
 
         def read() -> np.ndarray:
             batch, row = divmod(number, self.batches.batch_size)
-            epoch, batch = divmod(batch, len(self.batches))
-            samples, order = self._drawn_in(epoch)
-            chosen = order[batch * self.batches.batch_size + row :][:1]
-            return self._with_documents(self.batches.read(samples, chosen), epoch, chosen)[0]
+            epoch, chosen = self.batches.drawn(batch)
+            chosen = chosen[row : row + 1]
+            return self._with_documents(self.batches.read(epoch, chosen), epoch, chosen)[0]
 
         return Text(self.batches.seq_len + 1, read)
 
@@ -302,50 +308,34 @@ class Edits:
 
     # ---- batches -----------------------------------------------------------------------------
 
-    def _drawn_in(self, epoch: int) -> tuple[Windows, np.ndarray]:
-        """As Batches.drawn_in, whose samples of its own epoch change with the epoch."""
-        own = epoch == self.batches.epoch
-        return self.batches.drawn_in(epoch) if own else self._other_epoch(epoch)
-
-    def _make_stream(self, epoch: int) -> Stream:
-        samples, which = self._drawn_in(epoch)[0], np.array(sorted(self.documents))
+    def _make_stream(self, epoch: int) -> EditedStream:
+        batches, (stream, _) = self.batches, self.batches.samples(epoch)
+        which = np.array(sorted(self.documents))
         starts, stops = self.borders[which], self.borders[which + 1]
-        if isinstance(samples, Packed):
-            sizes, places = samples.tokens.sizes, np.flatnonzero(np.isin(samples.doc_idx, which))
-            which = samples.doc_idx[places]
-            stops = np.cumsum(sizes[samples.doc_idx], dtype=np.int64)[places]
-            starts = stops - sizes[which]
-        length = (samples.count - 1) * samples.stride + self.batches.seq_len + 1
+        if stream.order is not None:
+            places = np.flatnonzero(np.isin(stream.order, which))
+            which, stops = stream.order[places], stream.ends[places]
+            starts = stops - stream.tokens.sizes[which]
+        length = (batches.count - 1) * batches.stride + batches.seq_len + 1
         kept = starts < length
         stops = np.minimum(stops, length)
-        return Stream(length, starts[kept], stops[kept], which[kept], self.documents)
+        return EditedStream(stream, length, starts[kept], stops[kept], which[kept], self.documents)
 
     def _with_documents(self, rows: np.ndarray, epoch: int, chosen: np.ndarray) -> np.ndarray:
         """Change the rows of samples `chosen` by the edits of documents."""
         if self.documents:
-            samples, stream = self._drawn_in(epoch)[0], self._stream(epoch)
-            starts = chosen.astype(np.int64) * samples.stride
-            stops = starts + rows.shape[1]
-            unedited = functools.partial(self._unedited, samples)
-            for row in np.flatnonzero(stream.changed(starts, stops)).tolist():
-                rows[row] = stream.read(int(starts[row]), int(stops[row]), unedited)
+            stream, limit, length = self._stream(epoch), self.batches.vocab_size, rows.shape[1]
+            starts = chosen.astype(np.int64) * self.batches.stride
+            for row in np.flatnonzero(stream.changed(starts, length)).tolist():
+                rows[row] = stream.read(int(starts[row]), int(starts[row]) + length, limit)
         return rows
 
-    def _unedited(self, samples: Windows, start: int, stop: int) -> np.ndarray:
-        """Return the ids [start, stop) of an epoch's stream as the data have them."""
-        stride, last = samples.stride, samples.count - 1
-        first = min(start // stride, last)
-        rows = self.batches.read(samples, np.arange(first, min((stop - 1) // stride, last) + 1))
-        ids = np.append(rows[:, :stride], rows[-1, stride:])
-        return ids[start - first * stride : stop - first * stride]
-
-    def __call__(self, rows: np.ndarray, epoch: int, batch: int) -> np.ndarray:
-        """Change the rows of micro-batch `batch` of an epoch, and return them."""
-        size, number = self.batches.batch_size, epoch * len(self.batches) + batch
+    def __call__(self, rows: np.ndarray, number: int) -> np.ndarray:
+        """Change the rows of the micro-batch that the run draws as its `number`-th, from 0, and
+        return them."""
         if number < (self.first - 1) * self.micro_batches:
             return rows
-        chosen = self._drawn_in(epoch)[1][batch * size : (batch + 1) * size]
-        rows = self._with_documents(rows, epoch, chosen)
+        rows, size = self._with_documents(rows, *self.batches.drawn(number)), len(rows)
         for row in self.sequences.keys() & range(number * size, (number + 1) * size):
             rows[row - number * size] = self.sequences[row].read()
         largest, limit = np.maximum(rows, ~rows).max(), self.batches.vocab_size
@@ -368,12 +358,12 @@ class Edits:
         rows, tokens = [np.array(own, np.int64)], len(own) * length
         at, stop = (self.first - 1) * self.micro_batches, self.last * self.micro_batches
         while at < stop and self.documents:
-            epoch, batch = divmod(at, len(self.batches))
-            count = min(stop - at, len(self.batches) - batch, max(BLOCK // size, 1))
-            (samples, order), stream = self._drawn_in(epoch), self._stream(epoch)
-            starts = order[batch * size : (batch + count) * size].astype(np.int64) * samples.stride
+            left = len(self.batches) - at % len(self.batches)  # in the epoch
+            count = min(stop - at, left, max(BLOCK // size, 1))
+            epoch, chosen = self.batches.drawn(at, count)
+            starts = chosen.astype(np.int64) * self.batches.stride
             numbers = np.arange(at * size, (at + count) * size)
-            changed = stream.changed(starts, starts + length) * ~np.isin(numbers, own)
+            changed = self._stream(epoch).changed(starts, length) * ~np.isin(numbers, own)
             rows.append(numbers[changed > 0])
             tokens, at = tokens + int(changed.sum()), at + count
         steps = np.unique(np.concatenate(rows) // self.rows + 1).tolist()
@@ -411,15 +401,3 @@ class Edits:
         elif not plan["later_equal"]:
             lines[2] = "a shift moves the tokens behind it: later sequences are others"
         return lines
-
-
-def borders_of(tokens: FlatTokens, end: int | None) -> np.ndarray:
-    """Return the borders of documents, int64: 0, the end of each document, or of flat tokens the
-    place behind each id `end`, and the end of all."""
-    if isinstance(tokens, Documents):
-        return np.append(0, np.cumsum(tokens.sizes, dtype=np.int64))
-    found = [np.array([0, len(tokens)])]
-    for start in range(0, len(tokens) if end is not None else 0, BLOCK):
-        ids = tokens.read((start, min(start + BLOCK, len(tokens))))
-        found.append(np.flatnonzero(ids == end) + start + 1)
-    return np.unique(np.concatenate(found))

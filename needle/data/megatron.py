@@ -116,6 +116,20 @@ def passes_for(samples: int, tokens: int, seq_len: int) -> int:
     return max(-(-(samples * seq_len + 1) // tokens), 1)
 
 
+def shuffled(
+    sizes: np.ndarray, first: int, last: int, seq_len: int, seed: int, passes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(doc_idx, shuffle_idx) of `sample_order`."""
+    random = np.random.RandomState(seed)
+    doc_idx = np.tile(np.arange(first, last, dtype=np.int32), passes)
+    random.shuffle(doc_idx)
+    count = (int(sizes[first:last].sum(dtype=np.int64)) * passes - 1) // seq_len
+    dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
+    shuffle_idx = np.arange(count, dtype=dtype)
+    random.shuffle(shuffle_idx)
+    return doc_idx, shuffle_idx
+
+
 def sample_order(
     sizes: np.ndarray, first: int, last: int, seq_len: int, seed: int, passes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -134,11 +148,8 @@ def sample_order(
     >>> sample_idx.tolist()
     [[0, 0], [0, 4], [0, 8], [2, 1]]
     """
-    random = np.random.RandomState(seed)
-    doc_idx = np.tile(np.arange(first, last, dtype=np.int32), passes)
-    random.shuffle(doc_idx)
-    ends = np.cumsum(sizes[doc_idx], dtype=np.int64)
-    count = (int(ends[-1]) - 1) // seq_len
+    doc_idx, shuffle_idx = shuffled(sizes, first, last, seq_len, seed, passes)
+    ends, count = np.cumsum(sizes[doc_idx], dtype=np.int64), len(shuffle_idx)
     wide = 2 * (count + 1) >= np.iinfo(np.int32).max
     sample_idx = np.zeros((count + 1, 2), np.int64 if wide else np.int32)
     for low in range(1, count + 1, BLOCK):
@@ -146,9 +157,6 @@ def sample_order(
         document = np.searchsorted(ends, starts, side="right")
         sample_idx[low : low + BLOCK, 0] = document
         sample_idx[low : low + BLOCK, 1] = starts - (ends[document] - sizes[doc_idx[document]])
-    dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
-    shuffle_idx = np.arange(count, dtype=dtype)
-    random.shuffle(shuffle_idx)
     return doc_idx, sample_idx, shuffle_idx
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from needle.data import megatron
-from needle.data.edited import borders_of
 from needle.data.readers import open_tokens, text_files
 from needle.data.text import documents, encode
 from needle.data.tokenizer import Tokenizer
-from needle.data.tokens import DataError, FlatTokens, to_ids
+from needle.data.tokens import DataError, FlatTokens, borders_of, to_ids
 
 
 def read_probe(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[np.ndarray]:

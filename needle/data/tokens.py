@@ -9,6 +9,7 @@ process that reads a mapped file after it has shrunk ends by SIGBUS.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from needle.files import FileError, reading
 
+BLOCK = 1 << 22  # ids that are looked at together
 DataError = FileError  # data that cannot be used; the message names it and says what to do
 
 
@@ -139,6 +141,23 @@ class Documents(FlatTokens):
     ) -> None:
         super().__init__(parts)
         self.sizes, self.row_length = sizes, row_length
+
+    @functools.cached_property
+    def borders(self) -> np.ndarray:
+        """int64 (N + 1,): document i is the ids [borders[i], borders[i + 1])."""
+        return np.append(0, np.cumsum(self.sizes, dtype=np.int64))
+
+
+def borders_of(tokens: FlatTokens, end: int | None) -> np.ndarray:
+    """Return the borders of documents, int64 (N + 1,), which are those of Documents, or the places
+    behind each id `end` of flat tokens, with both ends of all."""
+    if isinstance(tokens, Documents):
+        return tokens.borders
+    found = [np.array([0, len(tokens)])]
+    for start in range(0, len(tokens) if end is not None else 0, BLOCK):
+        ids = tokens.read((start, min(start + BLOCK, len(tokens))))
+        found.append(np.flatnonzero(ids == end) + start + 1)
+    return np.unique(np.concatenate(found))
 
 
 def to_ids(values: np.ndarray) -> np.ndarray:
