@@ -14,9 +14,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from needle.data.tokens import DataError
 from needle.files import MissingFileError, named, reading
@@ -37,6 +37,13 @@ TABLES = {
 }
 NAMED_LINES = re.compile(r"\.(jsonl|ndjson)(\.gz|\.zst)?$", re.IGNORECASE)
 HEAD = 1 << 20  # bytes in which the first values of JSON are looked for
+
+
+class TextFile(NamedTuple):
+    """A file of text: LINES, TEXT or JSON, which is read as text."""
+
+    path: Path
+    kind: str
 
 
 # ---- which files -------------------------------------------------------------------------------
@@ -171,3 +178,24 @@ def json_value(text: str, more: bool = False) -> Any:
         return json.JSONDecoder().raw_decode(text)[0] if more else json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def text_files(path: Path, field: str = "text") -> list[TextFile]:
+    """The files of text at `path`. DataError for a file of JSON that was named itself and is not
+    one object a line. Among others such a file is a text."""
+    files = [TextFile(file, kind_of(file, field)) for file in files_at(path)]
+    if [file.kind for file in files] == [JSON]:
+        raise DataError(
+            f"{files[0].path}: JSON, but not one object a line with a string `{field}`, as needle "
+            "reads it: jq -c '.[]' of an array, or jq -c . of objects, writes lines, and `needle "
+            "data prepare --field` names another string"
+        )
+    return files
+
+
+def text_kind(files: Sequence[TextFile]) -> str:
+    kinds = [file.kind for file in files]
+    if {*kinds} == {LINES}:
+        return LINES
+    count = kinds.count(JSON)
+    return f"text, JSON in {count:,} file(s) read as text" if count else "text"

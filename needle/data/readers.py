@@ -10,27 +10,46 @@
 Several files are given by a pattern ("shards/*.bin") or their folder. Data without a held-out part
 of their own give their last 5 % of tokens; text of 20 or more documents every twentieth; Megatron's
 documents are split as GPT-NeoX does by default (969 : 30 : 1); preshuffled rows are all trained on.
+
+The cache has a folder text-HASH for each text and tokenizer: train.bin, held_out.bin, facts.json
+and, where it was trained on the text, tokenizer.json. It appears whole, by a rename; of processes
+that make one at once the first gives its folder, and the others' work is dropped.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from needle.command import wrapped
 from needle.data import megatron
-from needle.data.cache import cached_text, hold_out_end
-from needle.data.identity import content_hash
-from needle.data.kinds import FLAT, JSON, NPY, files_at, kind_of
-from needle.data.text import standard_library, text_kind
-from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
-from needle.data.tokens import DataError, Documents, FlatTokens, Part, map_part
-from needle.files import named
+from needle.data.kinds import FLAT, NPY, TextFile, files_at, kind_of, text_files, text_kind
+from needle.data.text import documents, encode, shown, standard_library, train_tokenizer
+from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer, tokenizers_package
+from needle.data.tokens import (
+    DataError,
+    Documents,
+    FlatTokens,
+    Part,
+    borders_of,
+    content_hash,
+    map_part,
+    to_ids,
+)
+from needle.files import named, read_json
+
+HELD_OUT = 20  # one document, or one token, in so many
+# A change of how text becomes tokens makes caches of other versions invisible.
+FORMAT = "5"
 
 
 @dataclass
@@ -77,26 +96,23 @@ def open_data(
         found.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         return found
     if data is None:
-        source, files = "sources of the Python standard library", standard_library()
+        source = "sources of the Python standard library"
+        files = [TextFile(path, kind_of(path)) for path in standard_library()]
     else:
         source, files = os.fspath(data), text_files(Path(data))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
-    train, held_out, tokenizer, count = cached_text(files, source, given, vocab_size)
-    counts = f"{count:,} documents, {len(train) + len(held_out):,} tokens"
-    return TokenData(train, held_out, f"{source}: {text_kind(files)}, {counts}", tokenizer)
+    folder = cached_text(files, source, given, vocab_size)
+    facts = read_json(folder / "facts.json")
+    parts = (map_part(folder / f"{name}.bin", facts["dtype"]) for name in ("train", "held_out"))
+    train, held_out = (FlatTokens([part]) for part in parts)
+    if facts["documents"] < HELD_OUT:
+        train, held_out = hold_out_end(train)
+    counts = f"{facts['documents']:,} documents, {len(train) + len(held_out):,} tokens"
+    found = given or load_tokenizer(folder / "tokenizer.json")
+    return TokenData(train, held_out, f"{source}: {text_kind(files)}, {counts}", found)
 
 
-def text_files(path: Path, field: str = "text") -> list[Path]:
-    """The files of text at `path`. DataError for a file of JSON that was named itself and is not
-    one object a line. Among others such a file is a text."""
-    files = files_at(path)
-    if len(files) == 1 and kind_of(files[0], field) == JSON:
-        raise DataError(
-            f"{files[0]}: JSON, but not one object a line with a string `{field}`, as needle reads "
-            "it: jq -c '.[]' of an array, or jq -c . of objects, writes lines, and `needle data "
-            "prepare --field` names another string"
-        )
-    return files
+# ---- tokens ------------------------------------------------------------------------------------
 
 
 def open_tokens(data: str | os.PathLike) -> TokenData | None:
@@ -163,3 +179,110 @@ def _open_megatron(prefix: Path) -> TokenData:
         f"{held_out_end - train_end:,} held out"
     )
     return TokenData(train, tokens.between(*borders), source)
+
+
+def hold_out_end(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
+    """Tokens to train on, and the last of them, held out."""
+    kept = len(tokens) - len(tokens) // HELD_OUT
+    return tokens.between(0, kept), tokens.between(kept, len(tokens))
+
+
+def read_documents(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> list[np.ndarray]:
+    """Return the ids of each document, integers (N,), in the order of the files. Documents of flat
+    tokens end with the tokenizer's end of text; without one all are one document. DataError for
+    text without a tokenizer, and for ids outside the vocabulary."""
+    found = open_tokens(path)
+    if found is not None:
+        prefix = megatron.prefix_of(next(path.glob("*.idx"), path))
+        flat = FlatTokens(found.train.parts + found.held_out.parts)
+        tokens = flat if prefix is None else megatron.open_documents(prefix)
+        borders = borders_of(tokens, getattr(tokenizer, "eos_token_id", None)).tolist()
+        pairs = zip(borders[:-1], borders[1:])
+        return [to_ids(tokens.read(pair, vocab_size=vocab_size)) for pair in pairs]
+    if tokenizer is None:
+        raise DataError(f"{path}: is text, and the run has no tokenizer: give files of tokens")
+    texts, parts = [], []
+    for ids, last in encode(tokenizer, documents(text_files(path)), np.dtype("<i4")):
+        parts.append(ids)
+        if last:
+            texts.append(np.concatenate(parts))
+            parts = []
+    return texts
+
+
+# ---- the cache of text -------------------------------------------------------------------------
+
+
+def cache_dir() -> Path:
+    """$NEEDLE_CACHE, else $XDG_CACHE_HOME/needle, else ~/.cache/needle. DataError for a user
+    without a home."""
+    own = os.environ.get("NEEDLE_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base.startswith("~"):
+        raise DataError(
+            "no folder for the cache of tokens: this user has no home; set NEEDLE_CACHE to a folder"
+        )
+    return Path(base) / "needle"
+
+
+def cached_text(
+    files: Sequence[TextFile], source: str, tokenizer: Tokenizer | None, vocab_size: int
+) -> Path:
+    """The folder with the tokens of these files, which are made where the cache has none.
+    tokenizer: None trains one of `vocab_size` tokens."""
+    made_by = f"{vocab_size}" if tokenizer is None else [tokenizer.to_str(), tokenizer.eos_token_id]
+    states = _states(files)
+    kinds = [[file.kind, size] for file, (size, _) in zip(files, states)]
+    content = content_hash([(file.path, 0, size) for file, (size, _) in zip(files, states)])
+    known = [FORMAT, tokenizers_package().__version__, made_by, kinds, content]
+    name = f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}"
+    folder = cache_dir() / name
+    if folder.is_dir():
+        return folder
+    print(wrapped(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder.parent) as made:
+            work = Path(made) / "text"
+            work.mkdir()
+            _tokenise(files, tokenizer, vocab_size, work)
+            if _states(files) != states:
+                raise DataError(f"{source}: changed while it was read: start again")
+            try:
+                os.rename(work, folder)
+            except OSError:
+                if not folder.is_dir():  # another process was faster
+                    raise
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the cache cannot be written ({error.strerror}); set NEEDLE_CACHE to a "
+            "folder that can be written"
+        ) from error
+    return folder
+
+
+def _states(files: Sequence[TextFile]) -> list[tuple[int, int]]:
+    """The size of each file, and when it was written."""
+    return [
+        (status.st_size, status.st_mtime_ns) for status in (os.stat(file.path) for file in files)
+    ]
+
+
+def _tokenise(
+    files: Sequence[TextFile], tokenizer: Tokenizer | None, vocab_size: int, folder: Path
+) -> None:
+    """Write what a folder of the cache holds."""
+    if tokenizer is None:
+        read = shown(documents(files, reports=False), "training a tokenizer")
+        tokenizer = load_tokenizer(train_tokenizer((text for text, _ in read), vocab_size))
+        tokenizer.save(str(folder / "tokenizer.json"))
+    dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
+    count = 0
+    with open(folder / "train.bin", "xb") as train, open(folder / "held_out.bin", "xb") as end:
+        read = shown(documents(files), "tokenising")
+        for ids, last in encode(tokenizer, read, dtype):
+            (end if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
+            count += last
+    (folder / "facts.json").write_text(json.dumps({"documents": count, "dtype": dtype.str}))

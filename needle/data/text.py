@@ -9,19 +9,18 @@ bounded by GROUP and the longest line of JSON, whatever a packed file unpacks to
 
 from __future__ import annotations
 
-import codecs
+import io
 import json
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from needle.command import wrapped
-from needle.data.kinds import JSON, LINES, kind_of, open_bytes, walk
+from needle.data.kinds import LINES, TextFile, open_bytes, walk
 from needle.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizers_package
 from needle.data.tokens import DataError
 from needle.processes import terminal_bar
@@ -30,6 +29,9 @@ CHUNK = 1 << 20  # characters of a document that are tokenised as one
 # Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
 GROUP = 1 << 22
 SKIP = "`needle data prepare --skip-bad-lines` leaves such lines out"
+# What a document is that has no text.
+EMPTY, BAD_LINE = "empty document(s)", "bad line(s)"
+BINARY = "file(s) that are not UTF-8 or hold zero bytes"
 Chunk = tuple[str, bool]
 
 
@@ -50,23 +52,18 @@ def standard_library() -> list[Path]:
     return files
 
 
-def warn(text: str) -> None:
-    print(wrapped(f"needle: {text}"), file=sys.stderr, flush=True)
-
-
-def _decoded(path: Path) -> Iterator[str]:
+def _blocks(path: Path) -> Iterator[str]:
     """The text of a file, a block after the other; UnicodeDecodeError where it is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with open_bytes(path) as file:
-        while block := file.read(1 << 20):
-            yield decoder.decode(block)
-    yield decoder.decode(b"", final=True)
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        while block := text.read(CHUNK):
+            yield block
 
 
 def is_text(path: Path) -> bool:
     """True if a file is UTF-8 without zero bytes; all of it is read."""
     try:
-        return all("\0" not in text for text in _decoded(path))
+        return all("\0" not in text for text in _blocks(path))
     except UnicodeDecodeError:
         return False
 
@@ -88,28 +85,25 @@ def json_text(line: bytes, where: str, field: str) -> str:
         raise DataError(f"{said} ({error!r:.80})") from error
 
 
-def json_lines(
-    path: Path, field: str, skip_bad_lines: bool, leave_out: Callable[[str, Any], None]
-) -> Iterator[str]:
-    """Yield the documents in `field` of a file of JSON lines, without blank lines. Offsets in
-    errors count unpacked bytes."""
-    with open_bytes(path) as file:
+def documents_in(file: TextFile, field: str) -> Iterator[tuple[str, Any, Iterable[str]]]:
+    """Yield of each document of a file what it is if it has no text, where it is, and its text, in
+    parts. Blank lines of JSON are left out; offsets count unpacked bytes."""
+    if file.kind != LINES:
+        good = is_text(file.path)
+        yield (EMPTY if good else BINARY), file.path, (_blocks(file.path) if good else ())
+        return
+    with open_bytes(file.path) as lines:
         end = 0
-        for line in file:
-            where, end = f"{path}: the line at offset {end:,}", end + len(line)
+        for line in lines:
+            where, end = f"{file.path}: the line at offset {end:,}", end + len(line)
             if not line.strip():
                 continue
             try:
-                text = json_text(line, where, field)
+                texts = [json_text(line, where, field)]
             except DataError as error:
-                if not skip_bad_lines:
-                    raise DataError(f"{error}; {SKIP}") from error
-                leave_out("bad line(s)", error)
-                continue
-            if text:
-                yield text
+                yield BAD_LINE, error, ()
             else:
-                leave_out("empty document(s)", where)
+                yield EMPTY, where, texts
 
 
 def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
@@ -128,38 +122,35 @@ def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
 
 
 def documents(
-    files: Sequence[Path], field: str = "text", skip_bad_lines: bool = False, reports: bool = True
+    files: Sequence[TextFile],
+    field: str = "text",
+    skip_bad_lines: bool = False,
+    reports: bool = True,
 ) -> Iterator[Chunk]:
     """Yield the chunks of all documents: each line of a file of JSON lines, each other file. Empty
     documents, files that are no text and, with skip_bad_lines, bad lines are left out, and at the
     end reported. DataError for another bad line, and where there is no document."""
-    counts, first, last = Counter(), {}, False
-
-    def leave_out(kind: str, what: Any) -> None:
-        counts[kind] += 1
-        first.setdefault(kind, what)
-
-    for path in files:
-        if kind_of(path, field) == LINES:
-            for text in json_lines(path, field, skip_bad_lines, leave_out):
-                yield from chunks([text])
-                last = True
-        elif is_text(path):
-            text = None
-            for text, last in chunks(_decoded(path)):
+    left_out, some = {}, False
+    for file in files:
+        for kind, where, texts in documents_in(file, field):
+            if kind == BAD_LINE and not skip_bad_lines:
+                raise DataError(f"{where}; {SKIP}")
+            last = False
+            for text, last in chunks(texts):
                 yield text, last
-            if text is None:
-                leave_out("empty document(s)", path)
-        else:
-            leave_out("file(s) that are not UTF-8 or hold zero bytes", path)
-    for kind, count in counts.items() if reports else ():
-        warn(f"left out: {count:,} {kind}; the first: {first[kind]}")
-    if not last:
+            some = some or last
+            if not last:
+                count, first = left_out.get(kind, (0, where))
+                left_out[kind] = count + 1, first
+    for kind, (count, first) in left_out.items() if reports else ():
+        said = f"needle: left out: {count:,} {kind}; the first: {first}"
+        print(wrapped(said), file=sys.stderr, flush=True)
+    if not some:
         others = f" and {len(files) - 1:,} other files" if len(files) > 1 else ""
         why = "not text: empty, not UTF-8, or with zero bytes; token files end in .npy or .bin"
-        if any(kind_of(path, field) == LINES for path in files):
+        if any(file.kind == LINES for file in files):
             why = f"no document is left: no line has a text in its field {field!r} (--field)"
-        raise DataError(f"{files[0]}{others}: {why}")
+        raise DataError(f"{files[0].path}{others}: {why}")
 
 
 def shown(chunks: Iterable[Chunk], doing: str) -> Iterator[Chunk]:
@@ -171,14 +162,6 @@ def shown(chunks: Iterable[Chunk], doing: str) -> Iterator[Chunk]:
             bar.update(len(chunk[0]))
     if bar is not None:
         bar.close()
-
-
-def text_kind(files: Sequence[Path]) -> str:
-    kinds = [kind_of(file) for file in files]
-    if {*kinds} == {LINES}:
-        return "JSON lines"
-    count = kinds.count(JSON)
-    return f"text, JSON in {count:,} file(s) read as text" if count else "text"
 
 
 # ---- tokenizers -------------------------------------------------------------------------------

@@ -1,17 +1,27 @@
-"""Token ids in files: parts of mapped files that read as one flat array.
+"""Token ids in files: parts of mapped files that read as one flat array, and their hash.
 
     FlatTokens = part 0 | part 1 | ...      a part: (file, byte offset, ids)
     Documents  = FlatTokens + the size of each document
 
 Nothing is held in memory: the files are mapped, and each read copies the ids that it returns. A
 process that reads a mapped file after it has shrunk ends by SIGBUS.
+
+The identity of data, which runs, ranks and the cache of text compare, is a SHA-256 of their bytes:
+
+    up to 8 GiB     all bytes
+    above           4,096 blocks of 1 MiB, spread evenly from the first byte to the last
+
+It is the SHA-256 of the SHA-256 of each block, which all cores share; blocks of all bytes have
+64 MiB.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +29,11 @@ import numpy as np
 
 from needle.files import FileError, reading
 
-BLOCK = 1 << 22  # ids that are looked at together
+LOOKED_AT = 1 << 22  # ids at a time
+ALL = 1 << 33  # bytes up to which all are hashed
+BLOCK = 1 << 26
+SAMPLES, SAMPLE = 4096, 1 << 20
+SAMPLED = "sampled-"  # before a hash of blocks
 DataError = FileError  # data that cannot be used; the message names it and says what to do
 
 
@@ -53,6 +67,16 @@ def map_part(path: Path, dtype: Any, offset: int = 0, count: int | None = None) 
         return Part(path, offset, np.asarray(np.memmap(file, dtype, "r", offset, (count,))))
 
 
+def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield which of several parts, one after the other, [start, stop) covers, and from where to
+    where in each. ends: of the parts."""
+    index = int(np.searchsorted(ends, start, side="right"))
+    while start < stop:
+        begin, end = int(ends[index - 1]) if index else 0, min(stop, int(ends[index]))
+        yield index, start - begin, end - begin
+        start, index = end, index + 1
+
+
 class FlatTokens:
     """The ids of one part or several, one after the other. Reads like a one-dimensional array:
     len, dtype, shape, slices (copied), integer arrays, np.asarray (all of it, copied)."""
@@ -79,13 +103,8 @@ class FlatTokens:
 
     def within(self, start: int, stop: int) -> list[Part]:
         """The ids [start, stop), 0 <= start <= stop <= len, as parts of the parts."""
-        found, index = [], int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            part, end = self.parts[index], int(self._ends[index])
-            low = start - end + len(part.ids)
-            found.append(part.between(low, low + min(stop, end) - start))
-            start, index = min(stop, end), index + 1
-        return found
+        found = spans(self._ends, start, stop)
+        return [self.parts[index].between(low, high) for index, low, high in found]
 
     def between(self, start: int, stop: int) -> FlatTokens:
         """The ids [start, stop) as FlatTokens; nothing is read."""
@@ -100,13 +119,11 @@ class FlatTokens:
         unsigned = ids.view(ids.dtype.str.replace("i", "u"))
         if vocab_size is not None and (unsigned >= vocab_size).any():
             index = int(np.argmax(unsigned >= vocab_size))
-            ends = np.cumsum([len(part.ids) for part in found])
-            part, end = next(pair for pair in zip(found, ends.tolist()) if pair[1] > index)
-            at = part.offset + (index - end + len(part.ids)) * self.dtype.itemsize
-            memory = f"token {at // self.dtype.itemsize:,}"
-            place = f"{part.path}: offset {at:,}" if part.path else memory
-            said = f"id {ids[index]} is outside the vocabulary of {vocab_size}"
-            raise DataError(f"{place}: {said}")
+            (part,) = FlatTokens(found).within(index, index + 1)
+            place = f"token {part.offset // self.dtype.itemsize:,}"
+            if part.path is not None:
+                place = f"{part.path}: offset {part.offset:,}"
+            raise DataError(f"{place}: id {ids[index]} is outside the vocabulary of {vocab_size}")
         return ids
 
     def __getitem__(self, index):
@@ -154,8 +171,8 @@ def borders_of(tokens: FlatTokens, end: int | None) -> np.ndarray:
     if isinstance(tokens, Documents):
         return tokens.borders
     found = [np.array([0, len(tokens)])]
-    for start in range(0, len(tokens) if end is not None else 0, BLOCK):
-        ids = tokens.read((start, min(start + BLOCK, len(tokens))))
+    for start in range(0, len(tokens) if end is not None else 0, LOOKED_AT):
+        ids = tokens.read((start, min(start + LOOKED_AT, len(tokens))))
         found.append(np.flatnonzero(ids == end) + start + 1)
     return np.unique(np.concatenate(found))
 
@@ -175,3 +192,26 @@ def in_memory(tokens: Any) -> FlatTokens:
         found = f"{ids.dtype} of shape {ids.shape}"
         raise TypeError(f"tokens must be integers of one axis (N,), but are {found}")
     return FlatTokens([Part(None, 0, ids)])
+
+
+def content_hash(stretches: Sequence[tuple[Path, int, int]]) -> str:
+    """The hash of the bytes of stretches (file, first byte, how many), one after the other, however
+    many files hold them. Each file is mapped for as long as it is read, since there may be more of
+    them than a process can hold open."""
+    ends = np.cumsum([size for _, _, size in stretches])
+    total = int(ends[-1])
+    if total <= ALL:
+        starts, length, kind = range(0, total, BLOCK), BLOCK, ""
+    else:
+        starts = np.linspace(0, total - SAMPLE, SAMPLES).astype(np.int64).tolist()
+        length, kind = SAMPLE, SAMPLED
+
+    def digest(start: int) -> bytes:
+        found = hashlib.sha256()
+        for index, low, high in spans(ends, start, min(start + length, total)):
+            path, first, _ = stretches[index]
+            found.update(map_part(path, "u1", first + low, high - low).ids)
+        return found.digest()
+
+    with ThreadPoolExecutor() as pool:
+        return kind + hashlib.sha256(b"".join(pool.map(digest, starts))).hexdigest()

@@ -10,7 +10,7 @@ from harness import naming
 from small_runs import chain, flags
 
 import needle as ndl
-from needle.data.probe import read_probe
+from needle.data.readers import read_documents
 from needle.training.replay import compare
 
 EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
@@ -142,18 +142,18 @@ def test_probe_of_text_and_tokens_is_cut_into_documents(tmp_path, tokens):
     end = tokenizer.eos_token_id
     (tmp_path / "x.jsonl").write_text('{"text": "ab"}\n{"text": "cd ef"}\n')
     texts = [tokenizer.encode(text).ids + [end] for text in ("ab", "cd ef")]
-    assert [x.tolist() for x in read_probe(tmp_path / "x.jsonl", tokenizer, 300)] == texts
+    assert [x.tolist() for x in read_documents(tmp_path / "x.jsonl", tokenizer, 300)] == texts
     flat = np.array(sum(texts, []), np.uint16)
     np.save(tmp_path / "x.npy", flat)
-    assert [x.tolist() for x in read_probe(tmp_path / "x.npy", tokenizer, 300)] == texts
-    assert [x.tolist() for x in read_probe(tmp_path / "x.npy", None, 300)] == [flat.tolist()]
+    assert [x.tolist() for x in read_documents(tmp_path / "x.npy", tokenizer, 300)] == texts
+    assert [x.tolist() for x in read_documents(tmp_path / "x.npy", None, 300)] == [flat.tolist()]
     for path, given, limit, says in (
         ("x.jsonl", None, 300, "is text, and the run has no tokenizer"),
         ("x.npy", tokenizer, 4, "x.npy: offset .*is outside the vocabulary of 4"),
         ("none", tokenizer, 300, "none: no such file"),
     ):
         with naming(path), pytest.raises(ndl.data.DataError, match=says):
-            read_probe(tmp_path / path, given, limit)
+            read_documents(tmp_path / path, given, limit)
 
 
 def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, capsys):

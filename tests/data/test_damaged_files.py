@@ -19,6 +19,7 @@ from token_files import IDS, TEXTS, json_lines, write_megatron
 
 from needle.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from needle.data import Batches, DataError, __main__, open_data, text
+from needle.data.kinds import text_files
 from needle.models import Pythia, PythiaConfig
 
 pytestmark = pytest.mark.slow
@@ -174,7 +175,7 @@ def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
 
 def check_lines(path, expected):
     def read():
-        return "".join(chunk + "|" * last for chunk, last in text.documents([path]))
+        return "".join(chunk + "|" * last for chunk, last in text.documents(text_files(path)))
 
     if not expected:
         with pytest.raises(DataError, match="offset|a table|not text|no document") as caught:

@@ -12,7 +12,7 @@ import pytest
 from harness import naming, overwrite
 from token_files import IDS, write_megatron
 
-from needle.data import DataError, cache, identity, open_data
+from needle.data import DataError, open_data, readers, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -69,15 +69,15 @@ def test_hash_is_of_all_bytes_or_of_blocks_spread_evenly(tmp_path, monkeypatch):
         digests = b"".join(hashlib.sha256(one).digest() for one in blocks)
         return hashlib.sha256(digests).hexdigest()
 
-    monkeypatch.setattr(identity, "SAMPLES", 5)
-    monkeypatch.setattr(identity, "SAMPLE", 30)
+    monkeypatch.setattr(tokens, "SAMPLES", 5)
+    monkeypatch.setattr(tokens, "SAMPLE", 30)
     for block in 1, 7, 2000, 1 << 26:
-        monkeypatch.setattr(identity, "BLOCK", block)
-        monkeypatch.setattr(identity, "ALL", 2000)
-        assert identity.content_hash(stretches) == expected(range(0, 2000, block), block)
-        monkeypatch.setattr(identity, "ALL", 1999)
+        monkeypatch.setattr(tokens, "BLOCK", block)
+        monkeypatch.setattr(tokens, "ALL", 2000)
+        assert tokens.content_hash(stretches) == expected(range(0, 2000, block), block)
+        monkeypatch.setattr(tokens, "ALL", 1999)
         sampled = expected([1970 * number // 4 for number in range(5)], 30)
-        assert identity.content_hash(stretches) == f"sampled-{sampled}"
+        assert tokens.content_hash(stretches) == f"sampled-{sampled}"
 
 
 def test_text_may_be_in_more_files_than_a_process_can_open(tmp_path, tokenizer):
@@ -138,8 +138,8 @@ def test_text_is_tokenised_once_and_again_when_bytes_or_their_order_change(
 
 def changing(monkeypatch, change):
     """Have `change` happen while a text is tokenised."""
-    real = cache._tokenise
-    monkeypatch.setattr(cache, "_tokenise", lambda *given: (real(*given), change()))
+    real = readers._tokenise
+    monkeypatch.setattr(readers, "_tokenise", lambda *given: (real(*given), change()))
 
 
 def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):

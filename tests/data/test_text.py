@@ -10,7 +10,8 @@ from harness import naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from needle.data import DataError, open_data, open_documents, prepare, text
+from needle.data import DataError, __main__, open_data, open_documents, text
+from needle.data.kinds import text_files
 from needle.data.tokenizer import id_limit, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -41,8 +42,7 @@ def test_characters_are_not_cut_by_the_blocks_of_a_file(tmp_path, capsys):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(whole.encode(), 1))
     (tmp_path / "bad.txt").write_bytes(whole.encode()[:-2])  # ends within a character
     (tmp_path / "late.txt").write_bytes(whole.encode() + b"\0")
-    files = [tmp_path / name for name in ("a.txt", "bad.txt", "b.txt.gz", "late.txt")]
-    found = list(text.documents(files))
+    found = list(text.documents(text_files(tmp_path)))
     assert "".join(part for part, _ in found) == 2 * whole[1:]
     assert sum(last for _, last in found) == 2 and max(len(part) for part, _ in found) <= 1 << 20
     first = f"2 file(s) that are not UTF-8 or hold zero bytes; the first: {tmp_path / 'bad.txt'}"
@@ -102,7 +102,7 @@ def test_tokenizers_unlike_pythias(tmp_path, tokenizer):
     words = word_tokenizer(tmp_path, {"[UNK]": 0, "one": 1, "two": 70_000}, unk_token="[UNK]")
     lines = "".join(json.dumps({"text": t}) + "\n" for t in ("one two", " \n", "two", "six one"))
     (tmp_path / "a.jsonl").write_text(lines)
-    made = prepare.prepare([str(tmp_path / "a.jsonl")], str(words), str(tmp_path / "x"))
+    made = __main__.prepare([str(tmp_path / "a.jsonl")], str(words), str(tmp_path / "x"))
     assert made == {"documents": 3, "tokens": 5}
     found = open_documents(tmp_path / "x")
     assert found.tolist() == [1, 70_000, 70_000, 0, 1] and found.sizes.tolist() == [2, 1, 2]

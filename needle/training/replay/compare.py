@@ -15,7 +15,7 @@ import numpy as np
 from needle.backend_ndarray import Device, choose_device
 from needle.command import Parser, path, reporting, whole
 from needle.data import DataError
-from needle.data.probe import read_probe
+from needle.data.readers import read_documents
 from needle.files import replace_text
 from needle.processes import program
 from needle.training.plot import draw_differences, draw_effects, figure
@@ -125,7 +125,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
         if run.config != runs[0].config:
             raise DataError(f"{run.folder}: its model has another shape than {runs[0].folder}")
     steps = shared_steps(runs, args.every)
-    texts = read_probe(args.probe, runs[0].tokenizer, runs[0].config.vocab_size)
+    texts = read_documents(args.probe, runs[0].tokenizer, runs[0].config.vocab_size)
     if not args.no_floor:
         yield floor(runs[0], ["--device", args.device])
     for run in runs[1:]:

@@ -12,7 +12,7 @@ from needle import nn
 from needle.autograd import Tensor
 from needle.backend_ndarray import Device, full
 from needle.data import Batches, open_run_data
-from needle.data.probe import read_probe
+from needle.data.readers import read_documents
 from needle.files import read_json
 from needle.training.evaluate import load_model, windows
 from needle.training.replay.measures import Row, loss_rows, losses
@@ -24,7 +24,7 @@ def effects(bank: Path, probe: Path, device: Device) -> Iterator[Row]:
     """Yield the effect of each file of edits on each document of a probe, the largest first, then
     the rank correlation of effects and predictions, by document."""
     facts, base = read_json(bank / "bank.json"), open_run(bank / "runs" / "base")
-    texts = read_probe(probe, base.tokenizer, base.config.vocab_size)
+    texts = read_documents(probe, base.tokenizer, base.config.vocab_size)
     reference, _ = load_model(bank / "retrained" / "base", device)
     rows, predictions = [], predicted(facts, base, texts, device)
     for number, (name, prediction) in enumerate(zip(facts["files"], predictions)):

@@ -17,7 +17,7 @@ from needle.backend_ndarray import cpu, given_device
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.command import Parser, path, reporting, told, whole, wrapped
 from needle.data import run_batches, run_data
-from needle.data.identity import SAMPLED
+from needle.data.tokens import SAMPLED
 from needle.files import FileError, MissingFileError, reading, replace_text
 from needle.processes import unwound_by_sigterm
 from needle.safetensors import read_header
