@@ -117,7 +117,21 @@ def open_data(
 
 def open_tokens(data: str | os.PathLike) -> TokenData | None:
     """Files of token ids; None where `data` is text."""
-    path = named(data)
+    found = tokens_at(named(data))
+    if found is None:
+        return None
+    tokens, held_out, source = found
+    source += f", {len(tokens) + len(held_out or ()):,} {tokens.dtype} tokens"
+    if held_out is None and isinstance(tokens, Documents):
+        return _split_documents(tokens, source)
+    if held_out is None:
+        tokens, held_out = hold_out_end(tokens)
+    return TokenData(tokens, held_out, source)
+
+
+def tokens_at(path: Path) -> tuple[FlatTokens, FlatTokens | None, str] | None:
+    """(tokens, those held out in a file of their own, which kind they are) of files of token ids;
+    None for text."""
     is_folder = path.is_dir()
     indexes = sorted(path.glob("[!.]*.idx")) if is_folder else [path]
     if len(indexes) > 1:
@@ -127,9 +141,11 @@ def open_tokens(data: str | os.PathLike) -> TokenData | None:
         )
     prefix = megatron.prefix_of(indexes[0]) if indexes else None
     if prefix is not None:
-        return _open_megatron(prefix)
+        tokens = megatron.open_documents(prefix)
+        rows = f", preshuffled rows of {tokens.row_length:,} tokens" if tokens.row_length else ""
+        return tokens, None, f"{prefix}: Megatron{rows}, {len(tokens.sizes):,} documents"
     if (path / "train.bin").is_file():
-        return open_tokens(path / "train.bin")
+        return tokens_at(path / "train.bin")
     files = files_at(path)
     if is_folder:  # in which tokens lie at the top
         files = [file for file in files if file.parent == path]
@@ -138,14 +154,12 @@ def open_tokens(data: str | os.PathLike) -> TokenData | None:
         return None
     if len(kinds) > 1:
         raise DataError(f"{path}: files of several kinds: {', '.join(sorted(kinds))}")
-    val, source = files[0].with_name("val.bin"), f"{path}: {kinds.pop()}"
-    source += f", {len(files):,} files" if len(files) > 1 else ""
-    tokens, end = FlatTokens([_part(file) for file in files]), None
+    tokens, val = FlatTokens([_part(file) for file in files]), files[0].with_name("val.bin")
     if [file.name for file in files] == ["train.bin"] and val.is_file():
-        source, end = f"{path.parent}: nanoGPT's train.bin and val.bin", FlatTokens([_part(val)])
-    else:
-        tokens, end = hold_out_end(tokens)
-    return TokenData(tokens, end, f"{source}, {len(tokens) + len(end):,} {tokens.dtype} tokens")
+        source = f"{path.parent}: nanoGPT's train.bin and val.bin"
+        return tokens, FlatTokens([_part(val)]), source
+    more = f", {len(files):,} files" if len(files) > 1 else ""
+    return tokens, None, f"{path}: {kinds.pop()}{more}"
 
 
 def _part(path: Path) -> Part:
@@ -162,23 +176,20 @@ def _part(path: Path) -> Part:
     return Part(path, mapped.offset, np.asarray(mapped))
 
 
-def _open_megatron(prefix: Path) -> TokenData:
-    tokens = megatron.open_documents(prefix)
-    count, ends = len(tokens.sizes), np.cumsum(tokens.sizes, dtype=np.int64)
-    facts = f"{count:,} documents, {len(tokens):,} {tokens.dtype} tokens"
+def _split_documents(tokens: Documents, source: str) -> TokenData:
+    """All rows of a preshuffled set to train on, other documents as GPT-NeoX splits them."""
+    count = len(tokens.sizes)
     if tokens.row_length:
-        source = f"{prefix}: Megatron, preshuffled rows of {tokens.row_length:,} tokens, {facts}"
         return TokenData(tokens, tokens.between(0, 0), source)
     _, train_end, held_out_end, _ = megatron.split_documents(count)
     if train_end == 0 or held_out_end < train_end:
         train_end = held_out_end = count
-    borders = [int(ends[train_end - 1]), int(ends[held_out_end - 1])]
-    train = Documents(tokens.between(0, borders[0]).parts, tokens.sizes[:train_end])
-    source = (
-        f"{prefix}: Megatron, {facts}; {train_end:,} to train on in GPT-NeoX's order, "
-        f"{held_out_end - train_end:,} held out"
+    borders = tokens.borders[[0, train_end, held_out_end]].tolist()
+    train = Documents(tokens.between(*borders[:2]).parts, tokens.sizes[:train_end])
+    source += (
+        f"; {train_end:,} to train on in GPT-NeoX's order, {held_out_end - train_end:,} held out"
     )
-    return TokenData(train, tokens.between(*borders), source)
+    return TokenData(train, tokens.between(*borders[1:]), source)
 
 
 def hold_out_end(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
@@ -191,23 +202,21 @@ def read_documents(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> 
     """Return the ids of each document, integers (N,), in the order of the files. Documents of flat
     tokens end with the tokenizer's end of text; without one all are one document. DataError for
     text without a tokenizer, and for ids outside the vocabulary."""
-    found = open_tokens(path)
+    found = tokens_at(path)
     if found is not None:
-        prefix = megatron.prefix_of(next(path.glob("*.idx"), path))
-        flat = FlatTokens(found.train.parts + found.held_out.parts)
-        tokens = flat if prefix is None else megatron.open_documents(prefix)
+        tokens, held_out, _ = found
+        if held_out is not None:
+            tokens = FlatTokens(tokens.parts + held_out.parts)
         borders = borders_of(tokens, getattr(tokenizer, "eos_token_id", None)).tolist()
         pairs = zip(borders[:-1], borders[1:])
         return [to_ids(tokens.read(pair, vocab_size=vocab_size)) for pair in pairs]
     if tokenizer is None:
         raise DataError(f"{path}: is text, and the run has no tokenizer: give files of tokens")
-    texts, parts = [], []
+    texts: list[list[np.ndarray]] = [[]]
     for ids, last in encode(tokenizer, documents(text_files(path)), np.dtype("<i4")):
-        parts.append(ids)
-        if last:
-            texts.append(np.concatenate(parts))
-            parts = []
-    return texts
+        texts[-1].append(ids)
+        texts += [[]] if last else []
+    return [np.concatenate(parts) for parts in texts[:-1]]
 
 
 # ---- the cache of text -------------------------------------------------------------------------
@@ -233,22 +242,17 @@ def cached_text(
     """The folder with the tokens of these files, which are made where the cache has none.
     tokenizer: None trains one of `vocab_size` tokens."""
     made_by = f"{vocab_size}" if tokenizer is None else [tokenizer.to_str(), tokenizer.eos_token_id]
-    states = _states(files)
-    kinds = [[file.kind, size] for file, (size, _) in zip(files, states)]
-    content = content_hash([(file.path, 0, size) for file, (size, _) in zip(files, states)])
-    known = [FORMAT, tokenizers_package().__version__, made_by, kinds, content]
-    name = f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}"
-    folder = cache_dir() / name
+    folder = _folder(files, made_by)
     if folder.is_dir():
         return folder
     print(wrapped(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder.parent) as made:
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
             work = Path(made) / "text"
             work.mkdir()
             _tokenise(files, tokenizer, vocab_size, work)
-            if _states(files) != states:
+            if _folder(files, made_by) != folder:
                 raise DataError(f"{source}: changed while it was read: start again")
             try:
                 os.rename(work, folder)
@@ -263,11 +267,13 @@ def cached_text(
     return folder
 
 
-def _states(files: Sequence[TextFile]) -> list[tuple[int, int]]:
-    """The size of each file, and when it was written."""
-    return [
-        (status.st_size, status.st_mtime_ns) for status in (os.stat(file.path) for file in files)
-    ]
+def _folder(files: Sequence[TextFile], made_by: Any) -> Path:
+    """The folder of the cache for the bytes of these files, and what makes them tokens."""
+    sizes = [file.path.stat().st_size for file in files]
+    kinds = [[file.kind, size] for file, size in zip(files, sizes)]
+    content = content_hash([(file.path, 0, size) for file, size in zip(files, sizes)])
+    known = [FORMAT, tokenizers_package().__version__, made_by, kinds, content]
+    return cache_dir() / f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}"
 
 
 def _tokenise(
