@@ -276,35 +276,26 @@ class Edits:
             order = np.random.Generator(np.random.PCG64(edit["seed"])).permutation(where)
             return [(i, places[j]) for i, j in zip(where, order.tolist())]
         is_document = places is self.documents
-        new = ((i, self._given(edit, places.original(i), is_document)) for i in where)
-        if do == "insert":
-            return [(i, self._inserted(edit, places[i], text)) for i, text in new]
-        return [*new]
+        return [(i, self._given(edit, places.original(i), is_document)) for i in where]
 
     def _put(self, edit: dict[str, Any], number: int, current: Text, new: Text) -> Text:
-        """Put `new` into the place of `current`, at its length unless the edit shifts."""
-        if edit.get("fill") == "shift" or new.length == current.length:
+        """Put `new` into the place of `current`, from its token `at` on. The place keeps its length
+        unless the edit shifts: what is left of it is filled, or behind an insert stays."""
+        at, length, is_insert = edit.get("at", 0), current.length, edit["do"] == "insert"
+        shifts = edit.get("fill") == "shift"
+        if not is_insert and (shifts or new.length == length):
             return new
-        if new.length > current.length and edit["do"] != "swap":
+        after = at if shifts else at + new.length
+        if after > length and edit["do"] != "swap":
             raise DataError(
-                f"{new.length} tokens are longer than the place, which has {current.length}: cut "
-                'them, or take fill = "shift" for a document'
+                f"{new.length} tokens at {at} go beyond the place, which has {length}: cut them, "
+                'or take fill = "shift" for a document'
             )
-        rest = self._filling(edit, number, current)
-        ids = lambda: np.append(new.read()[: current.length], rest()[new.length :])
-        return Text(current.length, ids)
-
-    def _inserted(self, edit: dict[str, Any], current: Text, new: Text) -> Text:
-        at, length = edit["at"], current.length
-        after = at if edit.get("fill") == "shift" else at + new.length
-        if after > length:
-            raise DataError(f"{new.length} tokens at {at} go beyond the place, which has {length}")
-
-        def read() -> np.ndarray:
-            ids = current.read()
-            return np.concatenate([ids[:at], new.read(), ids[after:]])
-
-        return Text(length + at + new.length - after, read)
+        if shifts:
+            length += new.length
+        rest = current.read if is_insert else self._filling(edit, number, current)
+        parts = lambda: (current.read()[:at], new.read(), rest()[after:])
+        return Text(length, lambda: np.concatenate(parts())[:length])
 
     # ---- batches -----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -52,11 +52,12 @@ class TextFile(NamedTuple):
 def files_at(path: Path) -> list[Path]:
     """The file, the files below the folder, or those that the pattern matches. MissingFileError
     where there are none."""
-    if path.is_dir():
+    if path.is_file():
+        found = [path]
+    elif path.is_dir():
         found = list(walk(path))
     else:
         found = [file for file in map(Path, sorted(glob.glob(str(path)))) if file.is_file()]
-        found = [path] if path.is_file() else found
     if not found:
         raise MissingFileError(f"{path}: no such file or folder, or an empty one; {TAKES}")
     for file in found:
@@ -64,32 +65,26 @@ def files_at(path: Path) -> list[Path]:
     return found
 
 
-def walk(
-    root: Path, skipped: frozenset[str] = frozenset(), above: tuple[tuple[int, int], ...] = ()
-) -> Iterator[Path]:
+def walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
     """Regular files below root, sorted by name, those of a folder before those of the folders in
     it; hidden ones left out. Links are followed. DataError for a link that leads back to a folder
     it lies in, and for a folder that cannot be read."""
-    try:
-        status = os.stat(root)
-        here = status.st_dev, status.st_ino
-        if here in above:
-            raise DataError(
-                f"{root}: a circle of links: it leads back to a folder that it lies in; remove it"
-            )
-        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
-        files = sorted(entry.name for entry in entries if entry.is_file())
-        folders = sorted(entry.name for entry in entries if entry.is_dir())
-        for entry in entries:
-            if entry.is_symlink() and not os.path.exists(entry.path):
-                raise DataError(f"{entry.path}: a link that leads nowhere; remove it")
-    except OSError as error:
-        raise DataError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
-    for name in files:
-        yield Path(root, name)
-    for name in folders:
-        if name not in skipped:
-            yield from walk(Path(root, name), skipped, (*above, here))
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in skipped)
+        for path in (Path(folder, name) for name in folders):
+            if os.path.islink(path) and any(path.samefile(above) for above in path.parents):
+                raise DataError(
+                    f"{path}: a circle of links: it leads back to a folder it lies in; remove it"
+                )
+        for path in (Path(folder, name) for name in sorted(files) if name[0] != "."):
+            if os.path.isfile(path):
+                yield path
+            elif not os.path.exists(path):
+                raise DataError(f"{path}: a link that leads nowhere, or not to be read; remove it")
 
 
 # ---- their content -----------------------------------------------------------------------------

@@ -58,14 +58,6 @@ class Prefetch:
         ]
         self._thread: ThreadPoolExecutor | None = None
 
-    @property
-    def epoch(self) -> int:
-        return self.position["epoch"]
-
-    @property
-    def batch(self) -> int:
-        return self.position["batch"]
-
     def __len__(self) -> int:
         """Batches an epoch."""
         return len(self.batches)

@@ -43,8 +43,7 @@ def standard_library() -> list[Path]:
     every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    every = walk(root, frozenset(skipped))
-    files = [path for path in every if path.suffix == ".py" and path.stat().st_size]
+    files = [path for path in walk(root, skipped) if path.suffix == ".py" and path.stat().st_size]
     if not files:
         raise DataError(
             f"{root}: no sources of the Python standard library here; give text of your own"

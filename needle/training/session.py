@@ -231,7 +231,7 @@ class Session:
         if replay is not None and step == replay.start + 1:
             replay.change(self.run.parallel)
         self._micro_batches = itertools.product([step], self.run.parallel.own_micro_batches)
-        self._where = f"epoch {batches.epoch}, batch {batches.batch}"
+        self._where = "epoch {epoch}, batch {batch}".format_map(batches.position)
         self.ranks.control.step = step
         with agreed(self.ranks, "the gradients"):
             yield

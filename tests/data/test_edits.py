@@ -371,7 +371,11 @@ def rows_of_epoch(batches):
         ("windows", DROP | {"where": {"text": "[0-9]"}}, "no document has .*text.*0-9"),
         ("windows", DROP | {"where": {"document": [[0, 2]], "ids": [[4, 6]]}}, "no document has"),
         ("windows", DROP | SHIFT | {"where": {"document": [[0, 13]]}}, "nothing is left"),
-        ("windows", BACK | {"with_document": 5} | MASK, "13 tokens are longer .* which has 7"),
+        (
+            "windows",
+            BACK | {"with_document": 5} | MASK,
+            "13 tokens at 0 go beyond .* which has 7: cut",
+        ),
         ("windows", {"do": "insert", "where": document(1), "at": 1, "with": "a"}, "go beyond"),
         ("windows", {"do": "insert", "where": document(1), "at": 0, "with": "~"}, "id 30 is outs"),
         ("windows", EQUAL | {"to": document(3, 5)}, "to must name one place, but names 2"),
