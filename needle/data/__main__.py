@@ -19,11 +19,11 @@ from needle.data.readers import open_tokens
 from needle.data.runs import open_run_data
 from needle.data.text import documents, encode, shown
 from needle.data.tokenizer import id_limit, load_tokenizer
-from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
+from needle.data.tokens import DataError, Documents, to_ids
 from needle.files import named, naming, printable, replacing
 from needle.processes import program
 
-SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
+SCANNED = 1 << 22  # ids that `inspect` looks at, in 64 stretches spread over the file
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,24 +116,15 @@ def show_file(file: str, tokenizer: str | None) -> None:
                 f"    documents: {len(sizes):,}, of {sizes.min():,} to {sizes.max():,} tokens, "
                 f"{sizes.mean():,.1f} on average"
             )
-        ids, all_seen = sample(tokens)
-        print(
-            f"    ids: {ids.min():,} to {ids.max():,}"
-            + ("" if all_seen else f" (in {ids.size:,} of them)")
-        )
+        length = min(SCANNED // 64, len(tokens))
+        starts = np.linspace(0, len(tokens) - length, 64).astype(np.int64).tolist()
+        ids = to_ids(tokens.read(*[(start, start + length) for start in starts]))
+        of = f" (in {SCANNED:,} of them)" if len(tokens) > SCANNED else ""
+        print(f"    ids: {ids.min():,} to {ids.max():,}{of}")
     first = to_ids(data.train[:32])
     print(wrapped(f"begins: {' '.join(map(str, first))}"))
     if tokenizer is not None:
         print(repr(load_tokenizer(tokenizer).decode(first.tolist(), skip_special_tokens=False)))
-
-
-def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
-    """(ids, True if they are all)"""
-    if len(tokens) <= SCANNED:
-        return to_ids(tokens[:]), True
-    length = SCANNED // 64
-    starts = np.linspace(0, len(tokens) - length, 64).astype(np.int64).tolist()
-    return to_ids(tokens.read(*[(start, start + length) for start in starts])), False
 
 
 def show_text(path: Path) -> None:

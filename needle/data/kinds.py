@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import glob
 import gzip
+import importlib
 import json
 import os
 import re
@@ -90,35 +91,17 @@ def walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
 # ---- their content -----------------------------------------------------------------------------
 
 
-def zstd_module() -> Any:
-    """compression.zstd of Python 3.14, or its backport."""
-    try:
-        from compression import zstd
-    except ImportError:
-        from backports import zstd
-    return zstd
-
-
-def head_of(path: Path, count: int) -> bytes:
-    with reading(path) as file:
-        return file.read(count)
-
-
 @contextlib.contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """The content of a file, unpacked where it begins as gzip or Zstandard do. DataError for a file
     that cannot be read, and for one that is damaged or truncated."""
-    packed = PACKED.match(head_of(path, 4))
     with reading(path) as file:
+        packed = PACKED.match(file.read(4))
+        file.seek(0)
         try:
             if packed:
-                file = gzip.open(file) if packed[1] else zstd_module().open(file)
+                file = (gzip if packed[1] else _zstd(path)).open(file)
             yield file
-        except ImportError as error:
-            raise DataError(
-                f"{path}: needs Python 3.14 or the package `backports.zstd`: {sys.executable} -m "
-                "pip install backports.zstd (or unpack the file)"
-            ) from error
         except Exception as error:  # each library that unpacks has its own
             if isinstance(error, ValueError) or packed is None:
                 raise
@@ -128,11 +111,23 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
             ) from error
 
 
+def _zstd(path: Path) -> Any:
+    """compression.zstd of Python 3.14, or its backport."""
+    for module in "compression.zstd", "backports.zstd":
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(module)
+    raise DataError(
+        f"{path}: needs Python 3.14 or the package `backports.zstd`: {sys.executable} -m "
+        "pip install backports.zstd (or unpack the file)"
+    )
+
+
 def kind_of(path: Path, field: str = "text") -> str:
     """NPY, FLAT, LINES (objects of JSON, one a line), JSON (any other), or TEXT, of which some is
     none. field: of JSON lines, which holds the text. DataError for shards of llm.c and for
     tables."""
-    head = head_of(path, 8)
+    with reading(path) as file:
+        head = file.read(8)
     if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy":
         return NPY
     if path.suffix.lower() == ".bin":
@@ -152,15 +147,14 @@ def kind_of(path: Path, field: str = "text") -> str:
     if NAMED_LINES.search(path.name):
         return LINES
     with open_bytes(path) as file:
-        start = file.read(64)
-        if not start.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"[", b"null")):
-            return TEXT
-        start += file.read(HEAD)
+        start = file.read(HEAD)
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+    if not text.lstrip().startswith(("{", "[", "null")):
+        return TEXT
     lines = [line for line in text.split("\n") if line.strip()][:2]
     if any(isinstance(found := json_value(line), dict) and field in found for line in lines):
         return LINES
-    if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in text.replace(" ", ""):
+    if len(lines) == 1 and len(start) == HEAD and f'"{field}":' in text.replace(" ", ""):
         return LINES  # of which the first goes on
     first = json_value(text.lstrip("[ \t\r\n"), more=True)
     has_object = isinstance(first, dict) and first != {}

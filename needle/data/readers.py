@@ -154,17 +154,18 @@ def tokens_at(path: Path) -> tuple[FlatTokens, FlatTokens | None, str] | None:
         return None
     if len(kinds) > 1:
         raise DataError(f"{path}: files of several kinds: {', '.join(sorted(kinds))}")
-    tokens, val = FlatTokens([_part(file) for file in files]), files[0].with_name("val.bin")
+    (kind,), val = kinds, files[0].with_name("val.bin")
+    tokens = FlatTokens([_part(file, kind) for file in files])
     if [file.name for file in files] == ["train.bin"] and val.is_file():
         source = f"{path.parent}: nanoGPT's train.bin and val.bin"
-        return tokens, FlatTokens([_part(val)]), source
+        return tokens, FlatTokens([_part(val, kind_of(val))]), source
     more = f", {len(files):,} files" if len(files) > 1 else ""
-    return tokens, None, f"{path}: {kinds.pop()}{more}"
+    return tokens, None, f"{path}: {kind}{more}"
 
 
-def _part(path: Path) -> Part:
+def _part(path: Path, kind: str) -> Part:
     """The ids of a .npy of one axis of integers, or uint16."""
-    if kind_of(path) == FLAT:
+    if kind == FLAT:
         return map_part(path, "<u2")
     try:
         mapped = np.lib.format.open_memmap(path, mode="r")
