@@ -17,7 +17,7 @@ from needle.data import megatron
 from needle.data.kinds import text_files, text_kind
 from needle.data.readers import open_tokens
 from needle.data.runs import open_run_data
-from needle.data.text import documents, encode, shown
+from needle.data.text import documents, tokenise
 from needle.data.tokenizer import id_limit, load_tokenizer
 from needle.data.tokens import DataError, Documents, to_ids
 from needle.files import named, naming, printable, replacing
@@ -84,8 +84,7 @@ def prepare(
     dtype = megatron.best_dtype(id_limit(model))
     sizes, size = array("i"), 0
     with replacing(Path(f"{prefix}.idx")) as index, replacing(Path(f"{prefix}.bin")) as file:
-        read = shown(documents(files, field, skip_bad_lines), "tokenising")
-        for ids, last in encode(model, read, dtype):
+        for ids, last in tokenise(files, model, dtype, field, skip_bad_lines):
             file.write(ids)
             size += len(ids)
             if last and size:  # of a text that has no ids there is nothing to say

@@ -31,7 +31,9 @@ FORMS: dict[str, tuple[list[tuple[str, ...]], tuple[str, ...]]] = {
 }
 TRAINING = ("rate", "moments", "weights")
 FILLS = ("mask", "blank", "reserve", "shift")
-PLACE = ("document", "text", "ids", "step", "row")
+# do.key -> what names its place, of documents or of sequences.
+PLACES = {"reorder.where": ("step",), "repeat.to": ("step", "row")}
+ANY_PLACE = ("document", "text", "ids", "step", "row")
 
 
 def read_edits(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -77,10 +79,6 @@ def _checked(edit: dict[str, Any], folder: Path) -> dict[str, Any]:
     do = edit.get("do")
     if do not in list(FORMS):
         raise ValueError(f"do: must be one of {', '.join(FORMS)}, but is {do!r:.40}")
-    if do == "insert" and edit.get("fill") not in (None, "shift"):
-        raise ValueError(
-            'fill: is "shift", or left out: insert empties no place, it writes over it'
-        )
     groups, others = FORMS[do]
     known = [*(key for group in groups for key in group), *others]
     for key in sorted(edit.keys() - {"do", *known}):
@@ -95,14 +93,10 @@ def _checked(edit: dict[str, Any], folder: Path) -> dict[str, Any]:
     elif "fill" in known:
         checked.setdefault("fill", "mask")
     fill, where, to = (checked.get(key) for key in ("fill", "where", "to"))
-    if fill == "shift" and (do == "repeat" or "step" in where):
+    if fill == "shift" and "step" in (to if do == "repeat" else where):
         raise ValueError("fill: a sequence has a fixed length: take mask, blank or reserve")
     if do != "reorder" and (fill == "reserve") != ("seed" in edit):
         raise ValueError('seed: goes with fill = "reserve", which needs one')
-    if do == "reorder" and [*where] != ["step"]:
-        raise ValueError("where: must name steps alone, whose sequences change places")
-    if do == "repeat" and "step" not in to:
-        raise ValueError("to: must name a step and its rows")
     if do == "swap" and ("step" in where) != ("step" in to):
         raise ValueError("to: must name a document where `where` does, else a sequence")
     return checked
@@ -130,6 +124,7 @@ STEPS = (lambda x: _is_list(x) and len(x) == 2 and 1 <= x[0] <= x[1]), "[first, 
 VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do": TEXT,
     "fill": (lambda x: x in list(FILLS), f"one of {', '.join(FILLS)}"),
+    "insert.fill": (lambda x: x == "shift", '"shift", or left out: insert writes over a place'),
     "seed": WHOLE,
     "at": WHOLE,
     "with": TEXT,
@@ -147,7 +142,7 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _value(do: str, key: str, value: Any, folder: Path) -> Any:
     if key in ("where", "to") and f"{do}.{key}" not in VALUES:
-        return _place(key, value, folder)
+        return _place(key, value, PLACES.get(f"{do}.{key}", ANY_PLACE), folder)
     is_good, words = VALUES.get(f"{do}.{key}") or VALUES[key]
     if not is_good(value):
         raise ValueError(f"{key}: must be {words}, but is {value!r:.60}")
@@ -158,10 +153,10 @@ def _value(do: str, key: str, value: Any, folder: Path) -> Any:
     return value
 
 
-def _place(key: str, value: Any, folder: Path) -> dict[str, Any]:
+def _place(key: str, value: Any, names: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """A table that names documents or sequences."""
-    if not isinstance(value, dict) or not value or value.keys() - {*PLACE}:
-        raise ValueError(f"{key}: must be a table of {', '.join(PLACE)}, but is {value!r:.60}")
+    if not isinstance(value, dict) or not value or value.keys() - {*names}:
+        raise ValueError(f"{key}: must be a table of {', '.join(names)}, but is {value!r:.60}")
     if value.keys() & {"step", "row"} and ("step" not in value or value.keys() - {"step", "row"}):
         raise ValueError(f"{key}: names documents, or a step with its rows: {', '.join(value)}")
     found = {}

@@ -33,7 +33,7 @@ import numpy as np
 from needle.command import wrapped
 from needle.data import megatron
 from needle.data.kinds import FLAT, NPY, TextFile, files_at, kind_of, text_files, text_kind
-from needle.data.text import documents, encode, shown, standard_library, train_tokenizer
+from needle.data.text import documents, shown, standard_library, tokenise, train_tokenizer
 from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer, tokenizers_package
 from needle.data.tokens import (
     DataError,
@@ -214,7 +214,7 @@ def read_documents(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> 
     if tokenizer is None:
         raise DataError(f"{path}: is text, and the run has no tokenizer: give files of tokens")
     texts: list[list[np.ndarray]] = [[]]
-    for ids, last in encode(tokenizer, documents(text_files(path)), np.dtype("<i4")):
+    for ids, last in tokenise(text_files(path), tokenizer, np.dtype("<i4")):
         texts[-1].append(ids)
         texts += [[]] if last else []
     return [np.concatenate(parts) for parts in texts[:-1]]
@@ -288,8 +288,7 @@ def _tokenise(
     dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
     count = 0
     with open(folder / "train.bin", "xb") as train, open(folder / "held_out.bin", "xb") as end:
-        read = shown(documents(files), "tokenising")
-        for ids, last in encode(tokenizer, read, dtype):
+        for ids, last in tokenise(files, tokenizer, dtype):
             (end if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
             count += last
     (folder / "facts.json").write_text(json.dumps({"documents": count, "dtype": dtype.str}))

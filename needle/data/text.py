@@ -183,16 +183,20 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def encode(
-    tokenizer: Tokenizer, parts: Iterable[Chunk], dtype: np.dtype
+def tokenise(
+    files: Sequence[TextFile],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    field: str = "text",
+    skip_bad_lines: bool = False,
 ) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield (ids, True if a document ends with them) of each chunk. The last id of a document is
-    the tokenizer's eos_token_id, where it has one."""
+    """Yield (ids, True if a document ends with them) of each chunk of `documents`. The last id of
+    a document is the tokenizer's eos_token_id, where it has one."""
     end = tokenizer.eos_token_id
     tail = np.array([] if end is None else [end], dtype)
     # Where the package has it: the same ids without their places in the text, in half the time.
     encode_batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-    for group in _groups(parts):
+    for group in _groups(shown(documents(files, field, skip_bad_lines), "tokenising")):
         try:
             encoded = encode_batch([text for text, _ in group], add_special_tokens=False)
         except Exception as error:  # the package raises bare Exception
@@ -200,8 +204,8 @@ def encode(
                 f"the tokenizer cannot encode a text, one of {len(group):,} from "
                 f"{group[0][0][:60]!r} on: {error}"
             ) from error
-        for (_, last), chunk in zip(group, encoded):
-            ids = np.array(chunk.ids, dtype)
+        for (_, last), found in zip(group, encoded):
+            ids = np.array(found.ids, dtype)
             yield np.concatenate([ids, tail]) if last else ids, last
 
 

@@ -136,8 +136,7 @@ class FlatTokens:
         if chosen.dtype.kind not in "iu":
             raise IndexError(f"tokens are indexed by integers and slices, not by {chosen.dtype}")
         places = [range(len(self))[place] for place in chosen.ravel().tolist()]
-        ids = [self.read((place, place + 1))[0] for place in places]
-        return np.array(ids, self.dtype).reshape(chosen.shape)[()]
+        return self.read(*[(at, at + 1) for at in places]).reshape(chosen.shape)[()]
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return self.read((0, len(self))).astype(dtype or self.dtype, copy=False)
