@@ -216,13 +216,18 @@ class Lock:
 # ---- secrets -------------------------------------------------------------------------------------
 
 
-def settings_file(name: str) -> Path:
-    """Return the path of a file in the user's folder of settings, $XDG_CONFIG_HOME or ~/.config.
-    FileError for a user without a home."""
-    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+def user_folder(variable: str, default: str, noun: str, named_by: str) -> Path:
+    """Return the folder `needle` in $variable, or in `default` in the user's home. FileError for a
+    user without a home: it says that `named_by` names a folder for the `noun`."""
+    base = os.environ.get(variable) or os.path.expanduser(f"~/{default}")
     if base.startswith("~"):
-        raise FileError(f"{name}: this user has no home: set HOME or XDG_CONFIG_HOME to a folder")
-    return Path(base, "needle", name)
+        raise FileError(f"{noun}: this user has no home: set {named_by} to a folder")
+    return Path(base, "needle")
+
+
+def settings_file(name: str) -> Path:
+    """Return the path of a file in the user's folder of settings, $XDG_CONFIG_HOME or ~/.config."""
+    return user_folder("XDG_CONFIG_HOME", ".config", name, "HOME or XDG_CONFIG_HOME") / name
 
 
 def read_secret(path: Path, noun: str) -> str:

@@ -106,6 +106,7 @@ class Batches:
                 )
         elif isinstance(tokens, Documents):
             self.passes = megatron.passes_for(samples or 1, len(tokens), seq_len)
+        self.count = self._count(self.passes)  # samples an epoch
         if len(self) == 0:
             raise DataError(
                 f"{tokens!r}: fewer than one batch of {batch_size} x {seq_len} "
@@ -131,7 +132,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches an epoch."""
-        return self._count(self.passes) // self.batch_size
+        return self.count // self.batch_size
 
     @property
     def epoch(self) -> int:
@@ -157,10 +158,12 @@ class Batches:
         epoch, batch, passes = position["epoch"], position["batch"], self.passes
         if passes is not None:  # a run whose length was changed keeps the order it began with
             passes = position["passes"]
-        count = self._count(passes) // self.batch_size
-        if count == 0 or not 0 <= epoch < 1 << 31 or not 0 <= batch <= count:
-            raise DataError(f"no position: {position}: an epoch has {count} batches")
-        self.passes, self.number, self._drawn = passes, epoch * count + batch, 0
+        count = self._count(passes)
+        batches = count // self.batch_size
+        if batches == 0 or not 0 <= epoch < 1 << 31 or not 0 <= batch <= batches:
+            raise DataError(f"no position: {position}: an epoch has {batches} batches")
+        self.passes, self.count = passes, count
+        self.number, self._drawn = epoch * batches + batch, 0
 
     def seek_batch(self, number: int) -> None:
         """Go to the batch that a run draws as its `number`-th, from 0."""
@@ -193,11 +196,6 @@ class Batches:
     def width(self) -> int:
         """Tokens of a sequence that are drawn."""
         return self.seq_len if self.columns is None else len(self.columns)
-
-    @property
-    def count(self) -> int:
-        """Samples an epoch."""
-        return self._count(self.passes)
 
     def samples(self, epoch: int) -> tuple[Stream, np.ndarray]:
         """(stream, numbers of its samples in the order in which they are drawn) of an epoch. Those

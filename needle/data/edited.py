@@ -139,9 +139,7 @@ class Edits:
             return tokens.borders
         found = borders_of(tokens, self._end_of_text)
         if len(found) == 2:
-            raise DataError(
-                f"{self.data.source}: no end of text within, hence no documents: name a step"
-            )
+            raise DataError(f"{self.data.source}: no end of text within: name a step")
         return found
 
     @property

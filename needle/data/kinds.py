@@ -78,9 +78,7 @@ def walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name[0] != "." and name not in skipped)
         for path in (Path(folder, name) for name in folders):
             if os.path.islink(path) and any(path.samefile(above) for above in path.parents):
-                raise DataError(
-                    f"{path}: a circle of links: it leads back to a folder it lies in; remove it"
-                )
+                raise DataError(f"{path}: a circle of links, to a folder it lies in; remove it")
         for path in (Path(folder, name) for name in sorted(files) if name[0] != "."):
             if os.path.isfile(path):
                 yield path

@@ -48,9 +48,7 @@ class Prefetch:
     def __init__(self, batches: Batches, device: Device | None = None, depth: int = 2) -> None:
         on_gpu = device is not None and not device.is_host
         if on_gpu and batches.vocab_size is None:
-            raise ValueError(
-                "Prefetch: batches for a GPU need vocab_size: the device does not check ids"
-            )
+            raise ValueError("Prefetch: batches for a GPU need vocab_size: it checks no ids")
         self.batches, self.position = batches, batches.position
         self._slots = [
             _Slot((batches.batch_size, batches.width), device) if on_gpu else None

@@ -45,7 +45,7 @@ from needle.data.tokens import (
     map_part,
     to_ids,
 )
-from needle.files import named, read_json
+from needle.files import named, read_json, user_folder
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
@@ -135,10 +135,7 @@ def tokens_at(path: Path) -> tuple[FlatTokens, FlatTokens | None, str] | None:
     is_folder = path.is_dir()
     indexes = sorted(path.glob("[!.]*.idx")) if is_folder else [path]
     if len(indexes) > 1:
-        raise DataError(
-            f"{path}: {len(indexes)} Megatron files are in it; name one of them, such as "
-            f"{indexes[0]}"
-        )
+        raise DataError(f"{path}: {len(indexes)} Megatron files are in it; name one of them")
     prefix = megatron.prefix_of(indexes[0]) if indexes else None
     if prefix is not None:
         tokens = megatron.open_documents(prefix)
@@ -227,14 +224,8 @@ def cache_dir() -> Path:
     """$NEEDLE_CACHE, else $XDG_CACHE_HOME/needle, else ~/.cache/needle. DataError for a user
     without a home."""
     own = os.environ.get("NEEDLE_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if base.startswith("~"):
-        raise DataError(
-            "no folder for the cache of tokens: this user has no home; set NEEDLE_CACHE to a folder"
-        )
-    return Path(base) / "needle"
+    noun = "the cache of tokens"
+    return Path(own) if own else user_folder("XDG_CACHE_HOME", ".cache", noun, "NEEDLE_CACHE")
 
 
 def cached_text(
@@ -261,10 +252,8 @@ def cached_text(
                 if not folder.is_dir():  # another process was faster
                     raise
     except OSError as error:
-        raise DataError(
-            f"{folder}: the cache cannot be written ({error.strerror}); set NEEDLE_CACHE to a "
-            "folder that can be written"
-        ) from error
+        said = f"the cache cannot be written ({error.strerror}): set NEEDLE_CACHE to another folder"
+        raise DataError(f"{folder}: {said}") from error
     return folder
 
 

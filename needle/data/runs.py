@@ -48,10 +48,8 @@ def run_data(
             data = open_data(described["path"], own)
         data.tokenizer = own
     if data.fingerprint != fingerprint:
-        raise DataError(
-            f"{data.source}: not the tokens that the run read before: the data or the tokenizer "
-            "has changed (or a needle that knew JSON lines by name, and no linked folders, read it)"
-        )
+        said = "not the tokens that the run read before: the data or the tokenizer has changed"
+        raise DataError(f"{data.source}: {said}")
     return data
 
 

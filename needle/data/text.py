@@ -45,9 +45,7 @@ def standard_library() -> list[Path]:
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     files = [path for path in walk(root, skipped) if path.suffix == ".py" and path.stat().st_size]
     if not files:
-        raise DataError(
-            f"{root}: no sources of the Python standard library here; give text of your own"
-        )
+        raise DataError(f"{root}: no sources of Python's standard library; name data of your own")
     return files
 
 

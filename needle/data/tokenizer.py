@@ -200,10 +200,7 @@ def _read(path: Path) -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
-        raise DataError(
-            f"{path}: no such tokenizer file; give a tokenizer.json as the package "
-            "`tokenizers` saves it"
-        )
+        raise DataError(f"{path}: no such tokenizer file; give a tokenizer.json")
     with reading(path) as file:
         is_checkpoint = file.read(9)[8:] == b"{"  # after the length of a safetensors header
         file.seek(0)

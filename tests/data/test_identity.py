@@ -162,7 +162,7 @@ def test_cache_that_cannot_be_is_named(tmp_path, tokenizer, folder, monkeypatch)
     monkeypatch.setattr("pwd.getpwuid", dict().__getitem__)  # a user that nothing knows
     for settings, said in (
         ({"NEEDLE_CACHE": str(tmp_path / "file" / "x")}, "cannot be written .Not a directory."),
-        ({"NEEDLE_CACHE": "", "HOME": None}, "this user has no home; set NEEDLE_CACHE"),
+        ({"NEEDLE_CACHE": "", "HOME": None}, "this user has no home: set NEEDLE_CACHE"),
     ):
         for name, value in settings.items():
             monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
