@@ -120,10 +120,9 @@ class Batches:
         self.edits: Callable[[np.ndarray, int], np.ndarray] | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"Batches({self.batch_size} x {self.seq_len} of {len(self.tokens):,} tokens, "
-            f"{len(self):,} an epoch; next is epoch {self.epoch}, batch {self.batch})"
-        )
+        next_one = "next is epoch {epoch}, batch {batch}".format_map(self.position)
+        size = f"{self.batch_size} x {self.seq_len} of {len(self.tokens):,} tokens"
+        return f"Batches({size}, {len(self):,} an epoch; {next_one})"
 
     def _count(self, passes: int | None) -> int:
         """Count the samples of an epoch."""
@@ -135,19 +134,10 @@ class Batches:
         return self.count // self.batch_size
 
     @property
-    def epoch(self) -> int:
-        """That of the batch before the next one."""
-        return max(self.number - 1, 0) // len(self)
-
-    @property
-    def batch(self) -> int:
-        """How many batches of the epoch have been drawn."""
-        return self.number - self.epoch * len(self)
-
-    @property
     def position(self) -> dict[str, int]:
         """Position of the next batch, as a checkpoint keeps it."""
-        position = {"epoch": self.epoch, "batch": self.batch}
+        epoch = max(self.number - 1, 0) // len(self)  # one ends with the next one's first batch
+        position = {"epoch": epoch, "batch": self.number - epoch * len(self)}
         return position if self.passes is None else {**position, "passes": self.passes}
 
     def seek(self, position: dict[str, int]) -> None:
