@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,18 +46,18 @@ class Places(dict):
 
 
 class EditedStream:
-    """The first `length` ids of a stream; in the place of the stretches [starts, stops), which are
-    sorted, stand the texts of documents `which`."""
+    """The first `length` ids of a stream, with `texts` in the places of their documents, wherever
+    these occur. borders: of the documents in the data."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        length: int,
-        starts: np.ndarray,
-        stops: np.ndarray,
-        which: np.ndarray,
-        texts: Places,
-    ) -> None:
+    def __init__(self, stream: Stream, length: int, borders: np.ndarray, texts: Places) -> None:
+        which = np.array(sorted(texts))
+        starts, stops = borders[which], borders[which + 1]
+        if stream.order is not None:
+            places = np.flatnonzero(np.isin(stream.order, which))
+            which, stops = stream.order[places], stream.ends[places]
+            starts = stops - (borders[which + 1] - borders[which])
+        kept = starts < length
+        which, starts, stops = which[kept], starts[kept], np.minimum(stops[kept], length)
         self._stream, self._which = stream, which
         self._text = functools.lru_cache(4)(lambda i: texts[i].read())
         lengths = np.array([texts[i].length for i in which.tolist()], np.int64)
@@ -246,35 +246,30 @@ class Edits:
             return edit
         if edit.get("fill") == "shift" and getattr(self.batches.tokens, "row_length", None):
             raise DataError("preshuffled rows have a fixed length: take mask, blank or reserve")
-        numbers, last = {}, "to" if do == "repeat" else "where"
+        numbers: dict[str, list[int]] = {}
         for key in edit.keys() & {"where", "to"}:
             is_source = do == "repeat" and key == "where"  # which may be of any step
-            found = self._numbers(edit[key], 1 if is_source else self.first).tolist()
+            numbers[key] = self._numbers(edit[key], 1 if is_source else self.first).tolist()
+            if len(numbers[key]) != 1 and (do == "swap" or is_source):
+                raise DataError(f"{key} must name one place, but names {len(numbers[key]):,}")
             if "step" not in edit[key]:
-                edit = {**edit, key: {"document": merged([i, i] for i in found)}}
-            if len(found) != 1 and (do == "swap" or is_source):
-                raise DataError(f"{key} must name one place, but names {len(found):,}")
-            numbers[key] = found
-        places = self.sequences if "step" in edit[last] else self.documents
-        for number, new in self._changes(edit, places, **numbers):
+                edit = {**edit, key: {"document": merged([i, i] for i in numbers[key])}}
+        where, to = numbers["where"], numbers.get("to", [])
+        source = self.sequences if "step" in edit["where"] else self.documents
+        places = self.sequences if do == "repeat" else source
+        if do == "swap":
+            changes = [(where[0], places[to[0]]), (to[0], places[where[0]])]
+        elif do == "repeat":
+            changes = [(i, source.original(where[0])) for i in to]
+        elif do == "reorder":
+            order = np.random.Generator(np.random.PCG64(edit["seed"])).permutation(where)
+            changes = [(i, places[j]) for i, j in zip(where, order.tolist())]
+        else:
+            is_document = places is self.documents
+            changes = [(i, self._given(edit, places.original(i), is_document)) for i in where]
+        for number, new in changes:
             places[number] = self._put(edit, number, places[number], new)
         return edit
-
-    def _changes(
-        self, edit: dict[str, Any], places: Places, where: list[int], to: Sequence[int] = ()
-    ) -> list[tuple[int, Text]]:
-        """Return the numbers of the places that an edit changes, each with its new text."""
-        do = edit["do"]
-        if do == "swap":
-            return [(where[0], places[to[0]]), (to[0], places[where[0]])]
-        if do == "repeat":
-            source = self.sequences if "step" in edit["where"] else self.documents
-            return [(i, source.original(where[0])) for i in to]
-        if do == "reorder":
-            order = np.random.Generator(np.random.PCG64(edit["seed"])).permutation(where)
-            return [(i, places[j]) for i, j in zip(where, order.tolist())]
-        is_document = places is self.documents
-        return [(i, self._given(edit, places.original(i), is_document)) for i in where]
 
     def _put(self, edit: dict[str, Any], number: int, current: Text, new: Text) -> Text:
         """Put `new` into the place of `current`, from its token `at` on. The place keeps its length
@@ -298,17 +293,9 @@ class Edits:
     # ---- batches -----------------------------------------------------------------------------
 
     def _make_stream(self, epoch: int) -> EditedStream:
-        batches, (stream, _) = self.batches, self.batches.samples(epoch)
-        which = np.array(sorted(self.documents))
-        starts, stops = self.borders[which], self.borders[which + 1]
-        if stream.order is not None:
-            places = np.flatnonzero(np.isin(stream.order, which))
-            which, stops = stream.order[places], stream.ends[places]
-            starts = stops - stream.tokens.sizes[which]
+        batches = self.batches
         length = (batches.count - 1) * batches.stride + batches.seq_len + 1
-        kept = starts < length
-        stops = np.minimum(stops, length)
-        return EditedStream(stream, length, starts[kept], stops[kept], which[kept], self.documents)
+        return EditedStream(batches.samples(epoch)[0], length, self.borders, self.documents)
 
     def _with_documents(self, rows: np.ndarray, epoch: int, chosen: np.ndarray) -> np.ndarray:
         """Change the rows of samples `chosen` by the edits of documents."""
