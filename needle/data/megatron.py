@@ -43,9 +43,10 @@ SPLIT = (969, 30, 1)  # training, validation, test: GPT-NeoX's default, in thous
 def open_documents(prefix: Path) -> Documents:
     """NAME.idx and NAME.bin, or the shards of NAME.bin, checked against each other. DataError names
     file and offset."""
-    idx, files = Path(f"{prefix}.idx"), data_files(prefix)
+    idx = Path(f"{prefix}.idx")
     with reading(idx) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+    files = data_files(prefix)
     known = len(head) == HEADER.size and head.startswith(MAGIC)
     _, version, code, count, entries = HEADER.unpack(head) if known else [None] * 5
     if version != 1 or code not in TYPES:
@@ -83,16 +84,13 @@ def open_documents(prefix: Path) -> Documents:
 def data_files(prefix: Path) -> list[Path]:
     """NAME.bin; or, where it has not been put together, NAME-00000-of-00020.bin and so on, the
     shards in which the Pythias' data are published (there the last one is 00020), in order."""
-    both = f"Megatron's data are two files, {prefix.name}.idx and {prefix.name}.bin"
     whole = Path(f"{prefix}.bin")
-    if not Path(f"{prefix}.idx").is_file():
-        raise DataError(f"{prefix}.idx: no such file; {both}")
     if whole.is_file():
         return [whole]
     names = prefix.parent.glob(f"{glob.escape(prefix.name)}-*.bin")
     shards = sorted(path for path in names if SHARD.search(path.stem))
     if not shards:
-        raise DataError(f"{whole}: no such file; {both} (or {prefix.name}-00000-of-N.bin, ...)")
+        raise DataError(f"{whole}: no such file, nor {prefix.name}-00000-of-N.bin, beside the .idx")
     return shards
 
 
