@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import glob
 import gzip
-import importlib
 import json
 import os
 import re
@@ -98,7 +97,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         file.seek(0)
         try:
             if packed:
-                file = (gzip if packed[1] else _zstd(path)).open(file)
+                file = (gzip if packed[1] else zstd_module(path)).open(file)
             yield file
         except Exception as error:  # each library that unpacks has its own
             if isinstance(error, ValueError) or packed is None:
@@ -109,15 +108,19 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
             ) from error
 
 
-def _zstd(path: Path) -> Any:
-    """compression.zstd of Python 3.14, or its backport."""
-    for module in "compression.zstd", "backports.zstd":
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(module)
-    raise DataError(
-        f"{path}: needs Python 3.14 or the package `backports.zstd`: {sys.executable} -m "
-        "pip install backports.zstd (or unpack the file)"
-    )
+def zstd_module(path: Path) -> Any:
+    """compression.zstd of Python 3.14, or its backport. DataError where there is neither."""
+    try:
+        from compression import zstd
+    except ImportError:
+        try:
+            from backports import zstd
+        except ImportError as error:
+            raise DataError(
+                f"{path}: needs Python 3.14 or the package `backports.zstd`: {sys.executable} -m "
+                "pip install backports.zstd (or unpack the file)"
+            ) from error
+    return zstd
 
 
 def kind_of(path: Path, field: str = "text") -> str:
