@@ -30,10 +30,13 @@ def find_topo_sort(node_list: Sequence[Any]) -> list[Any]:
         while stack:
             node, rest = stack[-1]
             for x in rest:
-                if id(x) not in seen:
-                    seen.add(id(x))
-                    stack.append((x, iter(x.inputs)))
-                    break
+                key = id(x)
+                if key not in seen:
+                    seen.add(key)
+                    if x.inputs:
+                        stack.append((x, iter(x.inputs)))
+                        break
+                    order.append(x)
             else:
                 order.append(node)
                 stack.pop()
@@ -112,14 +115,18 @@ def _changed(op: Any, what: str, data: Any) -> RuntimeError:
     )
 
 
-def checked_order(outputs: Sequence[Any]) -> list[Any]:
-    """Return the nodes that need gradients and that `outputs` depend on, inputs first. RuntimeError
-    where data that a gradient reads changed since the forward."""
-    order = [node for node in find_topo_sort(outputs) if node.requires_grad]
-    for node in order:
-        if node.op is not None:
-            check_unchanged(node)
-    return order
+def checked_order(outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the values that need gradients and that `outputs` depend on: those that ops computed,
+    inputs first, and the leaves. RuntimeError where data that a gradient reads changed since the
+    forward."""
+    computed: list[Any] = []
+    leaves: list[Any] = []
+    for node in find_topo_sort(outputs):
+        if node.requires_grad:
+            (leaves if node.op is None else computed).append(node)
+    for node in computed:
+        check_unchanged(node)
+    return computed, leaves
 
 
 def memory_of(*values: Any) -> Iterator[int]:
