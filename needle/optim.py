@@ -407,18 +407,22 @@ class AdamW(Optimizer):
     def _launches(self) -> list[tuple[int, int, int, dict]]:
         """(array, start, end, own settings): neighbours in the flat buffer that are set alike go
         together."""
-        own = [self._own.get(name, {}) for name in self.names]
+        usual: dict[str, Any] = {}
+        own = [self._own.get(name, usual) for name in self.names]
         if self.flat is None:
             return [(i, 0, p.size, own[i]) for i, p in enumerate(self.params)]
+        runs: list[tuple[int, dict]] = []  # where settings begin
+        before: dict | None = None
+        for start, settings in zip(self.flat.offsets, own):
+            if settings is not before and settings != before:
+                runs.append((start, settings))
+                before = settings
         out: list[tuple[int, int, int, dict]] = []
-        ends = self.flat.offsets[1:] + [self.flat.size]
-        for start, end, settings in zip(self.flat.offsets, ends, own):
+        ends = [start for start, _ in runs[1:]] + [self.flat.size]
+        for (start, settings), end in zip(runs, ends):
             start, end = max(start, self._part.start), min(end, self._part.stop)
-            if start >= end:
-                continue
-            if out and out[-1][3] == settings:
-                start = out.pop()[1]
-            out.append((0, start, end, settings))
+            if start < end:
+                out.append((0, start, end, settings))
         return out
 
     def step(self, scale: NDArray | None = None) -> None:
@@ -429,10 +433,10 @@ class AdamW(Optimizer):
         """
         self._prepare()
         t, launches = self.t + 1, []
+        if self.flat is not None:
+            grad, data = self.flat.grad, self.flat.data
         for i, start, end, own in self._launches():
-            if self.flat is not None:
-                grad, data = self.flat.grad, self.flat.data
-            else:
+            if self.flat is None:
                 if self.params[i].grad is None:
                     continue
                 data = self.params[i].cached_data
