@@ -269,19 +269,15 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The layer as one operation, or part by part where something is hooked in, replaced or
         shared. fp8, recompute: as in ops.layer; the parts know no FP8."""
-        if not self.is_one_operation() or not (cache is None or self._has_joined_weights()):
+        weights = self._weights_of_one_operation()
+        if weights is None or not (cache is None or self._has_joined_weights()):
             if recompute:
                 return nn.recompute(self, x, rotary, mask)
             return self._by_parts(x, rotary, mask, cache)
         if self._hooks is not None:
             x = self.hook("hook_resid_pre", x)
-        norm1, norm2 = self.input_layernorm, self.post_attention_layernorm
-        attention, mlp = self.attention, self.mlp
-        qkv, out = attention.query_key_value, attention.dense
-        up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
-        weights = (norm1.weight, norm1.bias, norm2.weight, norm2.bias, qkv.weight, qkv.bias)
-        weights += (out.weight, out.bias, up.weight, up.bias, down.weight, down.bias)
-        heads, eps, form = attention.heads, norm1.eps, mlp.approximate
+        heads, eps = self.attention.heads, self.input_layernorm.eps
+        form = self.mlp.approximate
         if cache is None:
             cos, sin = rotary[0][: x.shape[1]], rotary[1][: x.shape[1]]
             y = ops.layer(x, *weights, heads, cos, sin, eps, form, mask, fp8, recompute)
@@ -310,27 +306,30 @@ class Layer(nn.Module):
     def is_one_operation(self) -> bool:
         """True if ops.layer computes this: a parallel residual, the classes of this file and of
         needle.nn, with biases, hooks on the residual stream alone, no parameter in two places."""
+        return self._weights_of_one_operation() is not None
+
+    def _weights_of_one_operation(self) -> tuple[Any, ...] | None:
+        """Return the weights and biases in the order of ops.layer; None where it is not one."""
         attention, mlp = self.attention, self.mlp
         if not (self.parallel and type(attention) is nn.Attention and type(mlp) is MLP):
-            return False
-        norms = self.input_layernorm, self.post_attention_layernorm
+            return None
+        norm1, norm2 = norms = self.input_layernorm, self.post_attention_layernorm
         linears = attention.query_key_value, attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
-        seen = set()
-        for part in norms:
-            if type(part) is not nn.LayerNorm1d or part._hooks is not None:
-                return False
-            seen |= {id(part.weight), id(part.bias)}
-        for part in linears:
-            if type(part) is not nn.Linear or part.bias is None or part._hooks is not None:
-                return False
-            seen |= {id(part.weight), id(part.bias)}
+        weights: list[Any] = []
+        for kind, parts in (nn.LayerNorm1d, norms), (nn.Linear, linears):
+            for part in parts:
+                if type(part) is not kind or part.bias is None or part._hooks is not None:
+                    return None
+                weights += part.weight, part.bias
         if (
             attention._hooks is not None
             or mlp._hooks is not None
             or (self._hooks is not None and self.is_hooked_at("hook_attn_out", "hook_mlp_out"))
+            or norm1.eps != norm2.eps
+            or attention.group is not None
         ):
-            return False
-        return norms[0].eps == norms[1].eps and attention.group is None and len(seen) == 12
+            return None
+        return tuple(weights) if len(set(map(id, weights))) == 12 else None
 
     def _has_joined_weights(self) -> bool:
         """True if the last weights are neighbours in memory, so that a step copies none. Those of a
