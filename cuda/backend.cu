@@ -267,10 +267,11 @@ nd_status cuda_reset(int device) {
     CUDA_TRY("reset", cudaStreamSynchronize(d.side_stream));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
     ND_TRY(cuda_module_reset(device));
-    for (auto &entry : d.live) {
+    ND_TRY(cuda_free_idle(d));
+    for (auto &entry : d.blocks) {
         CUDA_TRY("reset", cudaFreeAsync(entry.first, d.stream));
     }
-    d.live.clear();
+    d.blocks.clear();
     d.live_bytes = d.peak_bytes = 0;
     d.prepared.clear();
     ND_TRY(cuda_free_scratch(d));

@@ -99,11 +99,15 @@ nd_status cuda_enter(int device) {
     return ND_OK;
 }
 
-nd_status Exclusive::begin(int device) {
+void Exclusive::hold(int device) {
     if (device >= 0 && device < cuda_max_devices) {
         lock = &state().devices[device].lock;
         lock->lock();
     }
+}
+
+nd_status Exclusive::begin(int device) {
+    hold(device);
     return cuda_enter(device);
 }
 
@@ -116,6 +120,7 @@ nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
     if (error == cudaErrorMemoryAllocation) {
         /* memory freed lately, but in pieces of other sizes, may be enough */
         cudaGetLastError();
+        ND_TRY(cuda_free_idle(d));
         CUDA_TRY("allocate", cudaStreamSynchronize(d.stream));
         CUDA_TRY("allocate", cudaMemPoolTrimTo(d.pool, 0));
         error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);

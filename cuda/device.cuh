@@ -23,6 +23,8 @@ struct Bytes {
     size_t count;
     nd_graph *owner = nullptr; /* the graph whose block it is */
     bool late = false;         /* released while capturing: given back when that ends */
+    void *memory = nullptr;    /* of an idle block: its address ... */
+    Bytes *next = nullptr;     /* ... and the next one in its list */
 };
 
 struct Prepared {
@@ -43,8 +45,10 @@ struct Device {
     void *scratch = nullptr;
     size_t scratch_bytes = 0;
     int64_t live_bytes = 0, peak_bytes = 0;
-    std::unordered_map<void *, Bytes> live; /* arrays' memory and its size */
-    nd_async_copy *idle_copies = nullptr;   /* to be used again: the first, which knows the next */
+    std::unordered_map<void *, Bytes> blocks; /* of arrays, and idle ones */
+    Bytes *idle[64] = {};                     /* lists of idle blocks, by a hash of their size */
+    size_t idle_bytes = 0;
+    nd_async_copy *idle_copies = nullptr; /* to be used again: the first, which knows the next */
     std::vector<nd_graph *> graphs;
     std::vector<nd_module *> modules;
     nd_graph *recording = nullptr;                       /* between graph_begin and graph_end */
@@ -74,6 +78,7 @@ struct Exclusive {
             lock->unlock();
         }
     }
+    void hold(int device); /* the lock alone, for work without calls of CUDA */
     nd_status begin(int device);
 };
 
@@ -85,7 +90,9 @@ nd_status cuda_release(int device, void *memory);
 nd_status cuda_memory_stats(int device, nd_memory_stats *out);
 nd_status cuda_reset_peak(int device);
 nd_status cuda_empty_cache(int device);
-nd_status cuda_free_scratch(Device &d); /* under the device's lock */
+/* Under the device's lock. */
+nd_status cuda_free_scratch(Device &d);
+nd_status cuda_free_idle(Device &d);
 
 /* ---- module.cpp (contracts in backend.h) ----------------------------------------------------- */
 nd_status cuda_launch_limits(int device, nd_launch_limits *out);

@@ -129,11 +129,11 @@ nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
     graph->capturing = false;
     Device &d = cuda_device(device);
     cudaError_t error = cudaStreamEndCapture(d.stream, captured);
-    for (auto entry = d.live.begin(); entry != d.live.end();) {
+    for (auto entry = d.blocks.begin(); entry != d.blocks.end();) {
         if (entry->second.late) {
             cudaError_t freed = cudaFreeAsync(entry->first, d.stream);
             error = error == cudaSuccess ? freed : error;
-            entry = d.live.erase(entry);
+            entry = d.blocks.erase(entry);
         } else {
             ++entry;
         }
@@ -202,7 +202,7 @@ nd_status cuda_graph_free(int device, nd_graph *graph) {
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
     d.recording = d.recording == graph ? nullptr : d.recording;
-    for (auto &entry : d.live) {
+    for (auto &entry : d.blocks) {
         if (entry.second.owner == graph) {
             entry.second.owner = nullptr; /* now the array's own */
         }

@@ -4,6 +4,10 @@
  * that freed memory stays for the next call); reset() can thus give everything back without
  * cudaDeviceReset(), which would also end the context for other libraries in the process. While a
  * graph is recorded, it owns new allocations.
+ *
+ * A call of the pool takes the host a microsecond, so small blocks that arrays release stay here,
+ * idle, for the next array of the same size; the order of the stream makes that safe, as in the
+ * pool. Once there are too many, all of them go back to the pool.
  */
 #include "device.cuh"
 #include "graph.cuh"
@@ -11,8 +15,55 @@
 namespace {
 
 constexpr size_t scratch_step = (size_t)1 << 20;
+constexpr size_t most_idle = (size_t)64 << 20, largest_idle = most_idle / 8;
+
+/* What an idle block counts of most_idle: there are at most 1024. */
+size_t idle_share(size_t bytes) { return bytes > most_idle >> 10 ? bytes : most_idle >> 10; }
+
+/* The list in which idle blocks of this size are. */
+Bytes **idle_list(Device &d, size_t bytes) {
+    return &d.idle[(uint64_t)bytes * 0x9e3779b97f4a7c15u >> 58];
+}
+
+/* An idle block of this size, or null. */
+void *take_idle(Device &d, size_t bytes) {
+    Bytes **at = idle_list(d, bytes);
+    while (*at && (*at)->count != bytes) {
+        at = &(*at)->next;
+    }
+    Bytes *block = *at;
+    if (!block) {
+        return nullptr;
+    }
+    *at = block->next;
+    d.idle_bytes -= idle_share(bytes);
+    return block->memory;
+}
+
+nd_status free_block(Device &d, void *memory) {
+    cudaError_t error = cudaFreeAsync(memory, d.stream);
+    if (error == cudaErrorCudartUnloading) {
+        return ND_OK; /* the process is ending and takes everything along */
+    }
+    return error == cudaSuccess ? ND_OK : cuda_error("release", "cudaFreeAsync", error);
+}
 
 } // namespace
+
+nd_status cuda_free_idle(Device &d) {
+    nd_status status = ND_OK;
+    for (Bytes *&first : d.idle) {
+        while (first) {
+            void *memory = first->memory;
+            first = first->next;
+            d.blocks.erase(memory);
+            nd_status freed = free_block(d, memory);
+            status = status == ND_OK ? freed : status;
+        }
+    }
+    d.idle_bytes = 0;
+    return status;
+}
 
 nd_status cuda_free_scratch(Device &d) {
     if (d.scratch) {
@@ -46,16 +97,20 @@ nd_status cuda_allocate(int device, size_t bytes, void **out) {
     if (bytes == 0) {
         return ND_OK;
     }
+    if (cuda_faulted()) {
+        return cuda_first_fault();
+    }
     Exclusive call;
-    ND_TRY(call.begin(device));
+    call.hold(device);
     Device &d = cuda_device(device);
-    if (d.recording) {
-        ND_TRY(cuda_graph_allocate(device, d.recording, bytes, out));
-    } else {
-        ND_TRY(cuda_pool_malloc(device, bytes, out));
+    *out = d.recording ? nullptr : take_idle(d, bytes);
+    if (!*out) {
+        ND_TRY(cuda_enter(device));
+        ND_TRY(d.recording ? cuda_graph_allocate(device, d.recording, bytes, out)
+                           : cuda_pool_malloc(device, bytes, out));
     }
     try {
-        d.live[*out] = {bytes, d.recording};
+        d.blocks[*out] = {bytes, d.recording};
     } catch (...) { /* no memory to note it in */
         if (d.recording) {
             cuda_graph_reuse(d.recording, *out, bytes);
@@ -74,28 +129,39 @@ nd_status cuda_release(int device, void *memory) {
         return ND_OK;
     }
     Exclusive call;
-    ND_TRY(call.begin(device));
+    call.hold(device);
     Device &d = cuda_device(device);
-    auto found = d.live.find(memory);
-    if (found == d.live.end()) {
+    auto found = d.blocks.find(memory);
+    if (found == d.blocks.end()) {
         return ND_OK; /* reset() gave it back already */
     }
-    const Bytes bytes = found->second;
-    d.live_bytes -= (int64_t)bytes.count;
-    if (!bytes.owner && cuda_is_capturing(device)) {
-        found->second.late = true;
+    Bytes &block = found->second;
+    const size_t bytes = block.count;
+    d.live_bytes -= (int64_t)bytes;
+    if (nd_graph *owner = block.owner) {
+        d.blocks.erase(found);
+        cuda_graph_reuse(owner, memory, bytes);
         return ND_OK;
     }
-    d.live.erase(found);
-    if (bytes.owner) {
-        cuda_graph_reuse(bytes.owner, memory, bytes.count);
+    if (cuda_is_capturing(device)) {
+        block.late = true;
         return ND_OK;
     }
-    cudaError_t error = cudaFreeAsync(memory, d.stream);
-    if (error == cudaErrorCudartUnloading) {
-        return ND_OK; /* the process is ending and takes everything along */
+    if (bytes > largest_idle) {
+        d.blocks.erase(found);
+        ND_TRY(cuda_enter(device));
+        return free_block(d, memory);
     }
-    return error == cudaSuccess ? ND_OK : cuda_error("release", "cudaFreeAsync", error);
+    if (d.idle_bytes + idle_share(bytes) > most_idle) {
+        ND_TRY(cuda_enter(device));
+        ND_TRY(cuda_free_idle(d));
+    }
+    Bytes **first = idle_list(d, bytes);
+    block.memory = memory;
+    block.next = *first;
+    *first = &block;
+    d.idle_bytes += idle_share(bytes);
+    return ND_OK;
 }
 
 nd_status cuda_memory_stats(int device, nd_memory_stats *out) {
@@ -124,6 +190,7 @@ nd_status cuda_empty_cache(int device) {
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
     ND_TRY(cuda_free_scratch(d));
+    ND_TRY(cuda_free_idle(d));
     CUDA_TRY("empty_cache", cudaStreamSynchronize(d.stream));
     CUDA_TRY("empty_cache", cudaMemPoolTrimTo(d.pool, 0));
     return ND_OK;

@@ -213,6 +213,26 @@ def test_exchange_and_copies_between_devices(device):
         _C.empty((1,), "float32", missing)
 
 
+def test_released_memory_serves_the_next_array_of_its_size(device):
+    new = lambda size: _C.empty((size,), "uint8", device)
+    gc.collect()
+    device.empty_cache()
+    before = device.memory_stats()
+    first = new(100_003)
+    place = first.data_ptr
+    del first
+    again, other, larger = new(100_003), new(100_003), new(100_004)
+    assert again.data_ptr == place and len({x.data_ptr for x in (again, other, larger)}) == 3
+    assert device.memory_stats()["live_bytes"] == before["live_bytes"] + 300_010
+    del again, other, larger
+    for size, count in (4 << 20, 40), (1 << 20, 40), (512, 3000):  # more than stay idle
+        held = [new(size + i) for i in range(count)]
+        del held
+    assert device.memory_stats()["live_bytes"] == before["live_bytes"]
+    device.empty_cache()
+    assert device.memory_stats()["reserved_bytes"] <= before["reserved_bytes"]
+
+
 # ---- reset and faults, in processes of their own -------------------------------------------------
 
 
