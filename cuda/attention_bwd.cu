@@ -26,6 +26,8 @@
 #include "attention_hopper.cuh"
 #include "attention_sums.cuh"
 
+#include <string.h>
+
 using namespace attention;
 
 namespace {
@@ -545,6 +547,24 @@ template <class Args> nd_status check_sums_and_angles(const char *op, const Args
     return ND_OK;
 }
 
+/* Rotate dq and dk (B, T, H, D) back, with the same strides as two slices of (B, T, H, 2, D). */
+nd_status rotate_back(const char *op, int device, const nd_array *dq, const nd_array *dk,
+                      const nd_array *cos, const nd_array *sin) {
+    const int64_t apart = (const char *)dk->data - (const char *)dq->data;
+    const int64_t size = (int64_t)nd_dtype_size(dq->dtype);
+    if (apart % size != 0 || memcmp(dq->strides, dk->strides, 4 * sizeof *dq->strides) != 0) {
+        ND_TRY(cuda_rotate(op, device, dq, 1, cos, sin, -1.0f));
+        return cuda_rotate(op, device, dk, 1, cos, sin, -1.0f);
+    }
+    nd_array both = *dq;
+    both.ndim = 5;
+    both.shape[3] = 2;
+    both.shape[4] = dq->shape[3];
+    both.strides[3] = apart / size;
+    both.strides[4] = dq->strides[3];
+    return cuda_rotate(op, device, &both, 2, cos, sin, -1.0f);
+}
+
 /* The fields that the dense and the sparse op share. */
 template <class Args>
 nd_status backward(const char *op, int device, const Args *a, const BlockLists &lists,
@@ -609,8 +629,7 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
             }
         }
         if (!rotated) {
-            ND_TRY(cuda_rotate(op, device, a->dq, 1, a->cos, a->sin, -1.0f));
-            ND_TRY(cuda_rotate(op, device, a->dk, 1, a->cos, a->sin, -1.0f));
+            ND_TRY(rotate_back(op, device, a->dq, a->dk, a->cos, a->sin));
         }
         if (a->largest && !largest_on_the_way) {
             ND_TRY(find_largest(op, device, a->q->dtype, p, a->largest));
