@@ -264,6 +264,10 @@ bool nd_byte_range(const nd_array *a, uintptr_t *low, uintptr_t *high) {
 }
 
 bool nd_may_overlap(const nd_array *a, const nd_array *b) {
+    bool both_own = a->storage->release == NULL && b->storage->release == NULL;
+    if (both_own && a->storage != b->storage) {
+        return false;
+    }
     uintptr_t a_low, a_high, b_low, b_high;
     return a->storage->device == b->storage->device && nd_byte_range(a, &a_low, &a_high) &&
            nd_byte_range(b, &b_low, &b_high) && a_low < b_high && b_low < a_high;
