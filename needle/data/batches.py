@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,20 @@ class Stream:
         if order is not None:
             self.ends = np.cumsum(tokens.sizes[order], dtype=np.int64)
 
-    def read(self, start: int, stop: int, vocab_size: int | None = None) -> np.ndarray:
-        """The ids [start, stop), start < stop, as FlatTokens.read returns them."""
+    def read(self, *samples: tuple[int, int], vocab_size: int | None = None) -> np.ndarray:
+        """The ids of samples [start, stop), start < stop, as FlatTokens.read returns them."""
+        stretches = [one for sample in samples for one in self._stretches(*sample)]
+        return self.tokens.read(*stretches, vocab_size=vocab_size)
+
+    def _stretches(self, start: int, stop: int) -> Iterable[tuple[int, int]]:
         if self.order is None:
-            return self.tokens.read((start, stop), vocab_size=vocab_size)
+            return [(start, stop)]
         first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
         documents = self.order[first : last + 1]
         starts, stops = self.tokens.borders[documents], self.tokens.borders[documents + 1]
         starts[0] = stops[0] - (self.ends[first] - start)
         stops[-1] -= self.ends[last] - stop
-        return self.tokens.read(*zip(starts.tolist(), stops.tolist()), vocab_size=vocab_size)
+        return zip(starts.tolist(), stops.tolist())
 
 
 def _samples(
@@ -202,8 +206,9 @@ class Batches:
     def read(self, epoch: int, chosen: np.ndarray) -> np.ndarray:
         """integers (len(chosen), seq_len + 1), int32 or int64: samples by their numbers."""
         stream, starts = self.samples(epoch)[0], (chosen.astype(np.int64) * self.stride).tolist()
-        rows = [stream.read(at, at + self.seq_len + 1, self.vocab_size) for at in starts]
-        return to_ids(np.stack(rows))
+        length = self.seq_len + 1
+        ids = stream.read(*[(at, at + length) for at in starts], vocab_size=self.vocab_size)
+        return to_ids(ids).reshape(len(chosen), length)
 
     def next_rows(self) -> np.ndarray:
         """integers (batch_size, seq_len + 1), int32 or int64: the next batch."""

@@ -88,7 +88,7 @@ class EditedStream:
             begin, added = int(self._begins[i]), int(self._added[i])
             if at < begin:
                 ends = at - added, min(begin, at + count) - added
-                found.append(to_ids(self._stream.read(*ends, vocab_size)))
+                found.append(to_ids(self._stream.read(ends, vocab_size=vocab_size)))
             else:
                 found.append(self._text(int(self._which[i]))[at - begin :][:count])
             start += len(found[-1])
