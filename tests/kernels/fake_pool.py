@@ -53,6 +53,10 @@ def apart(grid, block, x: "float const*", y: "int*"): y[:] = (y.ctypes.data - x.
 def who(grid, block, pid: "int*"):
     pid[0] = os.getpid()
 
+def forks(grid, block, pid: "int*"):
+    pid[0] = os.fork()
+    while pid[0] == 0: time.sleep(1000)
+
 def no_results(grid, block): pass
 
 def fails(grid, block, kind: "int"):
@@ -94,6 +98,11 @@ def outside(grid, block, x: "float const*", y: "float*", where: "int"):
     """Write a float at a distance in bytes from the start of y."""
     y[:] = 0
     ctypes.c_float.from_address(y.ctypes.data + where).value = 1.0
+
+def before(grid, block, y: "float*"):
+    """Write a float in front of the first array."""
+    y[:] = 0
+    ctypes.c_float.from_address(y.ctypes.data - 4).value = 1.0
 
 def changes_const(grid, block, x: "float const*", y: "float*"):
     y[:] = 0

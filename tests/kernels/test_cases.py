@@ -21,6 +21,20 @@ def test_seed_gives_other_numbers_at_each_place_and_trial():
     assert (b[1] == numpys.astype(np.float32)).all()
 
 
+def test_trials_that_have_one_array_in_common_share():
+    """A timed call is not warmed up by such."""
+    same, other, none = np.array([1, NAN]), Random(9), Random(0)
+    for shared, args in (
+        (True, [other, same]),
+        (True, [same]),
+        (False, [other]),
+        (False, [other, none, Out(3), 2]),
+    ):
+        one, two = (Launch(Case(1, 1, args), trial) for trial in (0, 1))
+        with naming(args):
+            assert one.shares_with(two) == shared
+
+
 def test_random_numbers_have_their_bounds():
     for dtype, low, high, expected in (
         ("int32", -3, 4, range(-3, 4)),

@@ -83,6 +83,21 @@ def test_values_of_each_kind_travel_in_each_precision(pool, fewer_threads):
 
 
 @pytest.mark.parity
+def test_outputs_that_are_kept_are_found_overwritten(pool, fewer_threads):
+    """The second one is computed anew for other ids alone, and the first trial runs twice."""
+    kept = """
+        if not torch.equal(ids, getattr(self, "ids", ids[:0])):
+            self.ids, self.kept = ids.clone(), ids + 1
+        return x[ids] * scale, self.kept
+"""
+    reference = OTHER.replace("scale, ids", "scale, ids + 1")
+    candidate = reference.replace("Model", "ModelNew")
+    candidate = candidate.replace("\n        return x[ids] * scale, ids + 1\n", kept)
+    result = pool.evaluate(Problem(reference, candidate, num_perf_trials=1))
+    assert result.metadata["correctness_trials"] == "(4 / 5)" and not result.correctness
+
+
+@pytest.mark.parity
 def test_candidates_process_has_nothing_of_the_reference(pool, fewer_threads):
     """Neither its source nor its folder; and its files are gone with it."""
     source = CPU["right"].source + (

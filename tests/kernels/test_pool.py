@@ -94,6 +94,7 @@ def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
         ("outside", [X, Out(6), 24], "out_of_bounds", end % 0),
         ("outside", [X, Out(6), 24 + GUARD - 4], "out_of_bounds", end % "65,532"),
         ("outside", [X, Out(6), -4], "out_of_bounds", "4 bytes were written before its start, the"),
+        ("before", [Out(6)], "out_of_bounds", "4 bytes were written before its start, the"),
         ("changes_const", [X, Out(6)], "out_of_bounds", "it is const, an"),
         ("leaves_out", [Out(500), 498], "wrong_result", unwritten),
         ("leaves_out", [Out(500, "float16"), 498], "wrong_result", unwritten),
@@ -129,6 +130,18 @@ def test_source_is_compiled_once_unless_it_reads_files(tmp_path):
             assert pool.run(f'{SOURCE}\n#include "mine.h"', "who", 1, 1, [Out(1, "int32")])
     assert log.read_text().split().count("no_results") == 1
     assert log.read_text().split().count("who") == 2
+
+
+def test_source_is_compiled_once_for_each_architecture(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    log = tmp_path / "log"
+    with FakePool.with_variable("FAKE_LOG", log)(devices=[0, 1], timeout=SECONDS) as pool:
+        for number in (0, 1, 1, 0):
+            other = pool.devices[1 - number]
+            other.busy = True
+            assert pool.run(SOURCE, "no_results", 1, 1, []).device == number
+            other.busy = False
+    assert log.read_text().split().count("no_results") == 2
 
 
 # ---- evaluating ----------------------------------------------------------------------------------
@@ -271,6 +284,7 @@ def test_references(pool):
 
 
 def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
+    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)  # those after the job before
     started = pool.state()[0]["started"]
     launch = lambda source=SOURCE, entry="k", grid=1, args=(), **more: pool.run(
         source, entry, grid, 1, args, **more
@@ -373,6 +387,7 @@ def test_each_job_has_a_process_that_was_ready_and_is_killed(pool):
         pid = int(run(pool, "who", Out(1, "int32")).outputs[0][0])
         assert pid in before[killed:] or killed == 2
         wait_for(lambda pid=pid: state_of(pid) is None)  # not even a zombie
+    wait_until_gone(int(run(pool, "forks", Out(1, "int32")).outputs[0][0]))
 
 
 def test_no_process_starts_or_ends_while_a_job_is_timed(pool, monkeypatch):
