@@ -65,6 +65,9 @@ def test_targets_that_need_a_gpu_ask_before_building(target):
     done = run("make", *words, CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0 and done.stdout == ""
     assert done.stderr.startswith("needle: error: these tests run on a GPU: ")
+    planned = run("make", "-n", *words[1:]).stdout.replace("\\\n", "")
+    (tests,) = [line for line in planned.splitlines() if "-m pytest" in line]
+    assert tests.startswith("NEEDLE_REQUIRE_CUDA=1 ")  # a test that finds no GPU fails
 
 
 def test_gencode_is_exact(build):
