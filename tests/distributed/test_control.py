@@ -90,10 +90,11 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("size, victim", [(3, 0), (3, 2), (2, 1)])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_missing_rank_ends_all_that_say_where_they_were(start, tmp_path, how, where, victim):
-    """One that is killed is not waited for until the deadline. Rank 0's clock begins first."""
+def test_missing_rank_ends_all_that_say_where_they_were(start, tmp_path, how, where, size, victim):
+    """One that is killed is not waited for until the deadline. Rank 0's clock begins first. Of two
+    ranks it alone can end them."""
     body = f"""
 import threading
 control = join()
@@ -112,9 +113,10 @@ while {victim} and rank and not os.path.exists({str(tmp_path / "zero")!r}): time
 {where}
 """
     killed = how == "killed"
-    ranks = start(body, 3, deadline=600.0 if killed else 2.0, heard="ready")
+    ranks = start(body, size, deadline=600.0 if killed else 2.0, heard="ready")
     ranks[victim].kill(signal.SIGKILL if killed else signal.SIGSTOP)
-    missing = "rank 2 did" if where is IN_GATHER and victim == 2 else "a rank"
+    is_known = victim > 0 and (where is IN_GATHER or size == 2)
+    missing = f"rank {victim} did" if is_known else "a rank"
     reason = rf"rank [012] waited 2 s in 'losses' at step 5: {missing}"
     reason = f"rank {victim} is gone" if killed else reason
     for number, rank in enumerate(ranks):
@@ -160,7 +162,7 @@ def test_ranks_in_different_collectives_end_with_1(start):
 
 
 @pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
-@pytest.mark.parametrize("leaver, code", [(0, 1), (1, 75)])
+@pytest.mark.parametrize("leaver, code", [(0, 1), (0, 75), (1, 75)])
 def test_rank_that_leaves_ends_all_with_its_code(start, where, leaver, code):
     """Rank 0 prints its own reason; that of another rank is said by all."""
     body = f"""

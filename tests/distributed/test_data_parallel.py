@@ -101,6 +101,20 @@ def test_the_sum_and_its_norm():
     assert norms[0][1] == pytest.approx(0.5 / (square**0.5 + 1e-6), rel=1e-6)
 
 
+def test_digest_by_which_ranks_begin_is_of_all_weights():
+    def work(group):
+        flat = nn.flatten_parameters(Model("float32"))
+        parallel = DataParallel(group, flat, optim.AdamW(flat), 2)
+        told = [parallel.digest()]
+        for at in (0, flat.size // 2, flat.size - 1):
+            flat.data[at : at + 1] = 9.0
+            told.append(parallel.digest())
+        return told
+
+    one, other = together(2, work)
+    assert one == other and len({*one}) == 4
+
+
 def test_a_part_of_the_state_is_not_saved_as_all_of_it():
     def work(group):
         flat = nn.flatten_parameters(Model("float32"))

@@ -36,8 +36,8 @@ BATCH = {  # a command in an sbatch script
 SRUN = BATCH | {
     "SLURM_STEP_ID": "2",
     "SLURM_STEP_NUM_TASKS": "12",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x3)",
-    "SLURM_STEP_NODELIST": "node[002-004]",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2),4,2",
+    "SLURM_STEP_NODELIST": "node[002-005]",
     "SLURM_PROCID": "9",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "2",
