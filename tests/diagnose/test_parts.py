@@ -31,6 +31,13 @@ def test_hang_is_killed_at_its_deadline_with_what_it_started(monkeypatch):
         wait_until_gone(int(line.split()[1]))
 
 
+def test_part_that_ends_with_an_error_is_a_failure(monkeypatch):
+    monkeypatch.setattr(parts, "CODE", "print('... gelu float32'); raise SystemExit(3)")
+    lines: list[str] = []
+    assert parts.run("cuda()", "device", seconds=60, say=lines.append) == (1, None)
+    assert "FAILED: its process ended with 3 at gelu float32" in lines[0]
+
+
 def test_parts_of_a_rank_follow_its_place(monkeypatch):
     """Each examines its device, the first of a machine its GPUs, rank 0 a run and a service."""
     args = program.parser().parse_args(["--run", "runs/a", "--server", "http://a"])
