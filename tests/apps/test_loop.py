@@ -150,6 +150,20 @@ def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatc
     assert beats == [False] * EPOCH and run.model.training
 
 
+def test_source_of_ranks_is_the_program_the_package_and_its_core(tmp_path, monkeypatch):
+    names = "train.py", "needle/training/session.py", "needle/models.py", "needle/_C.so"
+    program, session, *_ = files = [tmp_path / name for name in names]
+    session.parent.mkdir(parents=True)
+    for file in files:
+        file.write_text("one")
+    monkeypatch.setattr(sessions, "__file__", str(session))
+    told = {sessions.source_digest(program)}
+    for file in files:
+        file.write_text("other")
+        told.add(sessions.source_digest(program))
+    assert len(told) == 5
+
+
 def test_hangup_is_collected_unless_it_was_ignored_and_a_second_sigint_interrupts(heeds_hangup):
     for before, wanted in (signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, []):
         signal.signal(signal.SIGHUP, before)

@@ -161,8 +161,8 @@ DAMAGED += [
 def test_damaged_lines_are_left_out_by_every_reader(tmp_path, now):
     pytest.importorskip("matplotlib")
     (tmp_path / "config.json").write_text("{}")
-    first = b'{"step": 1, "tokens": 32, "loss": 9.0}'
-    second = b'{"step": 2, "tokens": 64, "loss": 8.0}'
+    first = b'{"step": 1, "tokens": 32, "loss": 9.0, "seconds": 1.5}'
+    second = b'{"step": 2, "tokens": 64, "loss": 8.0, "seconds": 3.25}'
     for damage in DAMAGED:
         (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first, damage, second, damage]))
         with naming(damage[:60]):
@@ -170,6 +170,7 @@ def test_damaged_lines_are_left_out_by_every_reader(tmp_path, now):
             assert [run["step"].tolist(), run["loss"].tolist()] == [[1, 2], [9.0, 8.0]]
             log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 2, 5, 32, 1.0, None)
             log.close()
+            assert (log.first_loss, log.seconds) == (9.0, 3.25)
             assert (tmp_path / "metrics.jsonl").read_bytes() == first + b"\n" + second + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first, *DAMAGED, second]))
     assert plots.main([str(tmp_path)]) == 0

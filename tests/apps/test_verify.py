@@ -120,9 +120,10 @@ def cut(step):
     return lambda lines: [line for line in lines if line["step"] != step or "digest" in line]
 
 
-def lossy(lines):
-    """Another loss of step 3."""
-    return [{**x, "loss": x["loss"] + 1} if x["step"] == 3 and "loss" in x else x for x in lines]
+def retold(folder, name):
+    """Another number in the line of step 6, in a new chain."""
+    changed = lambda x: {**x, name: x[name] + 1} if x["step"] == 6 and "loss" in x else x
+    chain(folder, lambda lines: [*map(changed, lines)])
 
 
 def forged(folder, library=None):
@@ -188,9 +189,12 @@ FAULTS = {
             (folder / "metrics.jsonl").read_text().replace('{"step": 3, "tok', '{"step":3, "tok')),
         {"metrics.jsonl": (DIFFERS, "line", 3)},
     ),
-    "a changed line in a new chain": (
-        lambda folder: chain(folder, lossy), {THREE: (DIFFERS, "line", 3)},
-    ),
+    **{
+        f"another {name} in a new chain": (
+            lambda folder, name=name: retold(folder, name), {FIVE: (DIFFERS, "line", 6)},
+        )
+        for name in ("loss", "lr", "grad_norm", "val_loss")
+    },
     "lines cut from the middle, in a new chain": (
         lambda folder: chain(folder, cut(3)), {"metrics.jsonl": (DIFFERS, "line", 3)},
     ),
@@ -210,6 +214,10 @@ FAULTS = {
         lambda folder: rewrite(folder / "checkpoints" / STEP_4, {"settings": {
             **read_tensors(folder / "checkpoints" / STEP_4)[0]["settings"], "lr": 2e-3}}),
         {"settings": (DIFFERS, "settings", None), FIVE: UNDECIDED},
+    ),
+    "another position in a checkpoint": (
+        lambda folder: rewrite(folder / "checkpoints" / STEP_4, {"data": {"epoch": 0, "batch": 3}}),
+        {STEP_4: (DIFFERS, "order", 4), FIVE: UNDECIDED},
     ),
     "another rate in a line of proof": (
         lambda folder: chain(folder, lambda lines: [
