@@ -27,6 +27,7 @@ from needle.models.pythia import Pythia, PythiaConfig
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(_C.__file__).resolve().parent  # of the needle that is tested
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")  # below make asan
 # For mpirun. Ranks that wait leave their processor to other tests.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

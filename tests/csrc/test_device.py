@@ -1,6 +1,5 @@
 """Devices: their names, the memory and time that they count, and memory that cannot be had."""
 
-import ctypes
 import gc
 import pickle
 import re
@@ -9,15 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import live_bytes, naming, python
+from harness import SANITIZED, live_bytes, naming, python
 
 import needle as ndl
 from needle import _C, Tensor, ops
 from needle import backend_ndarray as nd
 
-keeps_memory = pytest.mark.skipif(
-    hasattr(ctypes.CDLL(None), "__asan_init"), reason="under the sanitizers nothing is kept"
-)
+keeps_memory = pytest.mark.skipif(SANITIZED, reason="under the sanitizers nothing is kept")
 
 
 def test_device():

@@ -1,18 +1,15 @@
 """`make asan` sees a fault beside, past and after an array of the core, and one in C."""
 
-import ctypes
 import os
 import shlex
 import subprocess
 
 import pytest
-from harness import python
+from harness import SANITIZED, python
 
 from needle import _C
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "__asan_init"), reason="only make asan has the sanitizers"
-)
+pytestmark = pytest.mark.skipif(not SANITIZED, reason="only make asan has the sanitizers")
 
 INJECTED = """
 import ctypes

@@ -1,11 +1,10 @@
 """Threads of the CPU backend: after a fork, in numbers no machine has, and how they wait."""
 
-import ctypes
 import os
 import re
 
 import pytest
-from harness import ROOT, python
+from harness import ROOT, SANITIZED, python
 
 POOL = """
 import numpy as np, os, signal, threading
@@ -78,8 +77,7 @@ def test_a_forked_child_works():
 
 
 @pytest.mark.skipif(
-    hasattr(ctypes.CDLL(None), "__asan_init"),
-    reason="a fork finds the locks of the sanitizer's own allocator taken",
+    SANITIZED, reason="a fork finds the locks of the sanitizer's own allocator taken"
 )
 def test_a_fork_while_others_allocate():
     """The child found the lock of the memory pool taken, by a thread that it does not have."""

@@ -38,8 +38,11 @@ static void emulated_copy(int tile, void *memory, long stride, bool store) {
     }
 }
 
+/* The sums work within the tiles above: the sanitizers check what copies into and out of them. */
+#define UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
 /* bfloat16 of the lower or upper half, and a float32: denormals are zeros. */
-static float emulated_half(unsigned word, int upper) {
+UNCHECKED static float emulated_half(unsigned word, int upper) {
     union {
         unsigned bits;
         float value;
@@ -47,12 +50,12 @@ static float emulated_half(unsigned word, int upper) {
     return fpclassify(x.value) == FP_SUBNORMAL ? 0.0f : x.value;
 }
 
-static float emulated_add(float sum, float x, float y) {
+UNCHECKED static float emulated_add(float sum, float x, float y) {
     float added = fmaf(x, y, fpclassify(sum) == FP_SUBNORMAL ? 0.0f : sum);
     return fpclassify(added) == FP_SUBNORMAL ? 0.0f : added;
 }
 
-static void emulated_dot(int to, int left, int right) {
+UNCHECKED static void emulated_dot(int to, int left, int right) {
     emulated_check(to);
     for (int m = 0; m < tiles.rows[to]; m++) {
         for (int k = 0; k < tiles.row_bytes[left] / 4; k++) {
