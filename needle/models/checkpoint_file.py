@@ -27,7 +27,7 @@ from needle.safetensors import FROM_FILE, Entry, misfits, read_header
 
 FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
-CHUNK = 1 << 24  # bytes read at a time
+CHUNK = 1 << 20  # bytes read at a time
 OPTIMIZERS = {kind.__name__: kind for kind in (optim.Adam, optim.AdamW, optim.SGD)}
 CheckpointError = FileError  # a checkpoint, or a folder of transformers, that cannot be used
 
