@@ -155,6 +155,8 @@ def show_step(args: argparse.Namespace) -> None:
         f"micro-batch {batch}"
     )
     print(wrapped(text))
+    if Path(args.run, "replay.json").exists():
+        print("of a replay: as its parent drew them, without the edits")
     if args.save is not None:
         with naming(args.save), open(args.save, "wb") as file:
             np.save(file, rows)
