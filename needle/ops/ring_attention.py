@@ -140,7 +140,24 @@ class SharedSequence:
         """Return the gradients of this rank's q, k and v. pairs: for each run of its queries, or
         for all of them, those of the keys and of the values of the first tokens; ends: for each
         pair the end of these tokens, of each rank. All ranks call."""
-        rank, (b, _, h, d) = self.group.rank, dq.shape
+        q, k, v = (x.cached_data for x in qkv)
+        grads = [dq, *(_C.empty(x.shape, x.dtype, x.device) for x in (k, v))]
+        for (local, _), parts in zip(self.own(), self._exchanged(pairs, ends)):
+            total = _C.sum(parts.permute((1, 2, 3, 4, 5, 0)), 1)
+            total = total if total.dtype == k.dtype else total.astype(k.dtype)
+            for which, dx in enumerate(grads[1:]):
+                _C.assign(dx[:, local], total[which].reshape(total.shape[1:]))
+        return [
+            (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
+            for x, dx in zip(qkv, grads)
+        ]
+
+    def _exchanged(
+        self, pairs: Sequence[Sequence[NDArray]], ends: Sequence[Sequence[int]]
+    ) -> list[NDArray]:
+        """Send `pairs` to the ranks that own the keys. Return for each run of this rank's keys the
+        parts of their gradients, in the order of the sum: (parts, 2, B, tokens, H, D)."""
+        rank, (b, _, h, d) = self.group.rank, pairs[0][0].shape
         sends = [
             (other, x)
             for other in self._others
@@ -149,38 +166,28 @@ class SharedSequence:
             if run.start < of_ranks[rank]
             for x in _of_sequences(pair, run)
         ]
-        stacks: list[NDArray] = []  # for each run of keys the parts of its gradients
-        receives, mine = [], []
+        stacks, receives, copies = [], [], []
         for run in self._runs[rank]:
             parts = [
                 (other, pair)
-                for other, of_rank in enumerate(zip(*ends))
-                for pair, end in zip(pairs, of_rank)
+                for other, of_pairs in enumerate(zip(*ends))
+                for pair, end in zip(pairs, of_pairs)
                 if run.start < end
             ]
             shape = len(parts), 2, b, run.stop - run.start, h, d
-            stacks.append(_C.empty(shape, pairs[0][0].dtype, dq.device))
+            stack = _C.empty(shape, pairs[0][0].dtype, pairs[0][0].device)
+            stacks.append(stack)
             for i, (other, pair) in enumerate(parts):
                 for which, x in enumerate(pair):
                     if other == rank:
-                        mine.append((stacks[-1][i, which], x[:, run]))
+                        copies.append((stack[i, which], x[:, run]))
                     else:
-                        receives += [(other, stacks[-1][i, which, n]) for n in range(b)]
+                        receives += [(other, stack[i, which, n]) for n in range(b)]
         wait = self.group.begin("the gradients of keys and values", sends, receives, True)
-        for part, x in mine:
-            _C.assign(part, x)
+        for to, x in copies:
+            _C.assign(to, x)
         wait()
-        q, k, v = (x.cached_data for x in qkv)
-        grads = [dq, *(_C.empty(x.shape, x.dtype, x.device) for x in (k, v))]
-        for (local, _), stack in zip(self.own(), stacks):
-            total = _C.sum(stack.permute((1, 2, 3, 4, 5, 0)), 1)
-            total = total if total.dtype == k.dtype else total.astype(k.dtype)
-            for which, dx in enumerate(grads[1:]):
-                _C.assign(dx[:, local], total[which].reshape(total.shape[1:]))
-        return [
-            (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
-            for x, dx in zip(qkv, grads)
-        ]
+        return stacks
 
 
 class RingAttention(FusedOp):
