@@ -286,9 +286,14 @@ class Edits:
             )
         if shifts:
             length += new.length
-        rest = current.read if is_insert else self._filling(edit, number, current)
-        parts = lambda: (current.read()[:at], new.read(), rest()[after:])
-        return Text(length, lambda: np.concatenate(parts())[:length])
+        filling = None if is_insert else self._filling(edit, number, current)
+
+        def read() -> np.ndarray:
+            before = current.read() if at or filling is None else np.empty(0, np.int64)
+            rest = before if filling is None else filling()
+            return np.concatenate((before[:at], new.read(), rest[after:]))[:length]
+
+        return Text(length, read)
 
     # ---- batches -----------------------------------------------------------------------------
 

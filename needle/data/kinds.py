@@ -148,14 +148,15 @@ def kind_of(path: Path, field: str = "text") -> str:
     if NAMED_LINES.search(path.name):
         return LINES
     with open_bytes(path) as file:
-        start = file.read(HEAD)
+        start = file.read(64)
+        if not start.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"[", b"null")):
+            return TEXT
+        start += file.read(HEAD)
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
-    if not text.lstrip().startswith(("{", "[", "null")):
-        return TEXT
     lines = [line for line in text.split("\n") if line.strip()][:2]
     if any(isinstance(found := json_value(line), dict) and field in found for line in lines):
         return LINES
-    if len(lines) == 1 and len(start) == HEAD and f'"{field}":' in text.replace(" ", ""):
+    if len(lines) == 1 and len(start) > HEAD and f'"{field}":' in text.replace(" ", ""):
         return LINES  # of which the first goes on
     first = json_value(text.lstrip("[ \t\r\n"), more=True)
     has_object = isinstance(first, dict) and first != {}

@@ -237,6 +237,7 @@ def cached_text(
     folder = _folder(files, made_by)
     if folder.is_dir():
         return folder
+    states = _states(files)
     print(wrapped(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +245,7 @@ def cached_text(
             work = Path(made) / "text"
             work.mkdir()
             _tokenise(files, tokenizer, vocab_size, work)
-            if _folder(files, made_by) != folder:
+            if _states(files) != states:
                 raise DataError(f"{source}: changed while it was read: start again")
             try:
                 os.rename(work, folder)
@@ -255,6 +256,11 @@ def cached_text(
         said = f"the cache cannot be written ({error.strerror}): set NEEDLE_CACHE to another folder"
         raise DataError(f"{folder}: {said}") from error
     return folder
+
+
+def _states(files: Sequence[TextFile]) -> list[tuple[int, int]]:
+    """The size of each file, and when it was written."""
+    return [(found.st_size, found.st_mtime_ns) for found in (file.path.stat() for file in files)]
 
 
 def _folder(files: Sequence[TextFile], made_by: Any) -> Path:

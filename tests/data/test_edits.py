@@ -204,7 +204,7 @@ def cases(draw):
             edit["to"] = draw(place)
             if not is_document:
                 edit["where"] = {"step": [[1, 1]], "row": [[j % ROWS, j % ROWS]]}
-            if is_document and lengths[i] > T + 1:
+            if is_document and texts[i] > T + 1:  # of the documents before the edits
                 continue
         if do == "reorder":
             edit |= {"where": {"step": [[FIRST, LAST - 2]]}, "seed": j}
@@ -279,6 +279,16 @@ def test_edits_that_undo_each_other_give_the_batches_of_the_data(kind):
                 edited, plain = batches_of(data, edits), batches_of(data)
                 np.testing.assert_array_equal(rows_of(edited), rows_of(plain))
                 assert (edited.edits.plan()["first"] is None) == (edits == [])
+
+
+def test_each_edit_of_a_place_reads_it_once():
+    data, documents = data_of("packed")
+    number = int(np.argmax([len(one) for one in documents]))
+    insert = {"do": "insert", "where": document(number), "at": 1, "with": "a"} | SHIFT
+    read = batches_of(data, [insert] * 40).edits.documents[number].read()
+    (letter,) = data.tokenizer.encode("a", False).ids
+    first, *rest = documents[number]
+    assert read.tolist() == [first, *[letter] * 40, *rest]
 
 
 EDITS = [
