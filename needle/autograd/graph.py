@@ -116,17 +116,16 @@ def _changed(op: Any, what: str, data: Any) -> RuntimeError:
 
 
 def checked_order(outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the values that need gradients and that `outputs` depend on: those that ops computed,
-    inputs first, and the leaves. RuntimeError where data that a gradient reads changed since the
-    forward."""
-    computed: list[Any] = []
-    leaves: list[Any] = []
-    for node in find_topo_sort(outputs):
-        if node.requires_grad:
-            (leaves if node.op is None else computed).append(node)
-    for node in computed:
-        check_unchanged(node)
-    return computed, leaves
+    """Return the values that need gradients and that `outputs` depend on, inputs first, and the
+    leaves among them. RuntimeError where data that a gradient reads changed since the forward."""
+    order = [node for node in find_topo_sort(outputs) if node.requires_grad]
+    leaves = []
+    for node in order:
+        if node.op is None:
+            leaves.append(node)
+        else:
+            check_unchanged(node)
+    return order, leaves
 
 
 def memory_of(*values: Any) -> Iterator[int]:

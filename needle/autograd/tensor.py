@@ -480,16 +480,16 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
     graph, which would hold the activations until the garbage collector frees its cycles. Otherwise
     each node keeps its `.grad`, and the gradients of elementary ops can be differentiated again.
     """
-    computed, leaves = checked_order([output])  # before the first gradient is added anywhere
+    order, leaves = checked_order([output])  # before the first gradient is added anywhere
     training = not [leaf for leaf in leaves if not leaf.trained]
-    wanted = leaves if training else computed + leaves
+    wanted = leaves if training else order
     with no_grad() if training else contextlib.nullcontext():
         plain = [] if training else [node for node in wanted if not node.trained]
         inside = set(map(id, wanted)) if plain else ()
         if any(id(node.grad) in inside for node in plain):
             for node in plain:
                 node.grad = None
-        for node, grad in _walk(computed, [output], [out_grad], wanted):
+        for node, grad in _walk(order, [output], [out_grad], wanted):
             total = _sum(node.grad, grad)
             if total is grad and node.op is None and isinstance(node, Tensor):
                 total = _Copy()(total)  # memory of its own
@@ -520,9 +520,9 @@ def grad(
     for output, seed in zip(outputs, seeds):
         if seed.shape != output.shape:
             raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
-    computed, _ = checked_order(outputs)
+    order, _ = checked_order(outputs)
     with contextlib.nullcontext() if create_graph else no_grad():
-        walk = _walk(computed, outputs, seeds, wanted, buffers=False)
+        walk = _walk(order, outputs, seeds, wanted, buffers=False)
         found = {id(x): _Copy()(part) for x, part in walk}
     for i, x in enumerate(wanted):
         if id(x) not in found and not allow_unused:
@@ -535,9 +535,9 @@ def grads_within(
 ) -> list[NDArray | None]:
     """Return the gradients of `wanted` for an op that computes them by a graph of its own. They may
     share memory. buffers: those of flattened parameters are added into their buffers."""
-    computed, _ = checked_order([output])
+    order, _ = checked_order([output])
     with no_grad():
-        walk = _walk(computed, [output], [out_grad], wanted, buffers)
+        walk = _walk(order, [output], [out_grad], wanted, buffers)
         found = {id(x): grad for x, grad in walk}
     return [found[id(x)].cached_data if id(x) in found else None for x in wanted]
 
@@ -567,31 +567,33 @@ def _whole(grads: Any, node: Value) -> TensorTuple:
 
 
 def _walk(
-    computed: list[Any],
+    order: list[Any],
     outputs: Sequence[Value],
     seeds: Sequence[Any],
     wanted: Sequence[Value],
     buffers: bool = True,
 ) -> Iterator[tuple[Value, Any]]:
-    """Walk `computed` from `outputs`, whose gradients are `seeds`, to the leaves. Yield each value
-    of `wanted` that a gradient reaches, with it, the leaves last.
+    """Walk `order` from `outputs`, whose gradients are `seeds`, to the leaves. Yield each value of
+    `wanted` that a gradient reaches, with it.
 
     buffers: add the gradients of flattened parameters into their buffers; those are not yielded.
     """
     ids = set(map(id, wanted))
     pending: dict[int, Any] = {}  # by the id of a value: the sum of the gradients that reached it
     _give(seeds, outputs, pending, buffers)
-    for node in reversed(computed):
+    for node in reversed(order):
         grad = pending.pop(id(node), None)
         if grad is None:
             continue
         op, inputs = node.op, node.inputs
-        if isinstance(node, Tensor):
+        if op is not None and isinstance(node, Tensor):
             dtype = node.cached_data.dtype
             if grad.cached_data.dtype != dtype and dtype in FLOATS:
                 grad = grad.astype(dtype)  # a float32 weight gradient of a weight that was computed
         if id(node) in ids:
             yield node, grad
+        if op is None:
+            continue
         if isinstance(op, FusedOp):
             parts = _backward(op, grad, node, Accumulators(inputs, buffers, pending))
         else:
@@ -603,10 +605,6 @@ def _walk(
             )
         _give(parts, inputs, pending, buffers)
         del grad, parts
-    for leaf in wanted if pending else ():
-        grad = pending.pop(id(leaf), None)
-        if grad is not None:
-            yield leaf, grad
 
 
 def _give(
