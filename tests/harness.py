@@ -261,7 +261,11 @@ def poison(device, size: int = 1 << 12) -> None:
     these again: glibc is told to fill all that it gives (bytes of 0xfe, the float -1.7e38)."""
     if hasattr(LIBC, "mallopt"):
         LIBC.mallopt(M_PERTURB, 0x01)
-    held = [_C.empty((n,), "float32", device) for n in (1, 33, size, 4 * size) for _ in range(4)]
+    sizes = [1, 33, size, 4 * size]
+    if not device.is_host:  # small blocks that are released serve arrays of their size alone
+        device.empty_cache()
+        sizes.append(4 << 20)
+    held = [_C.empty((n,), "float32", device) for n in sizes for _ in range(4)]
     for array in held:
         array.fill(float("nan"))
 
