@@ -3,10 +3,10 @@
 Keys and values are gathered, and each rank attends from its queries to them by the kernels of one
 device: a query meets all its keys in one call, whose accumulator and log-sum-exp are float32. The
 backward gives for each run of a rank's queries a part of the gradients of all keys. The parts are
-sent to the rank that owns the keys, which adds them in float32, in the order of ranks and of their
-runs. So the bits depend on the number of ranks alone. Each part comes out of its kernel, and is
-sent, in the kernel's dtype: float32 on the CPU; on a GPU, whose tensor cores take 16 bits, that of
-the operands, which rounds a gradient of keys once for each run of queries.
+sent to the rank that owns the keys, which adds them in float32 in a fixed order, on the CPU that of
+ranks and of their runs. So the bits depend on the number of ranks alone. Each part comes out of its
+kernel, and is sent, in the kernel's dtype: float32 on the CPU; on a GPU, whose tensor cores take 16
+bits, that of the operands, which rounds a gradient of keys once for each run of queries.
 
 In zigzag with causal attention the first run of queries needs the first runs of all ranks alone:
 the second ones travel beside its kernel (Group.begin), right behind the first, so that the exchange
