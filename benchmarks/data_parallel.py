@@ -70,9 +70,9 @@ class ParallelSide(NeedleSide):
         self.share(1)
         parallel, group, rank = self.parallel, self.group, self.group.rank
         grad, data = self.flat.grad, self.flat.data
-        own, others = grad[parallel.shards[rank]], [r for r in range(group.size) if r != rank]
-        sends = [(r, grad[parallel.shards[r]]) for r in others]
-        receives = [(r, _C.empty(own.shape, own.dtype, own.device)) for r in others]
+        own = grad[parallel.shards[rank]]
+        sends = [(r, grad[parallel.shards[r]]) for r in group.others]
+        receives = [(r, _C.empty(own.shape, own.dtype, own.device)) for r in group.others]
         return {
             "sum": self._time(lambda: parallel.reduce(1.0)),
             "shards": self._time(lambda: group.exchange("shards", sends, receives)),

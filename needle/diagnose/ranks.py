@@ -78,10 +78,9 @@ def reduce_scatter(group: Group, device: Device) -> str:
     cuts = shards(size, group.size)
     own = cuts[group.rank]
     mine = _C.array(numbers(group.rank, size), "float32", device)
-    others = [rank for rank in range(group.size) if rank != group.rank]
     parts = [mine[own].copy() for _ in cuts]
-    sends = [(rank, mine[cuts[rank]]) for rank in others]
-    group.exchange("reduce_scatter", sends, [(rank, parts[rank]) for rank in others])
+    sends = [(rank, mine[cuts[rank]]) for rank in group.others]
+    group.exchange("reduce_scatter", sends, [(rank, parts[rank]) for rank in group.others])
     wanted = sum(numbers(rank, size)[own].astype(np.float64) for rank in range(group.size))
     off = np.abs(tree_sum(parts).numpy() - wanted).max()
     return "" if off <= 1e-5 * np.abs(wanted).max() else f"the sum of rank {group.rank} is wrong"

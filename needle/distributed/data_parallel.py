@@ -115,8 +115,8 @@ class DataParallel:
         own = grad[self.shards[group.rank]]
         if group.size > 1:
             if not self._received:
-                others = [rank for rank in range(group.size) if rank != group.rank]
-                self._received = {r: _C.empty(own.shape, "float32", own.device) for r in others}
+                new = lambda: _C.empty(own.shape, "float32", own.device)
+                self._received = {rank: new() for rank in group.others}
             sends = [(rank, grad[self.shards[rank]]) for rank in self._received]
             group.exchange("the sum of gradients", sends, [*self._received.items()])
             parts = [self._received.get(rank, own) for rank in range(group.size)]

@@ -40,6 +40,11 @@ class Ranks(abc.ABC):
     rank: int
     size: int
 
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the other ranks."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
     @abc.abstractmethod
     def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
         """Send each array of `sends` to the rank before it, and fill those of `receives` from
@@ -56,9 +61,8 @@ class Ranks(abc.ABC):
 
     def all_gather(self, name: str, flat: NDArray, shards: Sequence[slice]) -> None:
         """Fill a flat array, of which each rank has its shard, with the shards of the others."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [(rank, flat[shards[self.rank]]) for rank in others]
-        self.exchange(name, sends, [(rank, flat[shards[rank]]) for rank in others])
+        sends = [(rank, flat[shards[self.rank]]) for rank in self.others]
+        self.exchange(name, sends, [(rank, flat[shards[rank]]) for rank in self.others])
 
 
 class Group(Ranks):
