@@ -50,6 +50,8 @@ class Ranks(Protocol):
     rank: int
     size: int
 
+    @property
+    def others(self) -> list[int]: ...
     def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait: ...
 
 
@@ -84,7 +86,6 @@ class SharedSequence:
         self._runs = [
             ring_chunks(self.time, rank, group.size, layout) for rank in range(group.size)
         ]
-        self._others = [rank for rank in range(group.size) if rank != group.rank]
 
     def ends(self, causal: bool) -> list[list[int]]:
         """Return for each run of a rank, of each rank, the end of the keys that it sees."""
@@ -102,20 +103,16 @@ class SharedSequence:
         before it waits for the second runs."""
         if self.group.size == 1:
             return k, v, iter(())
-        own, whole = (k.compact(), v.compact()), (self.empty(k), self.empty(v))
-        beside = beside and len(self.own()) > 1
-        waits = []
-        for place, (local, _) in enumerate(self.own()):
-            sends = [(rank, x) for rank in self._others for x in _of_sequences(own, local)]
-            receives = [
-                (rank, x)
-                for rank in self._others
-                for x in _of_sequences(whole, self._runs[rank][place])
-            ]
-            waits.append(self.group.begin("the keys and values", sends, receives, beside))
+        beside, whole = beside and len(self.own()) > 1, (self.empty(k), self.empty(v))
         for local, tokens in self.own():
-            for x, to in zip(own, whole):
+            for x, to in zip((k, v), whole):
                 _C.assign(to[:, tokens], x[:, local])
+        waits = []
+        for runs in zip(*self._runs):
+            parts = [_of_sequences(whole, run) for run in runs]
+            sends = [(rank, x) for rank in self.group.others for x in parts[self.group.rank]]
+            receives = [(rank, x) for rank in self.group.others for x in parts[rank]]
+            waits.append(self.group.begin("the keys and values", sends, receives, beside))
         return *whole, iter(waits)
 
     def gathered(self, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
@@ -160,7 +157,7 @@ class SharedSequence:
         rank, (b, _, h, d) = self.group.rank, pairs[0][0].shape
         sends = [
             (other, x)
-            for other in self._others
+            for other in self.group.others
             for run in self._runs[other]
             for pair, of_ranks in zip(pairs, ends)
             if run.start < of_ranks[rank]
