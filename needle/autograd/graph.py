@@ -115,17 +115,14 @@ def _changed(op: Any, what: str, data: Any) -> RuntimeError:
     )
 
 
-def checked_order(outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the values that need gradients and that `outputs` depend on, inputs first, and the
-    leaves among them. RuntimeError where data that a gradient reads changed since the forward."""
+def checked_order(outputs: Sequence[Any]) -> list[Any]:
+    """Return the nodes that need gradients and that `outputs` depend on, inputs first. RuntimeError
+    where data that a gradient reads changed since the forward."""
     order = [node for node in find_topo_sort(outputs) if node.requires_grad]
-    leaves = []
     for node in order:
-        if node.op is None:
-            leaves.append(node)
-        else:
+        if node.op is not None:
             check_unchanged(node)
-    return order, leaves
+    return order
 
 
 def memory_of(*values: Any) -> Iterator[int]:

@@ -480,7 +480,8 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
     graph, which would hold the activations until the garbage collector frees its cycles. Otherwise
     each node keeps its `.grad`, and the gradients of elementary ops can be differentiated again.
     """
-    order, leaves = checked_order([output])  # before the first gradient is added anywhere
+    order = checked_order([output])  # before the first gradient is added anywhere
+    leaves = [node for node in order if node.op is None]
     training = not [leaf for leaf in leaves if not leaf.trained]
     wanted = leaves if training else order
     with no_grad() if training else contextlib.nullcontext():
@@ -520,7 +521,7 @@ def grad(
     for output, seed in zip(outputs, seeds):
         if seed.shape != output.shape:
             raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
-    order, _ = checked_order(outputs)
+    order = checked_order(outputs)
     with contextlib.nullcontext() if create_graph else no_grad():
         walk = _walk(order, outputs, seeds, wanted, buffers=False)
         found = {id(x): _Copy()(part) for x, part in walk}
@@ -535,10 +536,9 @@ def grads_within(
 ) -> list[NDArray | None]:
     """Return the gradients of `wanted` for an op that computes them by a graph of its own. They may
     share memory. buffers: those of flattened parameters are added into their buffers."""
-    order, _ = checked_order([output])
+    order = checked_order([output])
     with no_grad():
-        walk = _walk(order, [output], [out_grad], wanted, buffers)
-        found = {id(x): grad for x, grad in walk}
+        found = {id(x): grad for x, grad in _walk(order, [output], [out_grad], wanted, buffers)}
     return [found[id(x)].cached_data if id(x) in found else None for x in wanted]
 
 
@@ -567,7 +567,7 @@ def _whole(grads: Any, node: Value) -> TensorTuple:
 
 
 def _walk(
-    order: list[Any],
+    order: list[Value],
     outputs: Sequence[Value],
     seeds: Sequence[Any],
     wanted: Sequence[Value],
