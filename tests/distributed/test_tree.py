@@ -36,15 +36,15 @@ def test_the_tree(count):
     assert sum(merges(i, count) for i in range(count)) == count - 1
 
 
-@pytest.mark.parametrize("count", range(1, 10))
-def test_tree_sum_into_any_part_has_the_same_bits(count):
-    numbers = np.random.default_rng(count).standard_normal((count, 50), np.float32)
-    arrays = lambda: [_C.array(x, "float32", _C.cpu()) for x in numbers]
-    wanted = tree_sum(arrays()).numpy()
-    for place in range(count):
-        parts = arrays()
-        assert tree_sum(parts, parts[place]) is parts[place]
-        np.testing.assert_array_equal(parts[place].numpy(), wanted)
+def test_tree_sum_into_any_part_has_the_same_bits():
+    numbers = np.random.default_rng(0).standard_normal((9, 50), np.float32)
+    arrays = lambda count: [_C.array(x, "float32", _C.cpu()) for x in numbers[:count]]
+    for count in range(1, 10):
+        wanted = tree_sum(arrays(count)).numpy()
+        for place in range(count):
+            parts = arrays(count)
+            assert tree_sum(parts, parts[place]) is parts[place]
+            np.testing.assert_array_equal(parts[place].numpy(), wanted)
 
 
 @pytest.mark.parametrize("count", range(1, 65))
