@@ -569,8 +569,8 @@ nd_status launch(const char *op, int device, Forward f, const Operands &a,
     return hopper_launch<Shape>(op, device, attention_fwd_hopper_kernel<f16, Shape>, f);
 }
 
-/* About how long the longest of a device's multiprocessors computes tiles of `queries`, in times of a
- * query that sees all keys: items are taken longest first, so that one takes item k * processors
+/* About how long the busiest of a device's multiprocessors computes tiles of `queries`, in times of
+ * a query that sees all keys: items are taken longest first, so that one takes item k * processors
  * after k that are no shorter. */
 float time_of_tiles(int device, const Problem &p, int queries) {
     const int64_t processors = cuda_device_limits(device)->processors;
@@ -597,13 +597,14 @@ nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p,
                     : run(ForwardShape<1, 1, 3, 128, 4, false, true>());
     }
     if (lists.offsets == NULL) {
+        if (wide) {
+            return run(ForwardShape<2, 1, 2, 128, 2, false>());
+        }
         /* A query takes some quarter longer in a tile of two consumers. */
-        const bool few =
-            time_of_tiles(device, p, 3 * HALF) > 3 * HALF &&
-            1.25f * time_of_tiles(device, p, 2 * HALF) < time_of_tiles(device, p, 3 * HALF);
-        return wide  ? run(ForwardShape<2, 1, 2, 128, 2, false>())
-               : few ? run(ForwardShape<1, 1, 2, 128, 4, false>())
-                     : run(ForwardShape<1, 1, 3, 128, 4, false>());
+        const float three = time_of_tiles(device, p, 3 * HALF);
+        return three > 3 * HALF && 1.25f * time_of_tiles(device, p, 2 * HALF) < three
+                   ? run(ForwardShape<1, 1, 2, 128, 4, false>())
+                   : run(ForwardShape<1, 1, 3, 128, 4, false>());
     }
     if (lists.block % (2 * HALF) == 0) {
         return wide ? run(ForwardShape<2, 1, 2, 128, 2, true>())

@@ -4,9 +4,10 @@
  *
  * Each function of the vtable that works on a device begins with cuda_enter(device), or with an
  * Exclusive where it changes the state below or enqueues what must not come between an op's calls;
- * when either succeeds the device is open. A function that frees does nothing if cuda_faulted():
- * the memory goes with the process. Freeing allocates nothing: its bookkeeping was reserved at
- * allocation. A std::bad_alloc of the others becomes ND_EMEMORY in the vtable.
+ * when either succeeds the device is open. allocate and release hold the lock alone, and enter
+ * where they call CUDA. A function that frees does nothing if cuda_faulted(): the memory goes with
+ * the process. Freeing allocates nothing: its bookkeeping was reserved at allocation. A
+ * std::bad_alloc of the others becomes ND_EMEMORY in the vtable.
  */
 #ifndef NEEDLE_DEVICE_CUH
 #define NEEDLE_DEVICE_CUH
