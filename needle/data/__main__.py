@@ -70,10 +70,11 @@ def prepare(
     field: str = "text",
     skip_bad_lines: bool = False,
 ) -> dict[str, int]:
-    """Writes OUT.bin and OUT.idx; returns their numbers of documents and tokens.
+    """Write OUT.bin and OUT.idx, of which the .idx appears last. Return their numbers of documents
+    and tokens.
 
     tokenizer: as load_tokenizer takes it; its end of text ends each document. field: of JSON lines,
-    which holds a document's text. skip_bad_lines: of JSON, instead of raising their errors. Raises
+    which holds a document's text. skip_bad_lines: of JSON, instead of raising their errors.
     DataError, also where OUT is there already."""
     prefix = named(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
