@@ -188,6 +188,7 @@ nd_status cuda_reset_peak(int device) {
 nd_status cuda_empty_cache(int device) {
     Exclusive call;
     ND_TRY(call.begin(device));
+    ND_TRY(cuda_refuse_in_capture(device, "empty_cache"));
     Device &d = cuda_device(device);
     ND_TRY(cuda_free_scratch(d));
     ND_TRY(cuda_free_idle(d));

@@ -297,6 +297,13 @@ print(*said)
 """
 
 
+def test_empty_cache_in_a_recorded_step_is_refused(device):
+    """It would give away what the step still reads."""
+    with pytest.raises(ValueError, match="empty_cache: a graph is being recorded"):
+        _C.Graph(device, device.empty_cache)
+    device.empty_cache()
+
+
 def test_a_fatal_fault_ends_the_process():
     """A kernel reads memory without an owner, handed in through DLPack: the first error names the
     op, every later call repeats it, and the exit code is 75."""

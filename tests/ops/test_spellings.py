@@ -80,7 +80,7 @@ x.cumprod(dim=1) = x.cumprod(1) ; ndl.cumprod(i, 0) = i.cumprod(0) ; t.cumprod()
 ndl.var_mean(x, dim=1, unbiased=True)[0] = x.var(1, ddof=1) ; ndl.std_mean(x)[1] = x.mean()
 x.scatter(1, i[:, :1], 2.0) = np.where(np.eye(4)[i[:, 0]] > 0, 2, x).astype("f4")
 ndl.zeros(3, 4).scatter_(1, i[:, :1], value=1) = np.eye(4, dtype="f4")[i[:, 0]]
-x.squeeze(dim=0) = x ; x[None].squeeze(dim=(0, 1)) = x ; x.mT = x.T ; ndl.trunc(x) = np.fix(x)
+x.squeeze(dim=0) = x ; x[None].squeeze(dim=(0, 1)) = x ; x.mT = x.T ; ndl.trunc(x) = np.trunc(x)
 ndl.diag(x[0]) = np.diag(x[0]) ; ndl.diag(x, diagonal=-1) = np.diag(x, -1) ; x.trace() = x.trace()
 ndl.diag(b[0], 1) = np.diag(b[0], 1) ; t.diagonal(1) = t.diagonal(1) ; ndl.tan(x) = np.tan(x)
 ndl.meshgrid(x[0], i[:, 0])[1] = np.meshgrid(x[0], i[:, 0])[1]
