@@ -87,17 +87,234 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
 }
 
 /* ---- a consumer ------------------------------------------------------------------------------ */
+/* A thread of a consumer has two of its 64 rows: `row` and the eighth after it. */
+template <class Shape> struct Thread {
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1 - Shape::ONE_PASS;
+    const int lane = threadIdx.x & 31;
+    const int row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
+    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+};
+
+/* The 64 rows of X and Y into registers, as operands of the first products. */
+template <class Shape>
+__device__ __forceinline__ void load_own(uint32_t (&own)[8 * Shape::PANELS][4], Thread<Shape> me,
+                                         Places<Shape> at, int slot) {
+    constexpr int PANELS = Shape::PANELS;
+#pragma unroll
+    for (int i = 0; i < 8 * PANELS; i++) {
+        int which = i / (4 * PANELS), panel = i / 4 % PANELS, step = i % 4;
+        int row = (me.row - me.lane / 4) + (me.lane & 15);
+        load_matrices(own[i], at.own(slot, which) + panel * Shape::OWN_PANEL +
+                                  me.group * Shape::PART +
+                                  panel_offset(row, 2 * step + (me.lane >> 4)));
+    }
+}
+
+/* Of two rows, `row` and the eighth after it: lse, delta. */
+__device__ __forceinline__ void load_stats(float (&stat)[2][2], const Problem &p,
+                                           const WorkItem &item, int row) {
+    const float2 *stats = p.stats + ((int64_t)item.b * p.H + item.h) * p.T;
+#pragma unroll
+    for (int half = 0; half < 2; half++, row += 8) {
+        float2 pair = row < p.T ? stats[row] : make_float2(INFINITY, 0.0f);
+        stat[half][0] = pair.x;
+        stat[half][1] = pair.y;
+    }
+}
+
+/* Of parts after `none` and before `end` a consumer's rows see something; on one side of `edge`
+ * they see not all. */
+struct Visible {
+    int none, end, edge;
+    __device__ __forceinline__ bool sees(int part) const { return part > none && part < end; }
+};
+template <class Shape>
+__device__ __forceinline__ Visible visible_parts(const Problem &p, int mine) {
+    if constexpr (Shape::KEYS) {
+        const int end = mine < p.S ? p.T : 0;
+        if (p.causal) {
+            return {mine - p.offset - HALF, end, mine - p.offset + HALF - 1};
+        }
+        /* In one pass dS of keys beyond the end must not reach dq. */
+        return {-1, end, Shape::ONE_PASS && mine + HALF > p.S ? INT_MAX : INT_MIN};
+    } else {
+        return {-1, mine < p.T ? keys_end(p, mine + HALF) : 0,
+                p.causal ? min(mine + p.offset - HALF + 1, p.S - HALF) : p.S - HALF};
+    }
+}
+
+/* c = X x^T (0) or Y y^T (1), with the terms of columns. */
+template <class T, class Shape, int N>
+__device__ __forceinline__ void
+first_product(int which, float (&c)[32], const uint32_t (&own)[N][4], const ColumnTerms<T> &terms,
+              Thread<Shape> me, Places<Shape> at, int slot, int stage) {
+    constexpr int PANELS = Shape::PANELS;
+    const Operand other = rows_operand(at.other(stage, which));
+    const Operand ours = rows_operand(at.own(slot, which) + me.group * Shape::PART);
+    products_begin();
+    if constexpr (Shape::KEYS) {
+        terms.product(c, which, at.terms(stage));
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * PANELS; i++) {
+        const bool add = Shape::KEYS || i > 0;
+        const Operand b = further(other, i / 4 * Shape::PART + i % 4 * 32);
+        if constexpr (Shape::IN_REGISTERS) {
+            product<T, 0>(c, own[which * 4 * PANELS + i], b, add);
+        } else {
+            product<T, 0>(c, further(ours, i / 4 * Shape::OWN_PANEL + i % 4 * 32), b, add);
+        }
+    }
+    products_end();
+}
+
+/* dX += dS x, dY += P y. */
+template <class T, class Shape>
+__device__ __forceinline__ void
+second_products(float (&gradient)[Shape::GRADIENTS][32 * Shape::PANELS],
+                const uint32_t (&w)[Shape::GRADIENTS][4][4], Places<Shape> at, int stage) {
+    const Operand others = columns_operand(at.other(stage, 0), Shape::PART);
+    products_begin();
+#pragma unroll
+    for (int which = 0; which < Shape::GRADIENTS; which++) {
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            product<T, 1>(gradient[which], w[which][step],
+                          further(others, which * Shape::OTHER + step * 16 * PANEL_ROW), true);
+        }
+    }
+    products_end();
+}
+
+/* Mask scores of a part from `part` on: a key above the query's offset is not seen, nor one beyond
+ * the end. row: the thread's first. */
+template <class Shape>
+__device__ __forceinline__ void hide(float (&s)[32], const Problem &p, int row, int part,
+                                     int lane) {
+    const int first = part + 2 * (lane % 4);
+    const int distance = !p.causal ? (Shape::KEYS ? INT_MIN / 2 : p.S)
+                                   : row - first + (Shape::KEYS ? -p.offset : p.offset);
+    const int last = p.S - 1 - first; /* column, of keys */
+    const int beyond = p.S - row;     /* row, of keys */
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
+        bool hidden = Shape::KEYS ? distance + row > column || row >= beyond
+                                  : column > min(distance + row, last);
+        s[i] = hidden ? -INFINITY : s[i];
+    }
+}
+
+/* P of scores; lse belongs to rows, or is in the scores. */
+template <class Shape>
+__device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2,
+                                             const float (&stat)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        if constexpr (Shape::KEYS) {
+            s[i] = fast_exp2(s[i] * scale_log2);
+        } else {
+            s[i] = fast_exp2(fmaf(s[i], scale_log2, -stat[i / 2 % 2][0]));
+        }
+    }
+}
+
+/* One pass: store dS of my keys for the warpgroup that computes dq. */
+template <class Shape>
+__device__ __forceinline__ void hand_on(const uint32_t (&ds)[4][4], Ring<Shape::WEIGHTS> &weights,
+                                        Thread<Shape> me, Places<Shape> at) {
+    barrier_wait(at.weights_empty(weights.at), weights.phase ^ 1);
+    const int row = (me.row - me.lane / 4) + (me.lane & 15);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        store_matrices(at.weights(weights.at) + me.group * Shape::PART +
+                           panel_offset(row, 2 * step + (me.lane >> 4)),
+                       ds[step]);
+    }
+    proxy_fence();
+    __syncwarp();
+    if (me.lane == 0) {
+        barrier_arrive(at.weights_full(weights.at));
+    }
+    weights.advance();
+}
+
+/* The end of an item: dX and dY are rotated back, their sums and largest taken, and stored. mine: the
+ * first of the 64 rows; most: see larger(). */
+template <class T, class Shape>
+__device__ __forceinline__ void
+store_gradients(float (&gradient)[Shape::GRADIENTS][32 * Shape::PANELS], uint32_t &most,
+                const Backward &f, const WorkItem &item, int mine, Thread<Shape> me,
+                Places<Shape> at, int slot) {
+    constexpr int PANELS = Shape::PANELS, GRADIENTS = Shape::GRADIENTS;
+    const Problem &p = f.p;
+    const int own_rows = Shape::KEYS ? p.S : p.T;
+    /* Beyond the end any angle does: nothing is stored there. */
+    const int positions[2] = {min(mine + me.row, own_rows - 1),
+                              min(mine + me.row + 8, own_rows - 1)};
+    if (f.half == 8) {
+        rotate_back<8>(gradient[0], f, positions);
+    } else if (f.half == 16) {
+        rotate_back<16>(gradient[0], f, positions);
+    }
+    named_barrier_sync(1 + me.group, WARPGROUP); /* these rows have been read */
+#pragma unroll
+    for (int which = 0; which < GRADIENTS; which++) {
+        float factor = which == 0 ? p.scale : 1.0f;
+        float factors[2] = {factor, factor};
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++) {
+            stage_rows<T>(at.staged(slot, which) + panel * Shape::OWN_PANEL +
+                              me.group * Shape::PART,
+                          gradient[which], 32 * panel, factors);
+        }
+    }
+    const bool count[2] = {mine + me.row < own_rows, mine + me.row + 8 < own_rows};
+    if (p.largest) {
+#pragma unroll
+        for (int which = 0; which < GRADIENTS; which++) {
+            most = larger(most, gradient[which], count, which == 0 ? p.scale : 1.0f);
+        }
+    }
+    if (f.sums) {
+#pragma unroll
+        for (int which = 0; which < GRADIENTS; which++) {
+            sum_rows<PANELS>(gradient[which], count, which == 0 ? p.scale : 1.0f,
+                             at.sums(me.group, which) +
+                                 (threadIdx.x % WARPGROUP) / 32 * Shape::SUMS);
+        }
+    }
+    proxy_fence();
+    named_barrier_sync(1 + me.group, WARPGROUP);
+    if (f.sums && mine < own_rows) { /* of the warps, in shared memory until the next such wait */
+        const int64_t part = (int64_t)item.b * ((own_rows + HALF - 1) / HALF) + mine / HALF;
+        float *to = f.sums + (part * p.H + item.h) * 3 * p.D + (Shape::KEYS ? p.D : 0);
+        for (int which = 0; which < GRADIENTS; which++) {
+            add_warps<Shape>(at.sums(me.group, which), to + which * p.D, p.D);
+        }
+    }
+    if (me.leads) {
+        if (mine < own_rows) {
+            for (int which = 0; which < GRADIENTS; which++) {
+                for (int panel = 0; panel < PANELS; panel++) {
+                    gradient_store(p, &f.gradient[which],
+                                   at.staged(slot, which) + panel * Shape::OWN_PANEL +
+                                       me.group * Shape::PART,
+                                   panel * PANEL_COLUMNS, mine, item.h, item.b);
+                }
+            }
+            box_stores_read();
+        }
+    }
+}
+
 template <class T, class Shape>
 __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     constexpr int PANELS = Shape::PANELS;
     constexpr int GRADIENTS = Shape::GRADIENTS;
     const Problem &p = f.p;
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1 - Shape::ONE_PASS,
-              lane = threadIdx.x & 31;
-    const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
+    const Thread<Shape> me;
     const ColumnTerms<T> terms;
-    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
-    const int own_rows = Shape::KEYS ? p.S : p.T;
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
     Ring<Shape::WEIGHTS> weights;
@@ -108,91 +325,24 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         if (item.tile < 0) {
             break;
         }
-        const int first = item.tile * Shape::ROWS, mine = first + HALF * group;
-        float stat[2][2]; /* of the two rows: lse, delta */
+        const int first = item.tile * Shape::ROWS, mine = first + HALF * me.group;
+        float stat[2][2];
         if constexpr (!Shape::KEYS) {
-            const float2 *stats = p.stats + ((int64_t)item.b * p.H + item.h) * p.T;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int row = mine + my_row + 8 * half;
-                float2 pair = row < p.T ? stats[row] : make_float2(INFINITY, 0.0f);
-                stat[half][0] = pair.x;
-                stat[half][1] = pair.y;
-            }
+            load_stats(stat, p, item, mine + me.row);
         }
-
-        uint32_t own[Shape::IN_REGISTERS ? 2 * 4 * PANELS : 1][4];
+        uint32_t own[Shape::IN_REGISTERS ? 8 * PANELS : 1][4];
         if constexpr (Shape::IN_REGISTERS) {
-#pragma unroll
-            for (int i = 0; i < 8 * PANELS; i++) {
-                int which = i / (4 * PANELS), panel = i / 4 % PANELS, step = i % 4;
-                int row = (my_row - lane / 4) + (lane & 15);
-                load_matrices(own[i], at.own(slot.at, which) + panel * Shape::OWN_PANEL +
-                                          group * Shape::PART +
-                                          panel_offset(row, 2 * step + (lane >> 4)));
-            }
+            load_own<Shape>(own, me, at, slot.at);
         }
-        float gradient[GRADIENTS][32 * PANELS];
-#pragma unroll
-        for (int which = 0; which < GRADIENTS; which++) {
-#pragma unroll
-            for (int i = 0; i < 32 * PANELS; i++) {
-                gradient[which][i] = 0.0f;
-            }
-        }
+        float gradient[GRADIENTS][32 * PANELS] = {};
         float s[32], dp[32];
         uint32_t w[GRADIENTS][4][4]; /* dS and P of the part before, rounded */
         Ring<Shape::STAGES> before;
 
-        /* Of these parts my rows see something: after `none`, before `end`; on one side of `edge`
-         * they see not all. */
-        int none = -1, end = mine < own_rows ? p.T : 0, edge = INT_MIN;
-        if constexpr (Shape::KEYS) {
-            if (p.causal) {
-                none = mine - p.offset - HALF;
-                edge = mine - p.offset + HALF - 1;
-            } else if (Shape::ONE_PASS && mine + HALF > p.S) {
-                edge = INT_MAX; /* dS of keys beyond the end must not reach dq */
-            }
-        } else {
-            end = mine < own_rows ? keys_end(p, mine + HALF) : 0;
-            edge = p.causal ? min(mine + p.offset - HALF + 1, p.S - HALF) : p.S - HALF;
-        }
-        auto sees = [&](int part) { return part > none && part < end; };
+        const Visible visible = visible_parts<Shape>(p, mine);
 
-        auto first_product = [&](int which) {
-            const Operand other = rows_operand(at.other(stage.at, which));
-            const Operand ours = rows_operand(at.own(slot.at, which) + group * Shape::PART);
-            float(&c)[32] = which == 0 ? s : dp;
-            products_begin();
-            if constexpr (Shape::KEYS) {
-                terms.product(c, which, at.terms(stage.at));
-            }
-#pragma unroll
-            for (int i = 0; i < 4 * PANELS; i++) {
-                const bool add = Shape::KEYS || i > 0;
-                const Operand b = further(other, i / 4 * Shape::PART + i % 4 * 32);
-                if constexpr (Shape::IN_REGISTERS) {
-                    product<T, 0>(c, own[which * 4 * PANELS + i], b, add);
-                } else {
-                    product<T, 0>(c, further(ours, i / 4 * Shape::OWN_PANEL + i % 4 * 32), b, add);
-                }
-            }
-            products_end();
-        };
-        auto second_products = [&]() {
-            const Operand others = columns_operand(at.other(before.at, 0), Shape::PART);
-            products_begin();
-#pragma unroll
-            for (int which = 0; which < GRADIENTS; which++) {
-#pragma unroll
-                for (int step = 0; step < 4; step++) {
-                    product<T, 1>(gradient[which], w[which][step],
-                                  further(others, which * Shape::OTHER + step * 16 * PANEL_ROW),
-                                  true);
-                }
-            }
-            products_end();
+        auto product_of = [&](int which, float(&c)[32]) {
+            first_product<T, Shape>(which, c, own, terms, me, at, slot.at, stage.at);
         };
         auto second_products_done = [&]() {
             products_wait<0>();
@@ -201,43 +351,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 hold(gradient[which]);
                 hold(w[which]);
             }
-            if (leads) {
+            if (me.leads) {
                 barrier_arrive(at.empty(before.at));
-            }
-        };
-        /* key - query above the offset is not seen, nor a key beyond the end */
-        auto hide = [&](int part) {
-            const int first = part + 2 * (lane % 4);
-            const int distance = !p.causal
-                                     ? (Shape::KEYS ? INT_MIN / 2 : p.S)
-                                     : mine + my_row - first + (Shape::KEYS ? -p.offset : p.offset);
-            const int last = p.S - 1 - first;         /* column, of keys */
-            const int beyond = p.S - (mine + my_row); /* row, of keys */
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-                bool hidden = Shape::KEYS ? distance + row > column || row >= beyond
-                                          : column > min(distance + row, last);
-                s[i] = hidden ? -INFINITY : s[i];
-            }
-        };
-        /* One pass: store dS of my keys, in w, for the warpgroup that computes dq. */
-        auto hand_on = [&]() {
-            if constexpr (Shape::ONE_PASS) {
-                barrier_wait(at.weights_empty(weights.at), weights.phase ^ 1);
-                const int row = (my_row - lane / 4) + (lane & 15);
-#pragma unroll
-                for (int step = 0; step < 4; step++) {
-                    store_matrices(at.weights(weights.at) + group * Shape::PART +
-                                       panel_offset(row, 2 * step + (lane >> 4)),
-                                   w[0][step]);
-                }
-                proxy_fence();
-                __syncwarp();
-                if (lane == 0) {
-                    barrier_arrive(at.weights_full(weights.at));
-                }
-                weights.advance();
             }
         };
         auto round = [&]() {
@@ -255,27 +370,22 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
          * issued on the way, to be done at its end. */
         auto work = [&](int part, auto following) {
             constexpr int PENDING = decltype(following)::value;
-            first_product(0);
+            product_of(0, s);
             if constexpr (Shape::OVERLAP) {
-                first_product(1);
+                product_of(1, dp);
             }
             if constexpr (PENDING) {
-                second_products();
-                hand_on();
+                second_products<T, Shape>(gradient, w, at, before.at);
+                if constexpr (Shape::ONE_PASS) {
+                    hand_on<Shape>(w[0], weights, me, at);
+                }
             }
             products_wait<PENDING + Shape::OVERLAP>();
             hold(s);
-            if (Shape::KEYS ? part < edge : part > edge) {
-                hide(part);
+            if (Shape::KEYS ? part < visible.edge : part > visible.edge) {
+                hide<Shape>(s, p, mine + me.row, part, me.lane);
             }
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                if constexpr (Shape::KEYS) {
-                    s[i] = fast_exp2(s[i] * p.scale_log2);
-                } else {
-                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -stat[i / 2 % 2][0]));
-                }
-            }
+            exponentials<Shape>(s, p.scale_log2, stat);
             hold(s);
             stay_above(p.D);
             if constexpr (Shape::OVERLAP) {
@@ -284,7 +394,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 if constexpr (PENDING) {
                     second_products_done();
                 }
-                first_product(1);
+                product_of(1, dp);
                 products_wait<0>();
             }
             hold(dp);
@@ -302,7 +412,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         };
         /* A part that none of my rows meets. */
         auto pass = [&]() {
-            if (leads) {
+            if (me.leads) {
                 barrier_wait(at.full(stage.at), stage.phase);
                 barrier_arrive(at.empty(stage.at));
             }
@@ -312,88 +422,33 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 for (int i = 0; i < 16; i++) {
                     w[0][i / 4][i % 4] = 0;
                 }
-                hand_on();
+                hand_on<Shape>(w[0], weights, me, at);
             }
         };
 
         auto walk = walk_of<Shape>(p, item, first);
         int part = walk.next();
-        for (; part >= 0 && !sees(part); part = walk.next()) {
+        for (; part >= 0 && !visible.sees(part); part = walk.next()) {
             pass();
         }
         if (part >= 0) {
             barrier_wait(at.full(stage.at), stage.phase);
             work(part, std::integral_constant<int, 0>());
-            for (part = walk.next(); part >= 0 && sees(part); part = walk.next()) {
+            for (part = walk.next(); part >= 0 && visible.sees(part); part = walk.next()) {
                 barrier_wait(at.full(stage.at), stage.phase);
                 work(part, std::integral_constant<int, 1>());
             }
-            second_products();
-            hand_on();
+            second_products<T, Shape>(gradient, w, at, before.at);
+            if constexpr (Shape::ONE_PASS) {
+                hand_on<Shape>(w[0], weights, me, at);
+            }
             second_products_done();
         }
         for (; part >= 0; part = walk.next()) {
             pass();
         }
 
-        /* Beyond the end any angle does: nothing is stored there. */
-        const int positions[2] = {min(mine + my_row, own_rows - 1),
-                                  min(mine + my_row + 8, own_rows - 1)};
-        if (f.half == 8) {
-            rotate_back<8>(gradient[0], f, positions);
-        } else if (f.half == 16) {
-            rotate_back<16>(gradient[0], f, positions);
-        }
-        named_barrier_sync(1 + group, WARPGROUP); /* these rows have been read */
-#pragma unroll
-        for (int which = 0; which < GRADIENTS; which++) {
-            float factor = which == 0 ? p.scale : 1.0f;
-            float factors[2] = {factor, factor};
-#pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) {
-                stage_rows<T>(at.staged(slot.at, which) + panel * Shape::OWN_PANEL +
-                                  group * Shape::PART,
-                              gradient[which], 32 * panel, factors);
-            }
-        }
-        const bool count[2] = {mine + my_row < own_rows, mine + my_row + 8 < own_rows};
-        if (p.largest) {
-#pragma unroll
-            for (int which = 0; which < GRADIENTS; which++) {
-                most = larger(most, gradient[which], count, which == 0 ? p.scale : 1.0f);
-            }
-        }
-        if (f.sums) {
-#pragma unroll
-            for (int which = 0; which < GRADIENTS; which++) {
-                sum_rows<PANELS>(gradient[which], count, which == 0 ? p.scale : 1.0f,
-                                 at.sums(group, which) +
-                                     (threadIdx.x % WARPGROUP) / 32 * Shape::SUMS);
-            }
-        }
-        proxy_fence();
-        named_barrier_sync(1 + group, WARPGROUP);
-        if (f.sums &&
-            mine < own_rows) { /* of the warps, in shared memory until the next such wait */
-            const int64_t part = (int64_t)item.b * ((own_rows + HALF - 1) / HALF) + mine / HALF;
-            float *to = f.sums + (part * p.H + item.h) * 3 * p.D + (Shape::KEYS ? p.D : 0);
-            for (int which = 0; which < GRADIENTS; which++) {
-                add_warps<Shape>(at.sums(group, which), to + which * p.D, p.D);
-            }
-        }
-        if (leads) {
-            if (mine < own_rows) {
-                for (int which = 0; which < GRADIENTS; which++) {
-                    for (int panel = 0; panel < PANELS; panel++) {
-                        gradient_store(p, &f.gradient[which],
-                                       at.staged(slot.at, which) + panel * Shape::OWN_PANEL +
-                                           group * Shape::PART,
-                                       panel * PANEL_COLUMNS, mine, item.h, item.b);
-                    }
-                }
-                box_stores_read();
-            }
-        }
+        store_gradients<T, Shape>(gradient, most, f, item, mine, me, at, slot.at);
         /* by every thread: each has read which item it was */
         barrier_arrive(at.own_empty(slot.at));
         slot.advance();
