@@ -56,7 +56,7 @@ struct nd_kept {
 };
 nd_array *nd_keep(nd_frame *f, nd_kept *kept, int i, nd_dtype dtype, int ndim,
                   const int64_t *shape);
-/* The frame fails where the array is another than the one that the forward kept. */
+/* The frame fails where dtype or shape are not those of the array that was kept. */
 nd_array *nd_take(nd_frame *f, const nd_kept *kept, int i, nd_dtype dtype, int ndim,
                   const int64_t *shape);
 void nd_free_kept(nd_kept *kept);

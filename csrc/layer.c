@@ -146,7 +146,7 @@ static void backward(nd_frame *f, const layer_bwd_args *a, const nd_kept *kept) 
              *lse = nd_take(f, kept, LSE, ND_F32, SHAPE(s.b, s.heads, s.t)),
              *both = nd_take(f, kept, BOTH, s.dtype, SHAPE(s.b, s.t, s.k + s.m)),
              *dgelu = nd_take(f, kept, DGELU, s.dtype, SHAPE(s.n, s.m));
-    /* All memory comes first: where it is lacking no gradient has been written. */
+    /* All arrays come first: where their memory is lacking no gradient has been written. */
     nd_space space = {0};
     place(&space, &s);
     nd_space_open(f, &space);

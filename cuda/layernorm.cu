@@ -3,9 +3,9 @@
  *
  *   forward   mean = sum(x) / C, rstd = 1 / sqrt(sum((x - mean)^2) / C + eps)
  *             h = (x - mean) rstd, y = h w + b of each norm
- *   backward  g = the sum of the norms' dy w dx = rstd (g - sum(g) / C - h sum(g h) / C) + dres,
- *             where there is a dres of each norm dw += sum over rows of dy h, db += sum over rows
- *             of dy
+ *   backward  g = dy w, summed over the norms
+ *             dx = rstd (g - sum(g) / C - h sum(g h) / C) + dres, where there is a dres
+ *             dw += sum over rows of dy h, db += sum over rows of dy, of each norm
  *
  * Everything is computed in float32, and dx is rounded once; the variance is that of the
  * differences from the mean, not a difference of squares.

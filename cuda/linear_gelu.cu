@@ -4,8 +4,9 @@
  *   linear_gelu_bwd   dpre = (dy w^T) dgelu, db += its column sums
  *
  * Precision: float32 sums. Parallel: few rows, and on Hopper all in 16 bits, are one kernel
- * (linear_few.cu, linear_hopper.cuh); elsewhere a product and a pass over its result, with the bits of linear_fwd and gelu, matmul and
- * multiply. Bytes of the pass forward: pre is read once, dgelu and y are written once.
+ * (linear_few.cu, linear_hopper.cuh); elsewhere a product and a pass over its result, with the bits
+ * of linear_fwd and gelu, matmul and multiply. Bytes of the pass forward: pre is read once, dgelu
+ * and y are written once.
  */
 #include "linear_few.cuh"
 #include "linear_hopper.cuh"

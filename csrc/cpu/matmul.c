@@ -6,7 +6,8 @@
  *   bias_bwd    db += column sums of dy
  *
  * The result is cut into tiles over M and N (never over K); OpenMP hands the tiles to threads, each
- * tile is one single-threaded product. K is cut into panels of K_PANEL, added in their order.
+ * tile is one single-threaded product. K is cut into equal parts of at most K_PANEL, added in their
+ * order, but where sgemm reads both operands in place.
  *
  * With AVX-512 panels.c multiplies, and bits depend on K alone. Else sgemm does, in tiles whose
  * sizes depend on the shape alone, so that bits do not depend on the number of threads either. It
@@ -94,7 +95,7 @@ typedef struct {
     bool add;
     bool direct; /* tiles are made where they stay, not in scratch */
     float scale;
-    bool panels; /* by panels.c */
+    bool by_panels; /* panels.c multiplies */
     int64_t m, n, k;
     int64_t tile_m, tile_n, step; /* of k, in one pass */
     cpu_tile_fn *finish;          /* or NULL */
@@ -104,10 +105,10 @@ typedef struct {
 /* Of n elements of 4 bytes: those of whole lines of a cache. */
 static int64_t in_lines(int64_t n) { return cpu_ceil_div(n, 16) * 16; }
 
-/* In units of 4 bytes. */
-static size_t panel_elements(const product *p) {
+/* Words of 4 bytes that a tile needs beside its operands: its result, the bias, packed panels. */
+static size_t scratch_words(const product *p) {
     size_t c = p->direct ? 0 : (size_t)in_lines(p->tile_m * p->tile_n);
-    if (p->panels) {
+    if (p->by_panels) {
         return c + (size_t)(p->bias != NULL ? in_lines(p->tile_n) : 0) +
                (size_t)cpu_panels_words(p->a.array->dtype, p->tile_n, K_PANEL);
     }
@@ -118,55 +119,55 @@ static size_t panel_elements(const product *p) {
 
 /* c = (add: +=) the product of rows x depth of a with depth x columns of b. */
 static void by_sgemm(const product *p, int64_t at_a, int64_t at_b, int64_t rows, int64_t columns,
-                     int64_t depth, bool add, float *c, int64_t ldc, float *panels) {
+                     int64_t depth, bool add, float *c, int64_t ldc, float *scratch) {
     const float *a = (const float *)p->a.array->data + at_a;
     const float *b = (const float *)p->b.array->data + at_b;
     if (!p->a.in_place) {
-        pack(&p->a, at_a, rows, depth, panels);
-        a = panels;
-        panels += p->tile_m * K_PANEL;
+        pack(&p->a, at_a, rows, depth, scratch);
+        a = scratch;
+        scratch += p->tile_m * K_PANEL;
     }
     if (!p->b.in_place) {
-        pack(&p->b, at_b, depth, columns, panels);
-        b = panels;
+        pack(&p->b, at_b, depth, columns, scratch);
+        b = scratch;
     }
     cpu_sgemm(p->a.in_place && p->a.transposed, p->b.in_place && p->b.transposed, rows, columns,
               depth, 1.0f, a, p->a.in_place ? p->a.leading : max_of(depth, 1), b,
               p->b.in_place ? p->b.leading : columns, add ? 1.0f : 0.0f, c, ldc);
 }
 
-static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, float *panels) {
+static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, float *scratch) {
     int64_t rows = min_of(p->tile_m, p->m - i), columns = min_of(p->tile_n, p->n - j);
     int64_t at_a = batch_offset(p->a.array, batch) + i * p->a.strides[0];
     int64_t at_b = batch_offset(p->b.array, batch) + j * p->b.strides[1];
     int64_t at_c = (batch * p->m + i) * p->n + j;
-    float *c = p->direct ? (float *)p->c->data + at_c : panels;
+    float *c = p->direct ? (float *)p->c->data + at_c : scratch;
     int64_t ldc = p->direct ? p->n : columns;
-    panels += p->direct ? 0 : in_lines(p->tile_m * p->tile_n);
+    scratch += p->direct ? 0 : in_lines(p->tile_m * p->tile_n);
 
     const float *base = p->add && p->direct ? c : NULL; /* what the product is added to */
     int64_t base_row = ldc;
     if (p->bias != NULL) {
-        float *bias = p->panels ? panels : c;
+        float *bias = p->by_panels ? scratch : c;
         cpu_load_f32(bias, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
         base = bias;
-        if (p->panels) {
+        if (p->by_panels) {
             base_row = 0;
-            panels += in_lines(p->tile_n);
+            scratch += in_lines(p->tile_n);
         }
-        for (int64_t r = 1; r < rows && !p->panels; r++) { /* sgemm adds to c alone */
+        for (int64_t r = 1; r < rows && !p->by_panels; r++) { /* sgemm adds to c alone */
             memcpy(c + r * ldc, c, (size_t)columns * sizeof *c);
         }
     }
     for (int64_t k0 = 0; k0 < max_of(p->k, 1); k0 += p->step) {
         int64_t depth = min_of(p->step, p->k - k0);
         int64_t a0 = at_a + k0 * p->a.strides[1], b0 = at_b + k0 * p->b.strides[0];
-        if (p->panels) {
+        if (p->by_panels) {
             cpu_panels_product(p->a.array->dtype, rows, columns, depth, cpu_at(p->a.array, a0),
                                p->a.strides, cpu_at(p->b.array, b0), p->b.strides, base, base_row,
-                               c, ldc, min_of(p->step, p->k - k0 - depth), (uint32_t *)panels);
+                               c, ldc, min_of(p->step, p->k - k0 - depth), (uint32_t *)scratch);
         } else {
-            by_sgemm(p, a0, b0, rows, columns, depth, base != NULL, c, ldc, panels);
+            by_sgemm(p, a0, b0, rows, columns, depth, base != NULL, c, ldc, scratch);
         }
         base = c;
         base_row = ldc;
@@ -199,29 +200,29 @@ static void choose_tiles(product *p, int64_t batches) {
     p->tile_n = p->n;
     /* b's panels must fit into the second cache: 512 columns, or all of them where k is short. Then
      * a tile has whole rows, and c's part of it fits too. */
-    bool whole_rows = p->panels && p->n > 512 && p->n * p->step <= 512 * 512;
+    bool whole_rows = p->by_panels && p->n > 512 && p->n * p->step <= 512 * 512;
     int64_t most = INT64_MAX, widest = INT_MAX / 2;
-    if (p->panels) {
+    if (p->by_panels) {
         most = whole_rows ? 288 * 1024 : 576 * 1024;
         widest = whole_rows ? p->n : 512;
-    } else if (panel_elements(p) > 0) {
+    } else if (scratch_words(p) > 0) {
         most = 512 * 512;
     }
-    int64_t fewest = p->panels ? min_of(FEWEST_TILES, 4 * cpu_threads()) : FEWEST_TILES;
-    int64_t needed = p->panels ? min_of(FEWEST_TILES, cpu_threads()) : FEWEST_TILES;
+    int64_t fewest = p->by_panels ? min_of(FEWEST_TILES, 4 * cpu_threads()) : FEWEST_TILES;
+    int64_t needed = p->by_panels ? min_of(FEWEST_TILES, cpu_threads()) : FEWEST_TILES;
     for (;;) {
         int64_t tiles = batches * cpu_ceil_div(p->m, p->tile_m) * cpu_ceil_div(p->n, p->tile_n);
         double tile_work = work * (double)batches / (double)tiles;
         bool too_wide = p->tile_n > widest;
         bool too_large = p->tile_m > INT_MAX / 2 || p->tile_m * p->tile_n > most;
         bool halve = tiles < fewest && tile_work > 2 * SMALLEST_TILE_WORK;
-        bool taller = p->tile_m > p->tile_n + (p->panels ? CPU_PANEL_COLUMNS : 0);
+        bool taller = p->tile_m > p->tile_n + (p->by_panels ? CPU_PANEL_COLUMNS : 0);
         int64_t *longer = taller && !too_wide ? &p->tile_m : &p->tile_n;
         int64_t smallest = tiles < needed ? SMALLEST_TILE : SMALLEST_GOOD_TILE;
         if (!too_large && !too_wide && (!halve || *longer < 2 * smallest)) {
             return;
         }
-        bool by_rows = p->panels && longer == &p->tile_m;
+        bool by_rows = p->by_panels && longer == &p->tile_m;
         int64_t unit = by_rows ? cpu_panels_rows(p->a.array->dtype) : 32;
         *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), unit) * unit;
     }
@@ -242,8 +243,8 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
                  .k = a->shape[a->ndim - 1],
                  .finish = finish,
                  .finish_of = finish_of};
-    p.panels = cpu_panels_take(a->dtype, p.m);
-    bool whole = p.a.in_place && p.b.in_place && !p.panels;
+    p.by_panels = cpu_panels_take(a->dtype, p.m);
+    bool whole = p.a.in_place && p.b.in_place && !p.by_panels;
     int64_t passes = whole ? 1 : max_of(cpu_ceil_div(p.k, K_PANEL), 1);
     p.step = max_of(cpu_ceil_div(p.k, passes), 1);
     if (p.m == 0 || p.n == 0 || nd_size(c) == 0) {
@@ -267,16 +268,16 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
     int64_t tiles = batches * down * across;
     bool parallel = tiles > 1 &&
                     (double)p.m * (double)p.n * (double)p.k * (double)batches > SMALLEST_SPLIT_WORK;
-    size_t each = (panel_elements(&p) + 15) / 16 * 16;
-    void *panels = NULL;
+    size_t each = (scratch_words(&p) + 15) / 16 * 16;
+    void *scratch = NULL;
     if (each > 0) {
         size_t threads = parallel ? (size_t)cpu_threads() : 1;
-        ND_TRY(cpu_scratch(device, each * threads * sizeof(float), &panels));
+        ND_TRY(cpu_scratch(device, each * threads * sizeof(float), &scratch));
     }
 
 #pragma omp parallel for schedule(dynamic) num_threads(cpu_threads()) if (parallel)
     for (int64_t tile = 0; tile < tiles; tile++) {
-        float *mine = each > 0 ? (float *)panels + each * (size_t)omp_get_thread_num() : NULL;
+        float *mine = each > 0 ? (float *)scratch + each * (size_t)omp_get_thread_num() : NULL;
         run_tile(&p, tile / (down * across), tile / across % down * p.tile_m,
                  tile % across * p.tile_n, mine);
     }

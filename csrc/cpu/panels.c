@@ -12,7 +12,7 @@
  * multiplied by AVX512-BF16's vdpbf16ps, whose float32 lanes get two products each; an odd k ends
  * with a zero. By definition that instruction ignores MXCSR: it rounds to nearest even, takes
  * denormal operands for zeros, and makes denormal sums zeros. Infinities and NaN go through as in
- * float32. With AMX (tiles.h) the pairs of 32 rows of a lie by rows, and those of a step of k are
+ * float32. With AMX (amx.h) the pairs of 32 rows of a lie by rows, and those of a step of k are
  * filled up with zeros to whole tiles.
  *
  * Compiled for any x86-64 and chosen when needle starts. Intel's processors since Sapphire Rapids
@@ -34,7 +34,7 @@
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
-#include "tiles.h"
+#include "amx.h"
 
 enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
 /* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */

@@ -107,6 +107,80 @@ static int take_operand(const char *op, const char *name, PyObject *object, oper
     return nd_is_array_like(object);
 }
 
+/* The second pass: array-likes, and numbers that must be arrays, on the device of `anchor`. */
+static int take_likes(const nd_op_info *info, const nd_array *anchor, PyObject *const objects[2],
+                      operand operands[2]) {
+    for (int i = 0; i < 2; i++) {
+        operand *o = &operands[i];
+        nd_number *number = &o->number;
+        bool whole = !nd_dtype_is_float(anchor->dtype), exact = o->is_array || nd_is_exact(number);
+        if (!exact && whole && info->kind == OP_KIND_CMP &&
+            (number->beyond || anchor->dtype != ND_I64)) {
+            /* No element is as large: it compares as an infinity does. */
+            *number = (nd_number){.is_float = true, .value = copysign(INFINITY, number->value)};
+        }
+        /* An int64 may be too long for the double that a scalar is: it goes as an array. */
+        exact = exact || anchor->dtype != ND_I64 || number->is_float || number->beyond;
+        if (o->is_array ? o->array == NULL : !exact) {
+            if (nd_from_object(objects[i], exact, ND_I64, anchor->storage->device, &o->owned) < 0) {
+                return -1;
+            }
+            o->array = &o->owned;
+        }
+    }
+    const nd_array *x = operands[0].array, *y = operands[1].array;
+    if (x != NULL && y != NULL && x->storage->device != y->storage->device) {
+        char left[24], right[24];
+        FAIL(PyExc_TypeError, "%s: y: is on %s, but x is on %s; move one with .to(device)",
+             info->name, nd_device_text(y->storage->device, right),
+             nd_device_text(x->storage->device, left));
+    }
+    return 0;
+}
+
+/* The dtype that is computed in. rank: the highest of the operands. */
+static int computed_dtype(nd_op id, const nd_array *anchor, const operand operands[2], int rank,
+                          nd_dtype *dtype) {
+    const nd_op_info *info = &nd_ops[id];
+    const nd_array *x = operands[0].array, *y = operands[1].array;
+    const nd_number *number = x != NULL && y != NULL ? NULL : &operands[x != NULL].number;
+    if (info->types == TYPES_WHOLE && rank == 2) {
+        FAIL(PyExc_TypeError, "%s: needs integers or bool, not floats", info->name);
+    }
+    *dtype = number == NULL ? promoted(x->dtype, y->dtype) : anchor->dtype;
+    bool inverts = id == OP_power && y == NULL && number->value < 0; /* x ** -1 */
+    bool is_float = info->types == TYPES_FLOAT || inverts || (number != NULL && number->is_float);
+    if (is_float && !nd_dtype_is_float(*dtype)) {
+        *dtype = ND_F32;
+    } else if (info->kind == OP_KIND_EW2 && *dtype == ND_BOOL &&
+               (info->types != TYPES_WHOLE || rank > 0)) {
+        *dtype = ND_I32;
+    }
+    bool compares = info->kind == OP_KIND_CMP && !nd_dtype_is_float(*dtype);
+    return number != NULL && !number->is_float && !compares
+               ? nd_check_number(info->name, number, *dtype)
+               : 0;
+}
+
+/* Can a result be written into `own`? */
+static int check_in_place(const char *op, const nd_array *own, nd_dtype dtype, int rank, int ndim,
+                          const int64_t *shape) {
+    if ((nd_dtype_is_float(dtype) ? 2 : rank) > rank_of(own, NULL)) {
+        FAIL(PyExc_TypeError,
+             "%s in place: the result is %s, which an array of %s cannot hold; write x = x ... or "
+             "astype() first",
+             op, nd_dtype_name(dtype), nd_dtype_name(own->dtype));
+    }
+    bool fits = ndim == own->ndim;
+    for (int i = 0; fits && i < ndim; i++) {
+        fits = shape[i] == own->shape[i];
+    }
+    if (!fits) {
+        FAIL(PyExc_ValueError, "%s in place: y: broadcasting would change the shape of x", op);
+    }
+    return nd_check_writable(op, "x", own);
+}
+
 PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, bool *unsupported) {
     const nd_op_info *info = &nd_ops[id];
     const char *op = info->name;
@@ -131,72 +205,23 @@ PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, b
     nd_array wide[2] = {{.storage = NULL}, {.storage = NULL}};
     nd_array out = {.storage = NULL};
 
-    for (int i = 0; i < 2; i++) {
-        operand *o = &operands[i];
-        nd_number *number = &o->number;
-        bool whole = !nd_dtype_is_float(anchor->dtype), exact = o->is_array || nd_is_exact(number);
-        if (!exact && whole && info->kind == OP_KIND_CMP &&
-            (number->beyond || anchor->dtype != ND_I64)) {
-            /* No element is as large: it compares as an infinity does. */
-            *number = (nd_number){.is_float = true, .value = copysign(INFINITY, number->value)};
-        }
-        /* An int64 may be too long for the double that a scalar is: it goes as an array. */
-        exact = exact || anchor->dtype != ND_I64 || number->is_float || number->beyond;
-        if (o->is_array ? o->array == NULL : !exact) {
-            if (nd_from_object(objects[i], exact, ND_I64, device, &o->owned) < 0) {
-                goto done;
-            }
-            o->array = &o->owned;
-        }
+    if (take_likes(info, anchor, objects, operands) < 0) {
+        goto done;
     }
     const nd_array *arrays[2] = {operands[0].array, operands[1].array};
-    if (arrays[0] && arrays[1] && arrays[0]->storage->device != arrays[1]->storage->device) {
-        char left[24], right[24];
-        PyErr_Format(PyExc_TypeError, "%s: y: is on %s, but x is on %s; move one with .to(device)",
-                     op, nd_device_text(arrays[1]->storage->device, right),
-                     nd_device_text(arrays[0]->storage->device, left));
+    int rank = rank_of(arrays[0], &operands[0].number);
+    int other = rank_of(arrays[1], &operands[1].number);
+    rank = other > rank ? other : rank;
+    nd_dtype dtype;
+    if (computed_dtype(id, anchor, operands, rank, &dtype) < 0) {
         goto done;
     }
-
-    int rank = 0; /* of the operands: the highest */
-    for (int i = 0; i < 2; i++) {
-        int own = rank_of(arrays[i], &operands[i].number);
-        rank = own > rank ? own : rank;
-    }
-    if (info->types == TYPES_WHOLE && rank == 2) {
-        PyErr_Format(PyExc_TypeError, "%s: needs integers or bool, not floats", op);
-        goto done;
-    }
-    nd_dtype dtype = anchor->dtype;
-    const nd_number *number = arrays[0] ? &operands[1].number : &operands[0].number;
-    if (arrays[0] && arrays[1]) {
-        dtype = promoted(arrays[0]->dtype, arrays[1]->dtype);
-        number = NULL;
-    } else if (number->is_float && !nd_dtype_is_float(dtype)) {
-        dtype = ND_F32;
-    }
-    bool inverts = id == OP_power && arrays[1] == NULL && number->value < 0; /* x ** -1 */
-    if ((info->types == TYPES_FLOAT || inverts) && !nd_dtype_is_float(dtype)) {
-        dtype = ND_F32;
-    } else if (info->kind == OP_KIND_EW2 && dtype == ND_BOOL &&
-               (info->types != TYPES_WHOLE || rank > 0)) {
-        dtype = ND_I32;
-    }
-    bool compares = info->kind == OP_KIND_CMP && !nd_dtype_is_float(dtype);
-    if (number != NULL && !number->is_float && !compares &&
-        nd_check_number(op, number, dtype) < 0) {
-        goto done;
-    }
-
     int ndim = anchor->ndim;
     int64_t shape[ND_MAX_DIMS];
-    if (arrays[0] && arrays[1]) {
-        if (nd_broadcast_shape(arrays[0], arrays[1], &ndim, shape) != ND_OK) {
-            nd_raise(op, NULL, ND_EVALUE);
-            goto done;
-        }
-    } else {
-        memcpy(shape, anchor->shape, sizeof shape);
+    memcpy(shape, anchor->shape, sizeof shape);
+    if (arrays[0] && arrays[1] && nd_broadcast_shape(arrays[0], arrays[1], &ndim, shape) != ND_OK) {
+        nd_raise(op, NULL, ND_EVALUE);
+        goto done;
     }
 
     nd_array *target = &out;
@@ -204,23 +229,7 @@ PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, b
     bool direct = false;
     if (into != NULL) {
         nd_array *own = &into->a;
-        if ((nd_dtype_is_float(out_dtype) ? 2 : rank) > rank_of(own, NULL)) {
-            PyErr_Format(PyExc_TypeError,
-                         "%s in place: the result is %s, which an array of %s cannot hold; write "
-                         "x = x ... or astype() first",
-                         op, nd_dtype_name(out_dtype), nd_dtype_name(own->dtype));
-            goto done;
-        }
-        bool fits = ndim == own->ndim;
-        for (int i = 0; fits && i < ndim; i++) {
-            fits = shape[i] == own->shape[i];
-        }
-        if (!fits) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s in place: y: broadcasting would change the shape of x", op);
-            goto done;
-        }
-        if (nd_check_writable(op, "x", own) < 0) {
+        if (check_in_place(op, own, out_dtype, rank, ndim, shape) < 0) {
             goto done;
         }
         direct = out_dtype == own->dtype && nd_is_contiguous(own) &&

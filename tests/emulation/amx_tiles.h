@@ -1,4 +1,4 @@
-/* amx_tiles.h - what AMX's instructions for bfloat16 do, in C, for csrc/cpu/tiles.h on any processor
+/* amx_tiles.h - what AMX's instructions for bfloat16 do, in C, for csrc/cpu/amx.h on any processor
  * (Intel's Architecture Instruction Set Extensions, tdpbf16ps): a thread's tiles, which keep nothing
  * that was not configured.
  */

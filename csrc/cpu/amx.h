@@ -1,4 +1,4 @@
-/* tiles.h - bfloat16 products of packed panels by AMX's tiles, for panels.c.
+/* amx.h - bfloat16 products of packed panels by AMX's tiles, for panels.c.
  *
  *   c = base + a b       32 rows of a by 32 columns of b in four tiles of sums
  *
@@ -9,8 +9,8 @@
  * Linux gives a process the registers of tiles when it asks (arch_prctl); a thread configures them
  * for a product and releases them behind it, so that a switch of threads saves none in between.
  */
-#ifndef NEEDLE_CPU_TILES_H
-#define NEEDLE_CPU_TILES_H
+#ifndef NEEDLE_CPU_AMX_H
+#define NEEDLE_CPU_AMX_H
 
 enum {
     TILE = 16,
