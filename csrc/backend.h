@@ -157,6 +157,10 @@ typedef struct nd_backend {
     nd_status (*reset_peak)(int device);
     nd_status (*empty_cache)(int device);
 
+    /* hold: what this thread's ops add to float32 gradients of biases and norms may wait until it is
+     * called with false; nothing may read those before. NULL in a backend that never waits. */
+    nd_status (*hold_sums)(int device, bool hold);
+
     nd_status (*event_new)(int device, nd_event **out); /* new */
     /* side: of the second stream. wait enqueues: what is enqueued in that stream after it begins
      * after the last record. */

@@ -16,6 +16,7 @@ nd_status nd_frame_end(nd_frame *f) {
 }
 
 void (*nd_run_in_frame)(nd_frame *f, nd_op id, const void *args);
+void (*nd_hold_sums)(nd_frame *f, bool hold);
 
 void nd_require(nd_frame *f, bool fits, const char *format, ...) {
     if (fits || f->status != ND_OK) {

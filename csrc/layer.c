@@ -204,7 +204,9 @@ nd_status nd_layer_bwd(nd_device *device, const void *args) {
         (fp8 ? nd_layer_activations_fp8 : activations)(&f, &of, &own);
     }
     nd_output(&f, s.dtype, 3, a->x->shape, a->dx);
+    nd_hold_sums(&f, true);
     (fp8 ? nd_layer_backward_fp8 : backward)(&f, a, a->saved != NULL ? a->saved : &own);
+    nd_hold_sums(&f, false);
     nd_free_kept(&own);
     return nd_frame_end(&f);
 }

@@ -590,17 +590,18 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     const int64_t columns = (int64_t)p.H * 3 * p.D;
     const size_t shares = on_hopper && dq_in_one_pass(p.D, lists) ? (size_t)(parts * p.H) : 0;
     const size_t terms = on_hopper ? (size_t)(heads * p.T) * TERMS_ROW : 0;
-    const size_t sums = sums_on_the_way ? (size_t)(parts * columns) * sizeof(float) : 0;
+    const size_t sums = sums_on_the_way ? padded((size_t)(parts * columns) * sizeof(float)) : 0;
     const size_t dq_sums = shares * DQ_SHARE * sizeof(float), tickets = shares * sizeof(unsigned);
     ND_TRY(cuda_scratch(device,
                         dq_sums + terms + (size_t)(heads * p.T) * sizeof(float2) + sums + tickets,
                         &scratch));
-    unsigned char *memory = (unsigned char *)scratch;
+    /* First what is held until a layer ends: column_sums.cu. */
+    unsigned char *memory = (unsigned char *)scratch + sums;
+    float *const sums_of_rows = (float *)scratch;
     p.dq_sums = (float *)memory;
     p.terms = terms ? memory + dq_sums : NULL;
     p.stats = (float2 *)(memory + dq_sums + terms);
-    float *const sums_of_rows = (float *)(p.stats + heads * p.T);
-    p.tickets = shares ? (unsigned *)((unsigned char *)sums_of_rows + sums) : NULL;
+    p.tickets = shares ? (unsigned *)(p.stats + heads * p.T) : NULL;
     float *db = a->db ? data_of<float>(a->db) : NULL;
     return with_float(op, a->q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;

@@ -274,7 +274,7 @@ nd_status cuda_reset(int device) {
     d.blocks.clear();
     d.live_bytes = d.peak_bytes = 0;
     d.prepared.clear();
-    ND_TRY(cuda_free_scratch(d));
+    ND_TRY(cuda_free_scratch(d, d.scratch));
     ND_TRY(cuda_transfer_reset(device));
     ND_TRY(cuda_matmul_reset(device));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
@@ -356,6 +356,7 @@ nd_backend make_backend() {
     b.memory_stats = Guarded<cuda_memory_stats>::call;
     b.reset_peak = Guarded<cuda_reset_peak>::call;
     b.empty_cache = Guarded<cuda_empty_cache>::call;
+    b.hold_sums = Guarded<cuda_hold_sums>::call;
     b.event_new = Guarded<cuda_event_new>::call;
     b.event_record = Guarded<cuda_event_record>::call;
     b.event_wait = Guarded<cuda_event_wait>::call;

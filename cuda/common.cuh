@@ -97,7 +97,8 @@ __device__ __forceinline__ void await_previous([[maybe_unused]] bool ahead = fal
 #endif
 }
 
-/* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */
+/* column_sums.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. The
+ * last call of an op, as the sums of a layer are added at its end; `partial` is in scratch. */
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
                            int64_t columns, float *to);
 /* The same of `count` matrices (at most 4), `apart` elements from each other (0: of one), each to

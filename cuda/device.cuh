@@ -28,6 +28,23 @@ struct Bytes {
     Bytes *next = nullptr;     /* ... and the next one in its list */
 };
 
+struct Scratch {
+    void *memory = nullptr;
+    size_t bytes = 0;
+};
+
+/* to[c] += the sum over r of partial[r * columns + c]. */
+struct ColumnSum {
+    const float *partial;
+    int64_t rows, columns;
+    float *to;
+};
+constexpr int most_sums = 8;
+struct ColumnSums {
+    ColumnSum sums[most_sums];
+    int count;
+};
+
 struct Prepared {
     size_t shared; /* dynamic shared memory allowed */
     bool overlaps; /* it begins with await_previous(), not with nothing in its place */
@@ -43,8 +60,10 @@ struct Device {
     cuda_limits limits = {};
     int arch = 0;             /* limits.arch, or NEEDLE_ARCH when that is less */
     bool reads_pages = false; /* copies may read pageable host memory after the call returns */
-    void *scratch = nullptr;
-    size_t scratch_bytes = 0;
+    Scratch scratch;
+    ColumnSums held = {};            /* to be added: column_sums.cu */
+    size_t held_bytes = 0;           /* their part of scratch, from its start */
+    const char *used_scratch = NULL; /* the start of what cuda_scratch last gave a part of */
     int64_t live_bytes = 0, peak_bytes = 0;
     std::unordered_map<void *, Bytes> blocks; /* of arrays, and idle ones */
     Bytes *idle[64] = {};                     /* lists of idle blocks, by a hash of their size */
@@ -92,8 +111,12 @@ nd_status cuda_memory_stats(int device, nd_memory_stats *out);
 nd_status cuda_reset_peak(int device);
 nd_status cuda_empty_cache(int device);
 /* Under the device's lock. */
-nd_status cuda_free_scratch(Device &d);
+nd_status cuda_free_scratch(Device &d, Scratch &scratch);
 nd_status cuda_free_idle(Device &d);
+
+/* ---- column_sums.cu -------------------------------------------------------------------------- */
+nd_status cuda_hold_sums(int device, bool hold); /* contract in backend.h */
+nd_status cuda_add_held_sums(int device);        /* under the device's lock */
 
 /* ---- module.cpp (contracts in backend.h) ----------------------------------------------------- */
 nd_status cuda_launch_limits(int device, nd_launch_limits *out);

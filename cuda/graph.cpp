@@ -33,8 +33,7 @@ struct nd_graph {
     cudaGraphExec_t exec = nullptr;
     bool capturing = false;
     std::map<size_t, Blocks> blocks; /* by rounded size */
-    void *scratch = nullptr;
-    size_t scratch_bytes = 0;
+    Scratch scratch;
 };
 
 /* ---- memory ---------------------------------------------------------------------------------- */
@@ -62,25 +61,7 @@ void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes) {
     graph->blocks.find(rounded(bytes))->second.idle.push_back({memory});
 }
 
-nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out) {
-    if (bytes > graph->scratch_bytes) {
-        if (graph->capturing) {
-            return nd_error(ND_ECUDA,
-                            "graph: the captured run needs %zu bytes of scratch and the run before "
-                            "it needed %zu: a step that is recorded must do the same each time",
-                            bytes, graph->scratch_bytes);
-        }
-        if (graph->scratch) {
-            CUDA_TRY("graph", cudaFreeAsync(graph->scratch, cuda_stream(device)));
-            graph->scratch = nullptr;
-            graph->scratch_bytes = 0;
-        }
-        ND_TRY(cuda_pool_malloc(device, rounded(bytes), &graph->scratch));
-        graph->scratch_bytes = rounded(bytes);
-    }
-    *out = graph->scratch;
-    return ND_OK;
-}
+Scratch &cuda_graph_scratch(nd_graph *graph) { return graph->scratch; }
 
 /* ---- capture --------------------------------------------------------------------------------- */
 bool cuda_is_capturing(int device) {
@@ -162,8 +143,8 @@ nd_status free_graph(int device, nd_graph *graph) {
             error = error == cudaSuccess ? freed : error;
         }
     }
-    if (graph->scratch) {
-        cudaError_t freed = cudaFreeAsync(graph->scratch, stream);
+    if (graph->scratch.memory) {
+        cudaError_t freed = cudaFreeAsync(graph->scratch.memory, stream);
         error = error == cudaSuccess ? freed : error;
     }
     delete graph;

@@ -16,7 +16,7 @@ nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **
 /* `memory`, a block of the graph, is idle again; the next allocation of its size may have it. */
 void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes);
 /* cuda_scratch of recorded work: the graph's own, because the device's may move. */
-nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out);
+struct Scratch &cuda_graph_scratch(nd_graph *graph);
 
 /* ---- capturing ------------------------------------------------------------------------------- */
 /* ND_EVALUE while capturing: a recorded copy would read or write the host's memory at each

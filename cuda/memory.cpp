@@ -65,27 +65,39 @@ nd_status cuda_free_idle(Device &d) {
     return status;
 }
 
-nd_status cuda_free_scratch(Device &d) {
-    if (d.scratch) {
-        CUDA_TRY("scratch", cudaFreeAsync(d.scratch, d.stream));
-        d.scratch = nullptr;
-        d.scratch_bytes = 0;
+nd_status cuda_free_scratch(Device &d, Scratch &scratch) {
+    d.held.count = 0;
+    d.held_bytes = 0;
+    if (scratch.memory) {
+        CUDA_TRY("scratch", cudaFreeAsync(scratch.memory, d.stream));
+        scratch = {};
     }
     return ND_OK;
 }
 
 nd_status cuda_scratch(int device, size_t bytes, void **out) {
     Device &d = cuda_device(device);
-    if (d.recording) {
-        ND_TRY(cuda_graph_scratch(device, d.recording, bytes, out));
-    } else if (bytes > d.scratch_bytes) {
-        /* Stream order keeps the old bytes alive for work already enqueued. */
-        ND_TRY(cuda_free_scratch(d));
-        size_t rounded = ceil_div(bytes, scratch_step) * scratch_step;
-        ND_TRY(cuda_pool_malloc(device, rounded, &d.scratch));
-        d.scratch_bytes = rounded;
+    Scratch &scratch = d.recording ? cuda_graph_scratch(d.recording) : d.scratch;
+    const size_t whole = d.held_bytes + bytes;
+    if (whole > scratch.bytes) {
+        ND_TRY(cuda_add_held_sums(device));
     }
-    *out = d.recording ? *out : d.scratch;
+    if (cuda_is_capturing(device)) {
+        if (bytes > scratch.bytes) {
+            return nd_error(ND_ECUDA,
+                            "graph: the captured run needs %zu bytes of scratch and the run before "
+                            "it needed %zu: a step that is recorded must do the same each time",
+                            bytes, scratch.bytes);
+        }
+    } else if (whole > scratch.bytes) {
+        /* Stream order keeps the old bytes alive for work already enqueued. */
+        ND_TRY(cuda_free_scratch(d, scratch));
+        size_t rounded = ceil_div(whole, scratch_step) * scratch_step;
+        ND_TRY(cuda_pool_malloc(device, rounded, &scratch.memory));
+        scratch.bytes = rounded;
+    }
+    d.used_scratch = (const char *)scratch.memory;
+    *out = (char *)scratch.memory + d.held_bytes;
 #ifdef NEEDLE_DEBUG
     cuda_note_range(&d.operands, "scratch", *out, bytes);
 #endif
@@ -190,7 +202,8 @@ nd_status cuda_empty_cache(int device) {
     ND_TRY(call.begin(device));
     ND_TRY(cuda_refuse_in_capture(device, "empty_cache"));
     Device &d = cuda_device(device);
-    ND_TRY(cuda_free_scratch(d));
+    ND_TRY(cuda_add_held_sums(device));
+    ND_TRY(cuda_free_scratch(d, d.scratch));
     ND_TRY(cuda_free_idle(d));
     CUDA_TRY("empty_cache", cudaStreamSynchronize(d.stream));
     CUDA_TRY("empty_cache", cudaMemPoolTrimTo(d.pool, 0));

@@ -496,55 +496,7 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     return ND_OK;
 }
 
-/* Sums of a tall matrix's columns: 32 columns a block, 32 threads a column; blockIdx.y tells which
- * of the matrices, which are `apart` elements from each other. */
-constexpr int most_sums = 4;
-struct Sums {
-    float *to[most_sums];
-};
-__global__ void __launch_bounds__(1024)
-    add_columns_kernel(const float *partial, int64_t rows, int64_t columns, int64_t apart,
-                       const Sums all) {
-    await_previous();
-    float *to = all.to[blockIdx.y];
-    partial += blockIdx.y * apart;
-    __shared__ float sums[32][33];
-    const int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
-    float sum = 0.0f;
-    if (c < columns) {
-#pragma unroll 4
-        for (int64_t r = threadIdx.y; r < rows; r += 32) {
-            sum += partial[r * columns + c];
-        }
-    }
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        sums[0][threadIdx.y] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.y == 0 && c < columns) {
-        to[c] += sums[0][threadIdx.x];
-    }
-}
-
 } // namespace
-
-nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
-                              int64_t columns, int64_t apart, int count, float *const *to) {
-    Sums all = {};
-    std::copy(to, to + count, all.to);
-    dim3 grid((unsigned)ceil_div<int64_t>(columns, 32), (unsigned)count);
-    return cuda_launch(op, device, add_columns_kernel, grid, dim3(32, 32), 0, partial, rows,
-                       columns, apart, all);
-}
-
-nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
-                           int64_t columns, float *to) {
-    return cuda_add_columns_of(op, device, partial, rows, columns, 0, 1, &to);
-}
 
 #define RED(name, types, start, combine, map)                                                   \
     nd_status cuda_##name(int device, const name##_args *a) {                                   \

@@ -225,4 +225,18 @@ static void run_in_frame(nd_frame *f, nd_op id, const void *args) {
     }
 }
 
-void nd_run_init(void) { nd_run_in_frame = run_in_frame; }
+static void hold_sums(nd_frame *f, bool hold) {
+    const nd_backend *backend = f->device->backend;
+    if (backend->hold_sums == NULL || (hold && (nd.sync || nd.trace))) {
+        return;
+    }
+    nd_status status = backend->hold_sums(f->device->index, hold);
+    if (status != ND_OK && f->status == ND_OK) {
+        f->status = nd_error(status, "%s", backend->last_error());
+    }
+}
+
+void nd_run_init(void) {
+    nd_run_in_frame = run_in_frame;
+    nd_hold_sums = hold_sums;
+}

@@ -10,7 +10,7 @@ from sources import C_FILES, PY_FILES, code, files, name
 
 # The files of cuda/ that are no ops: what they fill of the vtable needs the device and the graphs.
 FILL_VTABLE = {"device.cpp", "memory.cpp", "transfer.cpp", "event.cpp", "graph.cpp", "module.cpp"}
-FILL_VTABLE |= {"backend.cu", "checks.cu"}
+FILL_VTABLE |= {"backend.cu", "checks.cu", "column_sums.cu"}
 
 
 def included(path: Path) -> list[tuple[str, str]]:

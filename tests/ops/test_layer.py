@@ -205,6 +205,32 @@ def test_backward_of_a_wide_mlp_has_memory_for_its_gradient(device):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(
+    "dtype, heads, fp8",
+    [("float32", 4, 0), ("bfloat16", 4, 0), ("bfloat16", 2, 0), ("bfloat16", 2, 1)],
+)
+def test_sums_that_wait_for_the_end_of_a_layer_have_the_same_bits(dtype, heads, fp8):
+    """Those of the bias and norm gradients, beside those that are added by each op; head sizes for
+    which attention sums on the way, and not. Each run begins with the smallest scratch."""
+    gpu, found = ndl.cuda(), []
+    ids = np.random.default_rng(4).integers(0, 48, (2, 3, 200))
+    for sync in (True, False):
+        model = small(gpu, dtype, vocab_size=48, hidden_size=128, num_heads=heads)
+        flat = nn.flatten_parameters(model)
+        gpu.empty_cache()
+        before = _C.sync_each_op(sync)
+        try:
+            for _ in range(2):
+                hidden = model.hidden(_C.array(ids[0], "int32", gpu), fp8=fp8)
+                targets = _C.array(ids[1], "int32", gpu)
+                ops.linear_cross_entropy(hidden, model.embed_out.weight, targets).backward()
+        finally:
+            _C.sync_each_op(before)
+        found.append(flat.grad.numpy())
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_recorded_step_has_the_same_bits_after_the_cache_was_emptied(recompute, fp8):
