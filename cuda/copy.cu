@@ -1,11 +1,11 @@
 /* copy.cu - assign (to = from, any dtypes, any strides) and fill.
  *
- * assign: equal dtypes and both contiguous: one device copy. Equal dtypes otherwise: bits are moved
- * in the widest words (1 to 16 bytes) that the innermost axis and all strides allow, so a permuted
- * view whose last axis stays is copied 16 bytes at a time. Float to float, both contiguous and
- * aligned: eight elements a thread. All other pairs: an element a thread, dtypes at run time.
- * fill: zero bits on contiguous memory is a memset; otherwise a store an element (16 bytes a store
- * when contiguous).
+ * assign: equal dtypes, both contiguous and not small: one device copy. Equal dtypes otherwise: bits
+ * are moved in the widest words (1 to 16 bytes) that the innermost axis and all strides allow, so a
+ * permuted view whose last axis stays is copied 16 bytes at a time. Float to float, both contiguous
+ * and aligned: eight elements a thread. All other pairs: an element a thread, dtypes at run time.
+ * fill: zero bits on contiguous memory that is not small is a memset; otherwise a store an element
+ * (16 bytes a store when contiguous). The kernels around a copy or memset do not overlap with it.
  * Bytes: each element read once and written once.
  */
 #include "words.cuh"
@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int threads = 256;
+constexpr size_t small = (size_t)64 << 10; /* bytes */
 
 template <class Word>
 __global__ void __launch_bounds__(threads) move_kernel(Word *to, const Word *from, Walk<2> walk) {
@@ -170,7 +171,7 @@ nd_status cuda_assign(int device, const assign_args *a) {
     size_t size = nd_dtype_size(a->to->dtype);
     bool flat = is_flat(loop, 2);
     if (a->to->dtype == a->source->dtype) {
-        if (flat) {
+        if (flat && (size_t)loop.size * size > small) {
             CUDA_TRY("assign", cudaMemcpyAsync(to, from, (size_t)loop.size * size,
                                                cudaMemcpyDeviceToDevice, cuda_stream(device)));
             return ND_OK;
@@ -211,7 +212,8 @@ nd_status cuda_fill(int device, const fill_args *a) {
     repeated_bits(a->to->dtype, a->value, bits);
     uint64_t one = 0;
     memcpy(&one, bits, size);
-    if (is_flat(loop, 1) && (one == 0 || size == 1)) {
+    const bool is_large = (size_t)loop.size * size > small;
+    if (is_flat(loop, 1) && is_large && (one == 0 || size == 1)) {
         CUDA_TRY("fill",
                  cudaMemsetAsync(to, bits[0], (size_t)loop.size * size, cuda_stream(device)));
         return ND_OK;
