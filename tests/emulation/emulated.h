@@ -60,12 +60,12 @@ constexpr int SLOW_ROUNDS = 100;
 struct Fiber {
     ucontext_t context; /* where it begins ... */
     jmp_buf place;      /* ... and goes on: swapcontext would ask the kernel for signals each time */
-    std::vector<char> stack;
     bool begun, done;
     bool (*ready)(void *); /* of what it waits for; NULL: it does not wait */
     void *condition;
 };
 inline std::vector<Fiber> fibers;
+inline std::vector<char> stacks; /* of all fibers, and of those of the next block */
 inline jmp_buf scheduler;
 inline int current;
 inline long progress; /* anything that another fiber may have waited for */
@@ -216,10 +216,11 @@ inline void run_block(int threads) {
     barriers.clear();
     memset(meetings, 0, sizeof meetings);
     memset(memory, 0xff, sizeof memory);
-    for (Fiber &fiber : fibers) {
-        fiber.stack.resize(STACK);
+    stacks.resize(std::max(stacks.size(), fibers.size() * STACK));
+    for (size_t i = 0; i < fibers.size(); i++) {
+        Fiber &fiber = fibers[i];
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_sp = stacks.data() + i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
         makecontext(&fiber.context, fiber_main, 0);
     }
