@@ -143,8 +143,9 @@ lib: $(STATE)/build
 train: $(STATE)/train lib
 	@"$(PY)" apps/train_pythia.py $(ARGS)
 
-# Threads that wait by spinning, NumPy's and OpenMP's, would take the processor of what is tested.
+# Threads that wait by spinning, OpenBLAS' and OpenMP's, would take the processor of what is tested.
 test test-all asan: export OPENBLAS_NUM_THREADS := 1
+test test-all asan: export OPENBLAS_THREAD_TIMEOUT := 4
 test test-all asan: export OMP_WAIT_POLICY := passive
 # Images set it; then each of hundreds of processes compiles needle's modules.
 test test-all check asan: export PYTHONDONTWRITEBYTECODE :=
