@@ -210,7 +210,7 @@ define sanitized
     NEEDLE_CPU_PRODUCTS=blas "$$python"
 endef
 asan fuzz: export LDFLAGS := -fsanitize=address,undefined
-asan fuzz: export CFLAGS := -O2 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined
+asan fuzz: export CFLAGS := -O2 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined
 
 # The tests that replay the cases of needle.testing and those of views and modules.
 asan: $(STATE)/test
