@@ -31,8 +31,7 @@ class Stream:
 
     def __init__(self, tokens: FlatTokens, order: np.ndarray | None = None) -> None:
         self.tokens, self.order = tokens, order
-        if order is not None:
-            self.ends = np.cumsum(tokens.sizes[order], dtype=np.int64)
+        self.ends = None if order is None else np.cumsum(tokens.sizes[order], dtype=np.int64)
 
     def read(self, *samples: tuple[int, int], vocab_size: int | None = None) -> np.ndarray:
         """The ids of samples [start, stop), start < stop, as FlatTokens.read returns them."""
@@ -164,10 +163,13 @@ class Batches:
         epoch, batch = divmod(number, len(self))
         self.seek({**self.position, "epoch": epoch, "batch": batch})
 
-    def copy(self) -> Batches:
-        """Return batches at the same position, of which none are left to other ranks."""
+    def copy(self, position: dict[str, int] | None = None) -> Batches:
+        """Return batches at a position, by default the same, of which none are left to other
+        ranks."""
         other = copy.copy(self)
         other.share(range(1), 1)
+        if position is not None:
+            other.seek(position)
         return other
 
     def share(self, own: range, every: int, columns: np.ndarray | None = None) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from needle.data.batches import Batches, Stream
+from needle.data.batches import Batches
 from needle.data.edits import TRAINING, merged
 from needle.data.readers import TokenData
 from needle.data.tokens import DataError, Documents, borders_of, to_ids
@@ -46,52 +46,60 @@ class Places(dict):
 
 
 class EditedStream:
-    """The first `length` ids of a stream, with `texts` in the places of their documents, wherever
-    these occur. borders: of the documents in the data."""
+    """The ids that the samples of an epoch read, with `texts` in the places of their documents,
+    wherever these occur: every second of its segments is such a text. borders: of the data's
+    documents."""
 
-    def __init__(self, stream: Stream, length: int, borders: np.ndarray, texts: Places) -> None:
-        which = np.array(sorted(texts))
-        starts, stops = borders[which], borders[which + 1]
-        if stream.order is not None:
-            places = np.flatnonzero(np.isin(stream.order, which))
-            which, stops = stream.order[places], stream.ends[places]
-            starts = stops - (borders[which + 1] - borders[which])
+    def __init__(self, batches: Batches, epoch: int, borders: np.ndarray, texts: Places) -> None:
+        self._batches, self._stream = batches, batches.samples(epoch)[0]
+        length = (batches.count - 1) * batches.stride + batches.seq_len + 1
+        order, ends = self._stream.order, self._stream.ends
+        if order is None:
+            order, ends = np.arange(len(borders) - 1), borders[1:]
+        places = np.flatnonzero(np.isin(order, sorted(texts)))
+        which, stops = order[places], ends[places]
+        starts = stops - (borders[which + 1] - borders[which])
         kept = starts < length
         which, starts, stops = which[kept], starts[kept], np.minimum(stops[kept], length)
-        self._stream, self._which = stream, which
-        self._text = functools.lru_cache(4)(lambda i: texts[i].read())
-        lengths = np.array([texts[i].length for i in which.tolist()], np.int64)
-        # Before stretch i the edited stream is this much longer.
-        self._added = np.concatenate([[0], np.cumsum(lengths - (stops - starts))])
-        self._total = length + int(self._added[-1])
-        if self._total <= 0:
+        found = [texts[i] for i in which.tolist()]
+        self._text = functools.lru_cache(4)(lambda i: found[i].read())
+        sources, until = np.append(0, stops), np.append(starts, length)
+        lengths = np.zeros(2 * len(which) + 2, np.int64)
+        lengths[:-1:2], lengths[1:-1:2] = until - sources, [text.length for text in found]
+        self._total = int(lengths.sum())
+        if self._total == 0:
             raise DataError("the edits shift all documents away: nothing is left of the data")
-        begins = starts + self._added[:-1]
-        self._begins, self._ends = np.append(begins, self._total), begins + lengths
-        until = np.where(self._added[1:] == 0, self._ends, np.append(begins[1:], length))
+        lengths[-1] = max(length - self._total, 0)  # which are read from the beginning
+        self._ends = np.cumsum(lengths)
+        # From the place of an id in the edited stream to that in the stream.
+        self._moved = sources - (self._ends - lengths)[:-1:2]
+        lengths[:-1:2][self._moved == 0] = 0
         # Positions, and how many ids before each are edited or moved: a line between two of them.
-        counts = np.cumsum(until - begins)
-        self._positions = np.append(0, np.stack([begins, until], 1))
-        self._counts = np.append(0, np.stack([counts - (until - begins), counts], 1))
+        self._positions = np.append(0, self._ends)
+        self._counts = np.append(0, np.cumsum(lengths))
 
-    def changed(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return how many ids of each [start, start + length) are edited or moved."""
-        low, high = (np.interp(x, self._positions, self._counts) for x in (starts, starts + length))
+    def changed(self, samples: np.ndarray) -> np.ndarray:
+        """Return how many ids of each sample are edited or moved."""
+        starts = samples.astype(np.int64) * self._batches.stride
+        pair = starts, starts + self._batches.seq_len + 1
+        low, high = (np.interp(x, self._positions, self._counts) for x in pair)
         return (high - low).astype(np.int64)
 
-    def read(self, start: int, stop: int, vocab_size: int | None) -> np.ndarray:
-        """Return the ids [start, stop). DataError for unedited ones outside the vocabulary."""
-        found = []
+    def read(self, sample: int) -> np.ndarray:
+        """Return the ids of a sample. DataError for unedited ones outside the vocabulary."""
+        start, found, limit = sample * self._batches.stride, [], self._batches.vocab_size
+        stop = start + self._batches.seq_len + 1
         while start < stop:
-            at, count = start % self._total, stop - start
+            at = start % self._total
             i = int(np.searchsorted(self._ends, at, side="right"))
-            begin, added = int(self._begins[i]), int(self._added[i])
-            if at < begin:
-                ends = at - added, min(begin, at + count) - added
-                found.append(to_ids(self._stream.read(ends, vocab_size=vocab_size)))
+            count = min(stop - start, int(self._ends[i]) - at)
+            if i % 2:
+                at -= int(self._ends[i - 1])
+                found.append(self._text(i // 2)[at : at + count])
             else:
-                found.append(self._text(int(self._which[i]))[at - begin :][:count])
-            start += len(found[-1])
+                at += int(self._moved[i // 2])
+                found.append(to_ids(self._stream.read((at, at + count), vocab_size=limit)))
+            start += count
         return np.concatenate(found)
 
 
@@ -122,7 +130,8 @@ class Edits:
         self.rows = batches.batch_size * micro_batches  # of a step
         self.documents, self.sequences = Places(self._document), Places(self._sequence)
         self.checked: list[dict[str, Any]] = []
-        self._stream = functools.lru_cache(2)(self._make_stream)
+        stream = lambda epoch: EditedStream(batches, epoch, self.borders, self.documents)
+        self._stream = functools.lru_cache(2)(stream)
         for number, edit in enumerate(checked, 1):
             try:
                 self.checked.append(self._resolve(edit))
@@ -194,7 +203,7 @@ class Edits:
 
         return Text(self.batches.seq_len + 1, read)
 
-    def _given(self, edit: dict[str, Any], current: Text, is_document: bool) -> Text:
+    def _given(self, edit: dict[str, Any], current: Text) -> Text:
         """Return the text that an edit brings. Words in the place of a document end as it does."""
         if edit["do"] == "drop":
             return Text(0, lambda: np.empty(0, np.int64))
@@ -203,10 +212,10 @@ class Edits:
             return self._document(self._numbers({"document": [[number, number]]}, self.first)[0])
         ids = edit.get("with_ids")
         if ids is None:
-            ids, end = self._tokenizer.encode(edit["with"], add_special_tokens=False).ids, None
-            if edit["do"] == "replace" and is_document:
-                end = self._tokenizer.eos_token_id
-            ids = [*ids, end] if end is not None and current.read()[-1] == end else ids
+            ids = self._tokenizer.encode(edit["with"], add_special_tokens=False).ids
+            end, is_document = [self._tokenizer.eos_token_id], "step" not in edit["where"]
+            if edit["do"] == "replace" and is_document and current.read()[-1:].tolist() == end:
+                ids = ids + end
         limit = self.batches.vocab_size
         if limit is not None and max(ids, default=0) >= limit:
             raise DataError(f"id {max(ids)} is outside the vocabulary of {limit}")
@@ -265,8 +274,7 @@ class Edits:
             order = np.random.Generator(np.random.PCG64(edit["seed"])).permutation(where)
             changes = [(i, places[j]) for i, j in zip(where, order.tolist())]
         else:
-            is_document = places is self.documents
-            changes = [(i, self._given(edit, places.original(i), is_document)) for i in where]
+            changes = [(i, self._given(edit, places.original(i))) for i in where]
         for number, new in changes:
             places[number] = self._put(edit, number, places[number], new)
         return edit
@@ -274,41 +282,36 @@ class Edits:
     def _put(self, edit: dict[str, Any], number: int, current: Text, new: Text) -> Text:
         """Put `new` into the place of `current`, from its token `at` on. The place keeps its length
         unless the edit shifts: what is left of it is filled, or behind an insert stays."""
-        at, length, is_insert = edit.get("at", 0), current.length, edit["do"] == "insert"
-        shifts = edit.get("fill") == "shift"
-        if not is_insert and (shifts or new.length == length):
+        at, is_insert, shifts = (
+            edit.get("at", 0),
+            edit["do"] == "insert",
+            edit.get("fill") == "shift",
+        )
+        if not is_insert and (shifts or new.length == current.length):
             return new
         after = at if shifts else at + new.length
-        if after > length and edit["do"] != "swap":
+        if after > current.length and edit["do"] != "swap":
             raise DataError(
-                f"{new.length} tokens at {at} go beyond the place, which has {length}: cut them, "
-                'or take fill = "shift" for a document'
+                f"{new.length} tokens at {at} go beyond the place, which has {current.length}: cut "
+                'them, or take fill = "shift" for a document'
             )
-        if shifts:
-            length += new.length
-        filling = None if is_insert else self._filling(edit, number, current)
+        length = current.length + new.length * shifts
+        rest = current.read if is_insert else self._filling(edit, number, current)
 
         def read() -> np.ndarray:
-            before = current.read() if at or filling is None else np.empty(0, np.int64)
-            rest = before if filling is None else filling()
-            return np.concatenate((before[:at], new.read(), rest[after:]))[:length]
+            ids = rest()
+            return np.concatenate((ids[:at], new.read(), ids[after:]))[:length]
 
         return Text(length, read)
 
     # ---- batches -----------------------------------------------------------------------------
 
-    def _make_stream(self, epoch: int) -> EditedStream:
-        batches = self.batches
-        length = (batches.count - 1) * batches.stride + batches.seq_len + 1
-        return EditedStream(batches.samples(epoch)[0], length, self.borders, self.documents)
-
     def _with_documents(self, rows: np.ndarray, epoch: int, chosen: np.ndarray) -> np.ndarray:
         """Change the rows of samples `chosen` by the edits of documents."""
         if self.documents:
-            stream, limit, length = self._stream(epoch), self.batches.vocab_size, rows.shape[1]
-            starts = chosen.astype(np.int64) * self.batches.stride
-            for row in np.flatnonzero(stream.changed(starts, length)).tolist():
-                rows[row] = stream.read(int(starts[row]), int(starts[row]) + length, limit)
+            stream = self._stream(epoch)
+            for row in np.flatnonzero(stream.changed(chosen)):
+                rows[row] = stream.read(int(chosen[row]))
         return rows
 
     def __call__(self, rows: np.ndarray, number: int) -> np.ndarray:
@@ -334,17 +337,15 @@ class Edits:
         `steps`; `first` and `last`, the steps between which batches or training differ, None for no
         edit; `later_equal`, False where a shift makes later sequences others. DataError where the
         edits reach nothing."""
-        own, length = sorted(self.sequences), self.batches.seq_len + 1
-        size = self.batches.batch_size
-        rows, tokens = [np.array(own, np.int64)], len(own) * length
+        own, size = sorted(self.sequences), self.batches.batch_size
+        rows, tokens = [np.array(own, np.int64)], len(own) * (self.batches.seq_len + 1)
         at, stop = (self.first - 1) * self.micro_batches, self.last * self.micro_batches
         while at < stop and self.documents:
             left = len(self.batches) - at % len(self.batches)  # in the epoch
             count = min(stop - at, left, max(BLOCK // size, 1))
             epoch, chosen = self.batches.drawn(at, count)
-            starts = chosen.astype(np.int64) * self.batches.stride
             numbers = np.arange(at * size, (at + count) * size)
-            changed = self._stream(epoch).changed(starts, length) * ~np.isin(numbers, own)
+            changed = self._stream(epoch).changed(chosen) * ~np.isin(numbers, own)
             rows.append(numbers[changed > 0])
             tokens, at = tokens + int(changed.sum()), at + count
         steps = np.unique(np.concatenate(rows) // self.rows + 1).tolist()
@@ -361,8 +362,8 @@ class Edits:
             "rows": sum(map(len, rows)),
             "tokens": tokens,
             "steps": len(steps),
-            "first": min((span[0] for span in spans), default=None),
-            "last": max((span[1] for span in spans), default=None),
+            "first": min((first for first, _ in spans), default=None),
+            "last": max((last for _, last in spans), default=None),
             "later_equal": all(edited == before for edited, before in lengths),
         }
 
@@ -372,13 +373,12 @@ class Edits:
         if plan["first"] is None:
             return ["no edit: every batch is byte-equal"]
         lines = [
-            f"{of_data} edit(s) reach {plan['rows']:,} sequences, {plan['tokens']:,} tokens, in "
-            f"{plan['steps']:,} of the steps {self.first} to {self.last}",
-            f"edits act on steps {plan['first']} to {plan['last']}; weights can differ from there",
-            "every other sequence is byte-equal, before, between and after",
+            f"edits act on steps {plan['first']} to {plan['last']}; weights can differ from there"
         ]
         if not of_data:
-            lines = [lines[1], "every batch is byte-equal"]
-        elif not plan["later_equal"]:
-            lines[2] = "a shift moves the tokens behind it: later sequences are others"
-        return lines
+            return [*lines, "every batch is byte-equal"]
+        reach = f"{plan['rows']:,} sequences, {plan['tokens']:,} tokens, in {plan['steps']:,}"
+        lines.insert(0, f"{of_data} edit(s) reach {reach} of the steps {self.first} to {self.last}")
+        if plan["later_equal"]:
+            return [*lines, "every other sequence is byte-equal, before, between and after"]
+        return [*lines, "a shift moves the tokens behind it: later sequences are others"]
