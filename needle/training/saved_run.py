@@ -26,7 +26,7 @@ from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import described_config, read_settings
 from needle.training.log import read_lines
-from needle.training.replay.replays import check, control, finish, goes_on, make_folder, planned
+from needle.training.replay.replays import begun, check, finish, planned
 
 
 class SavedRun:
@@ -127,12 +127,7 @@ class SavedRun:
             edits = check_edits(edit, Path.cwd())
         replay, _ = check(planned(self.folder, operator.index(step), steps, edits))
         out = self.folder.resolve().parent
-        if name is not None and goes_on(replay, out / name):
-            folder = out / name
-        else:
-            if replay.edits:
-                control(replay, "", flags)
-            folder = make_folder(replay, out, name)
+        folder, _ = begun(replay, out, name, flags=flags)
         finish(folder, replay.until, flags=flags)
         return SavedRun(folder)
 

@@ -14,8 +14,7 @@ import needle as ndl
 from needle.data import open_run_data
 from needle.training.folder import again
 from needle.training.replay import bank, compare, replays
-from needle.training.replay.effects import spearman
-from needle.training.replay.measures import losses
+from needle.training.replay.measures import losses, spearman
 from needle.training.replay.replays import Replay
 
 EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"

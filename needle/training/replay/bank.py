@@ -1,7 +1,7 @@
-"""needle replay RUN --edits FOLDER: a bank of replays from one step (docs/replay.md).
+"""needle replay RUN --from STEP: a replay of a file of edits, or a bank of them (docs/replay.md).
 
-Nothing in them depends on time, place or the number of jobs. A folder appears under its name when
-it is whole, so that a bank that was killed goes on where it was.
+Nothing in the replays of a bank depends on time, place or the number of jobs. A folder appears
+under its name when it is whole, so that a bank that was killed goes on where it was.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from typing import Any
 
 from needle import hf
 from needle.backend_ndarray import cpu
-from needle.command import path, reporting, told, whole
+from needle.command import Parser, path, reporting, told, whole, wrapped
 from needle.data import DataError
 from needle.data.edits import read_edits
 from needle.distributed.group import visible_gpus
 from needle.files import Lock, printable, read_json, replace_text
+from needle.processes import unwound_by_sigterm
 from needle.training.replay import replays
-from needle.training.replay.replays import Replay, check, finish, make_folder, planned, same
+from needle.training.replay.proofs import differing
+from needle.training.replay.replays import CONTROL, Replay, check, finish, make_folder, planned
 from needle.training.saved_run import open_run
+from needle.training.settings import run_name
 
-# ---- the list of edits -------------------------------------------------------------------------
+# ---- the files of a bank -----------------------------------------------------------------------
 
 
-def describe(parent: Path, start: int, steps: int | None, folder: Path, bank: Path) -> dict:
-    """Return what bank.json holds. DataError for edits that name nothing, and where there is a bank
-    of another run or of other edits."""
+def describe(base: Replay, folder: Path, bank: Path) -> dict[str, Any]:
+    """Return what bank.json holds. base: without edits. DataError for edits that name nothing, and
+    where there is a bank of another run or of other edits."""
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise DataError(f"{folder}: there is no file of edits (*.toml) in it")
-    base = planned(parent, start, steps, [])
-    facts: dict[str, Any] = {"run": base.parent, "start": start, "until": base.until}
+    facts: dict[str, Any] = {"run": base.parent, "start": base.start, "until": base.until}
     facts["files"] = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     if (bank / "bank.json").exists():
         known = read_json(bank / "bank.json")
@@ -59,31 +61,28 @@ def describe(parent: Path, start: int, steps: int | None, folder: Path, bank: Pa
 
 def left_out(edits: list[dict[str, Any]]) -> list[int]:
     """Return the numbers of the documents that edits drop or replace."""
-    pairs = [
-        pair
-        for edit in edits
-        if edit["do"] in ("drop", "replace")
-        for pair in edit["where"].get("document", [])
-    ]
-    return sorted({number for first, last in pairs for number in range(first, last + 1)})
+    found: set[int] = set()
+    for edit in edits:
+        if edit["do"] in ("drop", "replace"):
+            for first, last in edit["where"].get("document", []):
+                found.update(range(first, last + 1))
+    return sorted(found)
 
 
-# ---- the replays -------------------------------------------------------------------------------
+# ---- its replays -------------------------------------------------------------------------------
 
 
-def run(bank: Path, facts: dict, args: argparse.Namespace, flags: Sequence[str]) -> None:
+def run(
+    bank: Path, base: Replay, edits: list, args: argparse.Namespace, flags: Sequence[str]
+) -> None:
     """Train what is missing of a bank. RuntimeError where a training fails or was stopped;
     DataError where the base has other bits than the run."""
-    parent, start, until = Path(facts["run"]), facts["start"], facts["until"]
-    (first, every), jobs = args.part, args.jobs
-    keep = ["--keep", str(start), "--keep-optimizer"]
-    base = planned(parent, start, until - start, [])
-    _train(bank, "base", base, [*flags, *keep])
-    own = bank / "runs" / "base"
-    steps = range(base.base + 1, until + 1)
+    _train(bank, "base", base, [*flags, "--keep", str(base.start), "--keep-optimizer"])
+    parent, own, jobs = Path(base.parent), bank / "runs" / "base", args.jobs
     if not args.no_control:
-        same(parent, own, steps)
-    fork = planned(own if start else parent, start, until - start, [])
+        found = differing(parent, own, range(base.base + 1, base.until + 1))
+        replays.refuse(base.parent, found)
+    fork = planned(own if base.start else parent, base.start, base.until - base.start, [])
     slots: queue.Queue[list[str]] = queue.Queue()
     gpus = 0 if any(word.startswith("--device") for word in flags) else visible_gpus()
     for job in range(jobs):
@@ -95,14 +94,14 @@ def run(bank: Path, facts: dict, args: argparse.Namespace, flags: Sequence[str])
     def one(number: int) -> None:
         slot = slots.get()
         try:
-            replay = dataclasses.replace(fork, edits=facts["edits"][number])
+            replay = dataclasses.replace(fork, edits=edits[number])
             _train(bank, f"subset_{number}", replay, [*flags, *slot])
         finally:
             slots.put(slot)
 
+    first, every = args.part
     with ThreadPoolExecutor(jobs) as pool:
-        numbers = range(first - 1, len(facts["edits"]), every)
-        for _ in (pool.map if jobs > 1 else map)(one, numbers):
+        for _ in (pool.map if jobs > 1 else map)(one, range(first - 1, len(edits), every)):
             pass
 
 
@@ -133,14 +132,44 @@ def part(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = replays.parser()
+    top = Parser(prog="needle replay", description="Repeat a run from a step on, with edits.")
+    top.epilog = "Other flags are those of needle train: --device, --gpus, --supervise ..."
+    add = top.add_argument
+    add("run", type=path, metavar="RUN", help="the folder of the run")
+    text = "the last step without edits"
+    add("--from", dest="start", type=whole(0), required=True, metavar="STEP", help=text)
+    add("--edit", type=path, metavar="FILE", help="edits (docs/replay.md); none: equal")
+    add("--steps", type=whole(1), metavar="N", help="to train (default: to the end)")
+    add("--name", type=run_name, help="of the new run's folder (default: RUN-replay)")
+    add("--out", type=path, help="where it is written (default: beside RUN)")
+    add("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
+    add("--dry-run", action="store_true", help="check the edits and print the plan")
+    text = f"do not repeat up to {CONTROL} steps without edits first"
+    add("--no-control", action="store_true", help=text)
     text = "a bank: a replay for each *.toml in there, and one without edits (docs/replay.md)"
-    top.add_argument("--edits", type=path, metavar="FOLDER", help=text)
+    add("--edits", type=path, metavar="FOLDER", help=text)
     text = "of --edits: every N-th replay from the I-th on, on one of N machines"
-    top.add_argument("--part", type=told(part), metavar="I/N", help=text)
+    add("--part", type=told(part), metavar="I/N", help=text)
     text = "of --edits: so many at a time, on all GPUs in turn (default: 1)"
-    top.add_argument("--jobs", type=whole(1), metavar="N", help=text)
+    add("--jobs", type=whole(1), metavar="N", help=text)
     return top
+
+
+def single(args: argparse.Namespace, out: Path, flags: Sequence[str]) -> None:
+    """Make or go on with the replay of a file of edits."""
+    edits = [] if args.edit is None else read_edits(args.edit)
+    replay, lines = check(planned(args.run, args.start, args.steps, edits))
+    if more := replay.start - replay.base:
+        where = f"the checkpoint of step {replay.base}" if replay.base else "the first model"
+        lines.append(f"it begins with {where}: {more:,} steps more, which --keep-optimizer saves")
+    print(wrapped("\n".join(lines)), flush=True)
+    if args.dry_run:
+        return
+    with unwound_by_sigterm():
+        controls = not args.no_control
+        folder, text = replays.begun(replay, out, args.name, args.launch, flags, controls)
+    print(printable(text), end="\n" * bool(text))
+    replays.become_training(folder, args.launch, flags)
 
 
 @reporting("needle replay")
@@ -151,23 +180,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = ("part", "jobs") if args.edits is None else ("edit", "launch")
     if given := [f"--{name}" for name in others if getattr(args, name)]:
         top.error(f"{', '.join(given)}: {'needs' if args.edits is None else 'not with'} --edits")
+    out = args.out or args.run.resolve().parent
     if args.edits is None:
-        return replays.single(args, flags)
+        single(args, out, flags)
+        return 0
     args.part, args.jobs = args.part or (1, 1), args.jobs or 1
-    bank = (args.out or args.run.resolve().parent) / (args.name or f"{args.run.name}-bank")
-    facts = describe(args.run, args.start, args.steps, args.edits, bank)
-    count = f"{len(facts['edits'])} replays from step {args.start} to {facts['until']}"
-    print(printable(f"{bank}: {count}"), flush=True)
+    bank = out / (args.name or f"{args.run.name}-bank")
+    base = planned(args.run, args.start, args.steps, [])
+    facts = describe(base, args.edits, bank)
+    edits = facts["edits"]
+    text = f"{bank}: {len(edits)} replays from step {base.start} to {base.until}"
+    print(printable(text), flush=True)
     if args.dry_run:
         return 0
     place = bank / "runs" / ".part-{}-of-{}".format(*args.part)
     place.mkdir(parents=True, exist_ok=True)
     lock = Lock(place)
     try:
-        left = [left_out(edits) for edits in facts["edits"]]
-        for name, value in (("subsets.json", left), ("bank.json", facts)):
+        for name, value in ("subsets.json", [*map(left_out, edits)]), ("bank.json", facts):
             replace_text(bank / name, f"{json.dumps(value, indent=1)}\n")
-        run(bank, facts, args, flags)
+        run(bank, base, edits, args, flags)
     finally:
         lock.release()
     return 0

@@ -19,8 +19,7 @@ from needle.data.readers import read_documents
 from needle.files import replace_text
 from needle.processes import program
 from needle.training.plot import draw_differences, draw_effects, figure
-from needle.training.replay.effects import effects
-from needle.training.replay.measures import Row, distances, loss_rows, losses
+from needle.training.replay.measures import Row, distances, effects, loss_rows, losses
 from needle.training.replay.proofs import differing
 from needle.training.replay.replays import CONTROL, planned, read_replay, trained, whole_steps
 from needle.training.saved_run import SavedRun, open_run
@@ -41,9 +40,8 @@ def floor(run: SavedRun, flags: Sequence[str]) -> Row:
     last = last_step(run)
     start = max(step for step in whole_steps(run.folder) if step == 0 or step + CONTROL <= last)
     again = planned(run.folder, start, min(CONTROL, last - start), [])
-    with trained(again, "", flags) as folder:
-        metrics = [f / "metrics.jsonl" for f in (run.folder, folder)]
-        wrong = differing(*metrics, range(start + 1, again.until + 1))
+    with trained(again, "", flags) as (_, wrong):
+        pass
     found = [abs(a - b) for facts in wrong.values() for a, b in [facts.get("loss", (0, 0))]]
     text = f"steps {start + 1} to {again.until} again: "
     text += f"step {min(wrong)} differs" if wrong else "0, equal bits"
@@ -52,7 +50,7 @@ def floor(run: SavedRun, flags: Sequence[str]) -> Row:
 
 def fork(run: SavedRun, reference: SavedRun) -> Row:
     steps = range(1, max(last_step(run), last_step(reference)) + 1)
-    found = differing(reference.folder / "metrics.jsonl", run.folder / "metrics.jsonl", steps)
+    found = differing(reference.folder, run.folder, steps)
     step = min(found, default=None)
     what = [] if step is None else [*found[step]]
     return {"kind": "fork", "run": str(run.folder), "step": step, "differs": what}

@@ -110,8 +110,7 @@ def _top(hashes: np.ndarray) -> str:
 
 def batch_hash(batches: Batches, position: dict[str, int], micro_batches: int) -> str:
     """Return the hash of the step that begins at a position of the data."""
-    whole, found = batches.copy(), hashlib.sha256()
-    whole.seek(position)
+    whole, found = batches.copy(position), hashlib.sha256()
     for _ in range(micro_batches):
         for ids in whole.next():
             found.update(ids.astype("<i4").tobytes())
@@ -187,9 +186,9 @@ def told(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def differing(one: Path, other: Path, steps: range) -> dict[int, dict[str, tuple[Any, Any]]]:
-    """Return, of each step that two files metrics.jsonl tell differently, by name the two values
-    that differ; what only one of them tells is no difference."""
-    mine, theirs = told(one), told(other)
+    """Return, of each step that the logs of two runs tell differently, by name the two values that
+    differ; what only one of them tells is no difference."""
+    mine, theirs = (told(run / "metrics.jsonl") for run in (one, other))
     found: dict[int, dict[str, tuple[Any, Any]]] = {}
     for step in steps:
         a, b = mine.get(step, {}), theirs.get(step, {})

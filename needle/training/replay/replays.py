@@ -1,21 +1,12 @@
-"""needle replay RUN --from STEP --edit FILE --steps N --name NEW
+"""Replays: runs that go on from a step of another one, their parent, with edits (docs/replay.md).
 
-A replay is a run that goes on from a step of another one, its parent, with edits. Its folder is
-that of a run to resume: it begins with the parent's checkpoint and lines of metrics.jsonl, and
-`needle train --resume` does the rest. replay.json, written once, makes the difference:
-
-    parent   the folder of the parent
-    manifest SHA-256 of the parent's manifest.json, null where it has none
-    base     step of the checkpoint that it begins with; 0: of the first model
-    start    the last step without edits
-    until    its last step
-    edits    as needle/data/edits.py checks them, with the numbers of documents
-    stop     a step at which it ends before, with the same edits
+The folder of a replay is that of a run to resume: it begins with the parent's checkpoint and lines
+of metrics.jsonl, and `needle train --resume` does the rest. replay.json, written once, makes the
+difference.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import fcntl
@@ -45,16 +36,16 @@ from needle.checkpoint import (
     list_checkpoints,
     step_of,
 )
-from needle.command import Parser, find, path, whole, wrapped
+from needle.command import find
 from needle.data import Batches, DataError, TokenData
 from needle.data.edited import Edits
-from needle.data.edits import TRAINING, read_edits
+from needle.data.edits import TRAINING
 from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
-from needle.files import FileError, Lock, MissingFileError, printable, read_json, replace_text
+from needle.files import FileError, Lock, MissingFileError, read_json, replace_text
 from needle.optim import Linear
-from needle.processes import die_with, unwound_by_sigterm
+from needle.processes import die_with
 from needle.training.folder import (
     again,
     begin,
@@ -65,31 +56,35 @@ from needle.training.folder import (
 )
 from needle.training.log import lines_until
 from needle.training.replay.proofs import differing, to_text
-from needle.training.settings import run_name
 
 CONTROL = 20  # steps that are repeated without edits before a replay
+# By slot of the optimizer, or `weights`, before the names of parameters in a checkpoint.
+MOMENTS = {"m": ["optimizer.m."], "v": ["optimizer.v."]}
+WEIGHTS = {"weights": [""], "master": ["optimizer.master.", ""]}
 
 
 @dataclasses.dataclass
 class Replay:
     """What replay.json holds, and what it does to the training."""
 
-    parent: str
-    manifest: str | None
-    base: int
-    start: int
-    until: int
-    edits: list[dict[str, Any]]
-    stop: int | None = None
+    parent: str  # folder of the parent
+    manifest: str | None  # SHA-256 of the parent's manifest.json, None where it has none
+    base: int  # step of the checkpoint that it begins with; 0: of the first model
+    start: int  # the last step without edits
+    until: int  # its last step
+    edits: list[dict[str, Any]]  # as needle/data/edits.py checks them, with numbers of documents
+    stop: int | None = None  # a step at which it ends before, with the same edits
 
-    def __post_init__(self) -> None:
-        self.edits_data = any(edit["do"] not in TRAINING for edit in self.edits)
+    def begin(self, data: TokenData, batches: Batches, micro_batches: int) -> Edits:
+        """Have batches draw the edited data, and return the edits. micro_batches: of a step."""
+        first, last = self.start + 1, self.until
+        edits = Edits(self.edits, data, batches, micro_batches, first, last)
+        batches.edits = edits if self.edits_data else None
+        return edits
 
-    def begin(self, data: TokenData, batches: Batches, micro_batches: int) -> None:
-        """Have batches draw the edited data. micro_batches: of a step."""
-        if self.edits_data:
-            first, last = self.start + 1, self.until
-            batches.edits = Edits(self.edits, data, batches, micro_batches, first, last)
+    @property
+    def edits_data(self) -> bool:
+        return any(edit["do"] not in TRAINING for edit in self.edits)
 
     def rates(self, schedule: Callable[[int], float]) -> Callable[[int], float]:
         """Return a schedule with the edits of the rate."""
@@ -114,16 +109,14 @@ class Replay:
 
     def change(self, parallel: DataParallel) -> None:
         """Make the edits of moments and weights, before the first step with edits."""
-        flat, state = parallel.flat, parallel.optimizer.kept()
-        own = parallel.shards[parallel.group.rank]
+        flat, own = parallel.flat, parallel.shards[parallel.group.rank]
+        buffers = {slot: (x, own.start) for slot, x in parallel.optimizer.kept().items()}
+        buffers["weights"] = flat.data, 0
+        sizes = {name: p.size for name, p in zip(flat.names, flat.parameters)}
         for edit in self.edits:
-            sizes = {name: p.size for name, p in zip(flat.names, flat.parameters)}
             for (slot, name), value in values_of(edit, sizes).items():
-                at = flat.offsets[flat.names.index(name)]
-                if slot == "weights":
-                    _write(flat.data, 0, at, value)
-                elif slot in state:
-                    _write(state[slot], own.start, at, value)
+                if slot in buffers:
+                    _write(*buffers[slot], flat.offsets[flat.names.index(name)], value)
 
 
 def _edited_rate(edit: dict[str, Any], schedule: Callable[[int], float]) -> Callable[[int], float]:
@@ -154,17 +147,15 @@ def values_of(edit: dict[str, Any], sizes: dict[str, int]) -> dict[tuple[str, st
         raise DataError(f"{said}; there are {', '.join(sizes)}")
     if edit.get("to") == "zero":
         return {(slot, name): np.zeros(sizes[name]) for slot in ("m", "v") for name in chosen}
-    model, optimizer, _, _ = find_checkpoint(edit["from"]).restore(cpu())
-    arrays = {} if optimizer is None else optimizer.state_dict()["arrays"]
-    weights = dict(model.named_parameters())
-    arrays |= {f"weights.{name}": p for name, p in weights.items()}
-    arrays = {f"master.{name}": p for name, p in weights.items()} | arrays
-    slots = ("m", "v") if edit["do"] == "moments" else ("weights", "master")
-    found = {(slot, name): arrays.get(f"{slot}.{name}") for slot in slots for name in chosen}
-    wrong = [name for (_, name), x in found.items() if x is None or x.size != sizes[name]]
-    if wrong:
-        raise DataError(f"from: {edit['from']} has no such {edit['do']} of {', '.join(wrong)}")
-    return {key: value.numpy().reshape(-1) for key, value in found.items()}
+    tensors, found = find_checkpoint(edit["from"]).tensors, {}
+    for slot, prefixes in (WEIGHTS if edit["do"] == "weights" else MOMENTS).items():
+        for name in chosen:
+            there = [prefix + name for prefix in prefixes if prefix + name in tensors]
+            value = tensors[there[0]].read(cpu()).numpy() if there else np.empty(0)
+            if value.size != sizes[name]:
+                raise DataError(f"from: {edit['from']} has no such {edit['do']} of {name}")
+            found[slot, name] = value.reshape(-1)
+    return found
 
 
 def _write(buffer: NDArray, start: int, at: int, value: np.ndarray) -> None:
@@ -229,19 +220,22 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
     parent = Path(replay.parent)
     folder, lock = begin(out, name, f"{parent.name}-replay")
     try:
-        description = read_description(parent) | {"saved": replay.base > 0}
-        told = {"replay.json": dataclasses.asdict(replay), "config.json": description}
-        for file, value in told.items():
-            replace_text(folder / file, json.dumps(value, indent=2) + "\n")
+        own, lines = dataclasses.asdict(replay), lines_until(parent / "metrics.jsonl", replay.base)
+        described = read_description(parent) | {"saved": replay.base > 0}
+        files = {
+            "replay.json": json.dumps(own, indent=2) + "\n",
+            "config.json": json.dumps(described, indent=2) + "\n",
+            "metrics.jsonl": "".join(f"{line}\n" for line in lines),
+        }
+        if replay.base:
+            known = read_json(parent / "manifest.json") if replay.manifest else {}
+            files["manifest.json"] = to_text({**known, "replay": own}) + "\n"
+        for file, text in files.items():
+            replace_text(folder / file, text)
         for file in {*TEXT_FILES} - {"config.json"}:
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(parent / file, folder / file)
-        lines = lines_until(parent / "metrics.jsonl", replay.base)
-        replace_text(folder / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
         if replay.base:
-            facts = json.loads((parent / "manifest.json").read_text()) if replay.manifest else {}
-            text = to_text({**facts, "replay": dataclasses.asdict(replay)})
-            replace_text(folder / "manifest.json", f"{text}\n")
             theirs, own = (
                 checkpoint_path(f / "checkpoints", replay.base) for f in (parent, folder)
             )
@@ -254,7 +248,7 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
     return folder
 
 
-# ---- the command -------------------------------------------------------------------------------
+# ---- the training of a replay -------------------------------------------------------------------
 
 
 def training(folder: Path, launch: str, flags: Sequence[str]) -> list[str]:
@@ -311,18 +305,19 @@ def beside(run: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[Path]:
-    """Train a replay in a folder beside its parent's, which the block reads. RuntimeError where the
-    training ends before its last step."""
-    with beside(Path(replay.parent)) as made:
+def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[tuple[Path, dict]]:
+    """Train a replay in a folder beside its parent's, which the block reads, and compare the lines
+    of both (`differing`). RuntimeError where the training ends before its last step."""
+    parent, last = Path(replay.parent), replay.stop or replay.until
+    with beside(parent) as made:
         folder = make_folder(replay, made, "again")
-        finish(folder, replay.stop or replay.until, launch, flags)
-        yield folder
+        finish(folder, last, launch, flags)
+        yield folder, differing(parent, folder, range(replay.base + 1, last + 1))
 
 
-def same(parent: Path, folder: Path, steps: range) -> None:
-    """Raise DataError where a replay without edits has told other numbers than its parent."""
-    found = differing(parent / "metrics.jsonl", folder / "metrics.jsonl", steps)
+def refuse(parent: str, found: dict[int, dict[str, tuple[Any, Any]]]) -> None:
+    """Raise DataError where a replay without edits differs from its parent. found: by
+    `differing`."""
     for step, facts in found.items():
         text = "; ".join(f"step {step}: {key} is {a}, not {b}" for key, (a, b) in facts.items())
         raise DataError(f"without edits, a replay differs from {parent}: {text}")
@@ -332,8 +327,8 @@ def control(replay: Replay, launch: str, flags: Sequence[str]) -> int:
     """Repeat the first steps without edits; return how many. DataError where they differ from the
     parent's."""
     until = min(replay.start + CONTROL, replay.until)
-    with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as folder:
-        same(Path(replay.parent), folder, range(replay.base + 1, until + 1))
+    with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as (_, found):
+        refuse(replay.parent, found)
     return until - replay.start
 
 
@@ -345,8 +340,7 @@ def check(replay: Replay) -> tuple[Replay, list[str]]:
     if replay.base:  # its position knows the order of the data
         file = checkpoint_path(parent / "checkpoints", replay.base)
         batches.seek(Checkpoint(file).state["data"])
-    first, every = replay.start + 1, settings["micro_batches"]
-    edits = Edits(replay.edits, data, batches, every, first, replay.until)
+    edits = replay.begin(data, batches, settings["micro_batches"])
     model = described_config(parent / "config.json").meta_model(cpu())
     sizes = {name: p.size for name, p in model.named_parameters()}
     lines = edits.describe()
@@ -354,56 +348,26 @@ def check(replay: Replay) -> tuple[Replay, list[str]]:
         values = values_of(edit, sizes)
         if edit["do"] in TRAINING:
             says, count = [f"{key} {edit[key]}" for key in edit if key != "do"], len(values) // 2
-            says += [f"{count} parameters, before step {first}"] if count else []
+            says += [f"{count} parameters, before step {replay.start + 1}"] if count else []
             lines.append(f"{edit['do']}: {', '.join(says)}")
     return dataclasses.replace(replay, edits=edits.checked), lines
 
 
-def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="needle replay", description="Repeat a run from a step on, with edits.")
-    top.epilog = "Other flags are those of needle train: --device, --gpus, --supervise ..."
-    top.add_argument("run", type=path, metavar="RUN", help="the folder of the run")
-    top.add_argument("--from", dest="start", type=whole(0), required=True, metavar="STEP",
-                     help="the last step without edits")  # fmt: skip
-    top.add_argument(
-        "--edit", type=path, metavar="FILE", help="edits (docs/replay.md); none: equal"
-    )
-    top.add_argument("--steps", type=whole(1), metavar="N", help="to train (default: to the end)")
-    top.add_argument("--name", type=run_name, help="of the new run's folder (default: RUN-replay)")
-    top.add_argument("--out", type=path, help="where it is written (default: beside RUN)")
-    top.add_argument("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
-    top.add_argument("--dry-run", action="store_true", help="check the edits and print the plan")
-    top.add_argument("--no-control", action="store_true",
-                     help=f"do not repeat up to {CONTROL} steps without edits first")  # fmt: skip
-    return top
-
-
-def goes_on(replay: Replay, folder: Path) -> bool:
-    """True if the folder is that of this replay, which was begun before. DataError where another
-    run has it."""
-    begun = read_replay(folder, max(whole_steps(folder))) == replay
-    if not begun:
-        check_free(folder)
-    return begun
-
-
-def single(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Make or go on with the replay of a file of edits."""
-    edits = [] if args.edit is None else read_edits(args.edit)
-    replay, lines = check(planned(args.run, args.start, args.steps, edits))
-    more = replay.start - replay.base
-    if more:
-        where = f"the checkpoint of step {replay.base}" if replay.base else "the first model"
-        lines.append(f"it begins with {where}: {more:,} steps more, which --keep-optimizer saves")
-    print(wrapped("\n".join(lines)), flush=True)
-    if args.dry_run:
-        return 0
-    out = args.out or Path(replay.parent).parent
-    if args.name is not None and goes_on(replay, out / args.name):
-        print(printable(f"{out / args.name}: this replay was begun before, and goes on"))
-        become_training(out / args.name, args.launch, flags)
-    if replay.edits and not args.no_control:
-        with unwound_by_sigterm():
-            count = control(replay, args.launch, flags)
-        print(f"control: {count} steps without edits have equal bits", flush=True)
-    become_training(make_folder(replay, out, args.name), args.launch, flags)
+def begun(
+    replay: Replay,
+    out: Path,
+    name: str | None,
+    launch: str = "",
+    flags: Sequence[str] = (),
+    controls: bool = True,
+) -> tuple[Path, str]:
+    """Make the folder of a replay, after the control, or find that in which it was begun before;
+    return it, and what is to be told of it. DataError where another run has it."""
+    if name is not None:
+        if read_replay(out / name, max(whole_steps(out / name))) == replay:
+            return out / name, f"{out / name}: this replay was begun before, and goes on"
+        check_free(out / name)
+    told = ""
+    if replay.edits and controls:
+        told = f"control: {control(replay, launch, flags)} steps without edits have equal bits"
+    return make_folder(replay, out, name), told

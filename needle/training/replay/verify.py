@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
 import secrets
 from collections.abc import Iterator, Sequence
@@ -62,8 +63,8 @@ class Claims:
         parsed = (line for _, line in proofs.parsed(self.metrics))
         self.proofs = {line["step"]: line for line in parsed if proofs.is_proof(line)}
         self.files = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
-        self.states: dict[int, dict[str, Any]] = {}  # of checkpoints that can be compared
-        self.altered: set[int] = set()  # steps of checkpoints that cannot be read, or not rightly
+        self.states: dict[int, dict[str, Any]] = {}  # of whole checkpoints, each of its step
+        self.compared: set[int] = set()  # their steps, and those of damaged ones
         self.good = {0}  # steps from which a repetition can begin
         self.replay = read_replay(folder, max(self.files, default=0))
         if not self.description.get("data"):
@@ -73,6 +74,10 @@ class Claims:
         if self.settings.get("fp8"):
             model.use_fp8()
         self.products, self.commit = products_of(model), proofs.commit()  # here
+
+    def order(self) -> str:
+        """Return what differs where the batches do."""
+        return "data" if SAMPLED in self.data["fingerprint"] else "order"
 
     def foreign(self, *facts: dict[str, Any]) -> tuple[str, str] | None:
         """Return what of this machine is not as a checkpoint's state or the manifest says, and a
@@ -136,12 +141,12 @@ def of_settings(claims: Claims) -> Verdict:
 
 def of_data(claims: Claims) -> Verdict:
     """Check the tokens, and the batch of each line of proof."""
-    told, verdict = claims.data, Verdict("data", DIFFERS, "", scope="read here")
+    told, is_same = claims.data, True
+    verdict = functools.partial(Verdict, "data", scope="read here")
     try:
-        data, is_same = run_data(told, claims.folder, told["fingerprint"]), True
+        data = run_data(told, claims.folder, told["fingerprint"])
     except MissingFileError as error:
-        verdict.result, verdict.text = UNDECIDED, f"{error}: --data PATH names another place"
-        return verdict
+        return verdict(UNDECIDED, f"{error}: --data PATH names another place")
     except FileError:
         data, is_same = run_data(told, claims.folder), False
     batches, every = run_batches(data, told, told["id_limit"]), told["micro_batches"]
@@ -149,19 +154,16 @@ def of_data(claims: Claims) -> Verdict:
         batches.seek(claims.proofs[max(claims.proofs)]["position"])
     if claims.replay is not None:
         claims.replay.begin(data, batches, every)
-    verdict.what = "order" if is_same and SAMPLED not in told["fingerprint"] else "data"
     for step, proof in sorted(claims.proofs.items()):
         batches.seek_batch((step - 1) * every)
         found = proofs.batch_hash(batches, batches.position, every)
         if found != proof.get("batch"):
-            verdict.text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
-            verdict.step = step
-            return verdict
-    verdict.text = f"{data.source}: fingerprint {data.fingerprint}, not {told['fingerprint']}"
-    if is_same:
-        verdict.result, verdict.what = EQUAL, None
-        verdict.text = f"the tokens, and the batches of {len(claims.proofs):,} lines of proof"
-    return verdict
+            text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
+            return verdict(DIFFERS, text, claims.order() if is_same else "data", step)
+    if not is_same:
+        text = f"{data.source}: fingerprint {data.fingerprint}, not {told['fingerprint']}"
+        return verdict(DIFFERS, text, "data")
+    return verdict(EQUAL, f"the tokens, and the batches of {len(claims.proofs):,} lines of proof")
 
 
 def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
@@ -173,12 +175,13 @@ def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
         check_state(checkpoint)
         digests = proofs.digests_of(checkpoint)
     except FileError as error:
-        claims.altered.add(step)
+        claims.compared.add(step)
         return [differs(str(error), "file")]
     state = checkpoint.state
     if state["step"] != step:
         return [differs(f"it is of step {state['step']}", "file")]
     claims.states[step] = state
+    claims.compared.add(step)
     proven = {} if proof is None else proof["digest"]
     if step == 0 and "weights" in claims.manifest:
         proven = {"weights": claims.manifest["weights"]}
@@ -199,39 +202,37 @@ def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
 
 def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[str]) -> Verdict:
     """Train steps again, and compare what they leave with what the run has."""
-    (first, last), of, own = interval, claims.replay, claims.manifest.get("weights")
-    steps, parent = range(first + 1, last + 1), str(claims.folder.resolve())
-    start, until, edits = (first, last, []) if of is None else (of.start, of.until, of.edits)
-    scope = "recomputed here from " + f"the checkpoint of step {first}" * (first > 0)
-    verdict = Verdict(_steps(interval), EQUAL, "", scope=scope + "the initial state" * (first == 0))
-    lines, state = sum(step in claims.lines for step in steps), claims.states.get(last, {})
-    with trained(Replay(parent, None, first, start, until, edits, last), launch, flags) as folder:
-        wrong = proofs.differing(claims.metrics, folder / "metrics.jsonl", steps)
-        made = {step_of(file): file for file in list_checkpoints(folder / "checkpoints")}
-        files = sorted({*claims.states, *claims.altered} & made.keys() & {*steps})
-        both = ((step, _first_number(claims.files[step], made[step])) for step in files)
+    (first, last), parent, own = interval, claims.folder.resolve(), claims.manifest.get("weights")
+    of = claims.replay or Replay(str(parent), None, first, first, last, [])
+    again = dataclasses.replace(of, parent=str(parent), manifest=None, base=first, stop=last)
+    with trained(again, launch, flags) as (folder, wrong):
+        here = {step_of(file): file for file in list_checkpoints(folder / "checkpoints")}
+        files = [step for step in sorted(here) if step > first and step in claims.compared]
+        both = ((step, _first_number(claims.files[step], here[step])) for step in files)
         tensors = {step: tensor for step, tensor in both if tensor is not None}
         weights = (proofs.read_manifest(folder) or {}).get("weights", own)
-        again = proofs.told(folder / "metrics.jsonl")
-        proven = sum("batch" in again[step] for step in claims.proofs.keys() & steps)
-    if first == 0 and own not in (None, weights):
+        known = proofs.told(folder / "metrics.jsonl")
+    if own not in (None, weights):
         wrong = {0: {"digest of weights": (own, weights)}, **wrong}
-    compared = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
+    steps, state = range(first + 1, last + 1), claims.states.get(last, {})
+    proven = sum("batch" in known[step] for step in claims.proofs.keys() & steps)
+    lines = sum(step in claims.lines for step in steps)
+    text = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
+    beginning = f"the checkpoint of step {first}" if first else "the initial state"
+    verdict = Verdict(_steps(interval), EQUAL, text, scope=f"recomputed here from {beginning}")
     if not wrong and not tensors:
         foreign = claims.foreign(state, claims.manifest)
-        verdict.text = compared + (f"; {foreign[1]}" if foreign else "")
+        verdict.text += f"; {foreign[1]}" if foreign else ""
         return verdict
     verdict.result, verdict.step = DIFFERS, min([*wrong, *tensors])
     pairs = sorted(wrong.get(verdict.step, {}).items(), key=lambda pair: len(str(pair[1][0])))
     says = [f"{key} is {str(a):.24}, recomputed {str(b):.24}" for key, (a, b) in pairs]
     if tensors:
-        verdict.tensor = tensor = tensors[min(tensors)]
-        text = "{name}{index} is {run}, recomputed {here}; in all {count:,} numbers differ"
-        says.insert(0, text.format(**tensor))
-    verdict.text = f"{'; '.join(says)}; of {compared}"
-    verdict.what = _what(wrong, tensors, None if last in files else wrong.get(last))
-    if verdict.what == "order" and SAMPLED in claims.data["fingerprint"]:
-        verdict.what = "data"
+        verdict.tensor = tensors[min(tensors)]
+        told = "{name}{index} is {run}, recomputed {here}; in all {count:,} numbers differ"
+        says.insert(0, told.format(**verdict.tensor))
+    verdict.text = f"{'; '.join(says)}; of {text}"
+    verdict.what = _what(wrong, tensors, {0, *tensors} | ({last} - {*files})) or claims.order()
     if verdict.what != "line" and (foreign := claims.foreign(state or claims.manifest)):
         verdict.result, verdict.what = UNDECIDED, foreign[0]
         verdict.text += f"; {foreign[1]}, and one as the run's decides"
@@ -242,21 +243,23 @@ def _steps(interval: Interval) -> str:
     return f"steps {interval[0] + 1} to {interval[1]}"
 
 
-def _what(wrong: dict[int, dict], tensors: dict[int, dict], end: dict | None) -> str:
-    """Return what differs first. wrong: of the lines of each step; tensors: of each checkpoint;
-    end: of the last step's line of proof, if it has no checkpoint."""
-    if not {0, *tensors} & {*wrong, *tensors} and not any("digest" in key for key in end or ()):
-        return "line"  # 0: of the first weights, in manifest.json
-    if "lr" in wrong.get(min([*wrong, *tensors]), {}):
+def _what(wrong: dict[int, dict], tensors: dict[int, dict], deciding: set[int]) -> str | None:
+    """Return what differs first; None for the batches. wrong: of the lines of each step; tensors:
+    of each checkpoint; deciding: the steps whose weights and moments are known beside the lines."""
+    slots = {
+        step: {key[10:] for key in keys if key[:7] == "digest "} for step, keys in wrong.items()
+    }
+    for step, tensor in tensors.items():
+        kind, slot, *_ = f"{tensor['name']}.".split(".")
+        slots[step] = {slot if kind == "optimizer" else "weights"}
+    if not any(slots.get(step) for step in deciding):
+        return "line"
+    if "lr" in wrong.get(min(slots), {}):
         return "learning rate"
-    if any(key in ("batch", "position") for keys in wrong.values() for key in keys):
-        return "order"
-    told = {step: {key for key in keys if "digest" in key} for step, keys in wrong.items()}
-    told |= {step: {tensor["name"]} for step, tensor in tensors.items()}
-    names = next((told[step] for step in sorted(told) if told[step]), ())
-    moments = {"digest of m", "digest of v"}
-    moments |= {name for name in names if name.startswith(("optimizer.m.", "optimizer.v."))}
-    return "moments" if {*names} <= moments else "weights"
+    if any(keys.keys() & {"batch", "position"} for keys in wrong.values()):
+        return None
+    first = next(slots[step] for step in sorted(slots) if slots[step])
+    return "moments" if first <= {"m", "v"} else "weights"
 
 
 def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
@@ -265,21 +268,21 @@ def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
     no header. Its checksum may be wrong."""
     try:
         with reading(run) as file:
-            one = {entry.name: entry for entry in read_header(file)[1]}
+            theirs = {entry.name: entry for entry in read_header(file)[1]}
     except FileError:
         return None
-    other = Checkpoint(here).tensors
     found: dict[str, Any] = {}
-    for name in [name for name in other if name in one and one[name].shape == other[name].shape]:
-        words = [x[name].words() for x in (one, other)]
-        wrong = np.not_equal(*(x.view(f"u{x.itemsize}") for x in words))
-        if not found and wrong.any():
-            index = np.unravel_index(int(wrong.argmax()), wrong.shape)
-            values = [x[name].read(cpu()).astype("float32").numpy()[index] for x in (one, other)]
-            found = {"name": name, "index": [*map(int, index)], "count": 0}
-            found |= {"run": float(values[0]), "here": float(values[1])}
-        if found:
-            found["count"] += int(wrong.sum())
+    for name, own in Checkpoint(here).tensors.items():
+        if name in theirs and theirs[name].shape == own.shape:
+            pair = theirs[name], own
+            wrong = np.not_equal(*(x.words().view(f"u{x.words().itemsize}") for x in pair))
+            if wrong.any() and not found:
+                index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+                values = (float(x.read(cpu()).astype("float32").numpy()[index]) for x in pair)
+                found = {"name": name, "index": [*map(int, index)], "count": 0}
+                found |= zip(("run", "here"), values)
+            if found:
+                found["count"] += int(wrong.sum())
     return found or None
 
 
