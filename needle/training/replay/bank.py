@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import queue
 import re
 import shutil
 from collections.abc import Sequence
@@ -83,26 +82,22 @@ def run(
         found = differing(parent, own, range(base.base + 1, base.until + 1))
         replays.refuse(base.parent, found)
     fork = planned(own if base.start else parent, base.start, base.until - base.start, [])
-    slots: queue.Queue[list[str]] = queue.Queue()
     gpus = 0 if any(word.startswith("--device") for word in flags) else visible_gpus()
-    for job in range(jobs):
-        slots.put(["--device", f"cuda:{job % gpus}"] if gpus and jobs > 1 else [])
-    if jobs > 1:
-        cores = len(os.sched_getaffinity(0))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // jobs, 1)))
-
-    def one(number: int) -> None:
-        slot = slots.get()
-        try:
-            replay = dataclasses.replace(fork, edits=edits[number])
-            _train(bank, f"subset_{number}", replay, [*flags, *slot])
-        finally:
-            slots.put(slot)
-
     first, every = args.part
+
+    def work(job: int) -> None:
+        device = ["--device", f"cuda:{job % gpus}"] if gpus and jobs > 1 else []
+        for number in range(first - 1 + job * every, len(edits), every * jobs):
+            replay = dataclasses.replace(fork, edits=edits[number])
+            _train(bank, f"subset_{number}", replay, [*flags, *device])
+
+    if jobs == 1:
+        work(0)
+        return
+    share = max(len(os.sched_getaffinity(0)) // jobs, 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in (pool.map if jobs > 1 else map)(one, range(first - 1, len(edits), every)):
-            pass
+        [*pool.map(work, range(jobs))]
 
 
 def _train(bank: Path, name: str, replay: Replay, flags: Sequence[str]) -> None:
