@@ -12,7 +12,7 @@ import numpy as np
 
 from needle import models, nn
 from needle.autograd import Tensor, no_grad
-from needle.backend_ndarray import Device, full
+from needle.backend_ndarray import Device, NDArray, full
 from needle.data import open_run_data
 from needle.data.readers import read_documents
 from needle.files import read_json
@@ -24,19 +24,12 @@ LOGITS = 1 << 22  # numbers of logits that are looked at together, in float64
 Row = dict[str, Any]
 
 
-def _log_probabilities(
-    model: models.LanguageModel, ids: np.ndarray, count: int
-) -> Iterator[np.ndarray]:
-    """Yield the log-probabilities of the tokens behind the last `count` ids, float64 (n, V), some
-    rows at a time; gradients must be off."""
-    hidden = model.final_hidden(ids[None]).cached_data
-    hidden = hidden.reshape(hidden.shape[1:])[len(ids) - count :]
-    step = max(1, LOGITS // model.config.vocab_size)
-    for start in range(0, count, step):
-        part = Tensor.from_ndarray(hidden[start : start + step])
-        logits = model.embed_out(part).cached_data.astype("float32").numpy().astype(np.float64)
-        logits -= logits.max(1, keepdims=True)
-        yield logits - np.log(np.exp(logits).sum(1, keepdims=True))
+def _log_probabilities(model: models.LanguageModel, hidden: NDArray) -> np.ndarray:
+    """Return the log-probabilities of the next tokens, float64 (n, V)."""
+    logits = model.embed_out(Tensor.from_ndarray(hidden)).cached_data
+    logits = logits.astype("float32").numpy().astype(np.float64)
+    logits -= logits.max(1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
 @no_grad()
@@ -46,16 +39,18 @@ def losses(
     """Return (documents, 4): tokens that are scored, nats of the model and of the reference, and
     KL(reference || model), each the sum over the tokens of a document. The first token of a
     document is not scored; longer ones are read in windows."""
-    found = np.zeros((len(texts), 4))
+    found, both, length = np.zeros((len(texts), 4)), (model, reference), model.config.max_seq_len
+    most = max(1, LOGITS // model.config.vocab_size)
     for row, ids in zip(found, texts):
-        for first, last, count in windows(len(ids), (t := model.config.max_seq_len), t):
-            pair = [_log_probabilities(m, ids[first:last], count) for m in (model, reference)]
-            at = last - count + 1
-            for own, theirs in zip(*pair):
-                each = np.arange(len(own)), ids[at : at + len(own)]
+        for first, last, count in windows(len(ids), length, length):
+            hidden = [m.final_hidden(ids[None, first:last]).cached_data for m in both]
+            for at in range(last - count, last, most):
+                stop = min(at + most, last)
+                parts = (x.reshape(x.shape[1:])[at - first : stop - first] for x in hidden)
+                own, theirs = (_log_probabilities(m, part) for m, part in zip(both, parts))
+                each = np.arange(stop - at), ids[at + 1 : stop + 1]
                 kl = (np.exp(theirs) * (theirs - own)).sum()
-                row += len(own), -own[each].sum(), -theirs[each].sum(), kl
-                at += len(own)
+                row += stop - at, -own[each].sum(), -theirs[each].sum(), kl
     return found
 
 
