@@ -59,10 +59,10 @@ class Ranks(abc.ABC):
         """`begin`, and the device waits at once."""
         self.begin(name, sends, receives, False)()
 
-    def all_gather(self, name: str, flat: NDArray, shards: Sequence[slice]) -> None:
-        """Fill a flat array, of which each rank has its shard, with the shards of the others."""
-        sends = [(rank, flat[shards[self.rank]]) for rank in self.others]
-        self.exchange(name, sends, [(rank, flat[shards[rank]]) for rank in self.others])
+    def all_gather(self, name: str, array: NDArray, shards: Sequence[slice]) -> None:
+        """Fill an array, of which each rank has a shard (of its rows), with those of the others."""
+        sends = [(rank, array[shards[self.rank]]) for rank in self.others]
+        self.exchange(name, sends, [(rank, array[shards[rank]]) for rank in self.others])
 
 
 class Group(Ranks):

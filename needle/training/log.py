@@ -35,7 +35,7 @@ from needle._C import Device, NDArray
 from needle.files import Lock, naming, printable, replace_text
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
-from needle.training.replay.proofs import Chain, is_proof, parsed
+from needle.training.replay.proofs import Chain, Log
 from needle.training.settings import Settings
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
@@ -51,36 +51,18 @@ class NotFinite(ArithmeticError):
 
 def read_lines(path: Path) -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl that tell of a step, without damaged ones."""
-    return [line for _, line in parsed(path) if _is_whole(line)]
-
-
-def _is_whole(line: object) -> bool:
-    """True for an object of numbers, with those that each step has."""
-    if not isinstance(line, dict) or not {"step", "tokens", "loss"} <= line.keys():
-        return False
-    numbers = all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in line.values())
-    return numbers and type(line["step"]) is type(line["tokens"]) is int
-
-
-def lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of metrics.jsonl up to a step, those of proof too, without damaged ones."""
-    return [
-        text
-        for text, line in parsed(path)
-        if (_is_whole(line) or is_proof(line)) and line["step"] <= step
-    ]
+    return [*Log(path).steps.values()]
 
 
 def drop_lines_after(path: Path, step: int) -> tuple[float, float, Chain]:
     """Cut metrics.jsonl back to `step`: later steps were not saved and are computed again.
 
     Return the first loss (nan if there is none), the seconds trained, and the chain of proofs."""
-    kept = lines_until(path, step)
-    replace_text(path, "".join(f"{line}\n" for line in kept))
-    steps = [line for line in map(json.loads, kept) if _is_whole(line)]
-    if not steps:
-        return math.nan, 0.0, Chain(kept)
-    return steps[0]["loss"], steps[-1].get("seconds", 0.0), Chain(kept)
+    replace_text(path, "".join(f"{line}\n" for line in Log(path, step).texts))
+    kept = Log(path)
+    lines = [*kept.steps.values()]
+    first, last = (lines[0], lines[-1]) if lines else ({"loss": math.nan}, {})
+    return first["loss"], last.get("seconds", 0.0), kept.chain
 
 
 class RunLog:
@@ -178,7 +160,8 @@ class RunLog:
         }
         self._add(json.dumps(line))
         if "proof" in step:
-            self._add(json.dumps({**step["proof"](), "previous": self._chain.previous}))
+            proof = {**step["proof"](), "previous": self._chain.previous}
+            self._add(json.dumps(proof), is_proof=True)
         with naming(self.path):
             self._file.flush()
         for tracker in self._trackers:
@@ -189,9 +172,9 @@ class RunLog:
             self.is_heard, self._bar = False, None
             silence()
 
-    def _add(self, line: str) -> None:
+    def _add(self, line: str, is_proof: bool = False) -> None:
         self._file.write(line + "\n")
-        self._chain.add(line)
+        self._chain.add(line, is_proof)
 
     def settle(self) -> None:
         """Write the line of the queued step, if there is one."""

@@ -118,18 +118,18 @@ def test_proofs_are_equal_after_a_kill_and_a_resume(tmp_path, tokens, monkeypatc
     run_until(monkeypatch, 5, flags(tmp_path, tokens, "a", more))
     log = tmp_path / "runs" / "a" / "metrics.jsonl"
     log.write_text(log.read_text() + '{"step": 5, "los')
-    assert proofs.broken_links(log) == []
+    assert proofs.Log(log).broken == []
     assert train_pythia.main(["--resume", str(tmp_path / "runs" / "a")]) == 0
     assert_same_run(tmp_path, "a", "whole")
     assert proofs_of(tmp_path, "a") == proofs_of(tmp_path, "whole") != {}
-    assert proofs.broken_links(log) == []
+    assert proofs.Log(log).broken == []
 
 
 def test_chain_finds_a_line_that_was_changed_cut_or_put_in(tmp_path, tokens):
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--prove 0")) == 0
     log = tmp_path / "runs" / "a" / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)  # 1, 2, P2, 3, 4, P4, 5, 6, P6
-    assert proofs.broken_links(log) == []
+    assert proofs.Log(log).broken == []
     for name, changed, wanted in (
         ("a changed loss", [*lines[:3], lines[3].replace("loss", "lost"), *lines[4:]], [(2, 4)]),
         ("a changed proof", [*lines[:2], lines[2].replace('"lr"', '"lR"'), *lines[3:]], [(2, 4)]),
@@ -142,7 +142,7 @@ def test_chain_finds_a_line_that_was_changed_cut_or_put_in(tmp_path, tokens):
     ):
         log.write_text("".join(changed))
         with naming(name):
-            assert proofs.broken_links(log) == wanted
+            assert proofs.Log(log).broken == wanted
     log.write_text("".join(lines))
     chain(log.parent)
     assert log.read_text() == "".join(lines)
@@ -159,7 +159,7 @@ def test_run_of_an_older_needle_is_proven_from_its_resume_on(tmp_path, tokens, r
     chain(folder, lambda lines: [line for line in lines if "digest" not in line])
     assert train_pythia.main(["--resume", str(folder)]) == 0
     assert proofs_of(tmp_path, "a") == {6: proofs_of(tmp_path, "whole")[6]}
-    assert proofs.broken_links(folder / "metrics.jsonl") == []
+    assert proofs.Log(folder / "metrics.jsonl").broken == []
 
 
 @pytest.mark.slow

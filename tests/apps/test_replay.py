@@ -29,7 +29,7 @@ from small_runs import (
 import needle as ndl
 from needle.data import DataError
 from needle.training.replay import bank, replays
-from needle.training.replay.proofs import broken_links
+from needle.training.replay.proofs import Log
 
 EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
 CPU = ["--device", "cpu"]
@@ -74,7 +74,7 @@ def test_null_edit_gives_equal_bits_after_a_kill(tmp_path, parent, monkeypatch):
     assert parent.replay(np.int64(2), name="b", flags=CPU).folder == folder  # goes on
     assert_same_run(tmp_path, "b", "a")
     assert proofs_of(tmp_path, "b") == proofs_of(tmp_path, "a")
-    assert broken_links(folder / "metrics.jsonl") == []
+    assert Log(folder / "metrics.jsonl").broken == []
 
 
 ROW = {"step": 4, "row": 1}

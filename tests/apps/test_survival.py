@@ -18,7 +18,7 @@ from struck_runs import ENVIRON, PROGRAM
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import DataError, Prefetch
 from needle.training import log as logs
-from needle.training.replay.proofs import broken_links
+from needle.training.replay.proofs import Log
 
 pytestmark = pytest.mark.slow
 
@@ -168,4 +168,4 @@ def test_what_the_system_refuses_is_said_and_costs_no_finished_step(
                 assert re.search(said, capsys.readouterr().err, re.DOTALL)
                 assert run(name, more, "--resume auto") == 0
                 assert_same_run(tmp_path, name, f"whole{evaluates}")
-                assert broken_links(tmp_path / "runs" / name / "metrics.jsonl") == []
+                assert Log(tmp_path / "runs" / name / "metrics.jsonl").broken == []

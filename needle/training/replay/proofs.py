@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray, cpu
 from needle.backend_ndarray import as_bytes
-from needle.checkpoint import Checkpoint, CheckpointError, versions
+from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import Batches
 from needle.distributed.data_parallel import DataParallel
 from needle.files import FileError, MissingFileError, read_json, reading
@@ -40,12 +41,6 @@ def _leaves(data: NDArray) -> NDArray:
     hashes = _C.empty((-(-data.size // LEAF), WORDS), "int32", data.device)
     _C.leaf_hashes(data, hashes)
     return hashes
-
-
-def _part(array: NDArray, part: slice) -> NDArray:
-    """Return a part of a flat array as bytes; in whole leaves, except at the end."""
-    width = array.nbytes // max(array.size, 1)
-    return as_bytes(array)[part.start * width : part.stop * width]
 
 
 def digest(array: NDArray) -> str:
@@ -72,33 +67,23 @@ def digests_of(checkpoint: Checkpoint) -> dict[str, str]:
 def digests(parallel: DataParallel) -> Callable[[], dict[str, str]]:
     """Begin the digests of weights and moments, on all ranks, behind what is queued on the device;
     the function that is returned waits for them."""
-    own = parallel.shards[parallel.group.rank]
-    flat, state = parallel.flat.data, parallel.optimizer.kept()
-    parts = {"weights": _part(flat, own)} | {name: as_bytes(state[name]) for name in sorted(state)}
+    group, flat, own = parallel.group, parallel.flat.data, parallel.shards[parallel.group.rank]
+    width = flat.nbytes // flat.size
+    parts = {"weights": as_bytes(flat)[own.start * width : own.stop * width]}
+    parts |= {name: as_bytes(x) for name, x in sorted(parallel.optimizer.kept().items())}
     copies = {}
     for name, data in parts.items():
-        hashes = _leaves(data)
-        if parallel.group.size > 1:
-            width = flat.nbytes // flat.size if name == "weights" else 4
-            hashes = _of_all_ranks(parallel, hashes, width)
+        leaf = LEAF // (width if name == "weights" else 4)  # numbers
+        rows = [slice(part.start // leaf, -(-part.stop // leaf)) for part in parallel.shards]
+        hashes = _C.empty((rows[-1].stop, WORDS), "int32", data.device)
+        _C.leaf_hashes(data, hashes[rows[group.rank]])
+        group.all_gather("the digests", hashes, rows)
         copies[name] = _C.AsyncCopy(_upper(hashes))
 
     def wait() -> dict[str, str]:
         return {name: _top(copy.wait().numpy()) for name, copy in copies.items()}
 
     return wait
-
-
-def _of_all_ranks(parallel: DataParallel, own: NDArray, width: int) -> NDArray:
-    """Return the hashes of all leaves of an array of so many bytes an element, of which each rank
-    has those of its shard."""
-    leaf = LEAF // width
-    rows = [slice(part.start // leaf, -(-part.stop // leaf)) for part in parallel.shards]
-    hashes = _C.empty((rows[-1].stop * WORDS,), "int32", own.device)
-    places = [slice(part.start * WORDS, part.stop * WORDS) for part in rows]
-    _C.assign(hashes[places[parallel.group.rank]], own.reshape((own.size,)))
-    parallel.group.all_gather("the digests", hashes, places)
-    return hashes.reshape((rows[-1].stop, WORDS))
 
 
 def _top(hashes: np.ndarray) -> str:
@@ -120,15 +105,12 @@ def batch_hash(batches: Batches, position: dict[str, int], micro_batches: int) -
 class Chain:
     """The hash of the lines since the last line of proof, itself included."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self) -> None:
         self._since = hashlib.sha256()
-        for line in lines:
-            self.add(line)
 
-    def add(self, line: str) -> None:
+    def add(self, line: str, is_proof: bool) -> None:
         """Take in a line of the file, without its end."""
-        if is_proof(json.loads(line)):
-            self._since = hashlib.sha256()
+        self._since = hashlib.sha256() if is_proof else self._since
         self._since.update(line.encode() + b"\n")
 
     @property
@@ -137,17 +119,47 @@ class Chain:
         return self._since.hexdigest()
 
 
-def is_proof(line: Any) -> bool:
-    """True for the value of a line of proof."""
-    kinds = {"step": int, "position": dict, "digest": dict, "previous": str}
-    if not isinstance(line, dict) or any(type(line.get(key)) is not kinds[key] for key in kinds):
-        return False
-    return {"weights", "m", "v"} <= line["digest"].keys()
+class Log:
+    """The lines of a file metrics.jsonl, up to a step, but for those that a kill or a full disk has
+    damaged.
+
+    texts   of the lines of steps and of proof
+    steps   step -> the line that tells of it
+    proofs  step -> its line of proof
+    broken  the lines of proof that do not say what stands before them, each by the step of the line
+            of proof before (0: there is none) and its own
+    chain   of all lines
+    """
+
+    def __init__(self, path: Path, until: float = math.inf) -> None:
+        self.texts: list[str] = []
+        self.steps: dict[int, dict[str, Any]] = {}
+        self.proofs: dict[int, dict[str, Any]] = {}
+        self.broken: list[tuple[int, int]] = []
+        self.chain = Chain()
+        for text, line in _parsed(path):
+            is_proof = _is_proof(line)
+            if is_proof or _is_step(line):
+                if line["step"] > until:
+                    continue
+                if is_proof and line["previous"] != self.chain.previous:
+                    self.broken.append((max(self.proofs, default=0), line["step"]))
+                self.texts.append(text)
+                (self.proofs if is_proof else self.steps)[line["step"]] = line
+            self.chain.add(text, is_proof)
+
+    def told(self, step: int) -> dict[str, Any]:
+        """Return what the lines tell of a step, but for its times."""
+        line, proof = self.steps.get(step, {}), self.proofs.get(step, {})
+        facts = {name: line[name] for name in OF_STEP if name in line}
+        facts |= {name: proof[name] for name in ("position", "batch", "scale") if name in proof}
+        facts |= {"rate of the proof": proof.get("lr")} if proof else {}
+        digests = proof.get("digest", {}).items()
+        return facts | {f"digest of {name}": value for name, value in digests}
 
 
-def parsed(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield text and value of the lines of metrics.jsonl, but for those that a kill or a full disk
-    has damaged."""
+def _parsed(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield text and value of the lines that are JSON."""
     try:
         with reading(path) as file:
             texts = file.read().splitlines()
@@ -158,40 +170,28 @@ def parsed(path: Path) -> Iterator[tuple[str, Any]]:
             yield text.decode(), json.loads(text)
 
 
-def broken_links(path: Path) -> list[tuple[int, int]]:
-    """Return the lines of proof of metrics.jsonl that do not say what stands before them, each by
-    the step of the line of proof before (0: there is none) and its own."""
-    chain, last, found = Chain([]), 0, []
-    for text, line in parsed(path):
-        if is_proof(line):
-            if line["previous"] != chain.previous:
-                found.append((last, line["step"]))
-            last = line["step"]
-        chain.add(text)
-    return found
+def _is_proof(line: Any) -> bool:
+    kinds = {"step": int, "position": dict, "digest": dict, "previous": str}
+    if not isinstance(line, dict) or any(type(line.get(key)) is not kinds[key] for key in kinds):
+        return False
+    return {"weights", "m", "v"} <= line["digest"].keys()
 
 
-def told(path: Path) -> dict[int, dict[str, Any]]:
-    """Return what metrics.jsonl tells of each step, but for its times."""
-    steps: dict[int, dict[str, Any]] = {}
-    for _, line in parsed(path):
-        if isinstance(line, dict) and type(line.get("step")) is int:
-            names = ("position", "batch", "scale") if is_proof(line) else OF_STEP
-            facts = {name: line[name] for name in names if name in line}
-            if is_proof(line):
-                facts |= {"rate of the proof": line.get("lr")}
-                facts |= {f"digest of {name}": value for name, value in line["digest"].items()}
-            steps.setdefault(line["step"], {}).update(facts)
-    return steps
+def _is_step(line: Any) -> bool:
+    """True for an object of numbers, with those that each step has."""
+    if not isinstance(line, dict) or not {"step", "tokens", "loss"} <= line.keys():
+        return False
+    numbers = all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in line.values())
+    return numbers and type(line["step"]) is type(line["tokens"]) is int
 
 
 def differing(one: Path, other: Path, steps: range) -> dict[int, dict[str, tuple[Any, Any]]]:
     """Return, of each step that the logs of two runs tell differently, by name the two values that
     differ; what only one of them tells is no difference."""
-    mine, theirs = (told(run / "metrics.jsonl") for run in (one, other))
+    logs = [Log(run / "metrics.jsonl") for run in (one, other)]
     found: dict[int, dict[str, tuple[Any, Any]]] = {}
     for step in steps:
-        a, b = mine.get(step, {}), theirs.get(step, {})
+        a, b = (log.told(step) for log in logs)
         wrong = {key: (a[key], b[key]) for key in a if key in b and a[key] != b[key]}
         found |= {step: wrong} if wrong else {}
     return found
@@ -220,21 +220,11 @@ def manifest(description: dict[str, Any], products: str, tokenizer: str | None, 
 
     products: the library and the table of algorithms, and on a GPU its kind. tokenizer: the text of
     tokenizer.json. digest: of the weights before the first step."""
-    facts = {
-        "recipe": description["recipe"],
-        "settings": description["settings"],
-        "model": description["model"],
-        "optimizer": description["optimizer"],
-        "data": description["data"],
-        "tokenizer": tokenizer and hashlib.sha256(tokenizer.encode()).hexdigest(),
-        "commit": commit(),
-        "versions": versions(),
-        "products": products,
-        "device": description["device"]["name"],
-        "weights": digest,
-    }
-    facts |= {"replay": description["replay"]} if "replay" in description else {}
-    return to_text(facts) + "\n"
+    keys = ("recipe", "settings", "model", "optimizer", "data", "versions", "replay")
+    facts = {key: description[key] for key in keys if key in description}
+    facts |= {"products": products, "device": description["device"]["name"], "weights": digest}
+    facts["tokenizer"] = tokenizer and hashlib.sha256(tokenizer.encode()).hexdigest()
+    return to_text(facts | {"commit": commit()}) + "\n"
 
 
 def git(*words: str) -> str:

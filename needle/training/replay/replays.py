@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import fcntl
 import fnmatch
+import functools
 import glob
 import hashlib
 import json
@@ -54,8 +55,7 @@ from needle.training.folder import (
     read_description,
     read_settings,
 )
-from needle.training.log import lines_until
-from needle.training.replay.proofs import differing, to_text
+from needle.training.replay.proofs import Log, differing, to_text
 
 CONTROL = 20  # steps that are repeated without edits before a replay
 # By slot of the optimizer, or `weights`, before the names of parameters in a checkpoint.
@@ -84,13 +84,14 @@ class Replay:
 
     @property
     def edits_data(self) -> bool:
+        """True where batches change."""
         return any(edit["do"] not in TRAINING for edit in self.edits)
 
     def rates(self, schedule: Callable[[int], float]) -> Callable[[int], float]:
         """Return a schedule with the edits of the rate."""
         for edit in self.edits:
             if edit["do"] == "rate":
-                schedule = _edited_rate(edit, schedule)
+                schedule = functools.partial(_edited_rate, edit, schedule)
         return schedule
 
     def loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -119,20 +120,16 @@ class Replay:
                     _write(*buffers[slot], flat.offsets[flat.names.index(name)], value)
 
 
-def _edited_rate(edit: dict[str, Any], schedule: Callable[[int], float]) -> Callable[[int], float]:
+def _edited_rate(edit: dict[str, Any], schedule: Callable[[int], float], step: int) -> float:
     first, last = edit["steps"]
-
-    def rate(step: int) -> float:
-        if not first <= step <= last:
-            return schedule(step)
-        if "value" in edit:
-            return float(edit["value"])
-        if "factor" in edit:
-            return schedule(step) * edit["factor"]
-        before = schedule(first - 1)
-        return Linear(before, last - first + 1, floor=edit["to"] * before)(step - first + 1)
-
-    return rate
+    if not first <= step <= last:
+        return schedule(step)
+    if "value" in edit:
+        return float(edit["value"])
+    if "factor" in edit:
+        return schedule(step) * edit["factor"]
+    before = schedule(first - 1)
+    return Linear(before, last - first + 1, floor=edit["to"] * before)(step - first + 1)
 
 
 def values_of(edit: dict[str, Any], sizes: dict[str, int]) -> dict[tuple[str, str], np.ndarray]:
@@ -220,16 +217,16 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
     parent = Path(replay.parent)
     folder, lock = begin(out, name, f"{parent.name}-replay")
     try:
-        own, lines = dataclasses.asdict(replay), lines_until(parent / "metrics.jsonl", replay.base)
+        told, log = dataclasses.asdict(replay), Log(parent / "metrics.jsonl", replay.base)
         described = read_description(parent) | {"saved": replay.base > 0}
         files = {
-            "replay.json": json.dumps(own, indent=2) + "\n",
+            "replay.json": json.dumps(told, indent=2) + "\n",
             "config.json": json.dumps(described, indent=2) + "\n",
-            "metrics.jsonl": "".join(f"{line}\n" for line in lines),
+            "metrics.jsonl": "".join(f"{line}\n" for line in log.texts),
         }
         if replay.base:
             known = read_json(parent / "manifest.json") if replay.manifest else {}
-            files["manifest.json"] = to_text({**known, "replay": own}) + "\n"
+            files["manifest.json"] = to_text({**known, "replay": told}) + "\n"
         for file, text in files.items():
             replace_text(folder / file, text)
         for file in {*TEXT_FILES} - {"config.json"}:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from needle import hf
@@ -17,7 +17,7 @@ from needle.data.kinds import files_at
 from needle.files import described, printable, read_toml, replace_text
 from needle.processes import program
 from needle.training.folder import Begun, read_description
-from needle.training.replay.proofs import git, is_proof, parsed, read_manifest
+from needle.training.replay.proofs import Log, git, read_manifest
 from needle.training.replay.replays import finish, whole_steps
 from needle.training.run import is_text, model_config
 from needle.training.saved_run import SavedRun, open_run
@@ -61,18 +61,6 @@ def check(name: str, flags: list[str], out: Path) -> int:
     return settings.steps
 
 
-@contextlib.contextmanager
-def naming(file: Path, name: str) -> Iterator[None]:
-    """Name the model of a suite in errors of the block."""
-    try:
-        yield
-    except SystemExit:  # after its message
-        print(printable(f"needle suite: {file}: model {name}"), file=sys.stderr)
-        raise
-    except (ValueError, OSError, RuntimeError) as error:
-        raise RuntimeError(f"{file}: model {name}: {described(error)}") from error
-
-
 # ---- what is written ---------------------------------------------------------------------------
 
 
@@ -80,9 +68,9 @@ def facts_of(run: SavedRun) -> dict[str, str]:
     """Return what card and page say of a run."""
     about, settings, known = read_description(run.folder), run.settings, read_manifest(run.folder)
     manifest = hashlib.sha256((run.folder / "manifest.json").read_bytes()).hexdigest()
-    lines = [line for _, line in parsed(run.folder / "metrics.jsonl")]
-    weights = [line["digest"]["weights"] for line in lines if is_proof(line)][-1]
-    held_out = [line["val_loss"] for line in lines if "val_loss" in line]
+    log = Log(run.folder / "metrics.jsonl")
+    weights = log.proofs[max(log.proofs)]["digest"]["weights"]
+    held_out = [line["val_loss"] for line in log.steps.values() if "val_loss" in line]
     prove, sequences = settings["prove"], settings["batch_size"] * settings["grad_accum"]
     return {
         "parameters": f"{about['parameters']:,}",
@@ -184,15 +172,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     out = (args.out or args.file.with_suffix("")).resolve()
     models, steps, runs = read_suite(args.file), {}, {}
-    for name, flags in models.items():
-        with naming(args.file, name):
-            steps[name] = check(name, flags, out)
-    for name, flags in models.items():
-        with naming(args.file, name):
-            finish(out / "runs" / name, steps[name], "", flags, quiet=False)
-            runs[name] = run = open_run(out / "runs" / name)
-            hf.save(run.model(steps[name], cpu()), out / "models" / name)
-            replace_text(out / "models" / name / "README.md", card(name, run))
+
+    def begin(name: str) -> None:
+        steps[name] = check(name, models[name], out)
+
+    def train(name: str) -> None:
+        finish(out / "runs" / name, steps[name], "", models[name], quiet=False)
+        runs[name] = run = open_run(out / "runs" / name)
+        hf.save(run.model(steps[name], cpu()), out / "models" / name)
+        replace_text(out / "models" / name / "README.md", card(name, run))
+
+    for work, name in itertools.product((begin, train), models):
+        try:
+            work(name)
+        except SystemExit:  # after its message
+            print(printable(f"needle suite: {args.file}: model {name}"), file=sys.stderr)
+            raise
+        except (ValueError, OSError, RuntimeError) as error:
+            raise RuntimeError(f"{args.file}: model {name}: {described(error)}") from error
     replace_text(out / "README.md", page(out.name, runs))
     print(printable(str(out / "README.md")))
     return 0

@@ -23,7 +23,7 @@ from needle.files import FileError, MissingFileError, reading, replace_text
 from needle.processes import unwound_by_sigterm
 from needle.safetensors import read_header
 from needle.training.folder import check_state, described_config, read_description, read_settings
-from needle.training.log import clock, read_lines
+from needle.training.log import clock
 from needle.training.replay import proofs
 from needle.training.replay.replays import Replay, read_replay, trained
 from needle.training.run import products_of
@@ -56,12 +56,10 @@ class Claims:
     """What the files of a run say of it. given: flags of `needle train`."""
 
     def __init__(self, folder: Path, given: Settings) -> None:
-        self.folder, self.metrics = folder, folder / "metrics.jsonl"
+        self.folder, self.log = folder, proofs.Log(folder / "metrics.jsonl")
+        self.lines, self.proofs = self.log.steps, self.log.proofs
         self.settings, self.description = read_settings(folder), read_description(folder)
         self.manifest = proofs.read_manifest(folder) or {}
-        self.lines = {int(line["step"]): line for line in read_lines(self.metrics)}
-        parsed = (line for _, line in proofs.parsed(self.metrics))
-        self.proofs = {line["step"]: line for line in parsed if proofs.is_proof(line)}
         self.files = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
         self.states: dict[int, dict[str, Any]] = {}  # of whole checkpoints, each of its step
         self.compared: set[int] = set()  # their steps, and those of damaged ones
@@ -70,14 +68,11 @@ class Claims:
         if not self.description.get("data"):
             raise FileError(f"{folder / 'config.json'}: it describes no data of a run")
         self.data = self.description["data"] | ({"path": given.data} if given.data else {})
+        self.order = "data" if SAMPLED in self.data["fingerprint"] else "order"  # of the batches
         model = described_config(folder / "config.json").meta_model(given_device(given.device))
         if self.settings.get("fp8"):
             model.use_fp8()
         self.products, self.commit = products_of(model), proofs.commit()  # here
-
-    def order(self) -> str:
-        """Return what differs where the batches do."""
-        return "data" if SAMPLED in self.data["fingerprint"] else "order"
 
     def foreign(self, *facts: dict[str, Any]) -> tuple[str, str] | None:
         """Return what of this machine is not as a checkpoint's state or the manifest says, and a
@@ -98,7 +93,7 @@ class Claims:
 
 def of_lines(claims: Claims) -> Verdict:
     """Check that metrics.jsonl has each step, and its chain of proofs."""
-    steps, broken = sorted(claims.lines), proofs.broken_links(claims.metrics)
+    steps, broken = sorted(claims.lines), claims.log.broken
     cut = [number for number, step in enumerate(steps, 1) if step != number][:1]
     wrong = [f"a line from step {a + 1} to {b} was changed, cut or put in" for a, b in broken]
     wrong += [f"there is no line of step {step}" for step in cut]
@@ -159,7 +154,7 @@ def of_data(claims: Claims) -> Verdict:
         found = proofs.batch_hash(batches, batches.position, every)
         if found != proof.get("batch"):
             text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
-            return verdict(DIFFERS, text, claims.order() if is_same else "data", step)
+            return verdict(DIFFERS, text, claims.order if is_same else "data", step)
     if not is_same:
         text = f"{data.source}: fingerprint {data.fingerprint}, not {told['fingerprint']}"
         return verdict(DIFFERS, text, "data")
@@ -211,12 +206,11 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
         both = ((step, _first_number(claims.files[step], here[step])) for step in files)
         tensors = {step: tensor for step, tensor in both if tensor is not None}
         weights = (proofs.read_manifest(folder) or {}).get("weights", own)
-        known = proofs.told(folder / "metrics.jsonl")
+        both_proven = proofs.Log(folder / "metrics.jsonl").proofs.keys() & claims.proofs.keys()
     if own not in (None, weights):
         wrong = {0: {"digest of weights": (own, weights)}, **wrong}
     steps, state = range(first + 1, last + 1), claims.states.get(last, {})
-    proven = sum("batch" in known[step] for step in claims.proofs.keys() & steps)
-    lines = sum(step in claims.lines for step in steps)
+    lines, proven = (len({*steps} & known) for known in (claims.lines.keys(), both_proven))
     text = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
     beginning = f"the checkpoint of step {first}" if first else "the initial state"
     verdict = Verdict(_steps(interval), EQUAL, text, scope=f"recomputed here from {beginning}")
@@ -229,10 +223,10 @@ def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[st
     says = [f"{key} is {str(a):.24}, recomputed {str(b):.24}" for key, (a, b) in pairs]
     if tensors:
         verdict.tensor = tensors[min(tensors)]
-        told = "{name}{index} is {run}, recomputed {here}; in all {count:,} numbers differ"
-        says.insert(0, told.format(**verdict.tensor))
+        form = "{name}{index} is {run}, recomputed {here}; in all {count:,} numbers differ"
+        says.insert(0, form.format(**verdict.tensor))
     verdict.text = f"{'; '.join(says)}; of {text}"
-    verdict.what = _what(wrong, tensors, {0, *tensors} | ({last} - {*files})) or claims.order()
+    verdict.what = _what(wrong, tensors, {0, *tensors} | ({last} - {*files})) or claims.order
     if verdict.what != "line" and (foreign := claims.foreign(state or claims.manifest)):
         verdict.result, verdict.what = UNDECIDED, foreign[0]
         verdict.text += f"; {foreign[1]}, and one as the run's decides"
@@ -246,12 +240,11 @@ def _steps(interval: Interval) -> str:
 def _what(wrong: dict[int, dict], tensors: dict[int, dict], deciding: set[int]) -> str | None:
     """Return what differs first; None for the batches. wrong: of the lines of each step; tensors:
     of each checkpoint; deciding: the steps whose weights and moments are known beside the lines."""
-    slots = {
-        step: {key[10:] for key in keys if key[:7] == "digest "} for step, keys in wrong.items()
-    }
+    of = "digest of "
+    slots = {step: {key for key in keys if of in key} for step, keys in wrong.items()}
     for step, tensor in tensors.items():
         kind, slot, *_ = f"{tensor['name']}.".split(".")
-        slots[step] = {slot if kind == "optimizer" else "weights"}
+        slots[step] = {of + slot if kind == "optimizer" else "weights"}
     if not any(slots.get(step) for step in deciding):
         return "line"
     if "lr" in wrong.get(min(slots), {}):
@@ -259,7 +252,7 @@ def _what(wrong: dict[int, dict], tensors: dict[int, dict], deciding: set[int]) 
     if any(keys.keys() & {"batch", "position"} for keys in wrong.values()):
         return None
     first = next(slots[step] for step in sorted(slots) if slots[step])
-    return "moments" if first <= {"m", "v"} else "weights"
+    return "moments" if first <= {of + "m", of + "v"} else "weights"
 
 
 def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
@@ -347,18 +340,21 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="needle verify", description="Repeat steps of a run, and compare the bits.")
     top.epilog = "Other flags are those of needle train: --device, --gpus ... Exit codes: 0 equal; "
     top.epilog += "1 an error; 3 something differs; 4 nothing differs, something is undecided."
-    top.add_argument("run", type=path, metavar="RUN", help="the folder of the run")
+    add = top.add_argument
+    add("run", type=path, metavar="RUN", help="the folder of the run")
     which = top.add_mutually_exclusive_group()
-    which.add_argument("--steps", type=_interval, metavar="A:B",
-                       help="from the checkpoint of step A, or 0, to step B (default: from 0 to "
-                       "the last checkpoint, each stretch from the checkpoint before)")  # fmt: skip
+    text = (
+        "from the checkpoint of step A, or 0, to step B (default: from 0 to the last checkpoint, "
+    )
+    text += "each stretch from the checkpoint before)"
+    which.add_argument("--steps", type=_interval, metavar="A:B", help=text)
     which.add_argument("--sample", type=whole(1), metavar="K", help="K intervals, drawn by --seed")
-    which.add_argument("--full", action="store_true", help="from the initial state, by no state of "
-                       "a checkpoint")  # fmt: skip
-    top.add_argument("--seed", type=whole(0), metavar="S", help="of --sample (default: random)")
-    top.add_argument("--json", type=path, metavar="FILE", help="write plan and verdicts")
-    top.add_argument("--dry-run", action="store_true", help="print the plan and its price")
-    top.add_argument("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
+    text = "from the initial state, by no state of a checkpoint"
+    which.add_argument("--full", action="store_true", help=text)
+    add("--seed", type=whole(0), metavar="S", help="of --sample (default: random)")
+    add("--json", type=path, metavar="FILE", help="write plan and verdicts")
+    add("--dry-run", action="store_true", help="print the plan and its price")
+    add("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
     return top
 
 
@@ -369,7 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     claims = Claims(args.run, parse(["--resume", str(args.run), *flags]))
     intervals = intervals_of(claims, args)
-    line, count = max(claims.lines.items(), default=(1, {}))[1], sum(b - a for a, b in intervals)
+    line = claims.lines.get(max(claims.lines, default=0), {})
+    count = sum(last - first for first, last in intervals)
     plan = {
         "run": str(args.run),
         "intervals": intervals,
