@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import train_pythia
-from small_runs import SMALL, TOKENS, flags
+from small_runs import EVERY, SMALL, TOKENS, flags
 
+import needle as ndl
 from needle.data import megatron
 from needle.models import pythia
 from needle.training import run as run_parts
@@ -46,6 +47,13 @@ def here(monkeypatch):
 
     monkeypatch.setattr(replays, "train", train)
     monkeypatch.setattr(replays, "become_training", become_training)
+
+
+@pytest.fixture
+def parent(tmp_path, tokens, here):
+    """A run of 6 steps with the checkpoints 0, 2, 4 and 6; each step is proven."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a", EVERY)) == 0
+    return ndl.open_run(tmp_path / "runs" / "a")
 
 
 @pytest.fixture

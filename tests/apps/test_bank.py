@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import chain, flags, run_until
+from small_runs import CPU, EVERY, flags, retell, run_until
 
 import needle as ndl
 from needle.data import open_run_data
@@ -17,8 +17,6 @@ from needle.training.replay import bank, compare, replays
 from needle.training.replay.measures import losses, spearman
 from needle.training.replay.replays import Replay
 
-EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
-CPU = ["--device", "cpu"]
 DROP = "[[edit]]\ndo = 'drop'\nwhere = {{ document = {} }}\n"
 FILES = {
     "a.toml": DROP.format(1),
@@ -135,8 +133,7 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
         bank.main([str(parent.folder), "--from", "2", "--part", "1/2", "--jobs", "2"])
     assert "--part, --jobs: needs --edits" in capsys.readouterr().err
     (edits / "d.toml").unlink()
-    change = lambda x: {**x, "loss": 9.0} if x["step"] == 5 and "loss" in x else x
-    chain(parent.folder, lambda lines: [*map(change, lines)])
+    retell(parent.folder, 5, loss=9.0)
     assert made(parent, edits, "new") == 1 and made(parent, edits, "new", "--no-control") == 0
     assert "without edits, a replay differs from" in capsys.readouterr().err
     lock = ndl.files.Lock(tmp_path / "runs" / "bank" / "runs" / ".part-1-of-1")

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import chain, flags
+from small_runs import CPU, EVERY, flags, retell
 
 import needle as ndl
 from needle.data.readers import read_documents
 from needle.training.replay import compare
 
-EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
-CPU = ["--device", "cpu"]
 SIZES = [20, 1, 5, 16, 17, 40]  # of documents; windows have 16 tokens
 
 
@@ -24,12 +22,10 @@ def probe(documents):
 
 
 @pytest.fixture
-def runs(tmp_path, tokens, here):
+def runs(parent):
     """A run of 6 steps, and its replay from step 2 without a sequence of step 4."""
-    assert train_pythia.main(flags(tmp_path, tokens, "a", EVERY)) == 0
-    run = ndl.open_run(tmp_path / "runs" / "a")
     edit = {"do": "drop", "where": {"step": 4, "row": 1}}
-    return run, run.replay(2, [edit], name="b", flags=[*CPU, *EVERY.split()])
+    return parent, parent.replay(2, [edit], name="b", flags=[*CPU, *EVERY.split()])
 
 
 def compared(capsys, *words):
@@ -72,7 +68,9 @@ def parts_of(name):
 def test_compare_gives_losses_kl_and_distances(tmp_path, runs, probe, capsys):
     file, texts = probe
     words = *(run.folder for run in runs), "--probe", file, "--every", 2
-    found = compared(capsys, *words, "--csv", tmp_path / "rows.csv")
+    files = "--csv", tmp_path / "rows.csv", "--plot", tmp_path / "both.svg"
+    found = compared(capsys, *words, *files)
+    assert (tmp_path / "both.svg").read_text().count('id="axes_') == 2
     assert found["floor"] == [
         {"run": str(runs[0].folder), "floor": 0.0, "text": "steps 1 to 6 again: 0, equal bits"}
     ]
@@ -120,21 +118,14 @@ def test_compare_gives_losses_kl_and_distances(tmp_path, runs, probe, capsys):
 
 
 def test_floor_is_that_of_a_run_which_does_not_repeat(runs, probe, capsys):
-    change = lambda x: {**x, "loss": x["loss"] + 0.5} if x["step"] == 3 and "loss" in x else x
-    chain(runs[0].folder, lambda lines: [*map(change, lines)])
+    retell(runs[0].folder, 3, loss=runs[0].metrics["loss"][2] + 0.5)
     found = compared(capsys, runs[1].folder, runs[0].folder, "--probe", probe[0])
     assert found["floor"][0]["run"] == str(runs[0].folder)  # the replay's parent
     assert found["floor"][0]["floor"] == pytest.approx(0.5)
     assert found["floor"][0]["text"] == "steps 1 to 6 again: step 3 differs"
     assert {row["step"] for row in found["loss"]} == {6}
-
-
-def test_plot_has_the_differences(tmp_path, runs, probe, capsys):
-    words = *(run.folder for run in runs), "--probe", probe[0], "--every", 3, "--no-floor"
-    found = compared(capsys, *words, "--plot", tmp_path / "both.svg")
-    assert "floor" not in found
-    text = (tmp_path / "both.svg").read_text()
-    assert text.count('id="axes_') == 2 and "<svg" in text
+    words = runs[1].folder, runs[0].folder, "--probe", probe[0], "--no-floor"
+    assert "floor" not in compared(capsys, *words)
 
 
 def test_probe_of_text_and_tokens_is_cut_into_documents(tmp_path, tokens):
@@ -159,20 +150,20 @@ def test_probe_of_text_and_tokens_is_cut_into_documents(tmp_path, tokens):
 def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, capsys):
     other = flags(tmp_path, tokens, "c", "--hidden 16")
     assert train_pythia.main(other) == 0
-    for words, says in (
-        ([runs[0].folder, tmp_path / "runs" / "c"], "c: its model has another shape than"),
-        ([*(run.folder for run in runs), "--every", 5], "no step whose weights all runs have"),
-        ([tmp_path / "none"], "none: no run"),
+    a, b, c = (tmp_path / "runs" / name for name in "abc")
+    for words, code, says in (
+        ([a, c], 1, "c: its model has another shape than"),
+        ([a, b, "--every", 5], 1, "no step whose weights all runs have"),
+        ([tmp_path / "none"], 1, "none: no run"),
+        ([], 2, "give the folders of runs, or a bank by --edits"),
+        ([a, "--edits", b], 2, "give the folders of runs, or a bank by --edits"),
+        (["--edits", b, "--every", 2], 2, "--every, --no-floor: not with --edits"),
+        ([a, b, "--plot", "both.txt"], 2, "--plot: must end in .png, .svg, .pdf, not 'both.txt'"),
     ):
         capsys.readouterr()
-        assert compare.main([*map(str, words), "--probe", str(probe[0]), *CPU]) == 1
-        assert says in capsys.readouterr().err
-    for words, says in (
-        ("", "give the folders of runs, or a bank by --edits"),
-        ("a --edits b", "give the folders of runs, or a bank by --edits"),
-        ("--edits b --every 2", "--every, --no-floor: not with --edits"),
-        ("a b --plot both.txt", "--plot: must end in .png, .svg, .pdf, not 'both.txt'"),
-    ):
-        with naming(words), pytest.raises(SystemExit, match="2"):
-            compare.main([*words.split(), "--probe", str(probe[0]), *CPU])
-        assert says in capsys.readouterr().err
+        with naming(words):
+            try:
+                found = compare.main([*map(str, words), "--probe", str(probe[0]), *CPU])
+            except SystemExit as end:
+                found = end.code
+            assert found == code and says in capsys.readouterr().err

@@ -15,13 +15,15 @@ import pytest
 import train_pythia
 from harness import ROOT, naming, wait_for
 from small_runs import (
+    CPU,
+    EVERY,
     assert_same_run,
-    chain,
     checkpoint_of,
     flags,
     numbers_of,
     proofs_of,
     read_tensors,
+    retell,
     rewrite,
     run_until,
 )
@@ -30,16 +32,6 @@ import needle as ndl
 from needle.data import DataError
 from needle.training.replay import bank, replays
 from needle.training.replay.proofs import Log
-
-EVERY = "--keep 0,2,4,... --keep-optimizer --prove 1"
-CPU = ["--device", "cpu"]
-
-
-@pytest.fixture
-def parent(tmp_path, tokens, here):
-    """A run of 6 steps with the checkpoints 0, 2, 4 and 6; each step is proven."""
-    assert train_pythia.main(flags(tmp_path, tokens, "a", EVERY)) == 0
-    return ndl.open_run(tmp_path / "runs" / "a")
 
 
 def command(*words):
@@ -54,27 +46,21 @@ def digests_of(tmp_path, name):
     return {step: proof["digest"] for step, proof in proofs_of(tmp_path, name).items()}
 
 
-@pytest.mark.parametrize("start", [0, 2, 3])
-def test_null_edit_gives_equal_bits(tmp_path, parent, start):
-    again = parent.replay(start, name="again", flags=CPU)
+@pytest.mark.parametrize("start, is_killed", [(0, False), (2, True), (3, False)])
+def test_null_edit_gives_equal_bits(tmp_path, parent, monkeypatch, start, is_killed):
+    if is_killed:  # which then goes on
+        begun = replays.planned(parent.folder, start, None, [])
+        folder = replays.make_folder(begun, tmp_path / "runs", "again")
+        run_until(monkeypatch, 5, ["--resume", str(folder), *CPU])
+    again = parent.replay(np.int64(start), name="again", flags=CPU)
     assert_same_run(tmp_path, "again", "a")
     assert proofs_of(tmp_path, "again") == proofs_of(tmp_path, "a")
+    assert Log(again.folder / "metrics.jsonl").broken == []
     told = json.loads((again.folder / "replay.json").read_text())
     manifest = hashlib.sha256((parent.folder / "manifest.json").read_bytes()).hexdigest()
     assert told == {"parent": str(parent.folder), "manifest": manifest, "base": start // 2 * 2,
                     "start": start, "until": 6, "edits": [], "stop": None}  # fmt: skip
     assert json.loads((again.folder / "manifest.json").read_text())["replay"] == told
-
-
-def test_null_edit_gives_equal_bits_after_a_kill(tmp_path, parent, monkeypatch):
-    folder = replays.make_folder(
-        replays.planned(parent.folder, 2, None, []), tmp_path / "runs", "b"
-    )
-    run_until(monkeypatch, 5, ["--resume", str(folder), *CPU])
-    assert parent.replay(np.int64(2), name="b", flags=CPU).folder == folder  # goes on
-    assert_same_run(tmp_path, "b", "a")
-    assert proofs_of(tmp_path, "b") == proofs_of(tmp_path, "a")
-    assert Log(folder / "metrics.jsonl").broken == []
 
 
 ROW = {"step": 4, "row": 1}
@@ -123,6 +109,20 @@ def test_rate_follows_the_edit(tmp_path, parent):
         found = [line["lr"] for line in numbers_of(tmp_path, f"r{number}")]
         with naming(edit):
             assert found == rates[:3] + wanted
+
+
+def test_decay_of_a_stable_run_gives_the_bits_of_wsd(tmp_path, tokens, here):
+    for name, more in ("wsd", "wsd --decay-share 0.5"), ("stable", "constant"):
+        words = EVERY, "--warmup 1 --schedule", more
+        assert train_pythia.main(flags(tmp_path, tokens, name, *words, steps=8)) == 0
+    wsd, stable = (proofs_of(tmp_path, name) for name in ("wsd", "stable"))
+    assert wsd[4] == stable[4] and wsd[5]["digest"] != stable[5]["digest"]
+    edit = {"do": "rate", "steps": [5, 8], "to": 0.1}
+    ndl.open_run(tmp_path / "runs" / "stable").replay(4, [edit], name="decayed", flags=CPU)
+    assert_same_run(tmp_path, "decayed", "wsd", step=8)
+    assert proofs_of(tmp_path, "decayed") == wsd
+    rates = [line["lr"] for line in numbers_of(tmp_path, "wsd")]
+    assert rates[3] == max(rates) and rates[7] < rates[6] < rates[4] < rates[3]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -179,8 +179,7 @@ def test_errors_are_named_and_leave_nothing(tmp_path, parent):
 
 
 def test_control_finds_a_parent_that_does_not_repeat(tmp_path, parent):
-    change = lambda x: {**x, "loss": x["loss"] + 1} if x["step"] == 3 and "loss" in x else x
-    chain(parent.folder, lambda lines: [*map(change, lines)])
+    retell(parent.folder, 3, loss=9.0)
     with pytest.raises(DataError, match="a replay differs from .*: step 3: loss is"):
         parent.replay(2, [EDITS["a rate"][0]], name="b", flags=CPU)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
@@ -276,19 +275,15 @@ def test_command_that_is_killed_leaves_no_training(tmp_path, tokens, number):
     assert not (runs / "b" / "checkpoints" / "step_4000.safetensors").exists()
 
 
-def test_folders_of_processes_that_begin_at_once_stay(tmp_path):
-    """Each removes those that killed processes have left."""
+def test_folders_that_killed_processes_left_are_removed_and_those_at_work_stay(tmp_path):
+    (tmp_path / ".a-again-x" / "again").mkdir(parents=True)
+    with replays.beside(tmp_path / "a") as one, replays.beside(tmp_path / "a") as other:
+        assert {*tmp_path.iterdir()} == {one, other}
 
     def enter(_):
         with replays.beside(tmp_path / "a") as made:
             return (made / "lock").exists()
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:  # which begin at once
         assert all(pool.map(enter, range(400)))
-
-
-def test_folders_that_killed_processes_left_are_removed(tmp_path):
-    (tmp_path / ".a-again-x" / "again").mkdir(parents=True)
-    with replays.beside(tmp_path / "a") as one, replays.beside(tmp_path / "a") as other:
-        assert {*tmp_path.iterdir()} == {one, other}
     assert [*tmp_path.iterdir()] == []

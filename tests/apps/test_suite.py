@@ -45,7 +45,7 @@ def files_of(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_suite_trains_its_models_with_cards(tmp_path, listed):
+def test_suite_trains_its_models_with_cards_and_a_page(tmp_path, tokens, listed, monkeypatch):
     assert suite.main([str(listed)]) == 0
     out = tmp_path / "pair"
     for name, steps in ("small", [0, 1, 2, 4, 5]), ("long", [0, 1, 2, 4, 8, 9]):
@@ -61,12 +61,9 @@ def test_suite_trains_its_models_with_cards(tmp_path, listed):
         assert f"| `{manifest}` |" in text and "| 29,568 |" in text
         assert f"`{manifest}`" in (out / "README.md").read_text()
     assert run.settings["schedule"] == "wsd"
-
-
-def test_page_of_a_suite_is_followed_by_a_stranger(tmp_path, tokens, listed, monkeypatch):
-    assert suite.main([str(listed)]) == 0
+    # A stranger follows the page.
     monkeypatch.chdir(tmp_path / "pair")
-    text = (tmp_path / "pair/README.md").read_text()
+    text = (out / "README.md").read_text()
     commands = re.findall(r"^    needle (.*)$", text, re.M)
     steps = {"small": "4:5", "long": "8:9"}
     assert commands == [f"verify runs/{n} --steps {steps[n]} --data DATA" for n in steps]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import TOKENS, chain, checkpoint_of, flags, read_tensors, rewrite, run_until
+from small_runs import TOKENS, chain, checkpoint_of, flags, read_tensors, retell, rewrite, run_until
 
 from needle.training import open_run
 from needle.training.replay import replays, verify
@@ -116,123 +116,109 @@ def swap_token(folder, step):
     np.save(folder.parent.parent / "tokens.npy", tokens)
 
 
-def cut(step):
-    return lambda lines: [line for line in lines if line["step"] != step or "digest" in line]
+def lines(keeps):
+    """Cut lines of metrics.jsonl, in a new chain."""
+    return lambda folder: chain(folder, lambda lines: [line for line in lines if keeps(line)])
 
 
-def retold(folder, name):
-    """Another number in the line of step 6, in a new chain."""
-    changed = lambda x: {**x, name: x[name] + 1} if x["step"] == 6 and "loss" in x else x
-    chain(folder, lambda lines: [*map(changed, lines)])
+def told(*step, **values):
+    return lambda folder: retell(folder, *step, **values)
 
 
-def forged(folder, library=None):
+def stored(state=(), words=()):
+    """Change the checkpoint of step 4."""
+    return lambda folder: rewrite(folder / "checkpoints" / STEP_4, state, words)
+
+
+def forged(library=None):
     """A bit of the checkpoint of step 4, whose line of proof says so."""
-    file = folder / "checkpoints" / "step_4.safetensors"
-    rewrite(file, {} if library is None else {"products": library}, BIT)
-    digests = verify.proofs.digests_of(verify.Checkpoint(file))
-    proven = lambda x: {**x, "digest": digests} if "digest" in x and x["step"] == 4 else x
-    chain(folder, lambda lines: [*map(proven, lines)])
+
+    def forge(folder):
+        stored({} if library is None else {"products": library}, BIT)(folder)
+        file = folder / "checkpoints" / STEP_4
+        retell(folder, 4, True, digest=verify.proofs.digests_of(verify.Checkpoint(file)))
+
+    return forge
+
+
+def other_rate(folder):
+    file = folder / "checkpoints" / STEP_4
+    rewrite(file, {"settings": read_tensors(file)[0]["settings"] | {"lr": 2e-3}})
+
+
+def other_step(folder):
+    shutil.copy(checkpoint_of(folder.parent.parent, "a", 2), folder / "checkpoints" / STEP_4)
+
+
+def other_blank(folder):
+    log = folder / "metrics.jsonl"
+    log.write_text(log.read_text().replace('{"step": 3, "tok', '{"step":3, "tok'))
 
 
 DIFFERS, UNDECIDED = "differs", "undecided"
 STEP_4, ONE, THREE, FIVE = "step_4.safetensors", "steps 1 to 2", "steps 3 to 4", "steps 5 to 6"
-HOST = "AVX2 and OpenBLAS 0.2.1"
+HOST, CUDA = "AVX2 and OpenBLAS 0.2.1", "cuBLASLt 13.1 on NVIDIA H100"
+WEIGHTS, MOMENTS, FILE = ((DIFFERS, what, 4) for what in ("weights", "moments", "file"))
+BEHIND, ALL_BEHIND = {FIVE: UNDECIDED}, {ONE: UNDECIDED, THREE: UNDECIDED, FIVE: UNDECIDED}
+SETTINGS, LATER = (DIFFERS, "settings", None), {FIVE: (DIFFERS, "weights", 5)}
+EACH = {ONE: 1, THREE: 3, FIVE: 5}
 FAULTS = {
-    "a bit of the weights": (
-        lambda folder: rewrite(folder / "checkpoints" / STEP_4, words=BIT),
-        {STEP_4: (DIFFERS, "weights", 4), THREE: (DIFFERS, "weights", 4), FIVE: UNDECIDED},
-    ),
-    "a bit of the moments": (
-        lambda folder: rewrite(folder / "checkpoints" / STEP_4, words=MOMENT),
-        {STEP_4: (DIFFERS, "moments", 4), THREE: (DIFFERS, "moments", 4), FIVE: UNDECIDED},
-    ),
+    "a bit of the weights": (stored(words=BIT), {STEP_4: WEIGHTS, THREE: WEIGHTS} | BEHIND),
+    "a bit of the moments": (stored(words=MOMENT), {STEP_4: MOMENTS, THREE: MOMENTS} | BEHIND),
     "a bit of the weights, in a file as a disk has it": (
-        lambda folder: flip(folder, [*BIT][0]),
-        {STEP_4: (DIFFERS, "file", 4), THREE: (DIFFERS, "weights", 4), FIVE: UNDECIDED},
+        lambda folder: flip(folder, [*BIT][0]), {STEP_4: FILE, THREE: WEIGHTS} | BEHIND,
     ),
     "a bit of the moments, in a file as a disk has it": (
-        lambda folder: flip(folder, [*MOMENT][0]),
-        {STEP_4: (DIFFERS, "file", 4), THREE: (DIFFERS, "moments", 4), FIVE: UNDECIDED},
+        lambda folder: flip(folder, [*MOMENT][0]), {STEP_4: FILE, THREE: MOMENTS} | BEHIND,
     ),
-    "a bit and its proof": (
-        forged,
-        {THREE: (DIFFERS, "weights", 4), FIVE: (DIFFERS, "weights", 5)},
-    ),
+    "a bit and its proof": (forged(), {THREE: WEIGHTS} | LATER),
     "a bit and its proof, of another library": (
-        lambda folder: forged(folder, HOST),
-        {THREE: (UNDECIDED, "library or table", 4), FIVE: (DIFFERS, "weights", 5)},
+        forged(HOST), {THREE: (UNDECIDED, "library or table", 4)} | LATER,
     ),
     "a bit and its proof, of another GPU": (
-        lambda folder: forged(folder, "cuBLASLt 13.1 on NVIDIA H100"),
-        {THREE: (UNDECIDED, "GPU kind", 4), FIVE: (DIFFERS, "weights", 5)},
+        forged(CUDA), {THREE: (UNDECIDED, "GPU kind", 4)} | LATER,
     ),
     "a damaged file": (
         lambda folder: (folder / "checkpoints" / STEP_4).write_bytes(b"0" * 999),
-        {STEP_4: (DIFFERS, "file", 4), FIVE: UNDECIDED},
+        {STEP_4: FILE} | BEHIND,
     ),
-    "a checkpoint of another step": (
-        lambda folder: shutil.copy(folder / "checkpoints" / "step_2.safetensors",
-                                   folder / "checkpoints" / STEP_4),
-        {STEP_4: (DIFFERS, "file", 4), FIVE: UNDECIDED},
-    ),
+    "a checkpoint of another step": (other_step, {STEP_4: FILE} | BEHIND),
     "a changed token": (
-        lambda folder: swap_token(folder, 4),
-        {"data": (DIFFERS, "data", 4), ONE: UNDECIDED, THREE: UNDECIDED, FIVE: UNDECIDED},
+        lambda folder: swap_token(folder, 4), {"data": (DIFFERS, "data", 4)} | ALL_BEHIND,
     ),
     "a changed token that no line of proof has": (
-        lambda folder: swap_token(folder, 5),
-        {"data": (DIFFERS, "data", None), ONE: UNDECIDED, THREE: UNDECIDED, FIVE: UNDECIDED},
+        lambda folder: swap_token(folder, 5), {"data": (DIFFERS, "data", None)} | ALL_BEHIND,
     ),
-    "a changed line": (
-        lambda folder: (folder / "metrics.jsonl").write_text(
-            (folder / "metrics.jsonl").read_text().replace('{"step": 3, "tok', '{"step":3, "tok')),
-        {"metrics.jsonl": (DIFFERS, "line", 3)},
-    ),
+    "a changed line": (other_blank, {"metrics.jsonl": (DIFFERS, "line", 3)}),
     **{
-        f"another {name} in a new chain": (
-            lambda folder, name=name: retold(folder, name), {FIVE: (DIFFERS, "line", 6)},
-        )
+        f"another {name} in a new chain": (told(6, **{name: 9.0}), {FIVE: (DIFFERS, "line", 6)})
         for name in ("loss", "lr", "grad_norm", "val_loss")
     },
     "lines cut from the middle, in a new chain": (
-        lambda folder: chain(folder, cut(3)), {"metrics.jsonl": (DIFFERS, "line", 3)},
+        lines(lambda x: x["step"] != 3 or "digest" in x), {"metrics.jsonl": (DIFFERS, "line", 3)},
     ),
     "lines cut from the end": (
-        lambda folder: chain(folder, lambda lines: [x for x in lines if x["step"] < 6]),
-        {"step_6.safetensors": (DIFFERS, "line", 6)},
+        lines(lambda x: x["step"] < 6), {"step_6.safetensors": (DIFFERS, "line", 6)},
     ),
-    "a damaged last line": (
-        lambda folder: cut_off(folder / "metrics.jsonl"), {},
-    ),
+    "a damaged last line": (lambda folder: cut_off(folder / "metrics.jsonl"), {}),
     "another rate in config.json": (
         lambda folder: edit_json(folder / "config.json", settings={"lr": 2e-3}),
-        {"settings": (DIFFERS, "settings", None), ONE: (DIFFERS, "learning rate", 1),
-         THREE: UNDECIDED, FIVE: UNDECIDED},
+        {"settings": SETTINGS, ONE: (DIFFERS, "learning rate", 1), THREE: UNDECIDED} | BEHIND,
     ),
-    "another rate in a checkpoint": (
-        lambda folder: rewrite(folder / "checkpoints" / STEP_4, {"settings": {
-            **read_tensors(folder / "checkpoints" / STEP_4)[0]["settings"], "lr": 2e-3}}),
-        {"settings": (DIFFERS, "settings", None), FIVE: UNDECIDED},
-    ),
+    "another rate in a checkpoint": (other_rate, {"settings": SETTINGS} | BEHIND),
     "another position in a checkpoint": (
-        lambda folder: rewrite(folder / "checkpoints" / STEP_4, {"data": {"epoch": 0, "batch": 3}}),
-        {STEP_4: (DIFFERS, "order", 4), FIVE: UNDECIDED},
+        stored({"data": {"epoch": 0, "batch": 3}}), {STEP_4: (DIFFERS, "order", 4)} | BEHIND,
     ),
     "another rate in a line of proof": (
-        lambda folder: chain(folder, lambda lines: [
-            {**x, "lr": 1e-5.hex()} if "digest" in x and x["step"] == 4 else x for x in lines]),
-        {THREE: (DIFFERS, "line", 4)},
+        told(4, True, lr=1e-5.hex()), {THREE: (DIFFERS, "line", 4)},
     ),
     "another rate in all files": (
         lambda folder: edit_everywhere(folder, lr=2e-3),
-        {ONE: (DIFFERS, "learning rate", 1), THREE: (DIFFERS, "learning rate", 3),
-         FIVE: (DIFFERS, "learning rate", 5)},
+        {steps: (DIFFERS, "learning rate", first) for steps, first in EACH.items()},
     ),
     "another order in all files": (
         lambda folder: edit_everywhere(folder, data_seed=9),
-        {"data": (DIFFERS, "order", 2), ONE: (DIFFERS, "order", 1), THREE: (DIFFERS, "order", 3),
-         FIVE: (DIFFERS, "order", 5)},
+        {steps: (DIFFERS, "order", first) for steps, first in ({"data": 2} | EACH).items()},
     ),
     "another first model in manifest.json": (
         lambda folder: edit_json(folder / "manifest.json", weights="0" * 64),
@@ -249,6 +235,13 @@ def test_fault_is_found_and_named(folder, verdicts, fault):
     results = {x if isinstance(x, str) else x[0] for x in wrong.values()}
     assert wrong == wanted, json.dumps(told, indent=1)
     assert code == (3 if DIFFERS in results else 4 if UNDECIDED in results else 0)
+
+
+def test_proof_of_the_last_step_decides_where_there_is_no_checkpoint(folder, verdicts):
+    digests = verify.proofs.Log(folder / "metrics.jsonl").proofs[3]["digest"]
+    retell(folder, 3, True, digest=digests | {"weights": "0" * 64})
+    assert verdicts(folder, "--steps", "2:3")[1] == {"steps 3 to 3": (DIFFERS, "weights", 3)}
+    assert verdicts(folder)[1] == {THREE: (DIFFERS, "line", 3)}
 
 
 def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, verdicts):
