@@ -12,7 +12,7 @@ import builtins
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from needle import _C, ops
 from needle.autograd import operators
 from needle.ops.spellings import words_of
 
-HEAD = '"""Written by building/stubs.py."""\n\n'
 SUBCLASSABLE = 1 << 10  # Py_TPFLAGS_BASETYPE
 SHAPE, OPTIONAL = "int | Sequence[int]", "NDArray | None"
 PARAMETERS = {
@@ -33,7 +32,7 @@ PARAMETERS = {
     "other": "Operand", "owner": "Module", "parameters": "Parameters", "shape": SHAPE,
     "shared": "int", "sl": "slice", "step": "Callable[[], object]", "stream": "int | None",
     "strides": "Sequence[int] | None", "symbol": "str", "threads": "int", "value": "Operand",
-    "flags": "int", "arguments": "Any", "side": "bool",
+    "flags": "int", "arguments": "Any", "side": "bool", "mod": "None",
     "NDArray.pad.axes": "Sequence[Sequence[int]]", "NDArray.flip.axes": "Axis",
     "NDArray.index_select.axis": "int", "NDArray.fill.value": "Scalar",
     "NDArray.__init__.other": "Any", "NDArray.joined.other": "NDArray",
@@ -73,21 +72,27 @@ RESULTS = {  # of NDArray's methods, and of the functions, NDArray where nothing
     "dict[str, tuple[str, tuple[tuple[str, str, str, str], ...]]]": "table",
 }
 RESULT = {name: kind for kind, names in RESULTS.items() for name in names.split()}
-# Python gives each type these, or they serve copying and pickling; Device alone has its ==.
+# Python gives each type these, or they serve copying and pickling.
 IMPLIED = {
     "__new__", "__repr__", "__str__", "__doc__", "__module__", "__copy__", "__deepcopy__",
     "__reduce__", "__delitem__", "__array_ufunc__", "__weakref__", "__release_buffer__",
+    "Device.__lt__", "Device.__le__", "Device.__gt__", "Device.__ge__", "Device.__ne__",
 }  # fmt: skip
-HOMES = {"Any": "typing", "Axes": "needle.backend_ndarray", "Sequence": "collections.abc"}
-ORDER = {"__lt__", "__le__", "__gt__", "__ge__", "__ne__"}
-UNARY = "__neg__ __pos__ __abs__ __invert__ __iter__ __len__ __hash__ __bool__ __int__".split()
-CORE = """from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, final
+# How ops take operands and give results, by the modes of ops.def.
+OPERANDS = {"F64": "float", "I64": "int", "OPT": OPTIONAL, "IO_OPT": OPTIONAL, "KEPT": "object"}
+OUTPUTS = {"OUT": "NDArray", "NEW": "NDArray", "KEEP": "object"}
+HEAD = '''"""Written by building/stubs.py."""
+# mypy: disable-error-code="misc, override"
+
+import builtins
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, SupportsIndex, TypeVar, final, overload
 
 import numpy as np
 from typing_extensions import CapsuleType
 
-from needle.backend_ndarray.array_methods import Flat
+'''
+CORE = """from needle.backend_ndarray.array_methods import Flat
 
 Scalar = bool | int | float | np.number | np.bool_
 Operand = NDArray | np.ndarray | list[Any] | Scalar
@@ -97,6 +102,24 @@ Index = SupportsIndex | slice | None | Any  # the last is for ..., and tuples of
 class CudaError(RuntimeError): ...
 class CudaFatalError(CudaError): ...
 """
+USED = """from needle._C import Device, NDArray
+from needle.autograd.tensor import Tensor, TensorTuple
+from needle.backend_ndarray import Axes
+from needle.ops.layer import Cached
+from needle.ops.order import TopK
+
+"""
+METHODS = """Result = TypeVar("Result")
+ops: Any
+
+class Size(int):
+    shape: tuple[int, ...]
+    def __call__(self, dim: int | None = None) -> Any: ...
+
+class Operators(Generic[Result]):
+"""
+EMPTY = inspect.Parameter.empty
+BY_WORD = inspect.Parameter.KEYWORD_ONLY
 
 
 class Text(str):
@@ -105,111 +128,86 @@ class Text(str):
     __repr__ = str.__str__
 
 
-def written(name: str, signature: inspect.Signature, indent: str = "", end: str = "") -> str:
+def written(
+    name: str,
+    signature: inspect.Signature,
+    kind_of: Callable[[inspect.Parameter], str],
+    result: str,
+) -> str:
     """Return the line of a function. A default that is no plain value is `...`."""
-    plain = (type(None), bool, int, str)
-    parameters = [
-        p.replace(default=p.empty if p.default is p.empty else Text("..."))
-        if not isinstance(p.default, plain)
-        else p
-        for p in signature.parameters.values()
-    ]
-    return f"{indent}def {name}{signature.replace(parameters=parameters)}: ...{end}\n"
+    parameters = []
+    for p in signature.parameters.values():
+        if p.name not in ("self", "cls"):
+            p = p.replace(annotation=Text(kind_of(p)))
+        if not isinstance(p.default, (type(None), bool, int, str, type)):  # EMPTY is a type
+            p = p.replace(default=Text("..."))
+        parameters.append(p)
+    signature = inspect.Signature(parameters, return_annotation=Text(result))
+    return f"def {name}{signature}: ...\n"
 
 
 # ---- the core ------------------------------------------------------------------------------------
 
 
-def typed(function: Any, owner: str, name: str) -> inspect.Signature:
-    """Return the signature of a function of the core with types by name."""
-    signature = inspect.signature(function)
-    parameters = [
-        p
-        if p.name in ("self", "type", "module") and owner
-        else p.replace(
-            annotation=Text(PARAMETERS.get(f"{owner}.{name}.{p.name}") or PARAMETERS[p.name])
+def call(self, grid, block, /, *arguments, shared=0, cluster=None, cooperative=False):
+    """Have the signature of Kernel.__call__, which does not say it."""
+
+
+def function_of(name: str, value: Any, owner: str = "") -> str:
+    """Return the line of a function or method of the core, its types by names."""
+    full = f"{owner}.{name}"
+
+    def kind_of(parameter: inspect.Parameter) -> str:
+        return PARAMETERS.get(f"{full}.{parameter.name}") or PARAMETERS[parameter.name]
+
+    signature = inspect.signature(call if name == "__call__" else value)
+    if inspect.isclass(value) or inspect.isbuiltin(value) and owner:
+        first = inspect.Parameter(
+            "self" if inspect.isclass(value) else "cls", inspect.Parameter.POSITIONAL_OR_KEYWORD
         )
-        for p in signature.parameters.values()
-    ]
-    result = RESULT.get(f"{owner}.{name}") or RESULT.get(name, "NDArray")
-    return signature.replace(parameters=parameters, return_annotation=Text(result))
+        signature = signature.replace(parameters=[first, *signature.parameters.values()])
+    return written(name, signature, kind_of, RESULT.get(full) or RESULT.get(name, "NDArray"))
 
 
 def core_class(kind: type, name: str) -> Iterator[str]:
     yield "\n" if kind.__flags__ & SUBCLASSABLE else "\n@final\n"
     yield f"class {name}:\n"
-    for member, value in vars(kind).items():
-        if member in IMPLIED or value is None or name == "Device" and member in ORDER:
+    members = vars(kind) | ({"__init__": kind} if "__new__" in vars(kind) else {})
+    for member, value in members.items():
+        if value is None or {member, f"{name}.{member}"} & IMPLIED:
             continue
-        result = RESULT.get(f"{name}.{member}") or RESULT.get(member, "NDArray")
         if inspect.isdatadescriptor(value):
+            result = RESULT.get(f"{name}.{member}") or RESULT.get(member, "NDArray")
             yield f"    @property\n    def {member}(self) -> {result}: ...\n"
-        elif member == "__init__":
-            yield written(member, init_of(kind, name), "    ")
-        elif type(value).__name__ == "wrapper_descriptor":
-            yield operator_of(name, member, result)
-        elif isinstance(value, classmethod) or type(value).__name__ == "classmethod_descriptor":
-            cls = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)
-            signature = typed(getattr(kind, member), name, member)
-            signature = signature.replace(parameters=[cls, *signature.parameters.values()])
-            yield "    @classmethod\n" + written(member, signature, "    ").replace("cls, /", "cls")
-        elif callable(value):
-            yield written(member, typed(value, name, member), "    ")
-    if "__init__" not in vars(kind) and "__new__" in vars(kind):
-        yield written("__init__", init_of(kind, name), "    ")
+            continue
+        if isinstance(value, type(dict.__dict__["fromkeys"])):
+            value = getattr(kind, member)
+            yield "    @classmethod\n"
+        yield f"    {function_of(member, value, name)}"
 
 
-def init_of(kind: type, name: str) -> inspect.Signature:
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    made = typed(kind, name, "__init__")
-    return made.replace(parameters=[own, *made.parameters.values()])
-
-
-def operator_of(owner: str, member: str, result: str) -> str:
-    """Return the line of an operator, whose own signature is Python's."""
-    words = {
-        "__getitem__": "key: Index, /", "__setitem__": "key: Index, value: Any, /",
-        "__buffer__": "flags: int, /",
-        "__call__": f"grid: {SHAPE}, block: {SHAPE}, /, *arguments: Any, shared: int = 0, "
-        f"cluster: {SHAPE} | None = None, cooperative: bool = False",
-    }  # fmt: skip
-    other = "object" if owner == "Device" else "Operand"
-    given = words.get(member, "" if member in UNARY else f"value: {other}, /")
-    ignored = "override" if member in ("__eq__", "__ne__") else "misc" if member in ORDER else ""
-    ignored = ignored and f"  # type: ignore[{ignored}]"
-    return f"    def {member}(self{', ' if given else ''}{given}) -> {result}: ...{ignored}\n"
-
-
-def op_of(name: str, entry: tuple) -> str:
+def op_of(name: str, kind: str, operands: tuple) -> str:
     """Return the line of an op of ops.def."""
-    kind, operands = entry
-    both = kind in ("EW2", "CMP")
-    types = {"F64": "float", "I64": "int", "OPT": OPTIONAL, "IO_OPT": OPTIONAL, "KEPT": "object"}
-    made = {"OUT": "NDArray", "NEW": "NDArray", "KEEP": "object"}
-    given = ", ".join(
-        f"{field}: {'Operand' if both else types.get(mode, 'NDArray')}"
-        for mode, field, _, _ in operands
-        if mode not in made
-    )
-    outputs = [made[mode] for mode, *_ in operands if mode in made]
-    result = f"tuple[{', '.join(outputs)}]" if outputs[1:] else (outputs or ["None"])[0]
-    return f"def {name}({given}) -> {result}: ...\n"
+    modes = {field: mode for mode, field, _, _ in operands}
+    outputs = [OUTPUTS[mode] for mode in modes.values() if mode in OUTPUTS] or ["None"]
+    result = f"tuple[{', '.join(outputs)}]" if outputs[1:] else outputs[0]
+    other = "Operand" if kind in ("EW2", "CMP") else "NDArray"
+    kind_of = lambda p: OPERANDS.get(modes[p.name], other)
+    return written(name, inspect.signature(getattr(_C, name)), kind_of, result)
 
 
 def core() -> Iterator[str]:
     table = _C.table()
     yield HEAD + CORE
     yield from core_class(type(_C.empty(())._handle), "Handle")
-    for name in dir(_C):
-        value = getattr(_C, name)
+    named = {name: getattr(_C, name) for name in dir(_C) if name[0] != "_"}
+    for name, value in named.items():
         if inspect.isclass(value) and not issubclass(value, Exception):
             yield from core_class(value, name)
     yield "\n"
-    for name in dir(_C):
-        value = getattr(_C, name)
-        if name[0] != "_" and not inspect.isclass(value):
-            is_op = name in table
-            yield op_of(name, table[name]) if is_op else written(name, typed(value, "", name))
+    for name, value in named.items():
+        if not inspect.isclass(value):
+            yield op_of(name, *table[name]) if name in table else function_of(name, value)
 
 
 # ---- needle.ops and the methods of Tensor --------------------------------------------------------
@@ -219,130 +217,72 @@ def spelled(function: Callable[..., Any]) -> Iterator[inspect.Signature]:
     """Yield the signatures of a function: its own with the other words of what has a default, and
     with those of what has none in its place."""
     raw = inspect.unwrap(function)
-    signature, others = inspect.signature(raw), words_of(raw)
-    own = dict(signature.parameters)
-    by_word = inspect.Parameter.KEYWORD_ONLY
-    more = [
-        own[word].replace(name=other, kind=by_word)
-        for other, word in others.items()
-        if own[word].default is not inspect.Parameter.empty
-    ]
+    own, others = inspect.signature(raw).parameters, words_of(raw)
+    optional = {other: word for other, word in others.items() if own[word].default is not EMPTY}
+    more = [own[word].replace(name=other, kind=BY_WORD) for other, word in optional.items()]
     rest = [p for p in own.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
     plain = [p for p in own.values() if p not in rest]
-    yield signature.replace(parameters=[*plain, *more, *rest])
-    for other, word in others.items():
-        if own[word].default is inspect.Parameter.empty:
-            at = [p.name for p in plain].index(word)
-            after = [own[word].replace(name=other), *plain[at + 1 :]]
-            after = [p.replace(kind=by_word) for p in after]
-            yield signature.replace(parameters=[*plain[:at], *after, *more, *rest])
+    for other, word in [("", ""), *(one for one in others.items() if one[0] not in optional)]:
+        at = next((i for i, p in enumerate(plain) if p.name == word), len(plain))
+        after = [
+            p.replace(kind=BY_WORD, name=other if p.name == word else p.name) for p in plain[at:]
+        ]
+        yield inspect.signature(raw).replace(parameters=[*plain[:at], *after, *more, *rest])
 
 
-def annotated(signature: inspect.Signature, change: Callable[[str], str]) -> inspect.Signature:
-    """Return a signature whose annotations are texts, changed; Any where there was none."""
-
-    def text(annotation: Any) -> Text:
-        given = "Any" if annotation is inspect.Parameter.empty else annotation
-        return Text(change(given if isinstance(given, str) else given.__name__))
-
-    parameters = [
-        p if p.name == "self" else p.replace(annotation=text(p.annotation))
-        for p in signature.parameters.values()
-    ]
-    return signature.replace(
-        parameters=parameters, return_annotation=text(signature.return_annotation)
-    )
+def text_of(annotation: Any, default: str = "Any") -> str:
+    if annotation is EMPTY:
+        return default
+    return annotation if isinstance(annotation, str) else annotation.__name__
 
 
-def overloads(
-    name: str, signatures: Iterable[inspect.Signature], indent: str = "", end: str = ""
-) -> str:
-    lines = [written(name, signature, indent, end) for signature in signatures]
-    mark = f"{indent}@overload\n" if lines[1:] else ""
-    return "".join(mark + line for line in lines)
+def overloads(name: str, function: Callable[..., Any], is_method: bool = False) -> Iterator[str]:
+    """Yield the lines of a function of needle.ops, or of a method, which by default returns a
+    Tensor."""
+    signatures = [*spelled(function)]
+    for signature in signatures:
+        if is_method:
+            own, *rest = signature.parameters.values()
+            own = own.replace(name="self", annotation=EMPTY)
+            signature = signature.replace(parameters=[own, *rest])
+        if signatures[1:]:
+            yield "@overload\n"
+        returned = text_of(signature.return_annotation, "Tensor" if is_method else "Any")
+        yield written(name, signature, lambda p: text_of(p.annotation), returned)
 
 
-def imports_for(text: str, functions: Iterable[Any]) -> str:
-    """Return the imports of the names in annotations, from where functions have them."""
-    lines = set()
-    for function in functions:
-        names = getattr(inspect.unwrap(function), "__globals__", {})
-        for name in set(re.findall(r"\b[A-Za-z_]\w*\b", text)) & names.keys():
-            value = names[name]
-            if inspect.ismodule(value) and value.__name__ == "numpy":
-                lines.add("import numpy as np")
-            elif isinstance(value, type) or name in HOMES:
-                lines.add(f"from {HOMES.get(name) or value.__module__} import {name}")
-    lines.discard("from needle.autograd.operators import Size")
-    return "\n".join(sorted(lines)) + "\n"
-
-
-def functions() -> str:
-    lines, made = [], []
+def functions() -> Iterator[str]:
+    """Yield the stub of needle/ops."""
+    yield HEAD + USED
     for name in ops.__all__:
         value = getattr(ops, name)
         if inspect.isclass(value):
-            lines.append(f"from {value.__module__} import {name} as {name}\n")
+            yield f"from {value.__module__} import {name} as {name}\n"
         else:
-            made.append(value)
-            changed = [annotated(s, str) for s in spelled(value)]
-            lines.append(overloads(name, changed))
-    text = "".join(lines)
-    names = ", ".join(f'"{name}"' for name in ops.__all__)
-    head = "from typing import overload\n" + imports_for(text, made)
-    return f"{HEAD}{head}\n{text}\n__all__ = [{names}]\n"
+            yield from overloads(name, value)
+    yield f"\n__all__ = {ops.__all__!r}\n"
 
 
-def methods() -> str:
-    """Return the stub of needle/autograd/operators.py. Names of types that are methods too are
-    qualified."""
+def methods() -> Iterator[str]:
+    """Yield the stub of needle/autograd/operators.py. Types that are methods too are qualified."""
     kind = operators.Operators
     hidden = [name for name in vars(kind) if isinstance(getattr(builtins, name, None), type)]
-
-    def change(text: str) -> str:
-        return re.sub(rf"(?<![\w.])({'|'.join(hidden)})(?!\w)", r"builtins.\1", text)
-
-    def of_tensor(text: str) -> str:
-        return change(re.sub(r"\bTensor\b", "Result", text))
-
-    lines, made = [], [kind._updated]
-    for name, annotation in kind.__annotations__.items():
-        lines.append(f"    {name}: {change(annotation)}\n")
+    returned = re.compile(r"\bTensor\b(?!.*->)")
+    qualified = re.compile(rf"(?<!def )\b({'|'.join(hidden)})\b")
+    lines = [f"{name}: {annotation}\n" for name, annotation in kind.__annotations__.items()]
     for name, value in sorted(vars(kind).items()):
         if isinstance(value, property):
-            result = inspect.signature(value.fget).return_annotation
-            result = "Any" if result is inspect.Signature.empty else change(result)
-            lines.append(f"    @property\n    def {name}(self) -> {result}: ...\n")
+            result = text_of(inspect.signature(value.fget).return_annotation)
+            lines += ["@property\n", f"def {name}(self) -> {result}: ...\n"]
         elif inspect.isfunction(value):
-            made.append(value)
-            variants = []
-            for s in spelled(value):
-                first, *rest = s.parameters.values()
-                own = first.replace(name="self", annotation=first.empty)
-                result = "Result" if "<locals>" in value.__qualname__ else s.return_annotation
-                if value.__module__ != operators.__name__ and s.return_annotation is not s.empty:
-                    result = s.return_annotation
-                variants.append(annotated(s.replace(parameters=[own, *rest]), change))
-                variants[-1] = variants[-1].replace(return_annotation=Text(of_tensor(str(result))))
-            end = "  # type: ignore[override]" if name in ("__eq__", "__ne__") else ""
-            lines.append(overloads(name, variants, "    ", end))
-    for name, value in vars(operators).items():
-        if inspect.isfunction(value) and value.__module__ == operators.__name__:
-            made.append(value)
-            lines.append(overloads(name, [annotated(inspect.signature(value), str)]))
-    text = "".join(lines)
-    head = "import builtins\nfrom typing import Generic, TypeVar, overload\n"
-    head += imports_for(text, made)
-    size = "class Size(int):\n    shape: tuple[int, ...]\n    def __call__(self, dim: int | None = "
-    size += "None) -> Any: ...\n"
-    return (
-        f'{HEAD}{head}\nResult = TypeVar("Result")\nops: Any\n\n{size}\n'
-        f"class Operators(Generic[Result]):\n{text}"
-    )
+            lines += overloads(name, value, is_method=True)
+    yield HEAD + USED + METHODS
+    for line in lines:
+        yield "    " + returned.sub("Result", qualified.sub(r"builtins.\1", line))
 
+
+STUBS = {"autograd/operators.pyi": methods, "ops/__init__.pyi": functions, "_C.pyi": core}
 
 if __name__ == "__main__":
-    package = Path(sys.argv[1])
-    (package / "autograd" / "operators.pyi").write_text(methods())
-    (package / "ops" / "__init__.pyi").write_text(functions())
-    (package / "_C.pyi").write_text("".join(core()))  # the last: make looks at its time
+    for name, lines in STUBS.items():  # _C.pyi is the last: make looks at its time
+        Path(sys.argv[1], name).write_text("".join(lines()))

@@ -1,10 +1,12 @@
-"""Types of a Tensor and of a called module, by mypy."""
+"""Types of a Tensor and of a called module, and the stubs themselves, by mypy."""
 
 import re
 import sys
 
 import pytest
 from harness import ROOT, run
+
+from building import stubs
 
 SCRIPT = """
 import numpy as np
@@ -57,7 +59,8 @@ SEEN = [
 def test_types_of_calls(tmp_path):
     pytest.importorskip("mypy", reason="mypy is not installed (pip install .[parity])")
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["--follow-imports=silent", "--cache-dir", tmp_path / "cache", tmp_path / "script.py"]
+    checked = [tmp_path / "script.py", *(ROOT / "needle" / name for name in stubs.STUBS)]
+    words = ["--follow-imports=silent", "--cache-dir", tmp_path / "cache", *checked]
     done = run(sys.executable, "-m", "mypy", *words, MYPYPATH=ROOT)
     lines = done.stdout.splitlines()
     revealed = [line.split('"')[1] for line in lines if "Revealed type is" in line]

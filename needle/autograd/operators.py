@@ -49,7 +49,7 @@ def of_arrays(name: str) -> Callable[..., Any]:
     """Return the operator of arrays as one of Tensors, outside of the graph."""
     operator_of_arrays = getattr(NDArray, name)
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Any):
         beside = other.cached_data if isinstance(other, Operators) else other
         result = operator_of_arrays(self.cached_data, beside)
         return result if result is NotImplemented else self.from_ndarray(result)
@@ -61,7 +61,7 @@ def augmented(name: str) -> Callable[..., Any]:
     """Return an augmented assignment: the operator of arrays, or an assignment of the graph."""
     operator_of_arrays = getattr(NDArray, f"__i{name}__")
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Any):
         is_tensor = isinstance(other, Operators)
         if mode.enabled and (self.requires_grad or is_tensor and other.requires_grad):
             return self._updated(getattr(self, f"__{name}__")(other))
