@@ -50,10 +50,12 @@ def ends_within(child: subprocess.Popen, seconds: float) -> bool:
     return child.returncode is not None
 
 
-def signal_group(child: subprocess.Popen, number: int) -> None:
-    """Send a signal to what `start` started and to its children, as far as they still run."""
+def kill(child: subprocess.Popen, seconds: float = 2.0) -> None:
+    """Kill what `start` started, with its children, as far as they still run, and wait for its end
+    at most so long: it may be held in a driver."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, number)
+        os.killpg(child.pid, signal.SIGKILL)
+    ends_within(child, seconds)
 
 
 # ---- signals ------------------------------------------------------------------------------------
@@ -73,13 +75,9 @@ def pass_on(
 
 
 @contextlib.contextmanager
-def collecting(into: list[int], *numbers: int) -> Iterator[None]:
-    """Append these signals to `into` as they arrive in the block, and SIGHUP unless it is ignored
-    (nohup)."""
-    wanted = [*numbers]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        wanted.append(signal.SIGHUP)
-    before = {one: signal.signal(one, lambda number, frame: into.append(number)) for one in wanted}
+def handling(handle: Callable[[int], object], *numbers: int) -> Iterator[None]:
+    """Call `handle` with each of these signals that arrives in the block."""
+    before = {one: signal.signal(one, lambda number, frame: handle(number)) for one in numbers}
     try:
         yield
     finally:
@@ -88,14 +86,16 @@ def collecting(into: list[int], *numbers: int) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-@contextlib.contextmanager
-def unwound_by_sigterm() -> Iterator[None]:
+def collecting(into: list[int], *numbers: int) -> contextlib.AbstractContextManager[None]:
+    """Append these signals to `into` as they arrive in the block, and SIGHUP unless it is ignored
+    (nohup)."""
+    ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return handling(into.append, *numbers, *[signal.SIGHUP] * (not ignores))
+
+
+def unwound_by_sigterm() -> contextlib.AbstractContextManager[None]:
     """Raise SystemExit at SIGTERM in the block, so that what it made for a while is removed."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    return handling(lambda number: sys.exit(128 + number), signal.SIGTERM)
 
 
 def signal_name(number: int) -> str:

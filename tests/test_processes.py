@@ -9,7 +9,7 @@ import sys
 import pytest
 from harness import naming, wait_until_gone
 
-from needle.processes import command_line, ends_within, signal_group, start
+from needle.processes import command_line, ends_within, kill, start
 
 pytestmark = pytest.mark.slow
 
@@ -27,15 +27,15 @@ def test_child_has_its_own_session_no_input_and_its_environment():
         start(["/no/such/program"])
 
 
-def test_signal_to_a_group_reaches_what_the_child_started():
+def test_kill_reaches_what_the_child_started():
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); "
     with start([sys.executable, "-c", code + "time.sleep(600)"], stdout=subprocess.PIPE) as child:
         grandchild = int(child.stdout.readline())
         assert not ends_within(child, 0.1)
-        signal_group(child, signal.SIGKILL)
-        assert ends_within(child, 30) and child.returncode == -signal.SIGKILL
+        kill(child, 30)
+        assert child.returncode == -signal.SIGKILL
         wait_until_gone(grandchild)
-        signal_group(child, signal.SIGKILL)  # there is none left
+        kill(child)  # there is none left
 
 
 def test_command_is_spelt_as_it_reaches_this_environment(tmp_path, monkeypatch):

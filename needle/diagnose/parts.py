@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from needle.diagnose import report
 from needle.diagnose.report import FAILED, RESULT, TRYING, failure
-from needle.processes import ends_within, signal_group, signal_name, start
+from needle.processes import ends_within, kill, signal_name, start
 
 # `-c` puts the current folder first on the path: that of a checkout takes its place, or none.
 ROOT = str(Path(__file__).parents[2])
@@ -25,7 +24,7 @@ CODE = (
     f"import sys; sys.path[:1] = [] if {ROOT!r} in sys.path else [{ROOT!r}]; "
     "from needle.diagnose.parts import child; child(*sys.argv[1:])"
 )
-KILL_SECONDS = 2.0  # for a process to be gone
+END_SECONDS = 2.0  # for a process that has closed its output to end
 DIED = "look at the lines above, and in the kernel's log (dmesg) for an Xid or a killed process"
 HANGS = "end other programs on it and run this again; `nvidia-smi --gpu-reset`, or a reboot"
 EXPECTED = RuntimeError, MemoryError, OSError, ValueError  # whose message says enough
@@ -70,11 +69,10 @@ def run(
             else:
                 failures += FAILED in line
                 say(line)
-        ends_within(process, KILL_SECONDS)
+        ends_within(process, END_SECONDS)
         code = process.returncode
     finally:
-        signal_group(process, signal.SIGKILL)
-        ends_within(process, KILL_SECONDS)  # it may wait inside a driver
+        kill(process)
         process.stdout.close()
     if code is None:
         say(failure(label, f"{at} hangs: killed after {seconds:g} s", HANGS))

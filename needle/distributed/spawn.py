@@ -29,10 +29,9 @@ from typing import IO
 
 from needle.distributed.control import DEADLINE
 from needle.files import printable
-from needle.processes import HEARTBEAT, collecting, ends_within, pass_on, signal_name, start
+from needle.processes import HEARTBEAT, collecting, kill, pass_on, signal_name, start
 
 MARGIN = 10.0  # seconds more, for a rank to reach its next collective
-KILL_SECONDS = 2.0  # for a killed rank to be gone
 TICK = 0.1  # seconds between two looks at the processes
 
 
@@ -88,9 +87,8 @@ def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: 
         if running and time.monotonic() > patience:
             say(f"ranks that do not end by themselves: {', '.join(map(str, running))}: SIGKILL")
             for child in running.values():
-                child.kill()
-                ends_within(child, KILL_SECONDS)
-            break  # one that waits inside a driver may stay for ever
+                kill(child)
+            break
     return os.EX_TEMPFAIL if os.EX_TEMPFAIL in failed else failed[0] if failed else 0
 
 

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import resource
-import signal
 import socket
 import subprocess
 import threading
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from needle.processes import die_with, ends_within, signal_group, signal_name
+from needle.processes import die_with, ends_within, kill, signal_name
 
 Message = dict[str, Any]  # of what JSON has, bytes and NumPy arrays
 
@@ -165,7 +164,7 @@ class Process:
     def kill(self) -> None:
         """Kill it and its children."""
         if self.process.returncode is None:
-            signal_group(self.process, signal.SIGKILL)
+            kill(self.process, 0.0)
 
     def close(self) -> None:
         self.output.close()

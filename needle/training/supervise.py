@@ -43,9 +43,9 @@ from needle.processes import (
     HEARTBEAT,
     collecting,
     ends_within,
+    kill,
     pass_on,
     program,
-    signal_group,
     signal_name,
     start,
 )
@@ -129,7 +129,7 @@ class Supervisor:
         code = 128 - code if code < 0 else code
         if why is None:
             return code, None
-        signal_group(child, signal.SIGKILL)
+        kill(child, 0.0)
         return code or os.EX_TEMPFAIL, why  # a hang is no success
 
     def _follow(self, child: subprocess.Popen) -> str | None:
@@ -147,8 +147,7 @@ class Supervisor:
                 for one in (signal.SIGABRT, signal.SIGCONT):  # it may be stopped
                     child.send_signal(one)
                 ends_within(child, STACK_SECONDS)
-                signal_group(child, signal.SIGKILL)
-                ends_within(child, REAP_SECONDS)  # a driver may hold it for ever
+                kill(child, REAP_SECONDS)
                 return f"nothing finished for {idle:.0f} s"
         self._look()
         return None
