@@ -80,14 +80,14 @@ def _torchrun(environ: Mapping[str, str]) -> Place | None:
     # Kubeflow's PyTorchJob starts one process a machine and sets no LOCAL_.
     local = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-    numbers = _numbers(environ, "torchrun", names if local else names[:2]) + (0, 1) * (not local)
+    ranks = _ranks(environ, "torchrun", names if local else names[:2])
     host, port = _master(environ)
     if "NEEDLE_LAUNCH" in environ:
-        return _place(names, numbers, "needle", host, port, environ["NEEDLE_LAUNCH"])
+        return Place(*ranks, "needle", host, port, environ["NEEDLE_LAUNCH"])
     if port is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1 if port < 65535 else -1  # torchrun itself listens at the port that it names
     job = [environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-    return _place(names, numbers, "torchrun", host, port, ".".join(job) if any(job) else "")
+    return Place(*ranks, "torchrun", host, port, ".".join(job) if any(job) else "")
 
 
 def _mpirun(environ: Mapping[str, str]) -> Place | None:
@@ -97,30 +97,30 @@ def _mpirun(environ: Mapping[str, str]) -> Place | None:
         # Slurm's PMI plugins set PMI_RANK as well, but nothing local: that is srun's.
         if not {*names[2:]} & environ.keys():
             return None
-    numbers, job = _numbers(environ, "mpirun", names), environ.get("PMIX_NAMESPACE", "")
+    ranks, job = _ranks(environ, "mpirun", names), environ.get("PMIX_NAMESPACE", "")
     host, port = _master(environ)
-    if host is None and numbers[1] == numbers[3]:  # all on one machine
+    if host is None and ranks[1] == ranks[3]:  # all on one machine
         host, port = "127.0.0.1", PORTS + zlib.crc32(job.encode()) % 4096
-    return _place(names, numbers, "mpirun", host, port, job)
+    return Place(*ranks, "mpirun", host, port, job)
 
 
 def _srun(environ: Mapping[str, str]) -> Place | None:
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
         return None
-    names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]
-    step, job, node, *numbers = _numbers(
-        environ, "srun", ["SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", *names]
-    )
+    names = ["SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID"]
+    step, job, node = _numbers(environ, "srun", names)
     if step >= FIRST_OWN_STEP:
         return None
     tasks = "SLURM_STEP_TASKS_PER_NODE"  # 8(x2),4
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[tasks])
-    counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
+    counts = [count for count, times in runs for _ in range(int(times or 1))]
+    names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", tasks]
+    ranks = _ranks({**environ, tasks: counts[node]}, "srun", names)
     host, port = _master(environ)
     if host is None:
         host, port = first_host(environ["SLURM_STEP_NODELIST"]), PORTS + job % 4096
     start = f"slurm.{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return _place([*names, tasks], (*numbers, counts[node]), "srun", host, port, start)
+    return Place(*ranks, "srun", host, port, start)
 
 
 def _refuse_traces(environ: Mapping[str, str]) -> None:
@@ -154,22 +154,16 @@ def _numbers(environ: Mapping[str, str], launcher: str, names: list[str]) -> tup
     return tuple(int(environ[name]) for name in names)
 
 
-def _place(
-    names: list[str],
-    numbers: tuple[int, ...],
-    launcher: str,
-    host: str | None,
-    port: int | None,
-    job: str,
-) -> Place:
-    """Check the four numbers. `names` are their variables, for messages."""
-    for low, high in (0, 1), (2, 3):
-        if numbers[low] >= numbers[high]:
+def _ranks(environ: Mapping[str, str], launcher: str, names: list[str]) -> tuple[int, ...]:
+    """Return rank and size, and those of this machine: 0 and 1 if they have no variables."""
+    numbers = _numbers(environ, launcher, names)
+    for rank, size in zip(names[::2], names[1::2]):
+        if int(environ[rank]) >= int(environ[size]):
             raise ValueError(
-                f"{names[low]}={numbers[low]}, but {names[high]}={numbers[high]}: both must come "
-                f"from the same launcher ({launcher})"
+                f"{rank}={environ[rank]}, but {size}={environ[size]}: both must come from the same "
+                f"launcher ({launcher})"
             )
-    return Place(*numbers, launcher, host, port, job)
+    return (*numbers, 0, 1)[:4]
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
