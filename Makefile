@@ -250,8 +250,7 @@ bench: $(STATE)/train lib
 docs:
 	@[ -x build/docs/venv/bin/mkdocs ] || { "$(PYTHON)" -m venv build/docs/venv && \
 	    build/docs/venv/bin/pip install -q mkdocs-material 'mkdocstrings[python]' mkdocs-jupyter; }
-	@rm -rf build/docs/source && mkdir -p build/docs/source && cp -r needle build/docs/source && \
-	    find build/docs/source -name '*.pyi' -delete
+	@rm -rf build/docs/source && "$(PYTHON)" building/reference.py build/docs/source
 	@rm -rf build/docs/pages && cp -r docs build/docs/pages && for page in *.md; do \
 	    sed 's#(docs/#(#g' $$page >build/docs/pages/$$page; done && cd build/docs/pages && mv README.md index.md
 	@build/docs/venv/bin/mkdocs build --quiet --strict && echo "needle: build/docs/site/index.html"

@@ -1,45 +1,52 @@
-"""An extension of Griffe, which reads the docstrings for docs/api.md: of needle/ops the functions
-that the table of names has, a file a family, and of nn.functional those that are its own."""
+"""Write the sources that the reference of the site is made of: python building/reference.py FOLDER
+
+They are those of needle, but the examples of docstrings are fenced code, rows of ops are functions,
+and `__all__` of a file of ops names its functions that needle.ops has.
+"""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import re
+import sys
+from pathlib import Path
 
-import griffe
-
-
-def named(tables: griffe.Module) -> set[str]:
-    """Return the functions that the table of needle/ops/spellings.py names, as FILE.FUNCTION."""
-    return {row[1] for row in ast.literal_eval(str(tables["TABLE"].value))}
-
-
-def functions(module: griffe.Module) -> list[str]:
-    """Name those that the file defines."""
-    return [name for name, member in module.members.items() if type(member) is griffe.Function]
+ROOT = Path(__file__).resolve().parent.parent
+# From a prompt to the next empty line, or to the end of the docstring.
+EXAMPLE = re.compile(r'^( *)>>> .*\n(?:(?! *("""|$)).*\n)*', re.MULTILINE)
 
 
-def of_row(name: str, member: griffe.Object | griffe.Alias) -> griffe.Function | None:
-    """Return the function that `name = row(kernel, doc, rule, ...)` makes, None for other names."""
-    value = member.value if type(member) is griffe.Attribute else None
-    if not isinstance(value, griffe.ExprCall) or str(value.function) != "row":
-        return None
-    _, doc, *rules = value.arguments
-    kind = griffe.ParameterKind.positional_or_keyword
-    operands = [griffe.Parameter(operand, kind=kind) for operand in "ab"[: len(rules)]]
-    text = griffe.Docstring(ast.literal_eval(str(doc)))
-    return griffe.Function(name, parameters=griffe.Parameters(*operands), docstring=text)
+def fenced(text: str) -> str:
+    """Put examples between fences: Markdown reads the prompt `>>>` as three quotations."""
+    return EXAMPLE.sub(r"\n\1```pycon\n\g<0>\1```\n", text)
 
 
-class Calls(griffe.Extension):
-    def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
-        meant = named(pkg["ops.spellings"])
-        for module in pkg["ops"].members.values():
-            if type(module) is not griffe.Module:
-                continue
-            for name, member in [*module.members.items()]:
-                made = of_row(name, member)
-                if made is not None and name[0] != "_":
-                    module.set_member(name, made)
-                    meant.add(f"{module.name}.{name}")
-            module.exports = [n for n in functions(module) if f"{module.name}.{n}" in meant]
-        pkg["nn.functional"].exports = functions(pkg["nn.functional"])
+def with_exports(text: str, prefix: str, named: str | None = None) -> str:
+    """Return a file with `name = row(kernel, doc, rule, ...)` as a function, and with `__all__`:
+    the rows, and the functions whose name stands in `named` after a prefix."""
+    lines, exported = text.splitlines(keepends=True), []
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef):
+            is_named = named is None or f'"{prefix}.{node.name}"' in named
+            exported += [node.name] * is_named
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("row("):
+            name, (_, doc, *rules) = node.targets[0].id, node.value.args
+            shown = fenced(inspect.cleandoc(doc.value) + "\n")
+            made = f"def {name}({', '.join('ab'[: len(rules)])}):\n    {shown!r}\n"
+            lines[node.lineno - 1 : node.end_lineno] = [made]
+            exported += [name] * (name[0] != "_")
+    return "".join(lines) + f"\n__all__ = {exported[::-1]}\n"
+
+
+if __name__ == "__main__":
+    table = (ROOT / "needle/ops/spellings.py").read_text()
+    for path in (ROOT / "needle").rglob("*.py"):
+        text = path.read_text()
+        if path.parent.name == "ops" and path.name != "__init__.py":
+            text = with_exports(text, path.stem, table)
+        elif path.match("nn/functional.py"):
+            text = with_exports(text, path.stem)
+        target = Path(sys.argv[1], path.relative_to(ROOT))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(fenced(text))

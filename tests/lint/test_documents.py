@@ -23,6 +23,7 @@ from harness import PACKAGE, ROOT, run, small_pythia
 from sources import C_FILES, PY_FILES
 
 import needle
+from building import reference
 from needle.command import COMMANDS
 
 PATHS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -262,21 +263,25 @@ def test_reference_names_what_exists_and_each_family_of_ops():
     functions = (getattr(needle.ops, name) for name in needle.ops.__all__)
     families = {f.__module__ for f in functions if inspect.isfunction(f)}
     assert families <= {name for name, _ in blocks}
+    folder, shown = ROOT / "needle" / "ops", set()
+    for path in folder.glob("[a-z]*.py"):
+        words = path.read_text(), path.stem, (folder / "spellings.py").read_text()
+        shown |= {*ast.literal_eval(reference.with_exports(*words).rpartition("__all__ = ")[2])}
+    assert {"exp", "gelu", "softmax"} <= shown and not {"row", "as_floats", "_round"} & shown
 
 
 def test_examples_of_docstrings_render_as_code():
     markdown = pytest.importorskip("markdown", reason="needle: no package markdown")
-    from building.examples import Examples
-
     shown = 0
     for path in (ROOT / "needle").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        written, read = (ast.parse(f(path.read_text())) for f in (str, reference.fenced))
+        for node, made in zip(ast.walk(written), ast.walk(read), strict=True):
             if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 continue
             text = ast.get_docstring(node) or ""
             if ">" not in text:  # neither a prompt nor a quotation
                 continue
-            page = markdown.markdown(text, extensions=[Examples(), "fenced_code"])
+            page = markdown.markdown(ast.get_docstring(made), extensions=["fenced_code"])
             code = html.unescape("\n".join(re.findall(r"<code.*?>(.*?)</code>", page, re.S)))
             prompts = re.findall("^>>> .*", text, re.M)
             assert re.findall("^>>> .*", code, re.M) == prompts, f"{path}: {text}"
