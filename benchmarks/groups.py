@@ -19,7 +19,7 @@ from needle.distributed import environment
 from needle.distributed.control import Control
 from needle.distributed.group import Group, visible_gpus
 from needle.distributed.spawn import environments
-from needle.processes import die_with
+from needle.processes import start
 
 MARK = "@"  # an answer; other lines go to stderr
 WORKER = ("--worker", str, None, argparse.SUPPRESS, "needle", "torch")  # a flag of bench.parser
@@ -29,17 +29,10 @@ class Workers:
     """`count` processes of `command`, of which each calls `serve`."""
 
     def __init__(self, name: str, count: int, command: list[str]) -> None:
-        parent = os.getpid()
         self.name, self.count = name, count
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environ,
-                preexec_fn=lambda: die_with(parent),
-            )
+            start([sys.executable, *command], env=environ, **pipes)
             for environ in environments(count)
         ]
 

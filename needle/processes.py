@@ -30,17 +30,12 @@ def die_with(parent: int) -> None:
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen:
-    """Start a program in a session of its own, where Ctrl-C of a terminal does not reach it. It
-    reads nothing, and the kernel kills it when the thread that calls this ends. options: as of
-    subprocess.Popen. OSError where it cannot be started."""
+    """Start a program in a session of its own, where Ctrl-C of a terminal does not reach it. By
+    default it reads nothing. The kernel kills it when the thread that calls this ends. options: as
+    of subprocess.Popen. OSError where it cannot be started."""
     parent = os.getpid()
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=lambda: die_with(parent),
-        **options,
-    )
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+    return subprocess.Popen(command, preexec_fn=lambda: die_with(parent), **options)
 
 
 def ends_within(child: subprocess.Popen, seconds: float) -> bool:

@@ -121,16 +121,15 @@ class Supervisor:
         child = start(words, env=environ)
         why = self._follow(child)
         code = os.EX_TEMPFAIL if child.returncode is None else child.returncode
-        killer = -code if code < 0 else code - 128
-        if why is None and (code < 0 or killer in KILLERS):
-            why = f"killed by {signal_name(killer)}"
-        elif why is None and code == os.EX_TEMPFAIL:
-            why = "the GPU or a rank is lost"
-        code = 128 - code if code < 0 else code
-        if why is None:
-            return code, None
-        kill(child, 0.0)
-        return code or os.EX_TEMPFAIL, why  # a hang is no success
+        killer = -code if code < 0 else code - 128 if code - 128 in KILLERS else 0
+        if killer:
+            code, why = 128 + killer, why or f"killed by {signal_name(killer)}"
+        elif code == os.EX_TEMPFAIL:
+            why = why or "the GPU or a rank is lost"
+        if why is not None:
+            kill(child, 0.0)
+            code = code or os.EX_TEMPFAIL  # a hang is no success
+        return code, why
 
     def _follow(self, child: subprocess.Popen) -> str | None:
         """Wait for the end of a process. Kill one that hangs, and return that it did."""
