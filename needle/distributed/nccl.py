@@ -97,15 +97,15 @@ class Library:
     def version_text(self) -> str:
         return f"{self.version // 10000}.{self.version % 10000 // 100}.{self.version % 100}"
 
-    def call(self, name: str, *arguments: Any, communicator: Any = None) -> None:
-        self.check(name, getattr(self._library, name)(*arguments), communicator)
+    def call(self, name: str, *arguments: Any) -> None:
+        self.check(name, getattr(self._library, name)(*arguments))
 
-    def check(self, name: str, result: int, communicator: Any = None) -> None:
+    def check(self, name: str, result: int) -> None:
         """Raise RankError for an error that a function returned, or for an asynchronous one."""
         if result == SUCCESS:
             return
         words = self._library.ncclGetErrorString(result) or b"?"
-        last = self._library.ncclGetLastError(communicator) or b""
+        last = self._library.ncclGetLastError(None) or b""
         more = f" ({last.decode(errors='replace').strip()})" if last.strip() else ""
         raise RankError(
             f"NCCL: {name}: {words.decode(errors='replace')}{more}: NCCL_DEBUG=INFO in the "
@@ -180,7 +180,7 @@ class NCCLTransport:
                 )
         if not parts:
             return None
-        call, communicator = self._library.call, self._communicator
+        call = self._library.call
         if self._beside is not None and not beside:
             self._beside.wait()  # the communicator's work has one order
         stream = self._device.side_stream if beside else self._device.stream
@@ -188,11 +188,10 @@ class NCCLTransport:
         work.first.record()
         if beside:
             work.first.wait(side=True)
-        call("ncclGroupStart", communicator=communicator)
+        call("ncclGroupStart")
         for name, peer, array in parts:
-            where = array.data_ptr, array.nbytes, INT8, peer
-            call(name, *where, communicator, stream, communicator=communicator)
-        call("ncclGroupEnd", communicator=communicator)
+            call(name, array.data_ptr, array.nbytes, INT8, peer, self._communicator, stream)
+        call("ncclGroupEnd")
         work.last.record(side=beside)
         self._beside = work if beside else None
         return work
@@ -204,7 +203,7 @@ class NCCLTransport:
                 state = _INT()
                 self._library.call("ncclCommGetAsyncError", self._communicator, ctypes.byref(state))
                 if state.value != IN_PROGRESS:
-                    self._library.check("an exchange", state.value, self._communicator)
+                    self._library.check("an exchange", state.value)
 
     def close(self) -> None:
         """Destroy the communicator after all enqueued work. All ranks call it."""
