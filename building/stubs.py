@@ -28,7 +28,7 @@ PARAMETERS = {
     "device": "Device | None", "dim": "int", "dl_device": "tuple[int, int] | None", "dtype": "Any",
     "element": "object", "grid": SHAPE, "handle": "Handle | None", "index": "int",
     "indices": "Any", "keepdims": "bool", "key": "Index", "max_version": "tuple[int, int] | None",
-    "name": "str", "obj": "Any", "offset": "int", "on": "bool", "operands": "Sequence[Any]",
+    "name": "str", "obj": "Any", "offset": "int", "on": "bool",
     "other": "Operand", "owner": "Module", "parameters": "Parameters", "shape": SHAPE,
     "shared": "int", "sl": "slice", "step": "Callable[[], object]", "stream": "int | None",
     "strides": "Sequence[int] | None", "symbol": "str", "threads": "int", "value": "Operand",
