@@ -23,17 +23,26 @@ def fenced(text: str) -> str:
 
 
 def with_exports(text: str, prefix: str, named: str | None = None) -> str:
-    """Return a file with `name = row(kernel, doc, rule, ...)` as a function, and with `__all__`:
-    the rows, and the functions whose name stands in `named` after a prefix."""
+    """Return a file with `name = row(kernel, doc, rule, ...)` and `name = composed(name, doc,
+    lambda)` as functions, functions of arrays that `differentiable` makes some of Tensors with
+    theirs in the signature, and with `__all__`: the rows, and the functions whose name stands in
+    `named` after a prefix."""
     lines, exported = text.splitlines(keepends=True), []
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef):
             is_named = named is None or f'"{prefix}.{node.name}"' in named
             exported += [node.name] * is_named
-        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("row("):
+            if any("differentiable" in ast.unparse(one) for one in node.decorator_list):
+                signature = slice(node.lineno - 1, node.body[0].lineno - 1)
+                lines[signature] = [line.replace("NDArray", "Tensor") for line in lines[signature]]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            maker = ast.unparse(node.value.func)
+            if maker not in ("row", "composed"):
+                continue
             name, (_, doc, *rules) = node.targets[0].id, node.value.args
+            count = len(rules) if maker == "row" else len(rules[0].args.args)
             shown = fenced(inspect.cleandoc(doc.value) + "\n")
-            made = f"def {name}({', '.join('ab'[: len(rules)])}):\n    {shown!r}\n"
+            made = f"def {name}({', '.join('ab'[:count])}):\n    {shown!r}\n"
             lines[node.lineno - 1 : node.end_lineno] = [made]
             exported += [name] * (name[0] != "_")
     return "".join(lines) + f"\n__all__ = {exported[::-1]}\n"

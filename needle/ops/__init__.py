@@ -30,7 +30,6 @@ from needle.ops import (
     ring_dilated,
     select,
     shape,
-    statistics,
 )
 from needle.ops import spellings as _spellings
 from needle.ops.common import classes_of as _classes_of

@@ -30,16 +30,12 @@ def array_on(x: Any, device: Any) -> NDArray:
 # ---- rotary --------------------------------------------------------------------------------------
 
 
-def _rotated(x: NDArray, cos: NDArray, sin: NDArray, parts: int, sign: float) -> NDArray:
+@differentiable("Rotary", lambda g, cos, sin, parts, sign: _rotary(g, cos, sin, parts, -sign))
+def _rotary(x: NDArray, cos: NDArray, sin: NDArray, parts: int, sign: float) -> NDArray:
     """Rotate pairs of dims by the angle of their position times `sign`."""
     y = x.copy()
     _C.rotary(y, cos, sin, parts, sign)
     return y
-
-
-_rotary = differentiable(
-    "Rotary", _rotated, lambda g, cos, sin, parts, sign: _rotary(g, cos, sin, parts, -sign)
-)
 
 
 def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:

@@ -3,6 +3,7 @@ of all other families use them to bring a gradient back to the shape and dtype o
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,20 +69,51 @@ def _part(rule: Rule, names: Sequence[str], x: Value, given: dict[str, Any]) -> 
 
 
 def differentiable(
-    name: str, function: Callable[..., Any], *rules: Rule, view: bool = False
-) -> Callable[..., Tensor]:
-    """Make the function of Tensors and settings of a function of arrays and settings.
+    name: str, *rules: Rule, view: bool = False, reduces: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make of a function of arrays and settings that of Tensors and settings.
 
     rules: the gradient of each operand. Their parameters say what they read: g, the gradient of the
     result; x and y, the operands; out, the result; like, the operand whose gradient it is, of which
-    they read shape, dtype and device alone; and settings by their names in `function`. They are
+    they read shape, dtype and device alone; and settings by their names in the function. They are
     made of ops, so that they can be differentiated again. Gradients are summed back to the
-    operand's shape and dtype. view: the result may lie in the memory of the operand.
+    operand's shape and dtype. view: the result may lie in the memory of the operand. reduces: the
+    first setting is `axes`, which the function and its rule get as normal_axes gives them.
     """
     count = len(rules)
-    names = tuple(inspect.signature(function).parameters)[count:]
-    kind = Ruled.made(name, function, rules, names=names, is_view=view)
-    return lambda *given: kind(*given[count:])(*given[:count])
+
+    def of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+        types = function.__annotations__.items()
+        function.__annotations__ = {k: "Tensor" if v == "NDArray" else v for k, v in types}
+        signature, defaults = inspect.signature(function), function.__defaults__ or ()
+        names = tuple(signature.parameters)
+        kind = Ruled.made(name, function, rules, names=names[count:], is_view=view)
+
+        @functools.wraps(function)
+        def of_tensors(*given: Any, **words: Any) -> Any:
+            lacking = len(names) - len(given)
+            if words or lacking > len(defaults):
+                given = _bound(function.__name__, signature, given, words)
+            else:
+                given += defaults[len(defaults) - lacking :]
+            if reduces:
+                a, axes, *rest = given
+                given = (a, axes_of(function.__name__, a, axes), *rest)
+            return kind(*given[count:])(*given[:count])
+
+        return of_tensors
+
+    return of_arrays
+
+
+def _bound(op: str, signature: inspect.Signature, given: tuple, words: dict[str, Any]) -> tuple:
+    """Return the arguments of a call in their order, with defaults."""
+    try:
+        bound = signature.bind(*given, **words)
+    except TypeError as error:
+        raise TypeError(f"{op}: {error}") from None
+    bound.apply_defaults()
+    return bound.args
 
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
@@ -116,26 +148,18 @@ def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
     return broadcast_to(a, shape) if kept != tuple(shape) else a
 
 
-_reshape = differentiable(
-    "Reshape", lambda a, shape: a.reshape(shape), lambda g, like: reshape(g, like.shape), view=True
-)
-
-
-def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
+@differentiable("Reshape", lambda g, like: reshape(g, like.shape), view=True)
+def reshape(a: NDArray, shape: int | Sequence[int]) -> NDArray:
     """The same elements in another shape; one -1 is worked out.
 
     >>> ndl.reshape(ndl.ones(4, 3), (2, -1)).shape
     (2, 6)
     """
-    return _reshape(a, (shape,) if isinstance(shape, int) else tuple(shape))
+    return a.reshape(shape)
 
 
-_broadcast_to = differentiable(
-    "BroadcastTo", lambda a, shape: a.broadcast_to(shape), lambda g: g, view=True
-)
-
-
-def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
+@differentiable("BroadcastTo", lambda g: g, view=True)
+def broadcast_to(a: NDArray, shape: Sequence[int]) -> NDArray:
     """`a` stretched to `shape`, by NumPy's rules.
 
     >>> x = ndl.Tensor([[1], [2]])
@@ -144,50 +168,36 @@ def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
     [[3.]
      [3.]]
     """
-    return _broadcast_to(a, tuple(shape))
+    return a.broadcast_to(shape)
 
 
-_summation = differentiable(
-    "Summation",
-    lambda a, axes, keepdims: a.sum(axis=axes, keepdims=keepdims),
-    lambda g, like, axes: spread(g, like.shape, axes),
-)
-
-
-def summation(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+@differentiable("Summation", lambda g, like, axes: spread(g, like.shape, axes), reduces=True)
+def summation(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """The sum over `axes` (None: all axes), which disappear, or with keepdims stay with size 1.
 
     >>> print(ndl.summation(ndl.Tensor([[1, 2], [3, 4]]), axes=1))
     [3. 7.]
     """
-    return _summation(a, axes_of("summation", a, axes), keepdims)
+    return a.sum(axes, keepdims)
 
 
-_astype = differentiable("AsType", lambda a, dtype: a.astype(dtype), lambda g: g)
-
-
-def astype(a: Tensor, dtype: str) -> Tensor:
+@differentiable("AsType", lambda g: g)
+def astype(a: NDArray, dtype: str) -> NDArray:
     """a in another dtype.
 
     >>> ndl.ops.astype(ndl.Tensor([1.5]), "bfloat16").dtype
     'bfloat16'
     """
-    return _astype(a, dtype)
+    return a.astype(dtype)
 
 
-_to_device = differentiable(
-    "ToDevice", lambda a, device: a.to(device), lambda g, like: to_device(g, like.device)
-)
-
-
-def to_device(a: Tensor, device: Device) -> Tensor:
+@differentiable("ToDevice", lambda g, like: to_device(g, like.device))
+def to_device(a: NDArray, device: Device) -> NDArray:
     """a on another device; the gradient comes back to this one."""
-    return _to_device(a, device)
+    return a.to(device)
 
 
-_contiguous = differentiable("Contiguous", lambda a: a.compact(), lambda g: g)
-
-
-def contiguous(a: Tensor) -> Tensor:
+@differentiable("Contiguous", lambda g: g)
+def contiguous(a: NDArray) -> NDArray:
     """a with its elements one after the other in memory: copied, where they are not."""
-    return _contiguous(a)
+    return a.compact()

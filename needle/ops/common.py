@@ -57,9 +57,9 @@ def axes_or_dim(op: str, axes: Any, dim: Any) -> Any:
     return axes if dim is None else dim
 
 
-def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """Return `shape` with 1 at `axes`, as keepdims has it."""
-    return tuple(1 if i in axes else n for i, n in enumerate(shape))
+def kept_shape(shape: Sequence[int], axes: Any, keepdims: bool = True) -> tuple[int, ...]:
+    """Return `shape` with 1 at `axes`, as keepdims has it, or without them."""
+    return tuple(1 if i in axes else n for i, n in enumerate(shape) if keepdims or i not in axes)
 
 
 def const(array: NDArray) -> Tensor:

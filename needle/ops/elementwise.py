@@ -278,26 +278,22 @@ def _unless(condition: Tensor | bool, a: Tensor) -> Tensor:
     return const(zeros(a.shape, a.dtype, a.device)) if condition else a
 
 
-# a where the condition, an array of bool, holds, else 0, also in the place of inf and NaN.
-keep = differentiable(
-    "Keep",
-    lambda a, condition: _kept_bits(a, condition).view(a.dtype),
-    lambda g, condition: keep(g, condition),
+@differentiable("Keep", lambda g, condition: keep(g, condition))
+def keep(a: NDArray, condition: NDArray) -> NDArray:
+    """a where the condition, an array of bool, holds, else 0, also in the place of inf and NaN."""
+    return _kept_bits(a, condition).view(a.dtype)
+
+
+@differentiable(
+    "Where", lambda g, condition: keep(g, condition), lambda g, inverse: keep(g, inverse)
 )
-
-
-def _chosen(a: NDArray, b: NDArray, condition: NDArray, inverse: NDArray) -> NDArray:
+def _where(a: NDArray, b: NDArray, condition: NDArray, inverse: NDArray) -> NDArray:
     """a where the condition holds, else b, without arithmetic: bits of one are added to zeros."""
     dtype = _C.add(*(_C.empty((0,), x.dtype, x.device) for x in (a, b))).dtype
     if a.dtype == b.dtype:
         dtype = a.dtype
     pairs = (a, condition), (b, inverse)
     return _C.add(*(_kept_bits(x.astype(dtype), chosen) for x, chosen in pairs)).view(dtype)
-
-
-_where = differentiable(
-    "Where", _chosen, lambda g, condition: keep(g, condition), lambda g, inverse: keep(g, inverse)
-)
 
 
 def beside(number: Any, x: Tensor) -> Tensor:

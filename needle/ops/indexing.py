@@ -36,19 +36,17 @@ def view_at(a: NDArray, index: tuple) -> NDArray:
     return view.as_strided([view.shape[i] for i in kept], [view.strides[i] for i in kept])
 
 
-_view = differentiable(
-    "GetItem", view_at, lambda g, like, index: place_item(g, index, like.shape), view=True
-)
+@differentiable("GetItem", lambda g, like, index: place_item(g, index, like.shape), view=True)
+def _view(a: NDArray, index: tuple) -> NDArray:
+    return view_at(a, index)
 
 
-def _placed(a: NDArray, index: tuple, shape: tuple[int, ...]) -> NDArray:
+@differentiable("PlaceItem", lambda g, index: _view(g, index))
+def place_item(a: NDArray, index: tuple, shape: tuple[int, ...]) -> NDArray:
+    """Zeros of a shape with `a` at the index: the inverse in gradient of a view."""
     out = zeros(shape, a.dtype, a.device)
     _C.assign(view_at(out, index), a)
     return out
-
-
-# Zeros of a shape with a at the index: the inverse in gradient of a view.
-place_item = differentiable("PlaceItem", _placed, lambda g, index: _view(g, index))
 
 
 # ---- arrays of integers --------------------------------------------------------------------------
@@ -97,7 +95,10 @@ def picked_axes_at(ndim: int, axes: tuple[int, ...], at: int) -> list[int]:
     return order
 
 
-def _selected(a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray) -> NDArray:
+@differentiable(
+    "IndexSelect", lambda g, like, axes, at, ids: add_at_places(g, axes, at, ids, like.shape)
+)
+def select_places(a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray) -> NDArray:
     """The elements of a at `ids`, which number the elements of `axes` in row-major order, along one
     axis `at` in the place of those.
 
@@ -112,7 +113,8 @@ def _selected(a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray) -> NDArr
     return y.reshape(shape)
 
 
-def _added_up(
+@differentiable("IndexAdd", lambda g, axes, at, ids: select_places(g, axes, at, ids))
+def add_at_places(
     a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray, shape: tuple[int, ...]
 ) -> NDArray:
     """Zeros of a shape, to whose elements at `ids` those of a are added, in float32."""
@@ -143,16 +145,6 @@ def _added_up(
     together = [axis for i in order for axis in groups[i]]
     back = tuple(together.index(i) for i in range(len(together)))
     return out.reshape([shape[i] for i in together]).permute(back)
-
-
-select_places = differentiable(
-    "IndexSelect",
-    _selected,
-    lambda g, like, axes, at, ids: add_at_places(g, axes, at, ids, like.shape),
-)
-add_at_places = differentiable(
-    "IndexAdd", _added_up, lambda g, axes, at, ids: select_places(g, axes, at, ids)
-)
 
 
 def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from needle.autograd import Tensor
 from needle.backend_ndarray import Axes
-from needle.ops import statistics
+from needle.ops import reduce
 from needle.ops.spellings import with_other_words
 
 
@@ -20,7 +20,7 @@ def _norm(a: Tensor, ord: Any = None, axes: Axes = None, keepdims: bool = False)
     count = (a.ndim if axes is None else 1) if not isinstance(axes, (tuple, list)) else len(axes)
     if ord not in (None, "fro") and count != 1:
         raise ValueError(f"linalg.norm: ord {ord!r} of {count} axes is no norm of vectors")
-    return statistics.norm(a, 2 if ord is None else ord, axes, keepdims)
+    return reduce.norm(a, 2 if ord is None else ord, axes, keepdims)
 
 
 norm = with_other_words(_norm, "linalg.norm")

@@ -53,19 +53,16 @@ def l1_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     return _reduced("l1_loss", abs(subtract(*_same("l1_loss", input, target))), reduction)
 
 
-def _bce(p: NDArray, t: NDArray) -> NDArray:
+@differentiable(
+    "BinaryCrossEntropy",
+    lambda g, x, y: g * (x - y) / clip(x * (1 - x), 1e-12),  # the divisor as in PyTorch
+    lambda g, x: g * (clip(log1p(-x), -100.0) - clip(log(x), -100.0)),
+)
+def _binary_cross_entropy(p: NDArray, t: NDArray) -> NDArray:
     """The loss of each element."""
     hit = _C.maximum(_C.log(p), -100.0)
     miss = _C.maximum(_C.log1p(_C.negate(p)), -100.0)
     return _C.subtract(_C.multiply(_C.subtract(t, 1.0), miss), _C.multiply(t, hit))
-
-
-_binary_cross_entropy = differentiable(
-    "BinaryCrossEntropy",
-    _bce,
-    lambda g, x, y: g * (x - y) / clip(x * (1 - x), 1e-12),  # the divisor as in PyTorch
-    lambda g, x: g * (clip(log1p(-x), -100.0) - clip(log(x), -100.0)),
-)
 
 
 def binary_cross_entropy(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:

@@ -10,15 +10,6 @@ from needle.ops.common import rows_of, vector
 from needle.ops.shape import transpose
 
 
-def _product(a: NDArray, b: NDArray) -> NDArray:
-    if a.ndim > 1 and b.ndim > 1 and a.shape[-1] != b.shape[-2]:
-        raise ValueError(
-            f"matmul: {a.shape} @ {b.shape}: the last axis of a is {a.shape[-1]}, "
-            f"but the last but one of b is {b.shape[-2]}"
-        )
-    return a @ b
-
-
 def _right_slope(g: Tensor, x: Tensor, like: Tensor) -> Tensor:
     if x.ndim > 2 and like.ndim == 2:
         rows = reshape(x, (-1, x.shape[-1]))
@@ -26,7 +17,14 @@ def _right_slope(g: Tensor, x: Tensor, like: Tensor) -> Tensor:
     return matmul(transpose(x), g)
 
 
-_matmul = differentiable("MatMul", _product, lambda g, y: matmul(g, transpose(y)), _right_slope)
+@differentiable("MatMul", lambda g, y: matmul(g, transpose(y)), _right_slope)
+def _matmul(a: NDArray, b: NDArray) -> NDArray:
+    if a.ndim > 1 and b.ndim > 1 and a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"matmul: {a.shape} @ {b.shape}: the last axis of a is {a.shape[-1]}, "
+            f"but the last but one of b is {b.shape[-2]}"
+        )
+    return a @ b
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

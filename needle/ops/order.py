@@ -27,24 +27,20 @@ def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, int]:
     return moveaxis(a, axis, -1), axis
 
 
-def _in_order(a: NDArray, descending: bool, indices: NDArray) -> NDArray:
+@differentiable("Sort", lambda g, like, indices: _unsort(g, indices, like.shape[-1]))
+def _sort(a: NDArray, descending: bool, indices: NDArray) -> NDArray:
     """The first elements of the sorted last axis; writes where on it they were to `indices`."""
     values = _C.empty(indices.shape, a.dtype, a.device)
     _C.sort(rows_of(a), int(descending), rows_of(values), rows_of(indices))
     return values
 
 
-def _unsorted(a: NDArray, indices: NDArray, size: int) -> NDArray:
+@differentiable("Unsort", lambda g, indices: gather(g, -1, indices))
+def _unsort(a: NDArray, indices: NDArray, size: int) -> NDArray:
     """Zeros of `size` along the last axis, with the elements of `a` at `indices`."""
     out = zeros((*a.shape[:-1], size), a.dtype, a.device)
     _C.put(*(five_axes(x, x.ndim - 1) for x in (a, indices, out)))
     return out
-
-
-_sort = differentiable(
-    "Sort", _in_order, lambda g, like, indices: _unsort(g, indices, like.shape[-1])
-)
-_unsort = differentiable("Unsort", _unsorted, lambda g, indices: gather(g, -1, indices))
 
 
 def _sorted(op: str, a: Tensor, axis: int | None, descending: bool, count: Any) -> tuple:
@@ -128,13 +124,11 @@ def bincount(a: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Te
     return const(_C.array(found, "int64" if weights is None else "float32", a.device))
 
 
-def _running_sums(a: NDArray) -> NDArray:
+@differentiable("CumSum", lambda g: flip(_cumsum(flip(g, -1)), -1))
+def _cumsum(a: NDArray) -> NDArray:
     out = a.copy()
     _C.cumsum(rows_of(out))
     return out
-
-
-_cumsum = differentiable("CumSum", _running_sums, lambda g: flip(_cumsum(flip(g, -1)), -1))
 
 
 def cumsum(a: Tensor, axis: int | None = None) -> Tensor:

@@ -121,11 +121,9 @@ def _inside(x: Tensor, low: float, high: float) -> NDArray:
     return _C.not_equal(_C.multiply(_C.greater_equal(a, low), _C.less_equal(a, high)), 0)
 
 
-_clip = differentiable(
-    "Clip",
-    lambda a, low, high: _C.minimum(_C.maximum(a, low), high),
-    lambda g, x, low, high: keep(g, _inside(x, low, high)),
-)
+@differentiable("Clip", lambda g, x, low, high: keep(g, _inside(x, low, high)))
+def _clip(a: NDArray, low: float, high: float) -> NDArray:
+    return _C.minimum(_C.maximum(a, low), high)
 
 
 def clip(a: Tensor, min: Any = None, max: Any = None) -> Tensor:

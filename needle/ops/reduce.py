@@ -1,25 +1,28 @@
-"""Reductions and the log-sum-exp family. Statistics are computed in float32 and rounded once to the
-operand's dtype."""
+"""Reductions: sums and means, extremes, log-sum-exp and softmax, and those composed of ops: median,
+prod, var, std, norm. Statistics are computed in float32 and rounded once to the operand's dtype."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 from needle import _C
 from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
-from needle.backend_ndarray import Axes
-from needle.ops.broadcast import as_floats, differentiable, reshape, spread, summation
-from needle.ops.common import LARGEST, axes_of, axes_or_dim, const, kept_shape, normal_axis
-from needle.ops.elementwise import maximum, minimum, multiply, subtract
-from needle.ops.indexing import select_places
-from needle.ops.order import TopK
+from needle.backend_ndarray import Axes, ones
+from needle.ops.broadcast import astype, differentiable, reshape, spread, summation
+from needle.ops.common import LARGEST, axes_or_dim, const, kept_shape, normal_axes, normal_axis
+from needle.ops.elementwise import add, divide, maximum, minimum, multiply, sqrt, subtract, where
+from needle.ops.indexing import get_item, index_select, select_places
+from needle.ops.order import TopK, sort, topk
+from needle.ops.pointwise import isnan
+from needle.ops.shape import concatenate, permute
 
 
-def _mean_of(a: NDArray, axes: tuple[int, ...], keepdims: bool) -> NDArray:
-    result = a.mean(axis=axes, keepdims=keepdims)  # float32
+def _rounded(result: Any, a: Any) -> Any:
+    """Return a result of float32 in the dtype of `a`, or of no float dtype as it is."""
     return result.astype(a.dtype) if a.dtype in FLOATS else result
 
 
@@ -28,46 +31,40 @@ def _mean_slope(g: Tensor, like: Tensor, axes: tuple[int, ...]) -> Tensor:
     return spread(g / count if count else g, like.shape, axes)
 
 
-_mean = differentiable("Mean", _mean_of, _mean_slope)
-
-
-def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+@differentiable("Mean", _mean_slope, reduces=True)
+def mean(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """The mean over `axes` (None: all axes), which disappear, or with keepdims stay with size 1; of
     nothing NaN.
 
     >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
     [2. 3.]
     """
-    return _mean(a, axes_of("mean", a, axes), keepdims)
+    return _rounded(a.mean(axes, keepdims), a)
 
 
-def _extreme(kernel: str) -> Any:
-    """Make max or min, methods of NDArray."""
-
-    def compute(a: NDArray, axes: tuple[int, ...], keepdims: bool) -> NDArray:
-        return getattr(a, kernel)(axis=axes, keepdims=keepdims)
+def _shared_by(extreme: Callable[..., NDArray]) -> Callable[..., Tensor]:
+    """Make the rule by which the elements that are the extreme share its gradient."""
 
     def slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         a = x.cached_data
-        hit = _C.equal(a, compute(a, axes, True)).astype("float32")
-        share = _C.divide(hit, hit.sum(axis=axes).reshape(kept_shape(a.shape, axes)))
+        hit = _C.equal(a, extreme(a, axes, True)).astype("float32")
+        share = _C.divide(hit, hit.sum(axes, True))
         return multiply(spread(g, a.shape, axes), const(share.astype(a.dtype)))
 
-    return differentiable(kernel.capitalize(), compute, slope)
+    return slope
 
 
-_max, _min = _extreme("max"), _extreme("min")
-
-
-def amax(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+@differentiable("Max", _shared_by(NDArray.max), reduces=True)
+def amax(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """The largest element over `axes` (None: all), which disappear, or with keepdims stay with size
     1; equal ones share the gradient equally."""
-    return _max(a, axes_of("max", a, axes), keepdims)
+    return a.max(axes, keepdims)
 
 
-def amin(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+@differentiable("Min", _shared_by(NDArray.min), reduces=True)
+def amin(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """The smallest element over `axes`; equal ones share the gradient equally."""
-    return _min(a, axes_of("min", a, axes), keepdims)
+    return a.min(axes, keepdims)
 
 
 def max(a: Tensor, axes: Any = None, keepdims: bool = False, dim: int | None = None) -> Any:
@@ -96,36 +93,26 @@ def extremum(op: str, a: Tensor, axes: Any, keepdims: bool, dim: int | None) -> 
     axis = normal_axis(op, axes_or_dim(op, axes, dim), a.ndim)
     places = getattr(a.cached_data, f"arg{op}")(axis=axis, keepdims=True)
     values = select_places(a, (axis,), axis, places)
-    shape = values.shape if keepdims else (*a.shape[:axis], *a.shape[axis + 1 :])
+    shape = kept_shape(values.shape, (axis,), keepdims)
     return TopK(reshape(values, shape), const(places.reshape(shape)))
 
 
-def _shifted(
-    a: NDArray, axes: Sequence[int], most: float = math.inf
-) -> tuple[NDArray, NDArray, NDArray]:
+def _shifted(a: NDArray, axes: Any, most: float = math.inf) -> tuple[NDArray, NDArray, NDArray]:
     """(m, e, s): m the maximum over `axes`, kept, finite for -inf and up to `most`, e = exp(a - m),
     s = sum e, all in float32. A slice of only -inf has e = 0 and s = 0, one with inf NaN."""
     a = a.astype("float32")
-    m = a.max(axis=tuple(axes), keepdims=True)
+    m = a.max(axes, True)
     m = _C.minimum(_C.maximum(m, -LARGEST), most)
     e = _C.exp(_C.subtract(a, m))
-    return m, e, e.sum(axis=tuple(axes), keepdims=True)
+    return m, e, e.sum(axes, True)
 
 
-def _logsumexp_of(a: NDArray, axes: tuple[int, ...], keepdims: bool) -> NDArray:
-    m, _, s = _shifted(a, axes, LARGEST)  # inf, where the others are NaN
-    out = _C.add(m, _C.log(s)).astype(a.dtype)
-    return out if keepdims else out.reshape([n for i, n in enumerate(a.shape) if i not in axes])
-
-
-_logsumexp = differentiable(
+@differentiable(
     "LogSumExp",
-    _logsumexp_of,
     lambda g, x, axes: multiply(spread(g, x.shape, axes), softmax(x, axes)),
+    reduces=True,
 )
-
-
-def logsumexp(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+def logsumexp(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """log(sum(exp(a))) over `axes` (None: all), which disappear, or with keepdims stay with size 1;
     the maximum is taken out first, so that no value overflows. A slice of only -inf gives -inf, and
     no gradient.
@@ -133,53 +120,238 @@ def logsumexp(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     >>> print(ndl.logsumexp(ndl.Tensor([1e10, 1e10])))
     1e+10
     """
-    return _logsumexp(as_floats(a), axes_of("logsumexp", a, axes), keepdims)
-
-
-def _softmax_of(a: NDArray, axes: tuple[int, ...]) -> NDArray:
-    _, e, s = _shifted(a, axes)
-    # a slice that is not all -inf has s >= 1, except where a is NaN, which stays NaN
-    return _C.divide(e, _C.add(s, _C.equal(s, 0.0))).astype(a.dtype)
+    m, _, s = _shifted(a, axes, LARGEST)  # inf, where the others are NaN
+    return _rounded(_C.add(m, _C.log(s)), a).reshape(kept_shape(a.shape, axes, keepdims))
 
 
 def _softmax_slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
     y = softmax(x, axes)
-    inner = spread(summation(multiply(g, y), axes), x.shape, axes)
-    return multiply(y, subtract(g, inner))
+    return multiply(y, subtract(g, summation(multiply(g, y), axes, True)))
 
 
-_softmax = differentiable("Softmax", _softmax_of, _softmax_slope)
-
-
-def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
+@differentiable("Softmax", _softmax_slope, reduces=True)
+def softmax(a: NDArray, axes: Axes = -1) -> NDArray:
     """exp(a) / sum(exp(a)) over `axes` (the last by default); a slice of only -inf gives zeros.
 
     >>> print(ndl.ops.softmax(ndl.Tensor([[0, 0], [-np.inf, 1]])))
     [[0.5 0.5]
      [0.  1. ]]
     """
-    return _softmax(as_floats(a), axes_of("softmax", a, axes))
+    _, e, s = _shifted(a, axes)
+    # a slice that is not all -inf has s >= 1, except where a is NaN, which stays NaN
+    return _rounded(_C.divide(e, _C.add(s, _C.equal(s, 0.0))), a)
 
 
-def _logsoftmax_of(a: NDArray, axes: tuple[int, ...]) -> NDArray:
-    m, _, s = _shifted(a, axes)
-    # (a - m) first: at 1e10 the sum m + log(s) would swallow log(s)
-    return _C.subtract(_C.subtract(a, m), _C.log(_C.maximum(s, 1e-38))).astype(a.dtype)
-
-
-def _logsoftmax_slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    total = spread(summation(g, axes), x.shape, axes)
-    return subtract(g, multiply(softmax(x, axes), total))
-
-
-_logsoftmax = differentiable("LogSoftmax", _logsoftmax_of, _logsoftmax_slope)
-
-
-def logsoftmax(a: Tensor, axes: Axes = -1) -> Tensor:
+@differentiable(
+    "LogSoftmax",
+    lambda g, x, axes: subtract(g, multiply(softmax(x, axes), summation(g, axes, True))),
+    reduces=True,
+)
+def logsoftmax(a: NDArray, axes: Axes = -1) -> NDArray:
     """log(softmax(a)) over `axes` (the last by default); -inf stays -inf, also in a slice of only
     -inf.
 
     >>> print(ndl.logsoftmax(ndl.Tensor([[1e10, 1e10]])).numpy().round(4))
     [[-0.6931 -0.6931]]
     """
-    return _logsoftmax(as_floats(a), axes_of("logsoftmax", a, axes))
+    m, _, s = _shifted(a, axes)
+    # (a - m) first: at 1e10 the sum m + log(s) would swallow log(s)
+    return _rounded(_C.subtract(_C.subtract(a, m), _C.log(_C.maximum(s, 1e-38))), a)
+
+
+def any(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """True if an element over `axes` is not 0; False over no element."""
+    return count_nonzero(a, axes, keepdims) != 0
+
+
+def all(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """True if no element over `axes` is 0; True over no element."""
+    return const(_C.equal(a.cached_data, 0).sum(axes, keepdims)) == 0
+
+
+def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The number of elements over `axes` (None: all) that are not 0, as int64."""
+    return const(_C.not_equal(a.cached_data, 0).astype("int64").sum(axes, keepdims))
+
+
+def median(
+    a: Tensor, axes: int | None = None, keepdims: bool = False, dim: int | None = None
+) -> Any:
+    """The middle along `axes` (None: of all elements), of an even number the mean of the two, NaN
+    where there is one; along `dim`, as PyTorch has it, (values, indices), of two the lower, of
+    NaN the first. ValueError where there are no elements.
+
+    >>> print(ndl.median(ndl.Tensor([4, 1, 2, 3])), *ndl.median(ndl.Tensor([4, 1, 2, 3]), dim=0))
+    2.5 2.0 2
+    """
+    given = axes_or_dim("median", axes, dim)
+    axis = 0 if given is None else normal_axis("median", given, a.ndim)
+    n = a.size if given is None else a.shape[axis]
+    if n == 0:
+        raise ValueError(f"median: a, of shape {a.shape}, has no elements to choose from")
+    if dim is not None:
+        return _lower_median(a, axis, keepdims)
+    ordered = sort(a, axes)
+    out = mean(index_select(ordered, axis, [(n - 1) // 2, n // 2]), axis)
+    if a.dtype in FLOATS:
+        last = amax(index_select(ordered, axis, [-1]), axis)
+        out = where(isnan(last), last, out)
+    gone = normal_axes("median", axes, a.ndim)
+    return reshape(out, kept_shape(a.shape, gone)) if keepdims else out
+
+
+def _lower_median(a: Tensor, axis: int, keepdims: bool) -> TopK:
+    lower = topk(a, (a.shape[axis] + 1) // 2, axis, largest=False)
+    last = (*[slice(None)] * axis, slice(-1, None) if keepdims else -1)
+    values, indices = (x[last] for x in lower)
+    if a.dtype in FLOATS:
+        top = extremum("max", a, None, keepdims, axis)
+        values, indices = (
+            where(isnan(top.values), of_nan, x) for of_nan, x in zip(top, (values, indices))
+        )
+    return TopK(values, indices)
+
+
+def argmax(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Index of the first largest element along `axis` (None: of the flat elements), as int64."""
+    return const(a.cached_data.argmax(axis=axis, keepdims=keepdims))
+
+
+def argmin(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Index of the first smallest element along `axis` (None: of the flat elements), as int64."""
+    return const(a.cached_data.argmin(axis=axis, keepdims=keepdims))
+
+
+def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The product over `axes`, of nothing 1; of integers in int64. Factors are multiplied in pairs,
+    then the products in pairs, and so on.
+
+    >>> print(ndl.prod(ndl.Tensor([[1, 2], [3, 4]]), 1))
+    [ 2. 12.]
+    """
+    if a.dtype not in FLOATS:
+        a = astype(a, "int64")
+    gone = normal_axes("prod", axes, a.ndim)
+    kept = [i for i in range(a.ndim) if i not in gone]
+    shape = kept_shape(a.shape, gone, keepdims)
+    sizes = [a.shape[i] for i in kept]
+    n = math.prod(a.shape[i] for i in gone)
+    out = reshape(permute(a, (*kept, *gone)), (*sizes, n))
+    if n == 0:
+        return const(ones(shape, a.dtype, a.device))
+    if n == 1:
+        return reshape(a, shape).clone()
+    while n > 1:
+        half = n // 2
+        pair = [get_item(out, (..., slice(i * half, (i + 1) * half))) for i in (0, 1)]
+        pairs = multiply(*pair)
+        if n % 2:
+            pairs = concatenate([pairs, get_item(out, (..., slice(n - 1, n)))], -1)
+        out, n = pairs, half + n % 2
+    return reshape(out, shape)
+
+
+def var(
+    a: Tensor,
+    axes: Axes = None,
+    keepdims: bool = False,
+    correction: float | None = None,
+    dim: Axes = None,
+) -> Tensor:
+    """The variance over `axes`, or over `dim`: squared distances from the mean, summed and divided
+    by their number less `correction`; by default 0 as in NumPy, with `dim` 1 as in PyTorch.
+    Computed in float32.
+
+    >>> print(ndl.var(ndl.Tensor([1, 3])), ndl.var(ndl.Tensor([1, 3]), dim=0))
+    1.0 2.0
+    """
+    correction = _correction(correction, dim)
+    axes = axes_or_dim("var", axes, dim)
+    count = math.prod(a.shape[i] for i in normal_axes("var", axes, a.ndim))
+    wide = astype(a, "float32")
+    off = subtract(wide, mean(wide, axes, True))
+    total = summation(multiply(off, off), axes, keepdims)
+    out = total / float(count - correction if count > correction else 0)
+    return _rounded(out, a)
+
+
+def _correction(given: float | None, dim: Axes) -> float:
+    return (0 if dim is None else 1) if given is None else given
+
+
+def std(
+    a: Tensor,
+    axes: Axes = None,
+    keepdims: bool = False,
+    correction: float | None = None,
+    dim: Axes = None,
+) -> Tensor:
+    """The standard deviation, the root of `var`, which has the arguments; its gradient at 0 is
+    0."""
+    axes, correction = axes_or_dim("std", axes, dim), _correction(correction, dim)
+    wide, scale = _scaled(astype(a, "float32"), axes, "max")
+    out = _root(var(wide, axes, keepdims, correction))
+    out = multiply(out, reshape(scale, out.shape))
+    return _rounded(out, a)
+
+
+def _root(a: Tensor) -> Tensor:
+    """The square root, whose gradient at 0 is 0."""
+    zero = _C.equal(a.cached_data, 0)
+    return where(zero, 0.0, sqrt(add(a, const(zero))))
+
+
+def _scaled(a: Tensor, axes: Axes, by: str) -> tuple[Tensor, Tensor]:
+    """(a / s, s), s the power of two below the "max" or "min" of |a| over `axes`: sums of powers of
+    a / s neither overflow nor vanish, and the division rounds nothing."""
+    axes = normal_axes("norm", axes, a.ndim)
+    if a.size == 0:
+        return a, const(ones(kept_shape(a.shape, axes), "float32", a.device))
+    size = getattr(_C.absolute(a.cached_data), by)(axis=axes, keepdims=True)
+    exponent = _C.bitwise_and(size.view("int32"), 0x7F800000).view("float32")
+    scale = const(_C.minimum(_C.maximum(exponent, 2.0**-126), 2.0**127))
+    return divide(a, scale), scale
+
+
+def var_mean(
+    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 1
+) -> tuple[Tensor, Tensor]:
+    """(var, mean) over `axes`, as PyTorch has them: var with `correction` 1."""
+    return var(a, axes, keepdims, correction), mean(a, axes, keepdims)
+
+
+def std_mean(
+    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 1
+) -> tuple[Tensor, Tensor]:
+    """(std, mean) over `axes`, as PyTorch has them: std with `correction` 1."""
+    return std(a, axes, keepdims, correction), mean(a, axes, keepdims)
+
+
+def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The vector norm over `axes`: sum(|a|^ord)^(1 / ord); the largest |a| for inf, the smallest
+    for -inf, the number of elements that are not 0 for 0; "fro" is 2. Computed in float32, without
+    overflow of powers. The gradient of elements that are 0 is 0. TypeError for another ord.
+
+    >>> print(ndl.norm(ndl.Tensor([3, 4])), ndl.norm(ndl.Tensor([3, -4]), 1))
+    5.0 7.0
+    """
+    wide = astype(a, "float32")
+    if ord != "fro" and not isinstance(ord, Number):
+        raise TypeError(f"norm: ord must be a number or 'fro', not {ord!r}")
+    if ord in (math.inf, -math.inf):
+        out = (amax if ord > 0 else amin)(abs(wide), axes, keepdims)
+    elif ord == 0:
+        out = summation(astype(wide != 0, "float32"), axes, keepdims)
+    elif ord == 1:
+        out = summation(abs(wide), axes, keepdims)
+    else:
+        wide, scale = _scaled(wide, axes, "max" if ord == "fro" or ord > 0 else "min")
+        if ord in (2, "fro"):
+            out = _root(summation(multiply(wide, wide), axes, keepdims))
+        else:
+            zero = _C.equal(wide.cached_data, 0)
+            powers = add(abs(wide), const(zero)) ** ord
+            powers = where(zero, 0.0 if ord > 0 else math.inf, powers)
+            out = summation(powers, axes, keepdims) ** (1 / ord)
+        out = multiply(out, reshape(scale, out.shape))
+    return _rounded(out, a)

@@ -13,8 +13,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, is_grad_enabled
 from needle.autograd.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
-from needle.backend_ndarray import Axes
-from needle.ops.broadcast import astype, reduced_to, reshape, summation
+from needle.ops.broadcast import astype, reduced_to, reshape
 from needle.ops.common import const, normal_axis
 from needle.ops.elementwise import add, where
 from needle.ops.indexing import (
@@ -151,11 +150,6 @@ def nonzero(a: Tensor, as_tuple: bool = True) -> Any:
     places = nonzero_places(a.cached_data)
     columns = tuple(map(const, places))
     return columns if as_tuple else stack(columns, 1)
-
-
-def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
-    """The number of elements over `axes` (None: all) that are not 0, as int64."""
-    return summation(astype(a != 0, "int64"), axes, keepdims)
 
 
 # ---- assignment ----------------------------------------------------------------------------------

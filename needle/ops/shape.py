@@ -12,8 +12,9 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
+from needle.backend_ndarray import Axes
 from needle.ops.broadcast import differentiable, reshape
-from needle.ops.common import axes_of, check_tensors, kept_shape, normal_axis
+from needle.ops.common import check_tensors, kept_shape, normal_axis
 from needle.ops.indexing import get_item
 
 
@@ -44,36 +45,29 @@ def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
     return permute(a, _swapped("transpose", a.shape, (-2, -1) if axes is None else axes))
 
 
-_permute = differentiable(
+@differentiable(
     "Permute",
-    lambda a, axes: a.permute(axes),
-    lambda g, axes: permute(g, np.argsort([axis % len(axes) for axis in axes]).tolist()),
+    lambda g, axes: g.permute(np.argsort([axis % len(axes) for axis in axes]).tolist()),
     view=True,
 )
-
-
-def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
+def permute(a: NDArray, axes: Sequence[int]) -> NDArray:
     """`a` with its axes in another order: axis i of the result is axis axes[i] of `a`.
 
     >>> ndl.ops.permute(ndl.ones(2, 3, 4), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    return _permute(a, tuple(axes))
+    return a.permute(axes)
 
 
-_flip = differentiable(
-    "Flip", lambda a, axes: a.flip(axes), lambda g, axes: flip(g, axes), view=True
-)
-
-
-def flip(a: Tensor, axes: None | int | Sequence[int] = None) -> Tensor:
+@differentiable("Flip", lambda g, axes: g.flip(axes), view=True, reduces=True)
+def flip(a: NDArray, axes: Axes = None) -> NDArray:
     """`a` with the order of its elements reversed along `axes` (None: all).
 
     >>> print(ndl.flip(ndl.Tensor([[1, 2], [3, 4]]), 1))
     [[2. 1.]
      [4. 3.]]
     """
-    return _flip(a, axes_of("flip", a, axes))
+    return a.flip(axes)
 
 
 # ---- tuples --------------------------------------------------------------------------------------
@@ -150,7 +144,11 @@ def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
     return _joined("stack", rows, axis)
 
 
-def _concatenation(arrays: tuple, axis: int, op: str) -> NDArray:
+@differentiable(
+    "Concatenate",
+    lambda g, like, axis: make_tuple(*(get_item(g, key) for key in _parts([*like], axis))),
+)
+def _concatenate(arrays: tuple, axis: int, op: str) -> NDArray:
     first = arrays[0]
     for i, a in enumerate(arrays):
         if a.ndim != first.ndim or kept_shape(a.shape, [axis]) != kept_shape(first.shape, [axis]):
@@ -166,13 +164,6 @@ def _concatenation(arrays: tuple, axis: int, op: str) -> NDArray:
     for a, key in zip(arrays, _parts(arrays, axis)):
         _C.assign(out[key], a)
     return out
-
-
-_concatenate = differentiable(
-    "Concatenate",
-    _concatenation,
-    lambda g, like, axis: make_tuple(*(get_item(g, key) for key in _parts([*like], axis))),
-)
 
 
 def _joined(op: str, args: Sequence[Tensor] | TensorTuple, axis: int) -> Tensor:

@@ -25,6 +25,8 @@ COPIES = {"assign", "fill"}
 # Gradients of FP8 are in tests/ops/test_fp8.py.
 ROUNDED = {"AttentionMLPFP8", "LinearCrossEntropyFP8", "NormAttentionMLPFP8"}
 HELPERS = {"Ruled", "reduced_to", "spread", "const", "as_floats", "beside"}
+# Their classes are ops, with gradient cases by ruled(); users call other functions.
+HELPERS |= {"keep", "place_item", "select_places", "add_at_places"}
 
 
 @pytest.mark.parametrize("prefix, folder", [("cpu", "csrc/cpu"), ("cuda", "cuda")])
