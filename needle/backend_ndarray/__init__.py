@@ -209,27 +209,8 @@ def ones(
     return full(shape, 1, dtype, device)
 
 
-broadcast_to = NDArray.broadcast_to
-"""A view of an array stretched to a shape (stride 0 along the stretched axes)."""
-reshape = NDArray.reshape
-"""An array with another shape of the same size; a view where the strides allow it."""
-flip = NDArray.flip
-"""A view of an array with the order of elements along axes reversed."""
+# The course's functions, of the same meaning as methods and ops.
+broadcast_to, reshape, flip = NDArray.broadcast_to, NDArray.reshape, NDArray.flip
 sum = summation = NDArray.sum
-"""The sum over `axis` (None: all)."""
-maximum = _C.maximum
-"""The larger of a and b elementwise, broadcasting; NaN wins, as in NumPy."""
-add = _C.add
-"""a + b elementwise, broadcasting."""
-power = _C.power
-"""a ** b elementwise, broadcasting."""
-negative = _C.negate
-"""-a."""
-log = _C.log
-"""The natural logarithm."""
-exp = _C.exp
-"""e ** a."""
-tanh = _C.tanh
-"""The hyperbolic tangent."""
-sqrt = _C.sqrt
-"""The square root."""
+add, power, maximum, negative = _C.add, _C.power, _C.maximum, _C.negate
+exp, log, sqrt, tanh = _C.exp, _C.log, _C.sqrt, _C.tanh

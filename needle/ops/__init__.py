@@ -19,16 +19,12 @@ from needle.ops import (
     layer,
     loss,
     matmul,
-    mlp,
     normalization,
     order,
-    pointwise,
     random,
-    rearrange,
     reduce,
     ring_attention,
     ring_dilated,
-    select,
     shape,
 )
 from needle.ops import spellings as _spellings

@@ -107,13 +107,10 @@ class Kernel:
 
 
 class Attention(FusedOp):
-    def __init__(
-        self, scale: float | None, causal: bool, mask: BlockMask | None, name: str = "attention"
-    ) -> None:
-        self.options = (name, scale, causal, mask)
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
-        self.kernel = Kernel(*self.options)
         return self.kernel.forward(q, k, v)
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
@@ -143,7 +140,7 @@ def attention(
     [[0. 0. 0. 0.]
      [1. 2. 3. 4.]]
     """
-    return Attention(scale, causal, mask)(q, k, v)
+    return Attention(Kernel("attention", scale, causal, mask))(q, k, v)
 
 
 def block_sparse_attention(
@@ -164,7 +161,7 @@ def block_sparse_attention(
     (1, 100, 2, 16)
     """
     name = "block_sparse_attention"
-    return Attention(scale, causal, as_block_mask(name, mask), name)(q, k, v)
+    return Attention(Kernel(name, scale, causal, as_block_mask(name, mask)))(q, k, v)
 
 
 class QKVAttention(FusedOp):
@@ -174,22 +171,12 @@ class QKVAttention(FusedOp):
 
     reads_inputs = False
 
-    def __init__(
-        self,
-        cos: NDArray,
-        sin: NDArray,
-        scale: float | None,
-        causal: bool,
-        mask: BlockMask | None,
-        overwrite: bool,
-    ) -> None:
-        self.cos, self.sin, self.overwrite = cos, sin, overwrite
-        self.options = (scale, causal, mask)
+    def __init__(self, kernel: Kernel, cos: NDArray, sin: NDArray, overwrite: bool) -> None:
+        self.kernel, self.cos, self.sin, self.overwrite = kernel, cos, sin, overwrite
 
     def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-        self.kernel = Kernel("qkv_attention", *self.options)
         self.rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
         _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
         return self.kernel.forward(*qkv_parts(self.rotated))
@@ -224,7 +211,5 @@ def qkv_attention(
     qkv: (B, T, H, 3, D); cos, sin: (T, R) float32, as in `rotary`; the result is (B, T, H, D).
     overwrite: qkv has no other reader and may be rotated in place, which saves a copy.
     """
-    device = qkv.device
-    cos = array_on(cos, device)
-    sin = array_on(sin, device)
-    return QKVAttention(cos, sin, scale, causal, mask, overwrite)(qkv)
+    cos, sin = array_on(cos, qkv.device), array_on(sin, qkv.device)
+    return QKVAttention(Kernel("qkv_attention", scale, causal, mask), cos, sin, overwrite)(qkv)

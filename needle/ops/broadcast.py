@@ -85,17 +85,20 @@ def differentiable(
     def of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         types = function.__annotations__.items()
         function.__annotations__ = {k: "Tensor" if v == "NDArray" else v for k, v in types}
-        signature, defaults = inspect.signature(function), function.__defaults__ or ()
+        signature = inspect.signature(function)
         names = tuple(signature.parameters)
+        defaults = dict(zip(names[::-1], (function.__defaults__ or ())[::-1]))
         kind = Ruled.made(name, function, rules, names=names[count:], is_view=view)
 
         @functools.wraps(function)
         def of_tensors(*given: Any, **words: Any) -> Any:
-            lacking = len(names) - len(given)
-            if words or lacking > len(defaults):
-                given = _bound(function.__name__, signature, given, words)
-            else:
-                given += defaults[len(defaults) - lacking :]
+            for word in names[len(given) :]:
+                if word in words:
+                    given += (words.pop(word),)
+                elif word in defaults:
+                    given += (defaults[word],)
+            if words or len(given) != len(names):
+                signature.bind(*given, **words)  # raises Python's TypeError
             if reduces:
                 a, axes, *rest = given
                 given = (a, axes_of(function.__name__, a, axes), *rest)
@@ -104,16 +107,6 @@ def differentiable(
         return of_tensors
 
     return of_arrays
-
-
-def _bound(op: str, signature: inspect.Signature, given: tuple, words: dict[str, Any]) -> tuple:
-    """Return the arguments of a call in their order, with defaults."""
-    try:
-        bound = signature.bind(*given, **words)
-    except TypeError as error:
-        raise TypeError(f"{op}: {error}") from None
-    bound.apply_defaults()
-    return bound.args
 
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:

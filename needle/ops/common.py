@@ -122,6 +122,26 @@ def id_array(
     return _C.array(np.ascontiguousarray(values, dtype=np.int32).reshape(-1), "int32", device)
 
 
+def flat_nonzero(a: NDArray) -> NDArray:
+    """The row-major numbers, int64, of the elements of a that are not 0. Waits for their count."""
+    if a.device.is_host:
+        return _C.array(np.flatnonzero(a.numpy()), "int64", a.device)
+    flags = _C.not_equal(a, 0).reshape((1, a.size))
+    count = int(flags.sum().item())
+    places = _C.empty((1, count), "int64", a.device)
+    _C.sort(flags, 1, _C.empty((1, count), "bool", a.device), places)  # stable
+    return places.reshape((count,))
+
+
+def nonzero_places(a: NDArray) -> list[NDArray]:
+    """Return the indices along each axis, int64, of the elements of a that are not 0, row-major."""
+    numbers, places = flat_nonzero(a), []
+    for n in reversed(a.shape[1:]):
+        places.append(_C.remainder(numbers, n))
+        numbers = _C.floor_divide(numbers, n)
+    return [numbers, *reversed(places)]
+
+
 def classes_of(files: Iterable[Any]) -> dict[str, type[Op]]:
     """Return the classes of ops that files other than this one define, by name."""
     return {

@@ -14,12 +14,22 @@ from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
 from needle.backend_ndarray import full
 from needle.ops.broadcast import as_floats, astype, differentiable, reshape, summation
 from needle.ops.common import check_tensors, id_array, rows_of
-from needle.ops.elementwise import add, exp, log, log1p, multiply, negate, softplus, subtract, where
+from needle.ops.elementwise import (
+    add,
+    clip,
+    exp,
+    log,
+    log1p,
+    multiply,
+    negate,
+    softplus,
+    subtract,
+    where,
+)
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
+from needle.ops.indexing import gather
 from needle.ops.matmul import weight_grad
-from needle.ops.pointwise import clip
 from needle.ops.reduce import logsoftmax, mean
-from needle.ops.select import gather
 
 
 def _reduced(op: str, loss: Tensor, reduction: str) -> Tensor:

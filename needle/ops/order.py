@@ -1,4 +1,5 @@
-"""Order along an axis: sort, argsort, topk, unique; running sums and products; bincount."""
+"""Order along an axis: sort, argsort, topk, nonzero, unique, bincount; running sums and
+products."""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, differentiable, reshape
-from needle.ops.common import const, normal_axis, rows_of
+from needle.ops.common import const, nonzero_places, normal_axis, rows_of
 from needle.ops.elementwise import multiply
-from needle.ops.indexing import five_axes
-from needle.ops.select import gather
-from needle.ops.shape import concatenate, flip, moveaxis, split_sizes
+from needle.ops.indexing import five_axes, gather
+from needle.ops.shape import concatenate, flip, moveaxis, split_sizes, stack
 
 
 def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, int]:
@@ -92,6 +92,19 @@ def topk(a: Tensor, k: int, axis: int = -1, largest: bool = True) -> TopK:
     [3. 2.] [0 2]
     """
     return TopK(*_sorted("topk", a, axis, largest, k))
+
+
+def nonzero(a: Tensor, as_tuple: bool = True) -> Any:
+    """The places of the elements that are not 0: an int64 Tensor for each axis, as NumPy has it, so
+    that `a[nonzero(a)]` are those elements; with as_tuple=False one of (places, axes), as PyTorch.
+
+    >>> rows, columns = ndl.nonzero(ndl.Tensor([[0, 1], [2, 0]]))
+    >>> print(rows, columns)
+    [0 1] [1 0]
+    """
+    places = nonzero_places(a.cached_data)
+    columns = tuple(map(const, places))
+    return columns if as_tuple else stack(columns, 1)
 
 
 def unique(a: Tensor, return_inverse: bool = False, return_counts: bool = False) -> Any:

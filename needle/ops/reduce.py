@@ -14,10 +14,19 @@ from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, differentiable, reshape, spread, summation
 from needle.ops.common import LARGEST, axes_or_dim, const, kept_shape, normal_axes, normal_axis
-from needle.ops.elementwise import add, divide, maximum, minimum, multiply, sqrt, subtract, where
+from needle.ops.elementwise import (
+    add,
+    divide,
+    isnan,
+    maximum,
+    minimum,
+    multiply,
+    sqrt,
+    subtract,
+    where,
+)
 from needle.ops.indexing import get_item, index_select, select_places
 from needle.ops.order import TopK, sort, topk
-from needle.ops.pointwise import isnan
 from needle.ops.shape import concatenate, permute
 
 
