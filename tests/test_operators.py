@@ -367,7 +367,7 @@ def test_gradients_come_back_to_their_device():
     np.testing.assert_allclose(x.grad.numpy(), 2 * X, rtol=1e-6)
 
 
-# ---- where, arange, mean -------------------------------------------------------------------------
+# ---- where, mean ---------------------------------------------------------------------------------
 
 
 def test_where_condition_of_any_dtype_holds_where_it_is_not_zero():
@@ -391,14 +391,6 @@ def test_where_ignores_elements_that_are_not_chosen():
     np.testing.assert_array_equal(x.grad.numpy()[[0, 1, 3]], [2, 0, 1])
     assert ndl.where([True, False], 1, 2).tolist() == [1, 2]
     assert ndl.where([True, False], Tensor([1, 2], dtype="int32"), 0.25).tolist() == [1, 0.25]
-
-
-def test_arange():
-    for args in [(5,), (1, 4), (4, 1, -1), (0, 1, 0.25), (3.0,), (2, 2)]:
-        got, expected = ndl.arange(*args), np.arange(*args)
-        assert got.dtype == ("int64" if expected.dtype.kind == "i" else "float32")
-        np.testing.assert_array_equal(got.numpy(), expected.astype(got.dtype))
-    assert ndl.arange(3, dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_mean_of_16_bits_sums_in_float32_and_that_of_nothing_is_nan():

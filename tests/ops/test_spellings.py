@@ -142,6 +142,20 @@ nn.Residual(nn.ReLU())(x) = x + np.maximum(x, 0) ; nn.Flatten()(t) = t.reshape(2
 nn.SoftmaxLoss()(x, r) = nll.mean() ; nn.GELU("tanh")(x) = gelu_tanh(x) ; nn.GELU()(x) = gelu(x)
 x.half().element_size() = 2 ; x.T.stride() = (1, 4) ; x.T.stride(-1) = 4 ; ndl.is_tensor(x) = True
 x.data_ptr() - x[1].data_ptr() = -16 ; x.stride() = (4, 1)
+ndl.arange(5) = np.arange(5) ; ndl.arange(1, 4) = np.arange(1, 4) ; ndl.arange(3.0) = np.arange(3.0)
+ndl.arange(4, 1, -1) = np.arange(4, 1, -1) ; ndl.arange(0, 1, 0.25) = np.arange(0, 1, 0.25)
+ndl.arange(2, 2) = np.arange(2, 2) ; ndl.arange(3, dtype="bfloat16").dtype = "bfloat16"
+ndl.unique(i) = np.unique(i) ; i.unique(return_inverse=True)[0][i.unique(True)[1]] = i
+i.unique(return_counts=True)[1] = np.unique(i, return_counts=True)[1]
+ndl.unique(x.to("bfloat16")).dtype = "bfloat16"
+ndl.sort(x, None) = np.sort(x, None) ; ndl.argsort(x, axis=None) = np.argsort(x, None)
+ndl.sort(e) = e ; ndl.topk(x, 0)[0].shape = (3, 0) ; ndl.cumsum(e.T, 1) = e.T
+ndl.sort(s, None) = s.reshape(1) ; ndl.any(e) = np.any(e) ; ndl.all(e) = np.all(e)
+ndl.prod(e) = np.prod(e) ; ndl.tile(e, (2, 1)) = np.tile(e, (2, 1)) ; ndl.roll(e, 1) = e
+ndl.pad(e, 1, 5) = np.pad(e, 1, constant_values=5) ; ndl.norm(e) = np.float32(0)
+len(ndl.chunk(e, 2)) = 1 ; ndl.nonzero(e)[0] = np.nonzero(e)[0] ; s.flatten() = s.reshape(1)
+ndl.gather(e, 0, np.zeros((0, 3), int)) = e ; s.unsqueeze(0) = s.reshape(1) ; s.clip(3) = s + 1
+s.std() = s - 2 ; s.repeat(3) = s.repeat(3) ; ndl.einsum(",->", s, s) = s * s
 """
 
 
@@ -151,6 +165,7 @@ def test_spellings_have_numpys_values():
     x, q = draw(3, 4), draw(1, 2, 3, 4)
     arrays = {"x": x, "y": draw(3, 4), "p": np.abs(draw(3, 4)) + 0.1, "t": draw(2, 3, 4), "q": q}
     arrays |= {"i": rng.integers(0, 4, (3, 4)), "b": x > 0, "r": np.array([0, 3, 1])}
+    arrays |= {"e": np.zeros((0, 3), np.float32), "s": np.array(2, np.float32)}
     arrays["n"] = np.array([np.nan, np.inf, 1], np.float32)
     weights = np.exp(q @ q.swapaxes(2, 3) / 2)
     wanted = {
@@ -274,6 +289,10 @@ REFUSED = [
     ("F.embedding(np.array([2, 2**32]), x)", ValueError, r"4294967296 at \(1,\) is not a"),
     ("ndl.tensor([0, np.nan], dtype='int64')", ValueError, "NaN is no integer"),
     ("i.long().__setitem__(0, np.nan)", ValueError, "NaN is no integer"),
+    ("x.topk(5)", ValueError, "k is 5"), ("x.topk(-1)", ValueError, "k is -1"),
+    ("x.topk(1.5)", TypeError, None), ("x.sort(2)", ValueError, "sort: axis 2 does not"),
+    *((f"ndl.einsum({text!r}, x)", ValueError, "einsum")
+      for text in ("ij,jk", "ijk", "ij->ik", "ij->ii", "i?")),
 ]  # fmt: skip
 
 
