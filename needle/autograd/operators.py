@@ -76,6 +76,11 @@ def cast(dtype: str) -> Callable[..., Any]:
     return lambda self: ops.astype(self, dtype)
 
 
+def _one_by_one(given: tuple) -> tuple:
+    """Return whole numbers that were given one by one, or as one sequence."""
+    return given if len(given) != 1 or isinstance(given[0], int) else tuple(given[0])
+
+
 class Operators(Generic[Result]):
     """The base of Tensor, which is its Result and gives it array and operands.
 
@@ -141,15 +146,7 @@ class Operators(Generic[Result]):
         """True if the one value is not 0. ValueError for several: `(a == b)` holds one each."""
         return bool(self.cached_data)
 
-    # -- elements
-
-    def __getitem__(self, index: Any) -> Result:
-        """Read by NumPy's rules (ops.get_item): `x[0]` is a row, `x[:, [2, 0]]` two columns."""
-        return ops.get_item(self, index)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Write in place, by the same rules (ops.set_item): `x[1:3] = y`, `x[mask] = 0`."""
-        ops.set_item(self, index, value)
+    # -- elements: __getitem__ is ops.get_item, __setitem__ ops.set_item
 
     def __index__(self) -> int:
         """The one whole number, in ranges and slices: `data[i : i + 8]`. TypeError for a float."""
@@ -198,13 +195,11 @@ class Operators(Generic[Result]):
 
     def reshape(self, *shape: Any) -> Result:
         """The same elements in another shape: `x.reshape((2, 3))` or `x.reshape(2, 3)`."""
-        if len(shape) == 1 and not isinstance(shape[0], int):
-            shape = tuple(shape[0])
-        return ops.reshape(self, shape)
+        return ops.reshape(self, _one_by_one(shape))
 
     def expand(self, *shape: Any) -> Result:
         """Broadcast to a shape, in which -1 keeps an axis: PyTorch's broadcast_to."""
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes = _one_by_one(shape)
         own = (1,) * (len(sizes) - self.ndim) + self.shape
         return ops.broadcast_to(self, [m if n == -1 else n for n, m in zip(sizes, own)])
 
@@ -302,7 +297,7 @@ class Operators(Generic[Result]):
 
     def permute(self, *axes: Any) -> Result:
         """The axes in another order: `x.permute((2, 0, 1))` or `x.permute(2, 0, 1)`."""
-        return ops.permute(self, axes if isinstance(axes[0], int) else axes[0])
+        return ops.permute(self, _one_by_one(axes))
 
     @property
     def T(self) -> Result:
@@ -321,10 +316,6 @@ class Operators(Generic[Result]):
     def is_contiguous(self) -> bool:
         """True if the elements lie in memory in the order of their indices, without gaps."""
         return self.cached_data.is_compact()
-
-    def astype(self, dtype: str) -> Result:
-        """The values in another dtype; gradients come back in this one."""
-        return ops.astype(self, dtype)
 
     def to(self, device: Device | str | None = None, dtype: str | None = None) -> Result:
         """The values on another device, `ndl.cuda()` or "cuda:0", or by the name of a dtype in that

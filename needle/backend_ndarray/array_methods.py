@@ -24,21 +24,10 @@ class Flat:
     def __init__(self, base: NDArray) -> None:
         self._base = base
 
-    @property
-    def shape(self) -> tuple[int]:
-        return (self._base.size,)
-
-    @property
-    def size(self) -> int:
-        return self._base.size
-
-    @property
-    def dtype(self) -> str:
-        return self._base.dtype
-
-    @property
-    def device(self) -> Device:
-        return self._base.device
+    shape = property(lambda self: (self._base.size,))
+    size = property(lambda self: self._base.size)
+    dtype = property(lambda self: self._base.dtype)
+    device = property(lambda self: self._base.device)
 
     def __len__(self) -> int:
         return self._base.size

@@ -14,7 +14,6 @@ from needle.ops import (
     dilated,
     einsum,
     elementwise,
-    embedding,
     indexing,
     layer,
     loss,
@@ -24,7 +23,6 @@ from needle.ops import (
     random,
     reduce,
     ring_attention,
-    ring_dilated,
     shape,
 )
 from needle.ops import spellings as _spellings

@@ -97,7 +97,9 @@ def differentiable(
                     given += (words.pop(word),)
                 elif word in defaults:
                     given += (defaults[word],)
-            if words or len(given) != len(names):
+                else:
+                    raise TypeError(f"{function.__name__}() needs the argument {word!r}")
+            if words or len(given) > len(names):
                 signature.bind(*given, **words)  # raises Python's TypeError
             if reduces:
                 a, axes, *rest = given

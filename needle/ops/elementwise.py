@@ -338,6 +338,32 @@ def where(condition: Any, a: Any = None, b: Any = None) -> Any:
 # ---- composed -----------------------------------------------------------------------------------
 
 
+def composed(name: str, doc: str, function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Name the function of an expression of others. Its first operand `a` is a Tensor."""
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    function.__annotations__ = {"a": "Tensor", "return": "Tensor"}
+    return function
+
+
+tan = composed("tan", "The tangent of radians.", lambda a: sin(a) / cos(a))
+reciprocal = composed("reciprocal", "1 / a.", lambda a: 1.0 / a)
+log2 = composed("log2", "The logarithm to base 2.", lambda a: log(a) * (1 / math.log(2)))
+log10 = composed("log10", "The logarithm to base 10.", lambda a: log(a) * (1 / math.log(10)))
+square = composed("square", "a * a, in the dtype of a.", lambda a: a * a)
+isnan = composed("isnan", "True where a is NaN.", lambda a: a.ne(a))
+logical_not = composed("logical_not", "Where a is 0, as bool.", lambda a: a == 0)
+logical_and = composed(
+    "logical_and", "Where neither a nor b is 0, as bool.", lambda a, b: (a != 0) & (b != 0)
+)
+logical_or = composed(
+    "logical_or", "Where a or b is not 0, as bool.", lambda a, b: (a != 0) | (b != 0)
+)
+bitwise_not = composed(
+    "bitwise_not", "~a of integers, or not a of bool.", lambda a: const(~a.cached_data)
+)
+
+
 def round(a: Tensor, decimals: int = 0) -> Tensor:
     """The nearest whole number, or that of so many decimals, halves to even. The gradient is 0."""
     if decimals == 0 or decimals > 0 and a.dtype not in FLOATS:
@@ -356,11 +382,6 @@ def round(a: Tensor, decimals: int = 0) -> Tensor:
 def trunc(a: Tensor) -> Tensor:
     """The nearest whole number towards 0. The gradient is 0."""
     return where(a < 0, ceil(a), floor(a))
-
-
-def tan(a: Tensor) -> Tensor:
-    """The tangent of radians."""
-    return sin(a) / cos(a)
 
 
 def nan_to_num(
@@ -396,26 +417,6 @@ def leaky_relu(a: Tensor, negative_slope: float = 0.01) -> Tensor:
 def elu(a: Tensor, alpha: float = 1.0) -> Tensor:
     """a above 0, alpha (e^a - 1) elsewhere (Clevert et al. 2016)."""
     return where(a > 0, a, expm1(clip(a, max=0)) * alpha)
-
-
-def reciprocal(a: Tensor) -> Tensor:
-    """1 / a."""
-    return 1.0 / a
-
-
-def log2(a: Tensor) -> Tensor:
-    """The logarithm to base 2."""
-    return log(a) * (1 / math.log(2))
-
-
-def log10(a: Tensor) -> Tensor:
-    """The logarithm to base 10."""
-    return log(a) * (1 / math.log(10))
-
-
-def square(a: Tensor) -> Tensor:
-    """a * a, in the dtype of a."""
-    return a * a
 
 
 def _inside(x: Tensor, low: float, high: float) -> NDArray:
@@ -456,11 +457,6 @@ def lerp(a: Tensor, b: Tensor, weight: Tensor | float) -> Tensor:
 
 
 # ---- truth values and bits, outside of the graph -------------------------------------------------
-
-
-def isnan(a: Tensor) -> Tensor:
-    """True where a is NaN."""
-    return const(_C.not_equal(a.cached_data, a.cached_data))
 
 
 def isfinite(a: Tensor) -> Tensor:
@@ -509,26 +505,6 @@ eq, ne, lt, le, gt, ge, bitwise_and, bitwise_or, bitwise_xor = map(
         *(operator.and_, operator.or_, operator.xor),  # of two bool a bool; TypeError for floats
     ),
 )
-
-
-def logical_and(a: Tensor, b: Any) -> Tensor:
-    """Where neither a nor b is 0, as bool."""
-    return (a != 0) & (b != 0)
-
-
-def logical_or(a: Tensor, b: Any) -> Tensor:
-    """Where a or b is not 0, as bool."""
-    return (a != 0) | (b != 0)
-
-
-def logical_not(a: Tensor) -> Tensor:
-    """Where a is 0, as bool."""
-    return a == 0
-
-
-def bitwise_not(a: Tensor) -> Tensor:
-    """~a of integers, or not a of bool. TypeError for floats."""
-    return const(~a.cached_data)
 
 
 # ---- a kernel for the gradient -------------------------------------------------------------------

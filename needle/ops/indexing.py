@@ -1,5 +1,5 @@
 """Picking elements: indexing and assignment by NumPy's rules, index_select, gather, scatter,
-index_add and their gradients.
+index_add, embedding, and their gradients.
 
 Slices are views. Elements picked by arrays are taken whatever the strides; their gradient is summed
 in float32 by the kernel of the embedding's backward. Arrays of an index that are on the host are
@@ -18,10 +18,10 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd.grad_mode import is_grad_enabled
 from needle.autograd.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
-from needle.autograd.tensor import FLOATS, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, differentiable, reduced_to, reshape
-from needle.ops.common import const, id_array, nonzero_places, normal_axis
+from needle.ops.common import const, id_array, nonzero_places, normal_axis, rows_of
 from needle.ops.elementwise import add, where
 
 ROWS = 2**31  # fewer than these can be told apart by the ids of a kernel
@@ -166,6 +166,42 @@ def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
         raise ValueError(f"index_select: indices must have one axis, not {ndim}")
     ids = id_array("index_select", indices, a.device, n, lowest=-n).astype("int64")
     return select_places(a, (axis,), axis, along(ids, axis, a.ndim))
+
+
+# ---- rows of a table -----------------------------------------------------------------------------
+
+
+class EmbeddingOp(FusedOp):
+    """y[n] = w[ids[n]];  dw[ids[n]] += dy[n], in float32."""
+
+    reads_inputs = reads_result = False
+
+    def __init__(self, ids: NDArray, shape: tuple) -> None:
+        self.ids = ids  # (N,) int32
+        self.shape = shape
+
+    def compute(self, w: NDArray) -> NDArray:
+        return _C.embedding_fwd(self.ids, w).reshape(self.shape + (w.shape[1],))
+
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
+        _C.embedding_bwd(self.ids, rows_of(dout), into[0])
+        return [None]
+
+
+def embedding(ids: Any, w: Tensor) -> Tensor:
+    """The rows of w at `ids`: (...) and (V, C) give (..., C).
+
+    ids: Tensor, NDArray, NumPy array or list of whole numbers in [0, V); one outside raises
+    ValueError while the ids are on the host (on CUDA its row becomes NaN). The gradient of w is
+    float32 in every dtype.
+
+    >>> w = ndl.Tensor([[0, 1], [2, 3], [4, 5]])
+    >>> print(ndl.ops.embedding([2, 0], w))
+    [[4. 5.]
+     [0. 1.]]
+    """
+    shape = tuple(ids.shape) if hasattr(ids, "shape") else np.shape(ids)
+    return EmbeddingOp(id_array("embedding", ids, w.device, w.shape[0]), shape)(w)
 
 
 # ---- NumPy's rules -------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def all(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
 
 def count_nonzero(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """The number of elements over `axes` (None: all) that are not 0, as int64."""
-    return const(_C.not_equal(a.cached_data, 0).astype("int64").sum(axes, keepdims))
+    return summation(astype(a != 0, "int64"), axes, keepdims)
 
 
 def median(

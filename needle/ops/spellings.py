@@ -72,7 +72,7 @@ TABLE = (
     ("argmax", "reduce.argmax", "=", "=", "method array constant"),
     ("argmin", "reduce.argmin", "=", "=", "method array constant"),
     ("argsort", "order.argsort", "=", "=", "method constant"),
-    ("astype", "broadcast.astype", "Tensor.to", "ndarray.astype", "array"),
+    ("astype", "broadcast.astype", "Tensor.to", "ndarray.astype", "method array"),
     ("attention", "attention.attention", "scaled_dot_product_attention", "-", ""),
     ("binary_cross_entropy", "loss.binary_cross_entropy", "=", "-", ""),
     ("binary_cross_entropy_with_logits", "loss.binary_cross_entropy_with_logits", "=", "-", ""),
@@ -109,7 +109,7 @@ TABLE = (
     ("dropout", "random.dropout", "=", "-", ""),
     ("einsum", "einsum.einsum", "=", "=", ""),
     ("elu", "elementwise.elu", "=", "-", ""),
-    ("embedding", "embedding.embedding", "=", "-", ""),
+    ("embedding", "indexing.embedding", "=", "-", ""),
     ("eq", "elementwise.eq", "=", "equal", "method constant"),
     ("equal", "elementwise.equal", "=", "array_equal", "method constant"),
     ("erf", "elementwise.erf", "=", "-", "method"),
@@ -195,7 +195,7 @@ TABLE = (
     ("reshape", "broadcast.reshape", "=", "=", "array"),
     ("ring_attention", "ring_attention.ring_attention", "-", "-", ""),
     ("ring_chunks", "ring_attention.ring_chunks", "-", "-", ""),
-    ("ring_dilated_attention", "ring_dilated.ring_dilated_attention", "-", "-", ""),
+    ("ring_dilated_attention", "ring_attention.ring_dilated_attention", "-", "-", ""),
     ("roll", "shape.roll", "=", "=", "method"),
     ("rotary", "attention.rotary", "-", "-", ""),
     ("round", "elementwise.round", "=", "=", "method"),
@@ -301,6 +301,7 @@ def methods(made: dict[str, Any]) -> dict[str, Any]:
     """Return the methods and operators of Tensor by name. made: the functions."""
     found = {n: f for n, f in made.items() if n not in SPELLINGS or "method" in SPELLINGS[n].where}
     found |= {f"__{name}__": made[function] for name, function in (UNARY | OPERATORS).items()}
+    found |= {"__getitem__": made["get_item"], "__setitem__": made["set_item"]}
     found |= {f"__r{name}__": reflected(made[function]) for name, function in OPERATORS.items()}
     for side in ("", "r"):
         for name in OPERATORS_OF_ARRAYS:
