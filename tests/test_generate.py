@@ -295,6 +295,31 @@ def test_text_ends_where_the_files_or_the_flag_say(tmp_path, capsys):
             assert capsys.readouterr().out == printable(f"the cat{wanted}\n")
 
 
+def test_flags_of_the_command_are_those_of_generate(tmp_path, capsys):
+    """Each of them changes the text."""
+    model = model_of(vocab_size=280)
+    tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat "] * 9), 280)
+    model.save_pretrained(tmp_path / "a", tokenizer)
+    plain, seen = {"temperature": 1.0, "seed": 1}, []
+    for name, value in (
+        ("seed", 1),
+        ("seed", 2),
+        ("temperature", 0.1),
+        ("top_k", 2),
+        ("top_p", 0.1),
+        ("repetition_penalty", 9.0),
+    ):
+        options = {**plain, name: value}
+        words = [f"--{key.replace('_', '-')}={number}" for key, number in options.items()]
+        words += ["--prompt", "the cat", "--max-new-tokens", "20", "--device", "cpu"]
+        with naming(name, value):
+            assert generate.main([str(tmp_path / "a"), *words]) == 0
+            seen.append(capsys.readouterr().out)
+            [text] = generation.generate_text(model, tokenizer, ["the cat"], 20, **options)
+            assert seen[-1] == printable(f"the cat{text}\n")
+    assert len({*seen}) == len(seen)
+
+
 class Letters(ndl.data.Tokenizer):
     """A tokenizer whose token 1 + i is the letter i, token 0 half of the character é."""
 
