@@ -449,6 +449,20 @@ def test_examples_of_the_page_are_read(tmp_path, page):
     assert read_edits(tmp_path / "edits.toml") == []
 
 
+@pytest.mark.parametrize(
+    "given, joined",
+    [
+        (7, [[7, 7]]),
+        ([9, "2:3", 4], [[2, 4], [9, 9]]),
+        (["0:100", "20:30"], [[0, 100]]),
+        (["20:30", "25:40", 30], [[20, 40]]),
+    ],
+)
+def test_ranges_of_documents_are_joined(tmp_path, given, joined):
+    edit = {"do": "drop", "where": {"document": given}}
+    assert check_edits([edit], tmp_path)[0]["where"] == {"document": joined}
+
+
 def test_edit_of_numpy_numbers_is_that_of_numbers(tmp_path):
     where = {"step": np.int64(120), "row": np.array([0, 3])}
     edit = {"do": "replace", "where": where, "with_ids": np.arange(1, 4, dtype=np.uint16)}
