@@ -133,6 +133,10 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
         bank.main([str(parent.folder), "--from", "2", "--part", "1/2", "--jobs", "2"])
     assert "--part, --jobs: needs --edits" in capsys.readouterr().err
     (edits / "d.toml").unlink()
+    (edits / "a.toml").write_text(DROP.format(2))
+    assert made(parent, edits, "bank") == 1
+    assert "or other edits" in capsys.readouterr().err
+    (edits / "a.toml").write_text(FILES["a.toml"])
     retell(parent.folder, 5, loss=9.0)
     assert made(parent, edits, "new") == 1 and made(parent, edits, "new", "--no-control") == 0
     assert "without edits, a replay differs from" in capsys.readouterr().err

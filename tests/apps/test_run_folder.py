@@ -43,6 +43,7 @@ def test_folder_is_free_until_a_step_has_finished(tmp_path):
         (True, "metrics.jsonl", '{"step": 1'),  # cut off
         (True, "checkpoints/step_0.safetensors", ""),
         (True, "checkpoints/weights_0.safetensors", ""),
+        (True, "replay.json", "{}"),  # of a replay: its edits are not the new run's
         (False, "metrics.jsonl", LINE),
         (False, "checkpoints/step_1.safetensors", ""),
         (False, "checkpoints/weights_1.safetensors", ""),
@@ -57,6 +58,7 @@ def test_folder_is_free_until_a_step_has_finished(tmp_path):
             if free:
                 assert begin(tmp_path, "tiny") == folder
                 assert not list((folder / "checkpoints").iterdir())
+                assert not (folder / "replay.json").exists()
                 continue
             with pytest.raises(DataError, match="tiny: there is a run of this name already; .*--n"):
                 begin(tmp_path, "tiny")
