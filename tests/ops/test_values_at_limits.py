@@ -155,6 +155,8 @@ def test_functions_of_two_operands_at_their_limits(device):
     for name, (f, slopes) in TWO.items():
         with naming(name):
             check(getattr(ops, name), f, slopes, x, y, device=device)
+    close_ones = ndl.isclose(Tensor(x, device=device), Tensor(y, device=device))
+    np.testing.assert_array_equal(close_ones.numpy(), np.isclose(x, y))
 
 
 def test_no_gradient_reaches_an_element_without_a_part_in_the_result():
