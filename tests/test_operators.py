@@ -91,6 +91,16 @@ def test_dtypes_of_two_operands_are_those_of_the_table(name, device):
                 close(got, expected(name, x, y, dtype), dtype)
 
 
+@pytest.mark.parametrize("own, wide", [("int8", "int32"), ("int16", "int32"), ("uint32", "int64")])
+def test_numpy_operands_of_other_integers_keep_their_numbers(own, wide, device):
+    y = np.array([np.iinfo(own).min, np.iinfo(own).max], own)
+    zeros = nd.zeros(2, "uint8", device)
+    for a in (zeros, Tensor.from_ndarray(zeros)):
+        for got in (a + y, y + a):
+            assert got.dtype == wide
+            np.testing.assert_array_equal(got.numpy(), y)
+
+
 @pytest.mark.parametrize("name", [*SIGNS, *COMPARED])
 def test_dtypes_beside_numbers_are_those_of_the_table(name, device):
     """A number of Python or NumPy changes the dtype where it is of a higher kind alone."""
