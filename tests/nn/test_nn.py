@@ -447,6 +447,7 @@ def test_a_layer_names_the_features_that_it_has_and_got(layer, shape, message):
         (lambda: nn.Dropout(1.5), ValueError, r"Dropout: p must be in \[0, 1\), but is 1.5"),
         (lambda: init.kaiming_uniform(3, 3, None, "tanh"), ValueError, "nonlinearity must be"),
         (lambda: init.rand(2, -1), ValueError, "negative"),
+        (lambda: init.one_hot(3, [-1]), ValueError, r"indices must be whole numbers in \[0, 3\)"),
     ],
 )
 def test_wrong_sizes_are_named(made, error, said):
