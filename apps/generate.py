@@ -16,7 +16,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
     checkout.choose()
 
 from needle.backend_ndarray import FLOAT_DTYPES, check_device_name, choose_device
-from needle.command import Defaults, Parser, number, path_name, reporting, told, whole
+from needle.command import Defaults, Parser, argument_type, number, path_name, reporting, whole
 from needle.data import load_tokenizer
 from needle.files import printable
 from needle.generation import stream_text
@@ -36,7 +36,7 @@ FLAGS = {
     "seed": ("N", whole(0, 2**32 - 1), None, "the same seed writes the same text"),
     "tokenizer": ("PATH", path_name, None, "a tokenizer.json, where none came with the model"),
     "end-of-text": ("TOKEN", str, None, "at which to end; by default as its files name it"),
-    "device": ("NAME", told(check_device_name), "auto", "auto, cpu, cuda or cuda:INDEX"),
+    "device": ("NAME", argument_type(check_device_name), "auto", "auto, cpu, cuda or cuda:INDEX"),
     "import": ("FILE", imported, None, IMPORT),
 }
 

@@ -76,7 +76,7 @@ def train(run: Run) -> int:
         session.begin()
         for step in range(run.step + 1, run.until + 1):
             optimizer.lr, losses = schedule(step), []
-            with session.reading(step):
+            with session.computing(step):
                 for _ in parallel.own_micro_batches:
                     losses.append(session.gradient(*batches.next()))
                     parallel.add_micro_batch()
@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         if run.step < run.until:
             ending.code = train(run)
         else:
-            done = f"nothing to do: all {run.until} steps are done. {runs.longer(run)}"
+            done = f"nothing to do: all {run.until} steps are done. {runs.advice_to_go_on(run)}"
             print(wrapped(done))
             ending.code = 0
     return ending.code

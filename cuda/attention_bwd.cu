@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(STATS_THREADS)
                     store_terms((T *)p.terms + (head * p.T + t) * TERMS,
                                 lse == -INFINITY ? NO_KEY : lse / p.scale, sum);
                 }
-                if (p.tickets && t % HALF == 0) {
-                    p.tickets[head * ceil_div(p.T, HALF) + t / HALF] = 0;
+                if (p.tickets && t % CONSUMER_ROWS == 0) {
+                    p.tickets[head * ceil_div(p.T, CONSUMER_ROWS) + t / CONSUMER_ROWS] = 0;
                 }
             }
         }
@@ -584,7 +584,7 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
                                          {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv});
     const bool rotates = a->cos == NULL || hopper_rotates(a->cos);
     const bool sums_on_the_way = a->db && p.T == p.S && rotates;
-    const int64_t heads = (int64_t)p.B * p.H, parts = (int64_t)p.B * ceil_div(p.T, HALF);
+    const int64_t heads = (int64_t)p.B * p.H, parts = (int64_t)p.B * ceil_div(p.T, CONSUMER_ROWS);
     const bool largest_on_the_way = a->largest && on_hopper && rotates && heads * p.T > 0;
     p.largest = largest_on_the_way ? (unsigned *)a->largest->data : NULL;
     const int64_t columns = (int64_t)p.H * 3 * p.D;

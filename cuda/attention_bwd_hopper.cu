@@ -44,7 +44,7 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
         barrier_wait(at.own_empty(slot.at), slot.phase ^ 1);
         WorkItem item = {0, 0, -1, false};
         if (index < items) {
-            item = item_at(p, index, p.causal && !Shape::KEYS);
+            item = item_at(p, index, p.causal && !Shape::OWN_KEYS);
             if (item.tile * Shape::ROWS >=
                 p.own_rows) { /* a last block is shorter than the others */
                 continue;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
                 for (int part = 0; part < Shape::CONSUMERS; part++) {
                     box_load(at.own(slot.at, which) + panel * Shape::OWN_PANEL + part * Shape::PART,
                              &f.own[which], at.own_full(slot.at), panel * PANEL_COLUMNS,
-                             first + part * HALF, item.h, item.b);
+                             first + part * CONSUMER_ROWS, item.h, item.b);
                 }
             }
         }
@@ -70,14 +70,14 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
         auto walk = walk_of<Shape>(p, item, first);
         for (int part = walk.next(); part >= 0; part = walk.next()) {
             barrier_wait(at.empty(stage.at), stage.phase ^ 1);
-            barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::TERMS);
+            barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::TERMS_BYTES);
             for (int which = 0; which < 2; which++) {
                 for (int panel = 0; panel < Shape::PANELS; panel++) {
                     box_load(at.other(stage.at, which) + panel * Shape::PART, &f.other[which],
                              at.full(stage.at), panel * PANEL_COLUMNS, part, item.h, item.b);
                 }
             }
-            if (Shape::KEYS) {
+            if (Shape::OWN_KEYS) {
                 box_load(at.terms(stage.at), &f.terms, at.full(stage.at), 0, part, item.h, item.b);
             }
             stage.advance();
@@ -130,16 +130,17 @@ struct Visible {
 };
 template <class Shape>
 __device__ __forceinline__ Visible visible_parts(const Problem &p, int mine) {
-    if constexpr (Shape::KEYS) {
+    if constexpr (Shape::OWN_KEYS) {
         const int end = mine < p.S ? p.T : 0;
         if (p.causal) {
-            return {mine - p.offset - HALF, end, mine - p.offset + HALF - 1};
+            return {mine - p.offset - CONSUMER_ROWS, end, mine - p.offset + CONSUMER_ROWS - 1};
         }
         /* In one pass dS of keys beyond the end must not reach dq. */
-        return {-1, end, Shape::ONE_PASS && mine + HALF > p.S ? INT_MAX : INT_MIN};
+        return {-1, end, Shape::ONE_PASS && mine + CONSUMER_ROWS > p.S ? INT_MAX : INT_MIN};
     } else {
-        return {-1, mine < p.T ? keys_end(p, mine + HALF) : 0,
-                p.causal ? min(mine + p.offset - HALF + 1, p.S - HALF) : p.S - HALF};
+        return {-1, mine < p.T ? keys_end(p, mine + CONSUMER_ROWS) : 0,
+                p.causal ? min(mine + p.offset - CONSUMER_ROWS + 1, p.S - CONSUMER_ROWS)
+                         : p.S - CONSUMER_ROWS};
     }
 }
 
@@ -152,12 +153,12 @@ first_product(int which, float (&c)[32], const uint32_t (&own)[N][4], const Colu
     const Operand other = rows_operand(at.other(stage, which));
     const Operand ours = rows_operand(at.own(slot, which) + me.group * Shape::PART);
     products_begin();
-    if constexpr (Shape::KEYS) {
+    if constexpr (Shape::OWN_KEYS) {
         terms.product(c, which, at.terms(stage));
     }
 #pragma unroll
     for (int i = 0; i < 4 * PANELS; i++) {
-        const bool add = Shape::KEYS || i > 0;
+        const bool add = Shape::OWN_KEYS || i > 0;
         const Operand b = further(other, i / 4 * Shape::PART + i % 4 * 32);
         if constexpr (Shape::IN_REGISTERS) {
             product<T, 0>(c, own[which * 4 * PANELS + i], b, add);
@@ -192,15 +193,15 @@ template <class Shape>
 __device__ __forceinline__ void hide(float (&s)[32], const Problem &p, int row, int part,
                                      int lane) {
     const int first = part + 2 * (lane % 4);
-    const int distance = !p.causal ? (Shape::KEYS ? INT_MIN / 2 : p.S)
-                                   : row - first + (Shape::KEYS ? -p.offset : p.offset);
+    const int distance = !p.causal ? (Shape::OWN_KEYS ? INT_MIN / 2 : p.S)
+                                   : row - first + (Shape::OWN_KEYS ? -p.offset : p.offset);
     const int last = p.S - 1 - first; /* column, of keys */
     const int beyond = p.S - row;     /* row, of keys */
 #pragma unroll
     for (int i = 0; i < 32; i++) {
         int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-        bool hidden = Shape::KEYS ? distance + row > column || row >= beyond
-                                  : column > min(distance + row, last);
+        bool hidden = Shape::OWN_KEYS ? distance + row > column || row >= beyond
+                                      : column > min(distance + row, last);
         s[i] = hidden ? -INFINITY : s[i];
     }
 }
@@ -211,7 +212,7 @@ __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2,
                                              const float (&stat)[2][2]) {
 #pragma unroll
     for (int i = 0; i < 32; i++) {
-        if constexpr (Shape::KEYS) {
+        if constexpr (Shape::OWN_KEYS) {
             s[i] = fast_exp2(s[i] * scale_log2);
         } else {
             s[i] = fast_exp2(fmaf(s[i], scale_log2, -stat[i / 2 % 2][0]));
@@ -248,7 +249,7 @@ store_gradients(float (&gradient)[Shape::GRADIENTS][32 * Shape::PANELS], uint32_
                 Places<Shape> at, int slot) {
     constexpr int PANELS = Shape::PANELS, GRADIENTS = Shape::GRADIENTS;
     const Problem &p = f.p;
-    const int own_rows = Shape::KEYS ? p.S : p.T;
+    const int own_rows = Shape::OWN_KEYS ? p.S : p.T;
     /* Beyond the end any angle does: nothing is stored there. */
     const int positions[2] = {min(mine + me.row, own_rows - 1),
                               min(mine + me.row + 8, own_rows - 1)};
@@ -287,8 +288,9 @@ store_gradients(float (&gradient)[Shape::GRADIENTS][32 * Shape::PANELS], uint32_
     proxy_fence();
     named_barrier_sync(1 + me.group, WARPGROUP);
     if (f.sums && mine < own_rows) { /* of the warps, in shared memory until the next such wait */
-        const int64_t part = (int64_t)item.b * ((own_rows + HALF - 1) / HALF) + mine / HALF;
-        float *to = f.sums + (part * p.H + item.h) * 3 * p.D + (Shape::KEYS ? p.D : 0);
+        const int64_t part = (int64_t)item.b * ((own_rows + CONSUMER_ROWS - 1) / CONSUMER_ROWS) +
+                             mine / CONSUMER_ROWS;
+        float *to = f.sums + (part * p.H + item.h) * 3 * p.D + (Shape::OWN_KEYS ? p.D : 0);
         for (int which = 0; which < GRADIENTS; which++) {
             add_warps<Shape>(at.sums(me.group, which), to + which * p.D, p.D);
         }
@@ -325,9 +327,9 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         if (item.tile < 0) {
             break;
         }
-        const int first = item.tile * Shape::ROWS, mine = first + HALF * me.group;
+        const int first = item.tile * Shape::ROWS, mine = first + CONSUMER_ROWS * me.group;
         float stat[2][2];
-        if constexpr (!Shape::KEYS) {
+        if constexpr (!Shape::OWN_KEYS) {
             load_stats(stat, p, item, mine + me.row);
         }
         uint32_t own[Shape::IN_REGISTERS ? 8 * PANELS : 1][4];
@@ -359,7 +361,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 w[0][i / 4][i % 4] = pack_pair<T>(dp[2 * i], dp[2 * i + 1]);
-                if constexpr (Shape::KEYS) {
+                if constexpr (Shape::OWN_KEYS) {
                     w[GRADIENTS - 1][i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
                 }
             }
@@ -382,7 +384,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
             products_wait<PENDING + Shape::OVERLAP>();
             hold(s);
-            if (Shape::KEYS ? part < visible.edge : part > visible.edge) {
+            if (Shape::OWN_KEYS ? part < visible.edge : part > visible.edge) {
                 hide<Shape>(s, p, mine + me.row, part, me.lane);
             }
             exponentials<Shape>(s, p.scale_log2, stat);
@@ -400,7 +402,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             hold(dp);
 #pragma unroll
             for (int i = 0; i < 32; i++) {
-                dp[i] = s[i] * (Shape::KEYS ? dp[i] : dp[i] - stat[i / 2 % 2][1]);
+                dp[i] = s[i] * (Shape::OWN_KEYS ? dp[i] : dp[i] - stat[i / 2 % 2][1]);
             }
             if constexpr (PENDING && Shape::OVERLAP) {
                 hold(s);
@@ -511,19 +513,19 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
 template <class Shape>
 nd_status launch(const char *op, int device, Backward f, const Operands &a,
                  const BlockLists &lists) {
-    constexpr bool KEYS = Shape::KEYS;
+    constexpr bool KEYS = Shape::OWN_KEYS;
     problem_tiles(&f.p, KEYS, Shape::ROWS, lists);
     if (Shape::ONE_PASS) {
         f.p.heads_together = dq_heads_together(device, f.p);
-        ND_TRY(box_map(op, a.dq, HALF, &f.dq));
+        ND_TRY(box_map(op, a.dq, CONSUMER_ROWS, &f.dq));
     }
     const nd_array *own[] = {KEYS ? a.k : a.q, KEYS ? a.v : a.dout};
     const nd_array *other[] = {KEYS ? a.q : a.k, KEYS ? a.dout : a.v};
     const nd_array *gradient[] = {KEYS ? a.dk : a.dq, KEYS ? a.dv : a.dq};
     for (int which = 0; which < 2; which++) {
-        ND_TRY(box_map(op, own[which], HALF, &f.own[which]));
-        ND_TRY(box_map(op, other[which], HALF, &f.other[which]));
-        ND_TRY(box_map(op, gradient[which], HALF, &f.gradient[which]));
+        ND_TRY(box_map(op, own[which], CONSUMER_ROWS, &f.own[which]));
+        ND_TRY(box_map(op, other[which], CONSUMER_ROWS, &f.other[which]));
+        ND_TRY(box_map(op, gradient[which], CONSUMER_ROWS, &f.gradient[which]));
     }
     if (a.cos != NULL) {
         f.cosines = data_of<float>(a.cos);
@@ -534,19 +536,20 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
     const Problem &p = f.p;
     const int64_t line = (int64_t)TERMS_ROW * p.T;
     ND_TRY(byte_map(op, p.terms, {TERMS_ROW, p.T, p.H, p.B}, {TERMS_ROW, line, line * p.H},
-                    {TERMS_ROW, HALF, 1, 1}, TERMS_ROW, &f.terms));
+                    {TERMS_ROW, CONSUMER_ROWS, 1, 1}, TERMS_ROW, &f.terms));
     if (a.q->dtype == ND_BF16) {
         return hopper_launch<Shape>(op, device, attention_bwd_hopper_kernel<bf16, Shape>, f);
     }
     return hopper_launch<Shape>(op, device, attention_bwd_hopper_kernel<f16, Shape>, f);
 }
 
+/* BackwardShape<own rows are keys, panels, consumers, own tiles and parts in shared memory, ...>. */
 template <bool KEYS, class Run>
 nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
     if (lists.offsets == NULL) {
         return run(BackwardShape<KEYS, 2, 2, 1, 4, false>());
     }
-    if (lists.block % (2 * HALF) == 0) {
+    if (lists.block % (2 * CONSUMER_ROWS) == 0) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 4, true>())
                     : run(BackwardShape<KEYS, 1, 2, 2, 4, true>());
     }

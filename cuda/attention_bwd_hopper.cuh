@@ -10,29 +10,30 @@ namespace attention {
 
 using namespace hopper;
 
-template <bool KEYS_, int PANELS_, int CONSUMERS_, int SLOTS_, int STAGES_, bool LISTS_,
+template <bool OWN_KEYS_, int PANELS_, int CONSUMERS_, int SLOTS_, int STAGES_, bool LISTS_,
           bool ONE_PASS_ = false>
 struct BackwardShape {
-    static constexpr bool KEYS = KEYS_; /* are the own rows keys: dk dv */
+    static constexpr bool OWN_KEYS = OWN_KEYS_; /* are the own rows keys: dk dv */
     static constexpr int PANELS = PANELS_, CONSUMERS = CONSUMERS_, SLOTS = SLOTS_, STAGES = STAGES_;
     static constexpr bool LISTS = LISTS_;
     static constexpr bool ONE_PASS = ONE_PASS_; /* dq too: see attention_dq_hopper.cuh */
-    static_assert(!ONE_PASS || (KEYS && PANELS == 1 && CONSUMERS == 2 && !LISTS), "written for it");
-    static constexpr int GRADIENTS = KEYS ? 2 : 1;
+    static_assert(!ONE_PASS || (OWN_KEYS && PANELS == 1 && CONSUMERS == 2 && !LISTS),
+                  "written for it");
+    static constexpr int GRADIENTS = OWN_KEYS ? 2 : 1;
     /* Are there registers for what the second products read and both first ones write at once? */
-    static constexpr bool OVERLAP = !KEYS || (PANELS == 1 && CONSUMERS > 1);
-    static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2) && !ONE_PASS; /* X and Y */
-    static constexpr int ROWS = HALF * CONSUMERS;
+    static constexpr bool OVERLAP = !OWN_KEYS || (PANELS == 1 && CONSUMERS > 1);
+    static constexpr bool IN_REGISTERS = !(OWN_KEYS && PANELS == 2) && !ONE_PASS; /* X and Y */
+    static constexpr int ROWS = CONSUMER_ROWS * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + ONE_PASS + CONSUMERS);
     static constexpr int CTAS = CONSUMERS == 1 && PANELS == 1 ? 2 : 1;
     /* Registers of a thread: of the producers, of dq's warpgroup, of consumers. */
     static constexpr int KEEP = CTAS == 2 ? 40 : 24;
     static constexpr int KEEP_DQ = 72;
     static constexpr int TAKE = CTAS == 2 ? 216 : ONE_PASS ? 208 : 240;
-    static constexpr uint32_t PART = HALF * PANEL_ROW; /* bytes of 64 rows of a panel */
+    static constexpr uint32_t PART = CONSUMER_ROWS * PANEL_ROW; /* bytes of 64 rows of a panel */
     static constexpr uint32_t OWN_PANEL = CONSUMERS * PART, OWN = PANELS * OWN_PANEL;
     static constexpr uint32_t OTHER = PANELS * PART;
-    static constexpr uint32_t TERMS = KEYS ? HALF * TERMS_ROW : 0;
+    static constexpr uint32_t TERMS_BYTES = OWN_KEYS ? CONSUMER_ROWS * TERMS_ROW : 0;
     static constexpr int WEIGHTS = ONE_PASS ? 2 : 0, SHARES = ONE_PASS ? 2 : 0;
     static constexpr uint32_t SHARE = 2 * PART;                  /* 64 x 64 floats */
     static constexpr uint32_t SUMS = PANELS * PANEL_COLUMNS * 4; /* of a warp */
@@ -41,7 +42,7 @@ struct BackwardShape {
     static constexpr uint32_t SHARES_AT = WEIGHTS_AT + WEIGHTS * OWN_PANEL;
     static constexpr uint32_t STAGED_AT = SHARES_AT + SHARES * SHARE;
     static constexpr uint32_t TERMS_AT = STAGED_AT + (ONE_PASS ? OWN : 0);
-    static constexpr uint32_t SUMS_AT = TERMS_AT + STAGES * TERMS;
+    static constexpr uint32_t SUMS_AT = TERMS_AT + STAGES * TERMS_BYTES;
     static constexpr uint32_t BARRIERS_AT = SUMS_AT + (CONSUMERS * GRADIENTS + ONE_PASS) * 4 * SUMS;
     static constexpr int BARRIERS = 2 * SLOTS + 2 * STAGES + 2 * WEIGHTS + 2 * SHARES;
     static constexpr uint32_t ITEMS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
@@ -72,7 +73,7 @@ template <class Shape> struct Places {
         return base + Shape::OTHER_AT + (2 * stage + which) * Shape::OTHER;
     }
     __device__ __forceinline__ uint32_t terms(int stage) const {
-        return base + Shape::TERMS_AT + stage * Shape::TERMS;
+        return base + Shape::TERMS_AT + stage * Shape::TERMS_BYTES;
     }
     /* Where dX and dY are placed for the copy engine: over X and Y, which are no longer needed. But
      * in one pass k is: shares of dq are still computed from it when dk is done. */
@@ -131,7 +132,7 @@ struct PartsDown {
 
     __device__ __forceinline__ int next() {
         const int part = at;
-        at -= HALF;
+        at -= CONSUMER_ROWS;
         return part >= from ? part : -1;
     }
 };
@@ -142,12 +143,14 @@ template <class Shape>
 __device__ __forceinline__ auto walk_of(const Problem &p, const WorkItem &item, int first) {
     if constexpr (Shape::ONE_PASS) {
         const int from = p.causal && item.tile > 0 ? max(first - p.offset, 0) : 0;
-        return PartsDown{(p.T - 1) / HALF * HALF, from / HALF * HALF};
-    } else if constexpr (Shape::KEYS) {
-        return PartWalk<Shape::LISTS, HALF>(p, item.h, first,
-                                            p.causal ? max(first - p.offset, 0) : 0, p.T);
+        return PartsDown{(p.T - 1) / CONSUMER_ROWS * CONSUMER_ROWS,
+                         from / CONSUMER_ROWS * CONSUMER_ROWS};
+    } else if constexpr (Shape::OWN_KEYS) {
+        return PartWalk<Shape::LISTS, CONSUMER_ROWS>(p, item.h, first,
+                                                     p.causal ? max(first - p.offset, 0) : 0, p.T);
     } else {
-        return PartWalk<Shape::LISTS, HALF>(p, item.h, first, 0, keys_end(p, first + Shape::ROWS));
+        return PartWalk<Shape::LISTS, CONSUMER_ROWS>(p, item.h, first, 0,
+                                                     keys_end(p, first + Shape::ROWS));
     }
 }
 

@@ -43,7 +43,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
     const Problem &p = f.p;
     const int thread = threadIdx.x % WARPGROUP, lane = thread & 31;
     const int my_row = thread / 32 * 16 + lane / 4;
-    const int parts = (p.T + HALF - 1) / HALF;
+    const int parts = (p.T + CONSUMER_ROWS - 1) / CONSUMER_ROWS;
     Ring<Shape::SLOTS> slot;
     Ring<Shape::WEIGHTS> weights;
     Ring<Shape::SHARES> share;
@@ -67,8 +67,9 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
         const Operand keys = columns_operand(at.own(slot.at, 0), Shape::PART);
         PartsDown walk = walk_of<Shape>(p, item, item.tile * Shape::ROWS);
         for (int part = walk.next(); part >= 0; part = walk.next()) {
-            const int place = (item.b * p.H + item.h) * parts + part / HALF;
-            const bool last = item.tile == max(keys_end(p, part + HALF) - 1, 0) / Shape::ROWS;
+            const int place = (item.b * p.H + item.h) * parts + part / CONSUMER_ROWS;
+            const bool last =
+                item.tile == max(keys_end(p, part + CONSUMER_ROWS) - 1, 0) / Shape::ROWS;
             float c[32];
             if (last && item.tile > 0) {
                 if (thread == 0) {
@@ -98,14 +99,14 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
                 products_end();
             };
             /* Keys that none of the part sees stay out: a NaN of theirs would pass through zeros. */
-            if (keys_end(p, part + HALF) > item.tile * Shape::ROWS + HALF) {
+            if (keys_end(p, part + CONSUMER_ROWS) > item.tile * Shape::ROWS + CONSUMER_ROWS) {
                 multiply(Constant<Shape::ROWS>());
             } else {
-                multiply(Constant<HALF>());
+                multiply(Constant<CONSUMER_ROWS>());
             }
             products_wait<0>();
             hold(c);
-            if (keys_end(p, part + HALF) == 0) {
+            if (keys_end(p, part + CONSUMER_ROWS) == 0) {
 #pragma unroll
                 for (int i = 0; i < 32; i++) {
                     c[i] = 0.0f;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
                 named_barrier_sync(1 + Shape::CONSUMERS, WARPGROUP); /* the last ones are read */
                 sum_rows<1>(c, count, p.scale, sums + thread / 32 * Shape::SUMS);
                 named_barrier_sync(1 + Shape::CONSUMERS, WARPGROUP);
-                const int64_t row = (int64_t)item.b * parts + part / HALF;
+                const int64_t row = (int64_t)item.b * parts + part / CONSUMER_ROWS;
                 add_warps<Shape>(sums, f.sums + (row * p.H + item.h) * 3 * p.D, p.D);
             }
             barrier_wait(at.share_empty(share.at), share.phase ^ 1);
@@ -167,7 +168,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
 template <class Shape>
 __device__ __forceinline__ void write_shares(const Backward &f, Places<Shape> at, int share) {
     const Problem &p = f.p;
-    const int parts = (p.T + HALF - 1) / HALF;
+    const int parts = (p.T + CONSUMER_ROWS - 1) / CONSUMER_ROWS;
     for (uint32_t phase = 0;; phase ^= 1) {
         barrier_wait(at.share_full(share), phase);
         uint32_t words[4];
@@ -179,7 +180,7 @@ __device__ __forceinline__ void write_shares(const Backward &f, Places<Shape> at
         float *sum = p.dq_sums + (int64_t)place * DQ_SHARE;
         if (use == SHARE_IS_DQ) {
             const int head = place / parts;
-            gradient_store(p, &f.dq, at.share(share), 0, place % parts * HALF, head % p.H,
+            gradient_store(p, &f.dq, at.share(share), 0, place % parts * CONSUMER_ROWS, head % p.H,
                            head / p.H);
         } else if (use == SHARE_STORE) {
             bulk_store(sum, at.share(share), Shape::SHARE);

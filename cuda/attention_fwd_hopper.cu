@@ -33,13 +33,13 @@ struct ForwardShape {
     static constexpr int PANELS = PANELS_, TEAMS = TEAMS_, CONSUMERS = CONSUMERS_;
     static constexpr int KEYS = KEYS_, STAGES = STAGES_; /* of a tile; tiles in shared memory */
     static constexpr bool LISTS = LISTS_, JOINS = JOINS_;
-    static constexpr int CTAS = 1, QUERIES = HALF * CONSUMERS;
+    static constexpr int CTAS = 1, QUERIES = CONSUMER_ROWS * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + TEAMS * CONSUMERS);
     /* Registers a thread: at the launch, and a producer's and a consumer's thereafter. */
     static constexpr int EACH = 65536 / THREADS / 8 * 8, KEEP = 32;
     static constexpr int SPARE = (EACH - KEEP) / (TEAMS * CONSUMERS) / 8 * 8;
     static constexpr int TAKE = EACH + SPARE < 240 ? EACH + SPARE : 240;
-    static constexpr uint32_t HALF_PANEL = HALF * PANEL_ROW;
+    static constexpr uint32_t HALF_PANEL = CONSUMER_ROWS * PANEL_ROW;
     static constexpr uint32_t Q_PANEL = QUERIES * PANEL_ROW, KV_PANEL = KEYS * PANEL_ROW;
     static constexpr uint32_t Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
     static constexpr uint32_t K_AT = 2 * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES;
@@ -137,8 +137,8 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int 
         for (int panel = 0; panel < Shape::PANELS; panel++) {
             for (int part = 0; part < Shape::CONSUMERS; part++) {
                 box_load(at.q(q.at) + panel * Shape::Q_PANEL + part * Shape::HALF_PANEL, &f.q,
-                         at.q_full(q.at), panel * PANEL_COLUMNS, first + part * HALF, item.h,
-                         item.b);
+                         at.q_full(q.at), panel * PANEL_COLUMNS, first + part * CONSUMER_ROWS,
+                         item.h, item.b);
             }
         }
         q.advance();
@@ -293,8 +293,8 @@ template <class T, class Shape> struct Consumer {
         }
         const int first = item.tile * Shape::QUERIES;
         end = keys_end(p, first + Shape::QUERIES);
-        mine = first + HALF * group;
-        my_end = mine < p.T ? keys_end(p, mine + HALF) : 0;
+        mine = first + CONSUMER_ROWS * group;
+        my_end = mine < p.T ? keys_end(p, mine + CONSUMER_ROWS) : 0;
         least = p.causal ? min(p.S, mine + p.offset + 1) : p.S;
         my_q = at.q(q.at) + group * Shape::HALF_PANEL;
         tile = -Shape::KEYS;
@@ -559,10 +559,10 @@ template <class Shape>
 nd_status launch(const char *op, int device, Forward f, const Operands &a,
                  const BlockLists &lists) {
     problem_tiles(&f.p, false, Shape::QUERIES, lists);
-    ND_TRY(box_map(op, a.q, HALF, &f.q));
+    ND_TRY(box_map(op, a.q, CONSUMER_ROWS, &f.q));
     ND_TRY(box_map(op, a.k, Shape::KEYS, &f.k));
     ND_TRY(box_map(op, a.v, Shape::KEYS, &f.v));
-    ND_TRY(box_map(op, a.o, HALF, &f.o));
+    ND_TRY(box_map(op, a.o, CONSUMER_ROWS, &f.o));
     if (a.q->dtype == ND_BF16) {
         return hopper_launch<Shape>(op, device, attention_fwd_hopper_kernel<bf16, Shape>, f);
     }
@@ -590,6 +590,7 @@ nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p,
                                           const BlockLists &lists) {
     Forward f = {};
     f.p = p;
+    /* ForwardShape<panels, teams, consumers, keys of a tile, tiles in shared memory, ...>. */
     auto run = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, lists); };
     bool wide = p.D > PANEL_COLUMNS;
     if (p.joins) {
@@ -601,12 +602,13 @@ nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p,
             return run(ForwardShape<2, 1, 2, 128, 2, false>());
         }
         /* A query takes some quarter longer in a tile of two consumers. */
-        const float three = time_of_tiles(device, p, 3 * HALF);
-        return three > 3 * HALF && 1.25f * time_of_tiles(device, p, 2 * HALF) < three
+        const float three = time_of_tiles(device, p, 3 * CONSUMER_ROWS);
+        return three > 3 * CONSUMER_ROWS &&
+                       1.25f * time_of_tiles(device, p, 2 * CONSUMER_ROWS) < three
                    ? run(ForwardShape<1, 1, 2, 128, 4, false>())
                    : run(ForwardShape<1, 1, 3, 128, 4, false>());
     }
-    if (lists.block % (2 * HALF) == 0) {
+    if (lists.block % (2 * CONSUMER_ROWS) == 0) {
         return wide ? run(ForwardShape<2, 1, 2, 128, 2, true>())
                     : run(ForwardShape<1, 2, 2, 64, 4, true>());
     }

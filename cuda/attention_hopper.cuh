@@ -22,12 +22,13 @@
 
 namespace attention {
 
-constexpr int HALF = 64;            /* rows of a consumer */
+constexpr int CONSUMER_ROWS = 64;   /* rows of a consumer */
 constexpr uint32_t ITEM_BYTES = 16; /* of a WorkItem in shared memory */
 constexpr int TERMS = 16;           /* of a query: see ColumnTerms */
 constexpr int TERMS_ROW = 2 * TERMS;
-constexpr float NO_KEY = 1.3e8f;    /* for lse / scale in terms, finite: 0 times infinity is no 0 */
-constexpr int DQ_SHARE = HALF * 64; /* floats of dq_sums for HALF queries: see dq_in_one_pass */
+constexpr float NO_KEY = 1.3e8f; /* for lse / scale in terms, finite: 0 times infinity is no 0 */
+constexpr int DQ_SHARE =
+    CONSUMER_ROWS * 64; /* floats of dq_sums for CONSUMER_ROWS queries: see dq_in_one_pass */
 
 /* ---- host ---------------------------------------------------------------------------------------
  * Called by attention_fwd.cu and attention_bwd.cu when hopper_serves(). The problem is filled but
@@ -37,14 +38,14 @@ struct Operands {
     const nd_array *dout, *dq, *dk, *dv;     /* backward only */
     const nd_array *cos = NULL, *sin = NULL; /* where dq and dk are rotated: see hopper_rotates */
     float *sums =
-        NULL; /* (B, ceil(T / HALF), H, 3, D), S is T: of HALF rows of dq, dk and dv each */
+        NULL; /* (B, ceil(T / CONSUMER_ROWS), H, 3, D), S is T: of CONSUMER_ROWS rows of dq, dk and dv each */
 };
 
 nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
                                const BlockLists &lists);
 
 /* dq, dk and dv; p.stats and p.terms are there, and where dq is made in one pass with dk and dv
- * p.dq_sums, of (B, H, ceil(T / HALF), DQ_SHARE), and p.tickets, all 0. */
+ * p.dq_sums, of (B, H, ceil(T / CONSUMER_ROWS), DQ_SHARE), and p.tickets, all 0. */
 nd_status attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a,
                                const BlockLists &lists, const BlockLists &transposed);
 
@@ -61,10 +62,11 @@ static inline bool hopper_rotates(const nd_array *cos) {
 /* 16 bits, head dims up to 128, blocks of whole parts, something to do. */
 static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, int64_t block,
                                  std::initializer_list<const nd_array *> operands) {
-    bool good =
-        hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 && p.scale > 0 &&
-        block % HALF == 0 && p.B > 0 && p.H > 0 && p.T > 0 && p.S > 0 &&
-        (int64_t)p.B * p.H * (p.T / HALF + p.S / HALF + 1) < (1 << 29); /* half of the items */
+    bool good = hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 &&
+                p.scale > 0 && block % CONSUMER_ROWS == 0 && p.B > 0 && p.H > 0 && p.T > 0 &&
+                p.S > 0 &&
+                (int64_t)p.B * p.H * (p.T / CONSUMER_ROWS + p.S / CONSUMER_ROWS + 1) <
+                    (1 << 29); /* half of the items */
     for (const nd_array *operand : operands) {
         good = good && is_boxable(operand);
     }

@@ -65,7 +65,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "newest_checkpoint",
-    "proven_checkpoint",
+    "last_good_checkpoint",
     "prune_checkpoints",
     "save",
     "save_checkpoint",
@@ -301,7 +301,7 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def proven_checkpoint(folder: str | os.PathLike, finite: int, following: int) -> Path | None:
+def last_good_checkpoint(folder: str | os.PathLike, finite: int, following: int) -> Path | None:
     """The newest whole checkpoint after which `following` steps or more had finite losses, where
     the steps up to `finite` had. The loss of a checkpoint's own step does not show it: weights that
     have diverged are seen in the steps after."""
@@ -317,13 +317,13 @@ def prune_checkpoints(
     following: int = 1,
 ) -> None:
     """Delete, of the steps up to `written`, which has just been saved, all that are older than the
-    `keep` newest, except: those that are to stay `forever`, the newest that following steps prove
-    (see proven_checkpoint), and that which is proven next. Later steps stay: they are of a training
-    that went back to an older step. No file is read."""
+    `keep` newest, except: those that are to stay `forever`, the newest after which `following`
+    finite steps came (see last_good_checkpoint), and the one that comes to it next. Later steps
+    stay: they are of a training that went back to an older step. No file is read."""
     steps = {path: step_of(path) for path in list_checkpoints(folder)}
     found = [path for path, step in steps.items() if step <= written and not forever(step)]
-    unproven = sum(steps[path] + following > written for path in found)
-    stay = {*found[:keep], *found[max(unproven - 1, 0) : unproven + 1]}
+    unsure = sum(steps[path] + following > written for path in found)
+    stay = {*found[:keep], *found[max(unsure - 1, 0) : unsure + 1]}
     for path in found:
         if path not in stay:
             path.unlink(missing_ok=True)

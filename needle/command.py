@@ -35,7 +35,7 @@ def wrapped(text: str, indent: int = 2) -> str:
     return "\n".join(map(fill, printable(text).split("\n")))
 
 
-def told(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def argument_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """The type of values that `read` takes; its ValueError is the message."""
 
     def parse(text: str) -> Any:
@@ -47,7 +47,7 @@ def told(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-path = told(named)  # of files and folders
+path = argument_type(named)  # of files and folders
 
 
 def path_name(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Optimizers, gradient clipping and learning-rate schedules.
+"""Optimizers and learning-rate schedules; clipping is in nn/utils.py.
 
 An optimizer takes the parameters in one of four forms: a list of Parameters, a list of (name,
 Parameter), a list of groups (dicts with "params" and, where they differ, "lr" and

@@ -18,10 +18,10 @@ from needle.checkpoint import (
     Checkpoint,
     CheckpointError,
     checkpoint_path,
+    last_good_checkpoint,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
-    proven_checkpoint,
     prune_checkpoints,
     save_checkpoint,
 )
@@ -448,9 +448,9 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
         assert checkpoint_path(tmp_path, 101).exists() and len(list_checkpoints(tmp_path)) >= 4
     left = [106, 105, 101, 100]  # 100 is proven, 101 next; 10 was when 100 was not
     assert list_checkpoints(tmp_path) == [checkpoint_path(tmp_path, n) for n in left]
-    assert proven_checkpoint(tmp_path, 106, 6) == checkpoint_path(tmp_path, 100)
-    assert proven_checkpoint(tmp_path, 107, 6) == checkpoint_path(tmp_path, 101)
-    assert proven_checkpoint(tmp_path, 105, 6) is None
+    assert last_good_checkpoint(tmp_path, 106, 6) == checkpoint_path(tmp_path, 100)
+    assert last_good_checkpoint(tmp_path, 107, 6) == checkpoint_path(tmp_path, 101)
+    assert last_good_checkpoint(tmp_path, 105, 6) is None
     checkpoint_path(tmp_path, 101).unlink()
     checkpoint_path(tmp_path, 105).unlink()
     checkpoint_path(tmp_path, 106).unlink()
@@ -458,7 +458,7 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
     damaged = bytearray(checkpoint_path(tmp_path, 100).read_bytes())
     damaged[-1] ^= 1
     checkpoint_path(tmp_path, 100).write_bytes(damaged)  # the name, inode and size of a whole one
-    assert proven_checkpoint(tmp_path, 200, 6) == checkpoint_path(tmp_path, 10)
+    assert last_good_checkpoint(tmp_path, 200, 6) == checkpoint_path(tmp_path, 10)
     said = io.StringIO()
     assert newest_checkpoint(tmp_path, said.write).state["step"] == 10
     assert "step_100.safetensors" in said.getvalue()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from needle.command import Parser, path, reporting, told
+from needle.command import Parser, argument_type, path, reporting
 from needle.files import described, named, printable, replacing
 from needle.processes import program
 from needle.training.log import read_lines
@@ -22,7 +22,7 @@ FORMATS = (".png", ".svg", ".pdf")
 TRAINING, HELD_OUT = "#0b3d91", "#b22200"  # dark enough to print, and distinct in grey
 
 
-@told
+@argument_type
 def figure(text: str) -> Path:
     """The type of files of figures, whose ending is the format."""
     file = named(text)

@@ -16,7 +16,7 @@ from needle import models, optim
 from needle.backend_ndarray import Device
 from needle.checkpoint import (
     checkpoint_path,
-    proven_checkpoint,
+    last_good_checkpoint,
     prune_checkpoints,
     save_checkpoint,
     step_of,
@@ -197,7 +197,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
         write_description(run)
     beat()
     forever = lambda step: is_kept(run.settings, step)
-    prune_checkpoints(folder, run.step, forever=forever, following=prove_after(run))
+    prune_checkpoints(folder, run.step, forever=forever, following=finite_steps_after(run))
 
 
 def is_kept(settings: Settings, step: int) -> bool:
@@ -221,8 +221,8 @@ def write_weights(run: Run, log: RunLog) -> None:
     beat()
 
 
-def prove_after(run: Run) -> int:
-    """Return how many finite steps prove the checkpoint before them: those up to the next save."""
+def finite_steps_after(run: Run) -> int:
+    """Return how many finite steps must follow a good checkpoint: those up to the next save."""
     return max(run.settings.save_every, 1)
 
 
@@ -300,7 +300,7 @@ def resume_command(run: Run) -> str:
     return shlex.join([*words, *settings.words("wandb")])
 
 
-def longer(run: Run) -> str:
+def advice_to_go_on(run: Run) -> str:
     """Return how to train the model of a finished run further."""
     if run.settings.schedule == "constant":
         return f"More --steps go on: {resume_command(run)} --steps N"
@@ -324,7 +324,7 @@ def report_divergence(run: Run, error: Exception, finite: int) -> None:
     """Report a loss that is not finite, and which checkpoint is good. finite: the step before."""
     lines = [f"{error}. Stopped."]
     advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
-    good = proven_checkpoint(run.folder / "checkpoints", finite, prove_after(run))
+    good = last_good_checkpoint(run.folder / "checkpoints", finite, finite_steps_after(run))
     if good is not None:
         followed = finite - step_of(good)
         lines.append(f"the last good checkpoint is {good}: {followed} finite steps followed")
@@ -335,7 +335,7 @@ def report_divergence(run: Run, error: Exception, finite: int) -> None:
 # ---- the end -----------------------------------------------------------------------------------
 
 
-def finish(run: Run) -> None:
+def write_results(run: Run) -> None:
     """Write the plot and a sample, and print where they lie."""
     rest()  # matplotlib may look for fonts
     report(plot(run.folder))

@@ -36,7 +36,6 @@ from needle.training.peaks import peak
 from needle.training.replay.proofs import batch_hash, digests
 from needle.training.run import (
     Run,
-    finish,
     is_kept,
     keeps_weights,
     own_columns,
@@ -44,6 +43,7 @@ from needle.training.run import (
     report_divergence,
     report_stop,
     write_checkpoint,
+    write_results,
     write_weights,
 )
 from needle.training.settings import Settings
@@ -225,8 +225,9 @@ class Session:
             self.save_weights()
 
     @contextlib.contextmanager
-    def reading(self, step: int) -> Iterator[None]:
-        """Compute the micro-batches of a step; data that break off raise Failed on all ranks."""
+    def computing(self, step: int) -> Iterator[None]:
+        """Compute the gradients of a step in the block, after a replay's edit of weights or moments
+        before it; data that break off raise Failed on all ranks."""
         batches, replay = self.run.batches, self.run.replay
         if replay is not None and step == replay.start + 1:
             replay.change(self.run.parallel)
@@ -327,7 +328,7 @@ class Session:
         )
         with self.ranks.rank_0_first("the plot and the sample"):
             if self.ranks.rank == 0:
-                finish(run)
+                write_results(run)
         return 0
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from needle import models
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import CheckpointError
-from needle.command import Parser, flag_words, number, path_name, told, whole
+from needle.command import Parser, argument_type, flag_words, number, path_name, whole
 from needle.distributed.tree import fitting_ranks, own_micro_batches
 from needle.files import FileError, read_json, read_toml
 from needle.models.pythia import SPARSE_PATTERNS
@@ -90,7 +90,7 @@ def run_name(text: str) -> str:
     return text
 
 
-@told
+@argument_type
 def kept_steps(text: str) -> str:
     keeps(text)
     return text
@@ -118,7 +118,7 @@ File = Annotated[str, Kind("FILE", path_name)]
 Import = Annotated[str, Kind("FILE", imported)]
 RunName = Annotated[str, Kind("NAME", run_name)]
 Keep = Annotated[str, Kind("STEPS", kept_steps)]
-DeviceName = Annotated[str, Kind("NAME", told(check_device_name))]
+DeviceName = Annotated[str, Kind("NAME", argument_type(check_device_name))]
 Recipe = Annotated[str, Kind(choices=tuple(SCHEDULES))]
 Dtype = Annotated[str, Kind(choices=("float32", "bfloat16"))]
 Schedule = Annotated[str, Kind(choices=("cosine", "linear", "constant", "wsd", "pythia"))]

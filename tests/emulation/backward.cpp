@@ -20,7 +20,8 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
     }
     p.stats = (float2 *)stats;
     p.joins = joins;
-    const int64_t rows = (int64_t)p.B * p.H * p.T, parts = (int64_t)p.B * p.H * ceil_div(p.T, HALF);
+    const int64_t rows = (int64_t)p.B * p.H * p.T,
+                  parts = (int64_t)p.B * p.H * ceil_div(p.T, CONSUMER_ROWS);
     std::vector<uint4> terms((size_t)rows * 2);
     p.terms = terms.data();
     for (int64_t row = 0; row < rows; row++) { /* as attention_stats_kernel writes them */

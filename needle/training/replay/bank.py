@@ -1,6 +1,6 @@
 """needle replay RUN --from STEP: a replay of a file of edits, or a bank of them (docs/replay.md).
 
-Nothing in the replays of a bank depends on time, place or the number of jobs. A folder appears
+The models of a bank do not depend on time, place or the number of jobs. A folder appears
 under its name when it is whole, so that a bank that was killed goes on where it was.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from needle import hf
 from needle.backend_ndarray import cpu
-from needle.command import Parser, path, reporting, told, whole, wrapped
+from needle.command import Parser, argument_type, path, reporting, whole, wrapped
 from needle.data import DataError
 from needle.data.edits import read_edits
 from needle.distributed.group import visible_gpus
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     text = "a bank: a replay for each *.toml in there, and one without edits (docs/replay.md)"
     add("--edits", type=path, metavar="FOLDER", help=text)
     text = "of --edits: every N-th replay from the I-th on, on one of N machines"
-    add("--part", type=told(part), metavar="I/N", help=text)
+    add("--part", type=argument_type(part), metavar="I/N", help=text)
     text = "of --edits: so many at a time, on all GPUs in turn (default: 1)"
     add("--jobs", type=whole(1), metavar="N", help=text)
     return top

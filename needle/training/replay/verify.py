@@ -16,7 +16,7 @@ import numpy as np
 
 from needle.backend_ndarray import cpu, given_device
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
-from needle.command import Parser, path, reporting, told, whole, wrapped
+from needle.command import Parser, argument_type, path, reporting, whole, wrapped
 from needle.data import run_batches, run_data
 from needle.data.tokens import SAMPLED
 from needle.files import FileError, MissingFileError, reading, replace_text
@@ -328,7 +328,7 @@ def verified(
         yield Verdict("steps", UNDECIDED, text, scope="not computed")
 
 
-@told
+@argument_type
 def _interval(text: str) -> Interval:
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
