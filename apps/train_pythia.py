@@ -3,7 +3,7 @@
 
 The file reads downwards: `train` is the loop, `make_run` makes its data, model and optimizer or
 reads them from a checkpoint, `main` is the command line. needle/training/ has the rest. A run is a
-folder runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png,
+folder runs/NAME/: config.json, manifest.json, metrics.jsonl (a line a step), loss.png,
 tokenizer.json, sample.txt, lock and checkpoints/step_N.safetensors. Its settings determine every
 number: a run that was stopped and resumed writes the same losses, bit for bit, as one that was not.
 """

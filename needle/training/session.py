@@ -158,8 +158,8 @@ class Due(NamedTuple):
 
 
 class Stop(list):
-    """The signals that end the run after the step, in order. mpirun forwards SIGUSR1. A second
-    SIGINT interrupts at once."""
+    """The signals that end the run after the step, in order. mpirun forwards SIGUSR1. A SIGINT
+    after any of them interrupts at once."""
 
     def append(self, number: int) -> None:
         super().append(number)

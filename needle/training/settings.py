@@ -349,7 +349,8 @@ library, with sizes that suit the device.
 """
 EPILOG = """
 Defaults are written cpu | gpu where they differ. Exit codes: 0 done or stopped, all steps saved; 1
-an error, or a loss that is not finite; 2 a bad flag; 75 a GPU or a rank is lost; 130 Ctrl-C twice.
+an error, or a loss that is not finite; 2 a bad flag; 75 a GPU or a rank is lost; 130 Ctrl-C twice,
+or before the first step.
 """
 
 
