@@ -58,6 +58,7 @@ nd_status Exclusive::begin(int) { return ND_OK; }
 nd_status cuda_graph_allocate(int, nd_graph *, size_t, void **) { return ND_OK; }
 void cuda_graph_reuse(nd_graph *, void *, size_t) {}
 bool cuda_is_capturing(int) { return device.recording && graph.capturing; }
+nd_status cuda_refuse_in_capture(int, const char *) { return ND_OK; }
 Scratch &cuda_graph_scratch(nd_graph *graph) { return graph->scratch; }
 
 /* ---- a layer: ops; rows x columns times its number are added to rows of `to` from `target` on --- */
