@@ -31,9 +31,9 @@ def last_step(run: SavedRun) -> int:
     return int(max(run.metrics["step"], default=0))
 
 
-def floor(run: SavedRun, flags: Sequence[str]) -> Row:
-    """Train some steps of a run again, of a replay with edits those of its parent. RuntimeError
-    where that fails."""
+def noise_floor(run: SavedRun, flags: Sequence[str]) -> Row:
+    """Measure how far a repetition differs: train some steps of a run again, of a replay with edits
+    those of its parent. RuntimeError where that fails."""
     replay = read_replay(run.folder, last_step(run))
     if replay is not None and replay.edits:
         run = open_run(replay.parent)
@@ -47,7 +47,8 @@ def floor(run: SavedRun, flags: Sequence[str]) -> Row:
     return {"kind": "floor", "run": str(run.folder), "floor": max(found, default=0.0), "text": text}
 
 
-def fork(run: SavedRun, reference: SavedRun) -> Row:
+def first_difference(run: SavedRun, reference: SavedRun) -> Row:
+    """Return the first step whose line differs from the reference's, and the facts that do."""
     steps = range(1, max(last_step(run), last_step(reference)) + 1)
     found = differing(reference.folder, run.folder, steps)
     step = min(found, default=None)
@@ -124,9 +125,9 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     steps = shared_steps(runs, args.every)
     texts = read_documents(args.probe, runs[0].tokenizer, runs[0].config.vocab_size)
     if not args.no_floor:
-        yield floor(runs[0], ["--device", args.device])
+        yield noise_floor(runs[0], ["--device", args.device])
     for run in runs[1:]:
-        yield fork(run, runs[0])
+        yield first_difference(run, runs[0])
     yield from compare(runs, texts, steps, device)
 
 

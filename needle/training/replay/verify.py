@@ -91,7 +91,7 @@ class Claims:
 # ---- the files ---------------------------------------------------------------------------------
 
 
-def of_lines(claims: Claims) -> Verdict:
+def check_lines(claims: Claims) -> Verdict:
     """Check that metrics.jsonl has each step, and its chain of proofs."""
     steps, broken = sorted(claims.lines), claims.log.broken
     cut = [number for number, step in enumerate(steps, 1) if step != number][:1]
@@ -105,7 +105,7 @@ def of_lines(claims: Claims) -> Verdict:
     return Verdict("metrics.jsonl", EQUAL, text)
 
 
-def of_settings(claims: Claims) -> Verdict:
+def check_settings(claims: Claims) -> Verdict:
     """Check that config.json, manifest.json and the checkpoints say the same, as far as it decides
     the steps. No repetition can begin with a checkpoint that says something else than config.json.
     """
@@ -134,17 +134,17 @@ def of_settings(claims: Claims) -> Verdict:
     return Verdict("settings", EQUAL, f"the same in {', '.join(['config.json', *files])}{more}")
 
 
-def of_data(claims: Claims) -> Verdict:
+def check_data(claims: Claims) -> Verdict:
     """Check the tokens, and the batch of each line of proof."""
-    told, is_same = claims.data, True
+    described, is_same = claims.data, True
     verdict = functools.partial(Verdict, "data", scope="read here")
     try:
-        data = run_data(told, claims.folder, told["fingerprint"])
+        data = run_data(described, claims.folder, described["fingerprint"])
     except MissingFileError as error:
         return verdict(UNDECIDED, f"{error}: --data PATH names another place")
     except FileError:
-        data, is_same = run_data(told, claims.folder), False
-    batches, every = run_batches(data, told, told["id_limit"]), told["micro_batches"]
+        data, is_same = run_data(described, claims.folder), False
+    batches, every = run_batches(data, described, described["id_limit"]), described["micro_batches"]
     if claims.proofs:  # a position knows the order of the data
         batches.seek(claims.proofs[max(claims.proofs)]["position"])
     if claims.replay is not None:
@@ -156,12 +156,12 @@ def of_data(claims: Claims) -> Verdict:
             text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
             return verdict(DIFFERS, text, claims.order if is_same else "data", step)
     if not is_same:
-        text = f"{data.source}: fingerprint {data.fingerprint}, not {told['fingerprint']}"
+        text = f"{data.source}: fingerprint {data.fingerprint}, not {described['fingerprint']}"
         return verdict(DIFFERS, text, "data")
     return verdict(EQUAL, f"the tokens, and the batches of {len(claims.proofs):,} lines of proof")
 
 
-def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
+def check_checkpoint(claims: Claims, step: int) -> list[Verdict]:
     """Check that a checkpoint is whole, of its step, and what its line of proof says."""
     file, proof, found = claims.files[step], claims.proofs.get(step), []
     differs = lambda text, what: Verdict(file.name, DIFFERS, text, what, step)
@@ -195,7 +195,7 @@ def of_checkpoint(claims: Claims, step: int) -> list[Verdict]:
 # ---- steps -------------------------------------------------------------------------------------
 
 
-def of_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[str]) -> Verdict:
+def check_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence[str]) -> Verdict:
     """Train steps again, and compare what they leave with what the run has."""
     (first, last), parent, own = interval, claims.folder.resolve(), claims.manifest.get("weights")
     of = claims.replay or Replay(str(parent), None, first, first, last, [])
@@ -302,12 +302,12 @@ def verified(
     claims: Claims, intervals: list[Interval], launch: str = "", flags: Sequence[str] = ()
 ) -> Iterator[Verdict]:
     """Yield the verdicts on the files of a run, then on intervals of its steps."""
-    yield of_lines(claims)
-    yield (data := of_data(claims))
+    yield check_lines(claims)
+    yield (data := check_data(claims))
     for step in sorted(claims.files):
         if any(first <= step <= last for first, last in intervals):
-            yield from of_checkpoint(claims, step)
-    yield of_settings(claims)
+            yield from check_checkpoint(claims, step)
+    yield check_settings(claims)
     known = sorted({*claims.proofs, *claims.states})
     for first, last in intervals:
         reason = None
@@ -320,7 +320,7 @@ def verified(
         elif first == 0 and not Path(claims.settings.get("init") or ".").exists():
             reason = f"the first model is that of {claims.settings['init']}, which is not here"
         if reason is None:
-            yield of_steps(claims, (first, last), launch, flags)
+            yield check_steps(claims, (first, last), launch, flags)
         else:
             yield Verdict(_steps((first, last)), UNDECIDED, reason, scope="not computed")
     if not intervals:
@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verdicts.append(verdict)
         print(wrapped(str(verdict)), flush=True)
     if args.json is not None:
-        told = {"plan": plan, "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts]}
-        replace_text(args.json, f"{proofs.to_text(told)}\n")
+        result = {"plan": plan, "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts]}
+        replace_text(args.json, f"{proofs.to_text(result)}\n")
     results = {EQUAL, *(verdict.result for verdict in verdicts)}
     return next(code for result, code in CODES.items() if result in results)
