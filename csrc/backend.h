@@ -6,7 +6,8 @@
  *   - operands are borrowed: never freed, kept or reallocated; outputs arrive allocated;
  *   - ops are asynchronous on their device's one stream and ordered by it;
  *   - scratch comes from the backend's own cpu_scratch / cuda_scratch(device, bytes, &p) and is
- *     valid until the calling op returns (on CUDA: for work enqueued before that);
+ *     valid until the calling op returns (on CUDA: for work enqueued before that;
+ *     sums that are held keep theirs until hold_sums(false));
  *   - every element of an OUT operand is written; IO operands say in ops.def whether they are
  *     accumulated into (+=) or overwritten (=);
  *   - `new` beside a function: the caller owns its result and must free it;
@@ -157,8 +158,8 @@ typedef struct nd_backend {
     nd_status (*reset_peak)(int device);
     nd_status (*empty_cache)(int device);
 
-    /* hold: what this thread's ops add to float32 gradients of biases and norms may wait until it is
-     * called with false; nothing may read those before. NULL in a backend that never waits. */
+    /* hold: what this thread's ops add to float32 gradients of biases and norms may wait until it
+     * is called with false; nothing may read those before. NULL in a backend that never waits. */
     nd_status (*hold_sums)(int device, bool hold);
 
     nd_status (*event_new)(int device, nd_event **out); /* new */

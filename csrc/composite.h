@@ -40,8 +40,8 @@ void nd_require(nd_frame *f, bool fits, const char *format, ...)
 extern void (*nd_run_in_frame)(nd_frame *f, nd_op id, const void *args);
 #define RUN(f, op, ...) nd_run_in_frame(f, OP_##op, &(op##_args){__VA_ARGS__})
 
-/* Let the sums of bias and norm gradients wait for one launch, and at the end, with false, have them
- * added, also after a failure. Under NEEDLE_SYNC=1 and NEEDLE_TRACE=1 none waits. */
+/* Let the sums of bias and norm gradients wait for one launch, and at the end, with false, have
+ * them added, also after a failure. Under NEEDLE_SYNC=1 and NEEDLE_TRACE=1 none waits. */
 extern void (*nd_hold_sums)(nd_frame *f, bool hold);
 
 /* ---- arrays: all have their shape, and no memory once the frame has failed ------------------- */

@@ -240,8 +240,8 @@ __device__ __forceinline__ void hand_on(const uint32_t (&ds)[4][4], Ring<Shape::
     weights.advance();
 }
 
-/* The end of an item: dX and dY are rotated back, their sums and largest taken, and stored. mine: the
- * first of the 64 rows; most: see larger(). */
+/* The end of an item: dX and dY are rotated back, their sums and largest taken, and stored. mine:
+ * the first of the 64 rows; most: see larger(). */
 template <class T, class Shape>
 __device__ __forceinline__ void
 store_gradients(float (&gradient)[Shape::GRADIENTS][32 * Shape::PANELS], uint32_t &most,
@@ -543,7 +543,7 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
     return hopper_launch<Shape>(op, device, attention_bwd_hopper_kernel<f16, Shape>, f);
 }
 
-/* BackwardShape<own rows are keys, panels, consumers, own tiles and parts in shared memory, ...>. */
+/* BackwardShape<own rows are keys, panels, consumers, own tiles and parts in shared memory, ...> */
 template <bool KEYS, class Run>
 nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
     if (lists.offsets == NULL) {

@@ -37,8 +37,8 @@ struct Operands {
     const nd_array *q, *k, *v, *o;
     const nd_array *dout, *dq, *dk, *dv;     /* backward only */
     const nd_array *cos = NULL, *sin = NULL; /* where dq and dk are rotated: see hopper_rotates */
-    float *sums =
-        NULL; /* (B, ceil(T / CONSUMER_ROWS), H, 3, D), S is T: of CONSUMER_ROWS rows of dq, dk and dv each */
+    /* (B, ceil(T / CONSUMER_ROWS), H, 3, D), S is T: of so many rows of dq, dk and dv each */
+    float *sums = NULL;
 };
 
 nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,

@@ -3,7 +3,8 @@
  *
  * Parallel: 32 columns a thread block, 32 threads a column, the order fixed by the rows.
  * The sums of a transformer layer are held, up to `most_sums`, and added by one launch at its end:
- * on small models a launch takes longer than its sums. Scratch of held sums is not handed out again.
+ * on small models a launch takes longer than its sums. Scratch of held sums is not handed out
+ * again.
  */
 #include <algorithm>
 

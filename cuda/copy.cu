@@ -1,9 +1,10 @@
 /* copy.cu - assign (to = from, any dtypes, any strides) and fill.
  *
- * assign: equal dtypes, both contiguous and not small: one device copy. Equal dtypes otherwise: bits
- * are moved in the widest words (1 to 16 bytes) that the innermost axis and all strides allow, so a
- * permuted view whose last axis stays is copied 16 bytes at a time. Float to float, both contiguous
- * and aligned: eight elements a thread. All other pairs: an element a thread, dtypes at run time.
+ * assign: equal dtypes, both contiguous and not small: one device copy. Equal dtypes otherwise:
+ * bits are moved in the widest words (1 to 16 bytes) that the innermost axis and all strides allow,
+ * so a permuted view whose last axis stays is copied 16 bytes at a time. Float to float, both
+ * contiguous and aligned: eight elements a thread. All other pairs: an element a thread, dtypes at
+ * run time.
  * fill: zero bits on contiguous memory that is not small is a memset; otherwise a store an element
  * (16 bytes a store when contiguous). The kernels around a copy or memset do not overlap with it.
  * Bytes: each element read once and written once.

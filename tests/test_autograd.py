@@ -386,3 +386,15 @@ def test_a_backward_that_fails_leaves_no_old_gradient():
     with pytest.raises(MemoryError, match="no room"):
         Unlucky()(ndl.ones(3, 4), model.weight).sum().backward()
     assert not flat.grad.numpy().any()
+
+
+@pytest.mark.parametrize("given", [lambda axes: axes, iter], ids=["list", "iterator"])
+def test_gradient_has_the_axes_of_the_forward(given):
+    """A caller may change its list later."""
+    axes = [1, 2, 0]
+    x = ndl.Tensor(np.arange(24.0).reshape(2, 3, 4), requires_grad=True)
+    y = ops.permute(x, given(axes))
+    axes[:] = [0, 1, 2]
+    (y * np.arange(24.0).reshape(y.shape)).sum().backward()
+    wanted = np.arange(24.0).reshape(3, 4, 2).transpose(2, 0, 1)
+    np.testing.assert_array_equal(x.grad.numpy(), wanted)

@@ -69,16 +69,17 @@ def _part(rule: Rule, names: Sequence[str], x: Value, given: dict[str, Any]) -> 
 
 
 def differentiable(
-    name: str, *rules: Rule, view: bool = False, reduces: bool = False
+    name: str, *rules: Rule, view: bool = False, reduces: str | bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make of a function of arrays and settings that of Tensors and settings.
+    """Decorate a function of arrays and settings: its arrays become Tensors, with these gradients.
 
     rules: the gradient of each operand. Their parameters say what they read: g, the gradient of the
     result; x and y, the operands; out, the result; like, the operand whose gradient it is, of which
     they read shape, dtype and device alone; and settings by their names in the function. They are
     made of ops, so that they can be differentiated again. Gradients are summed back to the
     operand's shape and dtype. view: the result may lie in the memory of the operand. reduces: the
-    first setting is `axes`, which the function and its rule get as normal_axes gives them.
+    first setting is `axes`, which the function and its rule get as normal_axes gives them; or that,
+    and the name that errors of axes have. A setting that is a Sequence is kept as a tuple.
     """
     count = len(rules)
 
@@ -88,22 +89,28 @@ def differentiable(
         signature = inspect.signature(function)
         names = tuple(signature.parameters)
         defaults = dict(zip(names[::-1], (function.__defaults__ or ())[::-1]))
+        shown = reduces if isinstance(reduces, str) else function.__name__
+        is_sequence = count < len(names) and "Sequence" in function.__annotations__[names[count]]
         kind = Ruled.made(name, function, rules, names=names[count:], is_view=view)
+
+        def refuse(given: tuple, words: dict[str, Any]) -> None:
+            try:
+                signature.bind(*given, **words)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}: {error}") from None
 
         @functools.wraps(function)
         def of_tensors(*given: Any, **words: Any) -> Any:
-            for word in names[len(given) :]:
-                if word in words:
-                    given += (words.pop(word),)
-                elif word in defaults:
-                    given += (defaults[word],)
-                else:
-                    raise TypeError(f"{function.__name__}() needs the argument {word!r}")
-            if words or len(given) > len(names):
-                signature.bind(*given, **words)  # raises Python's TypeError
+            if words or len(given) != len(names):
+                known = {**defaults, **words}
+                more = [known[word] for word in names[len(given) :] if word in known]
+                if words.keys() - names[len(given) :] or len(given) + len(more) != len(names):
+                    refuse(given, words)
+                given += tuple(more)
             if reduces:
-                a, axes, *rest = given
-                given = (a, axes_of(function.__name__, a, axes), *rest)
+                given = (given[0], axes_of(shown, *given[:2]), *given[2:])
+            elif is_sequence and not isinstance(given[count], int):
+                given = (*given[:count], tuple(given[count]), *given[count + 1 :])
             return kind(*given[count:])(*given[:count])
 
         return of_tensors

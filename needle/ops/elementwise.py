@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator
 from numbers import Number
 from typing import Any
@@ -339,10 +338,11 @@ def where(condition: Any, a: Any = None, b: Any = None) -> Any:
 
 
 def composed(name: str, doc: str, function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Name the function of an expression of others. Its first operand `a` is a Tensor."""
+    """Give an expression of other ops a name and a docstring. Its operand `a` is a Tensor."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    function.__annotations__ = {"a": "Tensor", "return": "Tensor"}
+    b = {"b": "Any"} if function.__code__.co_argcount == 2 else {}
+    function.__annotations__ = {"a": "Tensor", **b, "return": "Tensor"}
     return function
 
 
@@ -360,8 +360,31 @@ logical_or = composed(
     "logical_or", "Where a or b is not 0, as bool.", lambda a, b: (a != 0) | (b != 0)
 )
 bitwise_not = composed(
-    "bitwise_not", "~a of integers, or not a of bool.", lambda a: const(~a.cached_data)
+    "bitwise_not",
+    "~a of integers, or not a of bool. TypeError for floats.",
+    lambda a: const(~a.cached_data),
 )
+bitwise_and = composed(
+    "bitwise_and",
+    "a & b of integers or bool; of two bool a bool. TypeError for floats.",
+    lambda a, b: a & b,
+)
+bitwise_or = composed(
+    "bitwise_or",
+    "a | b of integers or bool; of two bool a bool. TypeError for floats.",
+    lambda a, b: a | b,
+)
+bitwise_xor = composed(
+    "bitwise_xor",
+    "a ^ b of integers or bool; of two bool a bool. TypeError for floats.",
+    lambda a, b: a ^ b,
+)
+eq = composed("eq", "Where a is b, as bool.", lambda a, b: a == b)
+ne = composed("ne", "Where a is not b, as bool.", lambda a, b: a != b)
+lt = composed("lt", "Where a is below b, as bool.", lambda a, b: a < b)
+le = composed("le", "Where a is at most b, as bool.", lambda a, b: a <= b)
+gt = composed("gt", "Where a is above b, as bool.", lambda a, b: a > b)
+ge = composed("ge", "Where a is at least b, as bool.", lambda a, b: a >= b)
 
 
 def round(a: Tensor, decimals: int = 0) -> Tensor:
@@ -487,24 +510,6 @@ def equal(a: Tensor, b: Any) -> bool:
     """True if a and b have one shape and the same elements: PyTorch's equal, NumPy's array_equal;
     waits for the device."""
     return a.shape == np.shape(b) and bool((a == b).all())
-
-
-def _operator(function: Callable[[Any, Any], Any]) -> Callable[[Tensor, Any], Tensor]:
-    def of_two(a: Tensor, b: Any) -> Tensor:
-        return function(a, b)
-
-    of_two.__name__ = of_two.__qualname__ = function.__name__
-    of_two.__doc__ = function.__doc__
-    return of_two
-
-
-eq, ne, lt, le, gt, ge, bitwise_and, bitwise_or, bitwise_xor = map(
-    _operator,
-    (
-        *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-        *(operator.and_, operator.or_, operator.xor),  # of two bool a bool; TypeError for floats
-    ),
-)
 
 
 # ---- a kernel for the gradient -------------------------------------------------------------------

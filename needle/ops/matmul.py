@@ -21,6 +21,11 @@ def _right_slope(g: Tensor, x: Tensor, like: Tensor) -> Tensor:
 
 @differentiable("MatMul", lambda g, y: matmul(g, transpose(y)), _right_slope)
 def _matmul(a: NDArray, b: NDArray) -> NDArray:
+    if min(a.ndim, b.ndim) > 1 and a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"matmul: {a.shape} @ {b.shape}: the last axis of a is {a.shape[-1]}, "
+            f"but the last but one of b is {b.shape[-2]}"
+        )
     return a @ b
 
 

@@ -13,7 +13,15 @@ from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones
 from needle.ops.broadcast import astype, differentiable, reshape, spread, summation
-from needle.ops.common import LARGEST, axes_or_dim, const, kept_shape, normal_axes, normal_axis
+from needle.ops.common import (
+    LARGEST,
+    axes_of,
+    axes_or_dim,
+    const,
+    kept_shape,
+    normal_axes,
+    normal_axis,
+)
 from needle.ops.elementwise import (
     add,
     divide,
@@ -63,14 +71,14 @@ def _shared_by(extreme: Callable[..., NDArray]) -> Callable[..., Tensor]:
     return slope
 
 
-@differentiable("Max", _shared_by(NDArray.max), reduces=True)
+@differentiable("Max", _shared_by(NDArray.max), reduces="max")
 def amax(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """The largest element over `axes` (None: all), which disappear, or with keepdims stay with size
     1; equal ones share the gradient equally."""
     return a.max(axes, keepdims)
 
 
-@differentiable("Min", _shared_by(NDArray.min), reduces=True)
+@differentiable("Min", _shared_by(NDArray.min), reduces="min")
 def amin(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """The smallest element over `axes`; equal ones share the gradient equally."""
     return a.min(axes, keepdims)
@@ -170,11 +178,13 @@ def logsoftmax(a: NDArray, axes: Axes = -1) -> NDArray:
 
 def any(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """True if an element over `axes` is not 0; False over no element."""
-    return count_nonzero(a, axes, keepdims) != 0
+    axes = axes_of("any", a, axes)
+    return const(_C.not_equal(a.cached_data, 0).sum(axes, keepdims)) != 0
 
 
 def all(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     """True if no element over `axes` is 0; True over no element."""
+    axes = axes_of("all", a, axes)
     return const(_C.equal(a.cached_data, 0).sum(axes, keepdims)) == 0
 
 

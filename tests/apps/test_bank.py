@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -144,6 +145,25 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
     assert made(parent, edits, "bank") == 1
     assert "is working in this folder" in capsys.readouterr().err
     lock.release()
+
+
+def test_bank_ends_soon_after_a_replay_that_failed(parent, edits, monkeypatch):
+    """With --jobs the replays that run are ended, and no others begin."""
+    for number in range(30):
+        (edits / f"d{number:02}.toml").write_text(DROP.format(1))
+    begun, rightly = [], bank._train
+
+    def fails(folder, name, *more):
+        if name == "base":
+            return rightly(folder, name, *more)
+        begun.append(name)
+        time.sleep(0.05)
+        if name == "subset_0":
+            raise RuntimeError("it failed")
+
+    monkeypatch.setattr(bank, "_train", fails)
+    assert made(parent, edits, "bank", "--jobs", "2", "--no-control") == 1
+    assert "subset_1" in begun and len(begun) < 10
 
 
 def gradient(model, loss, inputs, targets):

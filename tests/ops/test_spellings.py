@@ -126,6 +126,9 @@ ndl.ones(2, requires_grad=True).sum().grad_fn is None = False
 x.to(ndl.cpu(), dtype="int64") = x.astype("i8") ; nn.ParameterList([x])[0] = x
 len(ndl.utils.data.TensorDataset(x, y)) = 3
 len(ndl.utils.data.DataLoader(ndl.utils.data.TensorDataset(x), batch_size=2)) = 2
+ndl.ops.reshape(x, np.array([4, 3])) = x.reshape(4, 3)
+ndl.ops.all(b, np.array([0, 1])) = b.all() ; ndl.ops.permute(x, reversed([0, 1])) = x.T
+ndl.ops.broadcast_to(x[:1], np.array([3, 4])) = x[[0, 0, 0]]
 ndl.take_along_axis(x, i, axis=1) = np.take_along_axis(x, i, 1) ; b.int() = b.astype("i4")
 x.repeat_interleave(2) = x.repeat(2) ; ndl.cat([x, y], dim=1) = np.hstack([x, y]) ; x.t() = x.T
 ndl.expand_dims(x, 0) = x[None] ; ndl.eye(3) = np.eye(3, dtype="f4") ; x.ndim = 2 ; x.dim() = 2
@@ -244,6 +247,13 @@ REFUSED = [
       for call in ("max(0, dim=1)", "squeeze(0, dim=1)", "min(axes=0, axis=1)")),
     *((f"x.{call}", TypeError, None)
       for call in ("sum(True)", "max(dim=False)", "cached_data.sum(True)", "squeeze(True)")),
+    ("ndl.ops.mean(x, axs=0)", TypeError, "mean: got an unexpected keyword argument 'axs'"),
+    ("ndl.ops.permute(x, 1, 0)", TypeError, "permute: too many positional arguments"),
+    ("ndl.ops.reshape(x, size=(4, 3))", TypeError, "reshape: "),
+    ("x.max(axis=7)", ValueError, "max: axis 7 does not exist"),
+    ("x.any(7)", ValueError, "any: axis 7 does not exist"),
+    ("ndl.ops.all([True])", TypeError, "all: "),
+    ("x @ x", ValueError, "the last axis of a is 4, but the last but one of b is 3"),
     ("x.split(0)", ValueError, "size must be 1 or more"),
     ("x.split([1, 1], 1)", ValueError, "do not sum to 4"),
     ("x[0].tril()", ValueError, "tril: a must have 2"),

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import queue
 import re
 import shutil
 from collections.abc import Sequence
@@ -83,21 +84,24 @@ def run(
         replays.refuse(base.parent, found)
     fork = planned(own if base.start else parent, base.start, base.until - base.start, [])
     gpus = 0 if any(word.startswith("--device") for word in flags) else visible_gpus()
-    first, every = args.part
+    idle: queue.Queue[list[str]] = queue.Queue()  # what each job's trainings are told
+    for job in range(jobs):
+        idle.put(["--device", f"cuda:{job % gpus}"] if gpus and jobs > 1 else [])
+    if jobs > 1:
+        share = max(len(os.sched_getaffinity(0)) // jobs, 1)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
-    def work(job: int) -> None:
-        device = ["--device", f"cuda:{job % gpus}"] if gpus and jobs > 1 else []
-        for number in range(first - 1 + job * every, len(edits), every * jobs):
-            replay = dataclasses.replace(fork, edits=edits[number])
+    def train(number: int) -> None:
+        replay, device = dataclasses.replace(fork, edits=edits[number]), idle.get()
+        try:
             _train(bank, f"subset_{number}", replay, [*flags, *device])
+        finally:
+            idle.put(device)
 
-    if jobs == 1:
-        work(0)
-        return
-    share = max(len(os.sched_getaffinity(0)) // jobs, 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    first, every = args.part
     with ThreadPoolExecutor(jobs) as pool:
-        [*pool.map(work, range(jobs))]
+        for _ in (pool.map if jobs > 1 else map)(train, range(first - 1, len(edits), every)):
+            pass
 
 
 def _train(bank: Path, name: str, replay: Replay, flags: Sequence[str]) -> None:

@@ -145,7 +145,9 @@ class Log:
                 if is_proof and line["previous"] != self.chain.previous:
                     self.broken.append((max(self.proofs, default=0), line["step"]))
                 self.texts.append(text)
-                (self.proofs if is_proof else self.steps)[line["step"]] = line
+                lines = self.proofs if is_proof else self.steps
+                lines.pop(line["step"], None)  # the last line of a step counts, and is the last
+                lines[line["step"]] = line
             self.chain.add(text, is_proof)
 
     def told(self, step: int) -> dict[str, Any]:
