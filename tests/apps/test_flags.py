@@ -116,7 +116,7 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
         args = parse(shlex.split(run_parts.resume_command(run))[4:])
         named = args.resume if args.name is None else f"{args.out}/{args.name}"
         assert (named, args.wandb) == (folder, "-project")
-        assert f"--init={folder}" in run_parts.longer(run) or folder[0] != "-"
+        assert f"--init={folder}" in run_parts.advice_to_go_on(run) or folder[0] != "-"
 
 
 # ---- losses that are not finite ---------------------------------------------------------------
