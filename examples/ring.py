@@ -10,14 +10,20 @@ attention over the whole sequence in this process.
 """
 
 import sys
+from pathlib import Path
 
 import numpy as np
 
-import needle as ndl
-from needle.distributed.control import Control
-from needle.distributed.environment import find
-from needle.distributed.group import Group
-from needle.processes import program
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+
+import needle as ndl  # noqa: E402
+from needle.distributed.control import Control  # noqa: E402
+from needle.distributed.environment import find  # noqa: E402
+from needle.distributed.group import Group  # noqa: E402
+from needle.processes import program  # noqa: E402
 
 B, T, H, D = 1, 1024, 4, 32
 SEGMENTS, DILATIONS = (128, 1024), (1, 4)  # LongNet's: near tokens, and every fourth of all

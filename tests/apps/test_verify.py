@@ -155,6 +155,14 @@ def other_blank(folder):
     log.write_text(log.read_text().replace('{"step": 3, "tok', '{"step":3, "tok'))
 
 
+def put_in(folder, at, line):
+    """Put a line behind those of the first steps."""
+    log = folder / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    before = sum(json.loads(text).get("step", 0) <= at for text in lines)
+    log.write_text("\n".join([*lines[:before], line, *lines[before:]]) + "\n")
+
+
 DIFFERS, UNDECIDED = "differs", "undecided"
 STEP_4, ONE, THREE, FIVE = "step_4.safetensors", "steps 1 to 2", "steps 3 to 4", "steps 5 to 6"
 HOST, CUDA = "AVX2 and OpenBLAS 0.2.1", "cuBLASLt 13.1 on NVIDIA H100"
@@ -199,6 +207,13 @@ FAULTS = {
     ),
     "lines cut from the end": (
         lines(lambda x: x["step"] < 6), {"step_6.safetensors": (DIFFERS, "line", 6)},
+    ),
+    "a line put in that is no JSON": (
+        lambda folder: put_in(folder, 3, "hello"), {"metrics.jsonl": (DIFFERS, "line", 3)},
+    ),
+    "a line of a step after the last": (
+        lambda folder: put_in(folder, 99, '{"step": 7, "tokens": 1, "loss": 1.0, "lr": 0.1}'),
+        {"metrics.jsonl": (DIFFERS, "line", 7)},
     ),
     "a damaged last line": (lambda folder: cut_off(folder / "metrics.jsonl"), {}),
     "another rate in config.json": (

@@ -119,6 +119,9 @@ class Chain:
         return self._since.hexdigest()
 
 
+NO_JSON = object()
+
+
 class Log:
     """The lines of a file metrics.jsonl, up to a step, but for those that a kill or a full disk has
     damaged.
@@ -128,7 +131,8 @@ class Log:
     proofs  step -> its line of proof
     broken  the lines of proof that do not say what stands before them, each by the step of the line
             of proof before (0: there is none) and its own
-    chain   of all lines
+    chain   of all lines that are JSON
+    damaged the steps after which a line that is no JSON stands, but for the last line
     """
 
     def __init__(self, path: Path, until: float = math.inf) -> None:
@@ -136,8 +140,13 @@ class Log:
         self.steps: dict[int, dict[str, Any]] = {}
         self.proofs: dict[int, dict[str, Any]] = {}
         self.broken: list[tuple[int, int]] = []
-        self.chain = Chain()
+        self.chain, unread = Chain(), False
+        self.damaged: list[int] = []
         for text, line in _parsed(path):
+            if unread:
+                self.damaged.append(max(self.steps, default=0))
+            if unread := line is NO_JSON:
+                continue
             is_proof = _is_proof(line)
             if is_proof or _is_step(line):
                 if line["step"] > until:
@@ -161,15 +170,18 @@ class Log:
 
 
 def _parsed(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield text and value of the lines that are JSON."""
+    """Yield text and value of the lines, NO_JSON for one that is none."""
     try:
         with reading(path) as file:
             texts = file.read().splitlines()
     except MissingFileError:
         return
     for text in texts:
-        with contextlib.suppress(ValueError, RecursionError):
-            yield text.decode(), json.loads(text)
+        try:
+            found = text.decode(), json.loads(text)
+        except (ValueError, RecursionError):
+            found = "", NO_JSON
+        yield found
 
 
 def _is_proof(line: Any) -> bool:

@@ -65,6 +65,8 @@ class Claims:
         self.compared: set[int] = set()  # their steps, and those of damaged ones
         self.good = {0}  # steps from which a repetition can begin
         self.replay = read_replay(folder, max(self.files, default=0))
+        fixed = self.settings.get("schedule") != "constant"  # else a run may go on
+        self.until = self.settings["steps"] if fixed else max(self.lines, default=0)
         if not self.description.get("data"):
             raise FileError(f"{folder / 'config.json'}: it describes no data of a run")
         self.data = self.description["data"] | ({"path": given.data} if given.data else {})
@@ -97,8 +99,11 @@ def check_lines(claims: Claims) -> Verdict:
     cut = [number for number, step in enumerate(steps, 1) if step != number][:1]
     wrong = [f"a line from step {a + 1} to {b} was changed, cut or put in" for a, b in broken]
     wrong += [f"there is no line of step {step}" for step in cut]
+    wrong += [f"a line after step {step} is no JSON" for step in claims.log.damaged]
+    beyond = [step for step in steps if step > claims.until][:1]
+    wrong += [f"the run has {claims.until} steps, but a line of step {step}" for step in beyond]
     if wrong:
-        at = min([*cut, *(a + 1 for a, _ in broken)])
+        at = min([*cut, *beyond, *claims.log.damaged, *(a + 1 for a, _ in broken)])
         return Verdict("metrics.jsonl", DIFFERS, "; ".join(wrong), "line", at)
     after = sum(step > max(claims.proofs, default=0) for step in steps)
     text = f"{len(steps):,} steps, {len(claims.proofs):,} proofs in a chain, {after:,} steps behind"
