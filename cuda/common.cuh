@@ -101,7 +101,7 @@ __device__ __forceinline__ void await_previous([[maybe_unused]] bool ahead = fal
  * last call of an op, as the sums of a layer are added at its end; `partial` is in scratch. */
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
                            int64_t columns, float *to);
-/* The same of `count` matrices (at most 8), `apart` elements from each other (0: of one), each to
+/* The same of `count` matrices, `apart` elements from each other (0: of one), each to
  * an array of its own. */
 nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
                               int64_t columns, int64_t apart, int count, float *const *to);

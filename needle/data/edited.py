@@ -282,11 +282,8 @@ class Edits:
     def _put(self, edit: dict[str, Any], number: int, current: Text, new: Text) -> Text:
         """Put `new` into the place of `current`, from its token `at` on. The place keeps its length
         unless the edit shifts: what is left of it is filled, or behind an insert stays."""
-        at, is_insert, shifts = (
-            edit.get("at", 0),
-            edit["do"] == "insert",
-            edit.get("fill") == "shift",
-        )
+        at, shifts = edit.get("at", 0), edit.get("fill") == "shift"
+        is_insert = edit["do"] == "insert"
         if not is_insert and (shifts or new.length == current.length):
             return new
         after = at if shifts else at + new.length

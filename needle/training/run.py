@@ -313,7 +313,7 @@ def advice_to_go_on(run: Run) -> str:
 def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None:
     if failure is not None:
         print(f"needle train: {described(failure)}", file=sys.stderr)
-    text = f"stopped by {reason or 'this error'} before the first step: nothing was saved"
+    text = f"stopped by {reason or 'this error'} before the first step"
     if run.step > 0:
         text = (
             f"stopped by {reason or 'this error'} after step {run.step} of {run.until}, "

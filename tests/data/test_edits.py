@@ -291,6 +291,14 @@ def test_each_edit_of_a_place_reads_it_once():
     assert read.tolist() == [first, *[letter] * 40, *rest]
 
 
+def test_text_takes_the_place_of_an_empty_document():
+    parts = [Part(None, 0, np.arange(1, 27, dtype=np.uint16))]
+    tokens = Documents(parts, np.array([5, 0, 21], np.int32), None)
+    data = TokenData(tokens, FlatTokens(parts), "packed", Letters())
+    edit = {"do": "replace", "where": document(1), "with": "ab"} | SHIFT
+    assert batches_of(data, [edit]).edits.documents[1].read().tolist() == [1, 2]
+
+
 EDITS = [
     EQUAL,
     DROP | {"where": document(5), "fill": "blank"},
