@@ -41,35 +41,36 @@ static void emulated_copy(int tile, void *memory, long stride, bool store) {
 /* The sums work within the tiles above: the sanitizers check what copies into and out of them. */
 #define UNCHECKED __attribute__((no_sanitize("address", "undefined")))
 
+UNCHECKED static float flushed(float x) { return fpclassify(x) == FP_SUBNORMAL ? 0.0f : x; }
+
 /* bfloat16 of the lower or upper half, and a float32: denormals are zeros. */
 UNCHECKED static float emulated_half(unsigned word, int upper) {
     union {
         unsigned bits;
         float value;
     } x = {upper ? word & 0xffff0000u : word << 16};
-    return fpclassify(x.value) == FP_SUBNORMAL ? 0.0f : x.value;
+    return flushed(x.value);
 }
 
-UNCHECKED static float emulated_add(float sum, float x, float y) {
-    float added = fmaf(x, y, fpclassify(sum) == FP_SUBNORMAL ? 0.0f : sum);
-    return fpclassify(added) == FP_SUBNORMAL ? 0.0f : added;
-}
-
+/* The products of the lower halves and those of the upper halves are summed apart, from zero, by
+ * k; the two sums are added, and their sum to the result. */
 UNCHECKED static void emulated_dot(int to, int left, int right) {
     emulated_check(to);
     for (int m = 0; m < tiles.rows[to]; m++) {
-        for (int k = 0; k < tiles.row_bytes[left] / 4; k++) {
-            for (int n = 0; n < tiles.row_bytes[to] / 4; n++) {
+        for (int n = 0; n < tiles.row_bytes[to] / 4; n++) {
+            float sums[2] = {0, 0}, result;
+            for (int k = 0; k < tiles.row_bytes[left] / 4; k++) {
                 unsigned a, b;
-                float sum;
                 memcpy(&a, tiles.words[left][m] + 4 * k, 4);
                 memcpy(&b, tiles.words[right][k] + 4 * n, 4);
-                memcpy(&sum, tiles.words[to][m] + 4 * n, 4);
                 for (int half = 0; half < 2; half++) {
-                    sum = emulated_add(sum, emulated_half(a, half), emulated_half(b, half));
+                    sums[half] = flushed(
+                        fmaf(emulated_half(a, half), emulated_half(b, half), sums[half]));
                 }
-                memcpy(tiles.words[to][m] + 4 * n, &sum, 4);
             }
+            memcpy(&result, tiles.words[to][m] + 4 * n, 4);
+            result = flushed(flushed(result) + flushed(sums[0] + sums[1]));
+            memcpy(tiles.words[to][m] + 4 * n, &result, 4);
         }
     }
 }
