@@ -196,7 +196,10 @@ class Accumulators:
         """Return the gradient that reached input i so far, in its dtype, for a kernel that adds it:
         the caller returns the sum."""
         grad = self.pending.pop(id(self.inputs[i]), None)
-        return None if grad is None else grad.cached_data.astype(self.inputs[i].dtype)
+        if grad is None:
+            return None
+        data, dtype = grad.cached_data, self.inputs[i].dtype
+        return data if data.dtype == dtype else data.astype(dtype)
 
     def reset_unwritten(self) -> None:
         """Count the arrays given out with add 0 as zeros again: the op has failed."""

@@ -3,11 +3,12 @@ mathematics are compared in tests/interp/test_hooks.py with NumPy's, in test_par
 transformers'.)"""
 
 import json
+import re
 import warnings
 
 import numpy as np
 import pytest
-from harness import assert_same_parameters, live_bytes, naming
+from harness import assert_same_parameters, live_bytes, naming, python
 from harness import small_pythia as small
 
 import needle as ndl
@@ -45,6 +46,28 @@ def test_norms_of_unlike_eps_are_each_computed_with_their_own(parallel, device):
             p.grad = None
     for fused, plain in zip(*found, strict=True):
         np.testing.assert_allclose(fused, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
+
+
+SEQUENTIAL = """
+import sys
+import numpy as np
+import needle as ndl
+shape = dict(vocab_size=9, hidden_size=16, num_layers=2, num_heads=2, use_parallel_residual=False)
+model = ndl.Pythia(ndl.PythiaConfig(**shape))
+ndl.nn.flatten_parameters(model)
+_, loss = model(np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3))
+print("backward", file=sys.stderr, flush=True)
+loss.backward()
+"""
+
+
+def test_backward_of_a_sequential_residual_copies_no_gradient():
+    """The kernel of a norm adds the gradient of the residual beside it as it lies."""
+    done = python(SEQUENTIAL, NEEDLE_TRACE="1")
+    assert done.returncode == 0, done.stderr
+    called = re.findall(r"^needle: (\w+)", done.stderr.split("backward\n")[1], re.M)
+    before = [a for a, b in zip(called, called[1:]) if b == "layernorm_bwd"]
+    assert len(before) == 5 and not {"assign", "add"} & set(before), called
 
 
 class Doubled(nn.Linear):
