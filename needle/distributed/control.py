@@ -120,7 +120,7 @@ class Control:
     ) -> Control:
         """Return the channel once all ranks have come and agree in their facts (configuration,
         build, versions). RankError names the ranks that did not come within so many seconds, or
-        those that differ from rank 0, and in what; other ranks raise RankFailed for the latter.
+        the first that differs from rank 0, and in what; other ranks raise RankFailed for it.
         ValueError if nothing says how to find rank 0; FileError if the key cannot be read."""
         if place.size == 1:
             return cls(place, {}, deadline)
@@ -135,7 +135,7 @@ class Control:
         else:
             control = cls(place, {0: _connect(place, key, seconds, deadline)}, deadline)
         told = control.gather("the facts", {"the number of ranks": place.size, **facts}, True)
-        problem = _differences(told)
+        problem = _difference(told)
         if problem:
             control.close()
             raise RankError(problem, 1) if place.rank == 0 else RankFailed(problem)
@@ -276,16 +276,14 @@ def name_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def _differences(told: list[dict[str, Any]]) -> str:
-    """Describe each fact that differs from rank 0's, with the ranks that have it."""
-    alike: dict[str, list[int]] = {}
+def _difference(told: list[dict[str, Any]]) -> str:
+    """Describe the first fact that differs from rank 0's; "" if all are equal."""
     for rank, theirs in enumerate(told):
         for name in {**told[0], **theirs}:
             mine, other = told[0].get(name), theirs.get(name)
             if mine != other:
-                words = f"{name} is {other!r}, at rank 0 {mine!r}"
-                alike.setdefault(words, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)}: {words}" for words, ranks in alike.items())
+                return f"rank {rank}: {name} is {other!r}, at rank 0 {mine!r}"
+    return ""
 
 
 # ---- the start ----------------------------------------------------------------------------------

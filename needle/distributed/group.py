@@ -102,19 +102,17 @@ class Group(Ranks):
         self.same("the kinds of devices", device.name)
         if device.is_host:
             self._transport = _mpi(self.place)
-            self.same("the libraries of products", facts["products"])
-            return
-        self.same("the GPUs", facts["name"])
+        else:
+            self.same("the GPUs", facts["name"])
         self.same("the libraries of products", facts["products"])
+        if device.is_host:
+            return
         told = self.control.gather("the GPUs' numbers", [facts["uuid"], platform.node()])
-        for rank, one in enumerate(told):
-            first = told.index(one)
-            if first != rank:
-                self._refuse(
-                    f"ranks {first} and {rank} have the same GPU ({', '.join(one)}): each "
-                    "needs one of its own: start no more ranks on a machine than it has GPUs, and "
-                    "let each see all of them, or its own alone (CUDA_VISIBLE_DEVICES)"
-                )
+        if any(told.count(one) > 1 for one in told):
+            self._refuse(
+                f"two ranks have the same GPU ({told}): start no more ranks on a machine than it "
+                "has GPUs, and let each see all of them, or its own alone (CUDA_VISIBLE_DEVICES)"
+            )
         self._transport = self._nccl(device)
 
     def _nccl(self, device: Device) -> Transport:

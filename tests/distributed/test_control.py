@@ -280,9 +280,9 @@ def test_rank_that_does_not_come_is_named(start):
             'join({"needle": "0.1", "lr": "1e-3" if rank < 2 else "1e-4", "x": "y"} if rank != 1 '
             'else {"needle": "0.1", "lr": "1e-3", "z": "w"})',
             4,
-            "rank 1: x is None, at rank 0 'y'; rank 1: z is 'w', at rank 0 None; "
-            "ranks 2 and 3: lr is '1e-4', at rank 0 '1e-3'",
+            "rank 1: x is None, at rank 0 'y'",
         ),
+        ("join({'lr': rank // 2})", 4, "rank 2: lr is 1, at rank 0 0"),
         ("join(size=2 + rank)", 2, "rank 1: the number of ranks is 3, at rank 0 2"),
         ("join(rank=min(rank, 1))", 3, "rank 1 came twice"),
         ("join(rank=5 * rank)", 2, "rank 5 came twice, or is none of 2"),
