@@ -48,8 +48,7 @@ class BusyError(FileError):
     """A folder that another process works in."""
 
 
-SECRET = re.compile(r"[A-Za-z0-9._~+/=-]{20,512}")  # what HTTP's Authorization can hold
-SECRET_BYTES = 32  # random
+SHORTEST = 20  # characters of a secret
 
 
 def named(path: str | os.PathLike) -> Path:
@@ -236,10 +235,13 @@ def read_secret(path: Path, noun: str) -> str:
     messages."""
     try:
         if not path.exists():
-            _make_secret(path)
-        with open(path, encoding="ascii", errors="replace") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            secret = file.read(4096).strip()
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 0600
+                file.write(secrets.token_urlsafe() + "\n")
+                file.flush()
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.link(file.name, path)
+        mode, secret = stat.S_IMODE(path.stat().st_mode), path.read_bytes().strip()
     except OSError as error:
         raise FileError(f"{path}: the {noun} cannot be read: {error.strerror or error}") from None
     if mode & 0o077:
@@ -247,19 +249,9 @@ def read_secret(path: Path, noun: str) -> str:
             f"{path}: its mode is {mode:04o}, so that others can read the {noun}. Delete it, and a "
             f"new one is made; or keep it by: chmod 600 {path}"
         )
-    if not SECRET.fullmatch(secret):
+    if len(secret) < SHORTEST or not secret.isascii() or secret.split() != [secret]:
         raise FileError(
-            f"{path}: holds no {noun}: 20 to 512 letters, digits or ._~+/=- in one line. Delete "
-            "it, and a new one is made"
+            f"{path}: holds no {noun}, of {SHORTEST} characters or more in a word. Delete it, and "
+            "a new one is made"
         )
-    return secret
-
-
-def _make_secret(path: Path) -> None:
-    """Whole or not at all; where another process is faster, its secret stays."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 0600
-        file.write(secrets.token_urlsafe(SECRET_BYTES) + "\n")
-        file.flush()
-        with contextlib.suppress(FileExistsError):
-            os.link(file.name, path)
+    return secret.decode()
