@@ -1,8 +1,8 @@
 """Start a command as ranks on this machine, one for each GPU, without a launcher.
 
 Each process gets torchrun's variables, NEEDLE_LAUNCH, which names this start, and NEEDLE_RANKS_KEY,
-the secret of its ranks. Rank 0 writes where this process does, and alone has the heartbeat of a
-supervisor above. Of the others only stderr is printed, each line as `rank 3: ...`.
+the secret of its ranks. All write their stderr where this process does, rank 0 alone its output;
+it alone has the heartbeat of a supervisor above.
 
 SIGINT, SIGTERM, SIGHUP and SIGABRT (a supervisor's request for stacks) are passed on to each rank.
 After one rank has failed, the others learn of it by the control channel and have its deadline to
@@ -22,10 +22,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from typing import IO
 
 from needle.distributed.control import DEADLINE
 from needle.files import printable
@@ -44,22 +42,12 @@ def run(command: Sequence[str], count: int, deadline: float = DEADLINE) -> int:
     with collecting(signals, signal.SIGINT, signal.SIGTERM, signal.SIGABRT):
         try:
             for rank, environ in enumerate(environments(count)):
-                heard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} if rank else {}
-                running[rank] = start(command, env=environ, **heard)
+                unheard = {"stdout": subprocess.DEVNULL} if rank else {}
+                running[rank] = start(command, env=environ, **unheard)
         except OSError as error:
             say(f"{command[0]}: {error.strerror}")
             return 127 if isinstance(error, FileNotFoundError) else 126
-        readers = [
-            threading.Thread(target=_print_lines, args=(rank, child.stderr), daemon=True)
-            for rank, child in running.items()
-            if rank
-        ]
-        for reader in readers:
-            reader.start()
-        code = _follow(running, signals, deadline)
-    for reader in readers:
-        reader.join(1.0)  # a grandchild may hold the pipe open
-    return code
+        return _follow(running, signals, deadline)
 
 
 def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: float) -> int:
@@ -92,12 +80,6 @@ def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: 
     return os.EX_TEMPFAIL if os.EX_TEMPFAIL in failed else failed[0] if failed else 0
 
 
-def _print_lines(rank: int, stderr: IO[bytes]) -> None:
-    for line in stderr:
-        if line.strip():
-            say(line.rstrip(b"\n").decode(errors="replace"), f"rank {rank}")
-
-
 def environments(count: int) -> list[dict[str, str]]:
     """Return the environment of each rank of a start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -119,9 +101,9 @@ def environments(count: int) -> list[dict[str, str]]:
     return made
 
 
-def say(text: str, prefix: str = "needle") -> None:
+def say(text: str) -> None:
     """Print a line for people."""
     with contextlib.suppress(OSError):  # the reader is gone
         # One write: print() may write the end separately.
-        sys.stderr.write(printable(f"{prefix}: {text}\n"))
+        sys.stderr.write(printable(f"needle: {text}\n"))
         sys.stderr.flush()

@@ -2,7 +2,6 @@
 training: gpu_trainings.py.)"""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -83,17 +82,11 @@ def test_each_rank_knows_its_place(monkeypatch):
     assert {environ["OMP_NUM_THREADS"] for environ in spawn.environments(2)} == {"5"}
 
 
-def test_rank_0_prints_and_the_stderr_of_others_is_labelled(launch):
-    code = """
-print(f"out {rank}")
-sys.stderr.write(f"one of {rank}\\n\\ntwo \\xff without an end" + "x" * 300_000 * rank)
-"""
-    process = launch(code, 2)
+def test_rank_0_alone_prints_and_all_have_a_stderr(launch):
+    process = launch('print(f"out {rank}")\nsys.stderr.write(f"one of {rank}\\n")', 2)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err.count("x")) == (0, "out 0\n", 300_000)
-    lines = {*err.replace("x", "").replace("end", "end\n").splitlines()} - {""}
-    ending = "two \xff without an end"
-    assert lines == {"one of 0", ending, "rank 1: one of 1", f"rank 1: {ending}"}
+    assert (process.returncode, out) == (0, "out 0\n")
+    assert sorted(err.splitlines()) == ["one of 0", "one of 1"]
 
 
 @pytest.mark.parametrize("later, code", [(4, 3), (75, 75)])
@@ -142,7 +135,7 @@ sys.stderr.write(" ".join(map(str, heard)) + "\\n")  # in one piece, unlike prin
     _, err = process.communicate(timeout=60)
     said = f"{int(number)}"
     assert process.returncode == 0
-    assert sorted(err.splitlines()) == sorted([said, f"rank 1: {said}", f"rank 2: {said}"])
+    assert err.splitlines() == [said] * 3
 
 
 def test_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tmp_path):
@@ -153,10 +146,7 @@ def test_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tmp_
     process.send_signal(signal.SIGABRT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGABRT and "was killed by SIGABRT" in err
-    # Lines of the ranks and about them come whole, between pieces of rank 0's own stacks.
-    stacks = "Fatal Python error: Aborted"
-    own = re.sub(r"(rank [12]|needle): [^\n]*\n", "", err)
-    assert [err.count(f"rank {n}: {stacks}\n") for n in (1, 2)] + [own.count(stacks)] == [1] * 3
+    assert err.count("Aborted") == 3
 
 
 def test_nothing_is_left_when_it_is_killed(launch, tmp_path):
