@@ -6,16 +6,13 @@
     with control.watched("the weights"): ...                 # a collective of NCCL or MPI
     control.leave("the disk is full"), or control.close()
 
-All ranks call these in the same order. Rank 0 is the centre: it listens at the address of the
-environment, the others connect, and both ends prove that they have the key of the start
-(multiprocessing.connection). Messages are JSON; nothing is unpickled.
+All ranks call these in the same order. Rank 0 is the centre: the others connect to it, and both
+ends prove that they have the key of the start. Messages are JSON; nothing is unpickled.
 
 A thread of each rank reads its connections and the clock. A connection that ends, or a collective
 that is not done within `deadline` seconds, ends this process with a line on stderr and exit code 75
-(os.EX_TEMPFAIL: a restart may help). Rank 0 passes the reason on, so that all ranks end, each
-saying where it was. Time in which this process was stopped does not count. A collective that is
-enqueued on a device (`goes_on`) is watched until the device has done it; its deadline begins when
-the device reaches it, and no call waits.
+(os.EX_TEMPFAIL: a restart may help). Time in which this process was stopped does not count. A
+collective that is enqueued on a device (`goes_on`) is watched until the device has done it.
 
     {"in": name, "value": value}                    to rank 0: the value of a gather
     {"values": [value, ...]}                        from rank 0, in the order of ranks
@@ -304,37 +301,29 @@ def _accept(place: Place, key: bytes, seconds: float, deadline: float) -> dict[i
     """Listen for all other ranks: on loopback if they are on this machine, else on all interfaces.
     A thread greets each connection, so that one that says nothing holds up no start."""
     peers: dict[int, Connection] = {}
-    problem = ""
 
     def greet(sock: socket.socket) -> None:
-        nonlocal problem
         one = _connection(sock, deadline)
-        try:
+        with contextlib.suppress(*FOREIGN):
             deliver_challenge(one, key)
             answer_challenge(one, key)
             job, rank = json.loads(one.recv_bytes(GREETING))
-        except FOREIGN:
-            return
-        if job == place.job and (rank >= place.size or peers.setdefault(rank, one) is not one):
-            problem = (
-                f"rank {rank} came twice, or is none of {place.size}: start all ranks by one "
-                "command, each with a number of its own"
-            )
+            if job == place.job and 0 < rank < place.size:
+                peers.setdefault(rank, one)
 
     with _listen(place) as server:
         server.settimeout(0.05)
         end = time.monotonic() + seconds
-        while len(peers) < place.size - 1 and not problem:
+        while len(peers) < place.size - 1 and time.monotonic() < end:
             with contextlib.suppress(OSError):  # none has come, or it is gone again
                 threading.Thread(target=greet, args=server.accept()[:1], daemon=True).start()
-            if time.monotonic() > end:
-                missing = [rank for rank in range(1, place.size) if rank not in peers]
-                problem = (
-                    f"{name_ranks(missing)} of {place.size} did not come within {seconds:g} s: "
-                    f"read what {place.launcher} says of them, and check that their machines can "
-                    f"connect to rank 0 on {socket.gethostname()}, port {place.port}"
-                )
-    if problem:
+    missing = [rank for rank in range(1, place.size) if rank not in peers]
+    if missing:
+        problem = (
+            f"{name_ranks(missing)} of {place.size} did not come within {seconds:g} s: read what "
+            f"{place.launcher} says of them, and check that their machines can connect to "
+            f"{socket.gethostname()}, port {place.port}"
+        )
         _tell(peers, problem)
         raise RankError(problem)
     return peers

@@ -6,10 +6,8 @@
                PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
     srun       SLURM_PROCID and the like, of a task of a step
 
-Nested launchers leave several sets, and the innermost knows the ranks. Tasks of the other two start
-torchrun, one per machine. mpirun in an allocation of Slurm starts its daemons by srun, whose
-SLURM_PROCID counts machines and reaches every rank that they start. So torchrun's variables come
-first, then mpirun's, then srun's.
+Nested launchers leave several sets, and the innermost knows the ranks: torchrun's variables come
+first, then mpirun's, whose daemons srun may have started, one a machine, then srun's.
 
 A command in an sbatch script or in a shell of salloc has Slurm's variables too, but is no task: it
 runs once, whatever --ntasks says, and is no rank.

@@ -58,20 +58,18 @@ def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: 
     while running:
         time.sleep(TICK)
         passed_on.add(pass_on(signals, running.values()))
-        ended = {rank: child.poll() for rank, child in running.items()}
-        ended = {rank: code for rank, code in ended.items() if code is not None}
-        # Of those that ended since the last look, one with os.EX_TEMPFAIL mostly followed another.
-        for rank, code in sorted(ended.items(), key=lambda one: one[1] == os.EX_TEMPFAIL):
+        for rank, child in [*running.items()]:
+            code = child.poll()
+            if code is None:
+                continue
             del running[rank]
-            was_killed = code < 0 and -code not in passed_on
             if code == 0:
                 continue
-            if not failed:
-                patience = time.monotonic() + deadline + MARGIN
-            if not failed or was_killed:  # other ranks print their own reason
-                killed = f"was killed by {signal_name(-code)}"
-                say(f"rank {rank} {killed if code < 0 else f'ended with code {code}'}")
+            was_killed = code < 0 and -code not in passed_on
+            killed = f"was killed by {signal_name(-code)}"
+            say(f"rank {rank} {killed if code < 0 else f'ended with code {code}'}")
             failed.append(os.EX_TEMPFAIL if was_killed else 128 - code if code < 0 else code)
+            patience = min(patience, time.monotonic() + deadline + MARGIN)
         if running and time.monotonic() > patience:
             say(f"ranks that do not end by themselves: {', '.join(map(str, running))}: SIGKILL")
             for child in running.values():

@@ -100,7 +100,8 @@ sys.exit({later} if rank else 0)
 """
     process = launch(body)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == code and err == "needle: rank 2 ended with code 3\n"
+    assert process.returncode == code and err.startswith("needle: rank 2 ended with code 3\n")
+    assert err.splitlines()[1:] == [f"needle: rank 1 ended with code {later}"]
 
 
 def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
