@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -57,9 +56,7 @@ def make(objects: Path, goals: list[Path]) -> None:
     asked = subprocess.run([*command, "-q", *paths], cwd=ROOT, env=clean, capture_output=True)
     if asked.returncode == 0:
         return
-    for note in choices.notes:
-        wrapped = {"break_long_words": False, "break_on_hyphens": False}
-        print(textwrap.fill(f"needle: {note}", 80, subsequent_indent="  ", **wrapped), flush=True)
+    print("".join(f"needle: {note}\n" for note in choices.notes), end="", flush=True)
     count = os.environ.get("NEEDLE_JOBS") or len(os.sched_getaffinity(0))
     jobs = [f"-j{count}", "-s", "--output-sync=target", "--no-print-directory"]
     if subprocess.run([*command, *jobs, *paths], cwd=ROOT, env=clean).returncode != 0:

@@ -133,32 +133,25 @@ class Defaults(argparse.ArgumentDefaultsHelpFormatter):
 
 # ---- the command needle --------------------------------------------------------------------------
 
-# word: the program, the words that it gets first, and what it does
-COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
-    "replay": ("needle.training.replay.bank:main", (), "repeat a run from a step on, with edits"),
-    "verify": ("needle.training.replay.verify:main", (), "repeat steps of a run, compare the bits"),
-    "suite": ("needle.training.replay.suite:main", (), "train a list of models, to be checked"),
-    "compare": ("needle.training.replay.compare:main", (), "differences of losses and weights"),
-    "generate": ("apps/generate.py", (), "continue a prompt"),
-    "evaluate": ("needle.training.evaluate:main", (), "loss, perplexity and bits per byte on text"),
-    "lm_eval": ("needle.training.lm_eval:main", (), "the LM evaluation harness on a needle model"),
-    "export": (
-        "needle.training.export:main",
-        ("export",),
-        "write a folder that transformers opens",
-    ),
-    "import": (
-        "needle.training.export:main",
-        ("import",),
-        "read a GPT-NeoX folder of transformers",
-    ),
-    "data": ("needle.data.__main__:main", (), "prepare text as tokens, inspect and view them"),
-    "plot": ("needle.training.plot:main", (), "draw the loss of one run or several"),
-    "diagnose": ("needle.diagnose.__main__:main", (), "examine this machine, its GPUs, a run"),
-    "serve": ("needle.kernels.__main__:main", ("serve",), "compile, check, time kernels over HTTP"),
-    "supervise": ("needle.training.supervise:main", (), "restart a command after faults and hangs"),
+# word: the program, and what it does
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("apps/train_pythia.py", "train a model, or resume a run"),
+    "replay": ("needle.training.replay.bank:main", "repeat a run from a step on, with edits"),
+    "verify": ("needle.training.replay.verify:main", "repeat steps of a run, compare the bits"),
+    "suite": ("needle.training.replay.suite:main", "train a list of models, to be checked"),
+    "compare": ("needle.training.replay.compare:main", "differences of losses and weights"),
+    "generate": ("apps/generate.py", "continue a prompt"),
+    "evaluate": ("needle.training.evaluate:main", "loss, perplexity and bits per byte on text"),
+    "lm_eval": ("needle.training.lm_eval:main", "the LM evaluation harness on a needle model"),
+    "export": ("needle.training.export:main", "write a folder that transformers opens"),
+    "import": ("needle.training.export:main", "read a GPT-NeoX folder of transformers"),
+    "data": ("needle.data.__main__:main", "prepare text as tokens, inspect and view them"),
+    "plot": ("needle.training.plot:main", "draw the loss of one run or several"),
+    "diagnose": ("needle.diagnose.__main__:main", "examine this machine, its GPUs, a run"),
+    "serve": ("needle.kernels.__main__:main", "compile, check, time kernels over HTTP"),
+    "supervise": ("needle.training.supervise:main", "restart a command after faults and hangs"),
 }
+SAME_WORD = "export", "import", "serve"  # whose programs read it too
 
 
 def find(name: str) -> Path:
@@ -168,7 +161,7 @@ def find(name: str) -> Path:
 
 
 def usage() -> str:
-    rows = "\n".join(f"  {word:10} {about}" for word, (_, _, about) in COMMANDS.items())
+    rows = "\n".join(f"  {word:10} {about}" for word, (_, about) in COMMANDS.items())
     return (
         f"needle {build_info()['version']}: train Pythia language models\n\n"
         f"  needle COMMAND [--help] ...\n\n{rows}"
@@ -190,12 +183,11 @@ def run(argv: list[str] | None) -> int:
         print(f"needle {build_info()['version']}")
         return 0
     if word not in COMMANDS:
-        near = difflib.get_close_matches(word, COMMANDS, 2)
-        hint = f"; there is {' and '.join(near)}" if near else f"; there are {', '.join(COMMANDS)}"
-        print(f"needle: no command {word!r}{hint} (needle --help)", file=sys.stderr)
+        near = ", ".join(difflib.get_close_matches(word, COMMANDS, 2) or COMMANDS)
+        print(f"needle: no command {word!r}; there is {near} (needle --help)", file=sys.stderr)
         return 2
-    name, first, about = COMMANDS[word]
-    sys.argv[1:] = [*first, *rest]
+    name, about = COMMANDS[word]
+    sys.argv[1:] = [word, *rest] if word in SAME_WORD else rest
     if name.startswith("apps/"):
         sys.argv[0] = str(find(name))
         runpy.run_path(sys.argv[0], run_name="__main__")
