@@ -64,11 +64,12 @@ def open_documents(prefix: Path) -> Documents:
     total = int(expected[-1]) * dtype.itemsize
     expected -= sizes  # in place: an index of the Pile has 200 million entries
     expected *= dtype.itemsize
-    bad = int(np.argmax((sizes <= 0) | (starts != expected)))
-    if sizes[bad] <= 0 or starts[bad] != expected[bad]:
+    wrong = (sizes <= 0) | (starts != expected)
+    if wrong.any():
+        bad = int(np.argmax(wrong))
         raise DataError(
-            f"{idx}: document {bad:,} (offset {HEADER.size + 4 * bad:,}) has {sizes[bad]} ids from "
-            f"byte {starts[bad]:,} on, and the one before it ends at {expected[bad]:,}"
+            f"{idx}: document {bad:,} (offset {HEADER.size + 4 * bad:,}) is empty, or does not "
+            "begin where the one before it ends"
         )
     if data_size != total:
         data = files[0] if len(files) == 1 else f"{prefix}-*.bin"

@@ -24,7 +24,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class TokenData:
     train: FlatTokens
     held_out: FlatTokens
     source: str  # one line for people: where from, and which kind it was taken for
-    tokenizer: Tokenizer | None = None  # where there is one
+    tokenizer: Tokenizer | None = field(default=None, repr=False)  # where there is one
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -76,13 +76,6 @@ class TokenData:
     @property
     def vocab_size(self) -> int | None:
         return None if self.tokenizer is None else id_limit(self.tokenizer)
-
-    def __repr__(self) -> str:  # a tokenizer prints all that it knows
-        known = "no tokenizer" if self.tokenizer is None else f"a tokenizer of {self.vocab_size:,}"
-        return (
-            f"TokenData({self.source}; {len(self.train):,} to train on, "
-            f"{len(self.held_out):,} held out, {known})"
-        )
 
 
 def open_data(

@@ -28,7 +28,7 @@ def test_megatron_of_every_type(tmp_path):
     with pytest.raises(DataError, match="2 Megatron files are in it; name one of them"):
         open_data(tmp_path)
     write_megatron(tmp_path / "y", [[1, 2], [], [3]])
-    with pytest.raises(DataError, match="y.idx: document 1 .offset 38. has 0 ids"):
+    with pytest.raises(DataError, match="y.idx: document 1 .offset 38. is empty"):
         open_data(tmp_path / "y")
 
 
