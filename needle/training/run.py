@@ -112,25 +112,26 @@ def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel,
     and data are fresh. Raise ValueError for contradicting flags."""
     dtype = given.dtype or FIELDS["dtype"].metadata["default"][not device.is_host]
     model, tokenizer = load_model(given.init, device, dtype)
-    config, name, problems = model.config, preset_of(model.config), []
+    config, name = model.config, preset_of(model.config)
     own = tokenizer and os.path.realpath(tokenizer.source)
     fixed = dataclasses.replace(given, model=name, tokenizer=given.tokenizer or own)
-    if given.model not in (None, name):
-        problems.append(f"--model {given.model}: its weights are of a {name}")
+    wrong = [option(flag) for flag in ("config", "sparse", *SHAPE) if getattr(given, flag)]
+    wrong += [f"--model {given.model}"] * (given.model not in (None, name))
+    if wrong:
+        raise ValueError(
+            f"--init {given.init}: {model}: its weights say what {', '.join(wrong)} would change"
+        )
     ranks = given.context_parallel or 1  # the length does not depend on how many
-    if complete(fixed, not device.is_host, ranks).seq_len > config.max_seq_len:
-        if given.seq_len is not None:
-            problems.append(f"--seq-len {given.seq_len}: it reads {config.max_seq_len} at most")
-        fixed.seq_len = config.max_seq_len
-    for flag in "config", *SHAPE:
-        if getattr(given, flag):
-            problems.append(f"{option(flag)}: its shape is what its weights have")
-    if given.sparse is not None:
-        problems.append(f"--sparse {given.sparse}: its attention is what it was trained with")
+    seq_len = complete(fixed, not device.is_host, ranks).seq_len
+    if given.seq_len is None:
+        fixed.seq_len = min(seq_len, config.max_seq_len)
+    elif seq_len > config.max_seq_len:
+        raise ValueError(f"--seq-len {seq_len}: {given.init} reads {config.max_seq_len} at most")
     if fixed.tokenizer is None and is_text(given.data):
-        problems.append("no tokenizer.json lies with it, and the data is text: give --tokenizer")
-    if problems:
-        raise ValueError(f"--init {given.init}: {model}: {'; '.join(problems)}")
+        raise ValueError(
+            f"--init {given.init}: no tokenizer.json lies with it, and the data is text: give "
+            "--tokenizer"
+        )
     return model, fixed
 
 
@@ -177,8 +178,6 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
     """Write the checkpoint of run.step; keep the last two, the last one followed by `--save-every`
     finite steps, and those of a recipe."""
     log.sync()
-    settings = run.settings.to_json()
-    schedule = {name: settings[name] for name in ("schedule", "lr", "warmup", "steps")}
     folder = run.folder / "checkpoints"
     save_checkpoint(
         run.model,
@@ -189,8 +188,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
         step=run.step,
         data=run.position,
         fingerprint=run.data.fingerprint,
-        schedule=schedule,
-        settings=settings,
+        settings=run.settings.to_json(),
         products=products_of(run.model),
     )
     if run.step > 0 and run.saved == 0:  # a run of no finished step leaves its name to another
