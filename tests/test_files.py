@@ -29,6 +29,20 @@ def test_two_writers_never_mix(tmp_path):
     assert [writer.result() for writer in writers] == [None] * 2 and os.listdir(tmp_path) == ["a"]
 
 
+def test_file_is_whole_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    path, synchronised = tmp_path / "a", []
+
+    def fsync(number: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(number).st_mode)
+        size = None if is_folder else os.fstat(number).st_size
+        synchronised.append((size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with replacing(path) as file:
+        file.write(b"whole")
+    assert synchronised == [(5, False), (None, True)]
+
+
 KILLED = """
 import os, signal, sys
 from needle.files import replacing

@@ -114,6 +114,16 @@ class NeedleLM(TemplateLM):
     def prefix_token_id(self) -> int:
         return self._prefix
 
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.source.replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        return {
+            "model_num_parameters": self.model.num_parameters(),
+            "model_dtype": self.model.config.dtype,
+        }
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
