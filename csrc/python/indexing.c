@@ -100,6 +100,29 @@ static int index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned
     return 0;
 }
 
+/* A view without the axes that come from integers. */
+static nd_array without_integers(const nd_array *view, unsigned integers) {
+    nd_array dropped = *view;
+    dropped.ndim = 0;
+    for (int i = 0; i < view->ndim; i++) {
+        if (!(integers & 1u << i)) {
+            dropped.shape[dropped.ndim] = view->shape[i];
+            dropped.strides[dropped.ndim++] = view->strides[i];
+        }
+    }
+    return dropped;
+}
+
+PyObject *nd_ndarray_at(PyObject *self, PyObject *key) {
+    nd_array view;
+    unsigned integers;
+    if (index_view(nd_array_of(self), key, &view, &integers) < 0) {
+        return NULL;
+    }
+    nd_array dropped = without_integers(&view, integers);
+    return nd_wrap_view(&dropped);
+}
+
 PyObject *nd_ndarray_getitem(PyObject *self, PyObject *key) {
     nd_array view;
     unsigned integers;
@@ -166,14 +189,7 @@ static bool match_ignoring_ones(const nd_array *to, nd_array *from) {
  * shape without the axes of integers, that broadcasts to the shape with them, or that has the same
  * sizes but for axes of size 1. */
 static int assign_indexed(const nd_array *to, unsigned integers, const nd_array *from) {
-    nd_array dropped = *to, source = *from;
-    dropped.ndim = 0;
-    for (int i = 0; i < to->ndim; i++) {
-        if (!(integers & 1u << i)) {
-            dropped.shape[dropped.ndim] = to->shape[i];
-            dropped.strides[dropped.ndim++] = to->strides[i];
-        }
-    }
+    nd_array dropped = without_integers(to, integers), source = *from;
     if (broadcasts(from, &dropped)) {
         to = &dropped;
     } else if (!broadcasts(from, to)) {

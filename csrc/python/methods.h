@@ -11,7 +11,7 @@ nd_method nd_ndarray_view, nd_ndarray_joined;
 nd_keyword_method nd_ndarray_as_strided;
 
 /* ---- indexing.c ------------------------------------------------------------------------------ */
-nd_method nd_ndarray_getitem;
+nd_method nd_ndarray_getitem, nd_ndarray_at;
 PyObject *nd_ndarray_sequence_item(PyObject *self, Py_ssize_t at);
 PyObject *nd_ndarray_iter(PyObject *self);
 Py_ssize_t nd_ndarray_length(PyObject *self);

@@ -263,6 +263,8 @@ static PyMethodDef ndarray_methods[] = {
      "as_strided($self, shape, strides)\n--\n\nView with these strides, in elements; ValueError "
      "when "
      "it would reach outside the memory."},
+    {"at", nd_ndarray_at, METH_O,
+     "at($self, key, /)\n--\n\nView as x[key], where integers drop their axes, as in NumPy."},
     {"joined", nd_ndarray_joined, METH_O,
      "joined($self, other, /)\n--\n\nOne view over both, along the first axis, where other lies "
      "right after this array in the same memory; else None."},

@@ -190,11 +190,7 @@ class QKVAttention(FusedOp):
 
 def qkv_parts(packed: NDArray) -> list[NDArray]:
     """The views q, k, v (B, T, H, D) of a packed (B, T, H, 3, D)."""
-    b, t, h, _, d = packed.shape
-    sb, st, sh, _, sd = packed.strides
-    return [
-        packed[:, :, :, i : i + 1, :].as_strided((b, t, h, d), (sb, st, sh, sd)) for i in range(3)
-    ]
+    return [packed.at((..., i, slice(None))) for i in range(3)]
 
 
 def qkv_attention(

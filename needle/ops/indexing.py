@@ -30,26 +30,16 @@ INTEGERS = ("int32", "int64", "uint8", "uint16")
 # ---- integers, slices, None, ... -----------------------------------------------------------------
 
 
-def view_at(a: NDArray, index: tuple) -> NDArray:
-    """a[index], where integers drop their axes as in NumPy. index: int, slice, None; an item for
-    each axis of a."""
-    view = a[index]
-    kept = [i for i, item in enumerate(index) if not isinstance(item, int)]
-    if len(kept) == view.ndim:
-        return view
-    return view.as_strided([view.shape[i] for i in kept], [view.strides[i] for i in kept])
-
-
 @differentiable("GetItem", lambda g, like, index: place_item(g, index, like.shape), view=True)
 def _view(a: NDArray, index: tuple) -> NDArray:
-    return view_at(a, index)
+    return a.at(index)
 
 
 @differentiable("PlaceItem", lambda g, index: _view(g, index))
 def place_item(a: NDArray, index: tuple, shape: tuple[int, ...]) -> NDArray:
     """Zeros of a shape with `a` at the index: the inverse in gradient of a view."""
     out = zeros(shape, a.dtype, a.device)
-    _C.assign(view_at(out, index), a)
+    _C.assign(out.at(index), a)
     return out
 
 
@@ -498,10 +488,11 @@ class SetItem(TensorOp):
     def write(self, a: NDArray, value: NDArray) -> None:
         value = value.astype(a.dtype)
         if not any(isinstance(item, np.ndarray) for item in self.index):
-            _C.assign(view_at(a, self.index), _fitting(value, view_at(a, self.index).ndim))
+            view = a.at(self.index)
+            _C.assign(view, _fitting(value, view.ndim))
             return
         plain, axes, at, ids, shape = picks(self.index, a.shape, a.device)
-        view = view_at(a, plain)
+        view = a.at(plain)
         view = view.permute(picked_axes_at(view.ndim, axes, at))
         before, after = view.shape[:at], view.shape[at + len(axes) :]
         value = _fitting(value, len(before) + len(shape) + len(after))

@@ -129,14 +129,6 @@ def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
     return TensorTupleGetItem(index)(value)
 
 
-def _nth_slice(a: NDArray, axis: int, i: int) -> NDArray:
-    """A view of a[..., i, ...] without that axis."""
-    index = tuple(slice(i, i + 1) if k == axis else slice(None) for k in range(a.ndim))
-    shape = tuple(n for k, n in enumerate(a.shape) if k != axis)
-    strides = tuple(s for k, s in enumerate(a.strides) if k != axis)
-    return a[index].as_strided(shape, strides)
-
-
 def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
     """Tensors of one shape joined along a new axis.
 
@@ -227,7 +219,7 @@ class Split(TensorTupleOp):
 
     def compute(self, a: NDArray) -> tuple:
         axis = normal_axis("split", self.axis, a.ndim)
-        return tuple(_nth_slice(a, axis, i) for i in range(a.shape[axis]))
+        return tuple(a.at((*[slice(None)] * axis, i)) for i in range(a.shape[axis]))
 
     def gradient(self, out_grad: TensorTuple, node: TensorTuple) -> Tensor:
         return stack(out_grad, self.axis)
