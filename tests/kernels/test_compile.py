@@ -180,7 +180,7 @@ def test_layout_of_parameters_is_that_of_c():
     """Compared with a C struct of the same fields, on each architecture."""
     types = {
         "bool": ctypes.c_bool, "float *": ctypes.c_void_p, "char": ctypes.c_char,
-        "short": ctypes.c_short, "int": ctypes.c_int, "double": ctypes.c_double,
+        "short": ctypes.c_short, "double": ctypes.c_double, "int": ctypes.c_int,
         "Affine": field("Affine", ("a", ctypes.c_char), ("b", ctypes.c_double)),
         "Three": field("Three", ("c", ctypes.c_char * 3)), "float": ctypes.c_float,
         "long long": ctypes.c_longlong, "Large": field("Large", ("c", ctypes.c_char * 5000)),

@@ -51,6 +51,7 @@ def test_launch_beyond_a_limit_names_both_numbers():
         (H, {"block": (64, 2, 1)}, (1, 64), E, r"block is \(64, 1, 1\), and the source fixes it a"),
         (H, {"registers": 96}, (1, 1024), E, REGISTERS),
         (H, {"registers": 96}, (1, 672), E, r": 73,728, and"),  # 21 warps take those of 24
+        (H, {"registers": 96}, (1, 641), E, r": 73,728, and"),  # one thread takes a warp
         (H, {"registers": 85}, (1, 768), E, r": 67,584, and"),  # each of them those of 88
         (DEVICE, {"shared_bytes": 40000}, (1, 32, 200000), E, SHARED),
         (AMPERE, {}, (4, 32, 0, 2), E, "a cluster: 2, and sm_80 allows 1; clusters need compute"),

@@ -122,6 +122,21 @@ def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
     assert_next_is_right(pool)
 
 
+def test_process_that_died_before_it_was_asked_has_crashed(pool, monkeypatch):
+    def late(self, message, seconds):
+        if message is not None:  # its first one has come
+            self.kill()
+            self.process.wait(60)
+        return ask(self, message, seconds)
+
+    ask = process.Process.ask
+    with monkeypatch.context() as patched:
+        patched.setattr(process.Process, "ask", late)
+        result = run(pool, "no_results")
+    assert (result.status, "was ended by SIGKILL" in result.message) == ("crashed", True), result
+    assert_next_is_right(pool)
+
+
 def test_source_is_compiled_once_unless_it_reads_files(tmp_path):
     log = tmp_path / "log"
     with FakePool.with_variable("FAKE_LOG", log)(devices=[0], timeout=SECONDS) as pool:
