@@ -80,6 +80,7 @@ def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
             " 70", f"left {left}",
         ):  # fmt: skip
             assert fact in line, line
+        assert [found["step"] for found in logs.read_lines(log.path)] == [done]
         log.close()
 
 
@@ -118,6 +119,7 @@ def test_figure_of_several_runs(tmp_path, monkeypatch, capsys):
     raw, smooth = sorted(values, key=np.std)[::-1]
     np.testing.assert_allclose(raw, curves["a$b_{$"])
     assert len(smooth) == 60 and np.abs(np.diff(smooth[2:-2])).max() < 1.1
+    np.testing.assert_allclose(smooth[[0, -1]], [raw[0], raw[-2:].mean()])  # of what is there
     legend, values, _ = drawn("a$b_{$", "c/a$b_{$")
     assert legend == ["a$b_{$", "c/a$b_{$"] and (tmp_path / "loss.png").exists()
     assert any(len(y) == 49 and np.allclose(y, curves["c/a$b_{$"]) for y in values)

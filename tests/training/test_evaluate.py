@@ -9,7 +9,7 @@ import pytest
 from harness import naming, small_pythia
 
 import needle as ndl
-from needle.data import DataError
+from needle.data import DataError, megatron
 from needle.models.pythia import Pythia
 from needle.training import evaluate
 
@@ -205,6 +205,17 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     # Tokens that a tokenizer made for the occasion gives would mean nothing to the model.
     code, out, err = command(capsys, run, "--data", tmp_path / "text.txt")
     assert code == 1 and out == "" and "is text, and no tokenizer.json lies with" in err
+
+
+def test_rows_that_are_preshuffled_are_scored_apart(run, tmp_path, monkeypatch, capsys):
+    """The one that --limit cuts too."""
+    monkeypatch.setattr(megatron, "ROW_LENGTH", 20)
+    tokens(60).tofile(tmp_path / "rows.bin")
+    with open(tmp_path / "rows.idx", "wb") as index:
+        megatron.write_index(index, np.dtype("<u2"), [20] * 3)
+    for limit, count in ("", 57), ("--limit 50", 47), ("--limit 10", 9):
+        code, out, err = command(capsys, run, "--data", tmp_path / "rows", limit)
+        assert code == 0 and f"tokens          {count}\n" in out, err
 
 
 def test_errors_are_named(run, tmp_path, monkeypatch, capsys):
