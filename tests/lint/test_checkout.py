@@ -38,6 +38,7 @@ def tree(tmp_path):
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
     made.write("needle/__init__.py", "from needle import core\n\ncore.find()\ncore.load()\n")
+    made.write("needle/command.py", "import sys\n\ndef main():\n    print(sys.argv[1:])\n")
     shutil.copy(ROOT / "needle/core.py", made.root / "needle/core.py")
     for file in ("Makefile", "checkout.py"):
         shutil.copy(ROOT / file, made.root)
@@ -79,6 +80,9 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
         assert shown(root, python) == root
         done = run_clean(python, "-c", "from needle import _C; print(_C.__file__)", cwd=root)
         assert done.stdout.startswith(str(root)), done.stderr
+        words = ["generate", "--prompt", "import os", ""]
+        done = run_clean(root / ".venv/bin/needle", *words, cwd=tmp_path)
+        assert done.stdout == f"{words}\n", done.stderr
         done = run_clean(python, "-c", "import needle", cwd=tmp_path)
         assert "ModuleNotFoundError" in done.stderr
 
