@@ -489,8 +489,9 @@ def test_close_ends_everything():
 held = lambda: (children(), len(os.listdir("/proc/self/fd")), threading.active_count())
 before = held()
 with FakePool(devices=[0], timeout=SECONDS) as pool:
-    hangs, waits = in_thread(run, pool, "hangs"), in_thread(run, pool, "hangs")
+    jobs = [in_thread(run, pool, "hangs") for _ in range(2)]  # either may be the first
     wait_for(lambda: pool.state()[0]["used"])
+waits, hangs = sorted(jobs, key=lambda job: job.exception(60) is None)
 assert hangs.result(60).status == "crashed"
 for after_close in (lambda: waits.result(60), lambda: run(pool, "no_results")):
     try:
