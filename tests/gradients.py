@@ -61,8 +61,8 @@ def logsumexp(x, axis):
     return np.log(np.exp(x - top).sum(axis)) + np.squeeze(top, axis if axis is not None else None)
 
 
-def logsoftmax(x):
-    return x - logsumexp(x, -1)[..., None]
+def logsoftmax(x, axis=-1):
+    return x - np.expand_dims(logsumexp(x, axis), axis)
 
 
 def turn(x, half, parts, sign=1.0):
@@ -169,6 +169,7 @@ BY_HEAD = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.eye(3), np.tri(3)], bo
 BLOCKS_BY_HEAD = BlockMask(BY_HEAD, 2, 5)
 SEEN_BY_HEAD = BLOCKS_BY_HEAD.to_dense() & visible(5, 5, True)
 MATRIX, FAR = normal(3, 4), away_from_zero(3, 4)
+MIDDLE = normal(2, 4, 3)  # reduced along axis 1, which is not the last
 BROADCAST = (positive(4), positive(2, 3, 1)), (positive(2, 3, 1), positive(4))
 MLP = (normal(2, 3, 4), normal(4, 5), normal(5), normal(5, 3), normal(3))
 
@@ -244,15 +245,15 @@ GRADIENTS = [
     by_name("minimum", np.minimum, normal(3, 1), MATRIX),
     by_name("clip", lambda a: np.clip(a, -0.5, 0.7), MATRIX, min=-0.5, max=0.7),
     by_name("remainder", np.remainder, normal(3, 4, std=5), positive(4)),
-    by_name("amin", lambda a: a.min(1), MATRIX, axes=1),
-    Gradient("max-dim", lambda ops, a: ops.max(a, dim=1)[0], lambda a: a.max(1), (MATRIX,)),
+    by_name("amin", lambda a: a.min(1), MIDDLE, axes=1),
+    Gradient("max-dim", lambda ops, a: ops.max(a, dim=1)[0], lambda a: a.max(1), (MIDDLE,)),
     Gradient("median", lambda ops, a: ops.median(a, 0), lambda a: np.median(a, 0), (MATRIX,)),
-    by_name("prod", lambda a: a.prod(1), normal(2, 5), axes=1),
+    by_name("prod", lambda a: a.prod(1), MIDDLE, axes=1),
     by_name("prod-all", np.prod, normal(3, 2)),
-    by_name("var", lambda a: a.var(1, ddof=1), MATRIX, axes=1, correction=1),
+    by_name("var", lambda a: a.var(1, ddof=1), MIDDLE, axes=1, correction=1),
     by_name("std", lambda a: a.std(0, keepdims=True), MATRIX, axes=0, keepdims=True),
     *(
-        by_name(f"norm-{ord}", lambda a, ord=ord: np.linalg.norm(a, ord, 1), FAR, ord=ord, axes=1)
+        by_name(f"norm-{ord}", lambda a, ord=ord: np.linalg.norm(a, ord, 0), FAR, ord=ord, axes=0)
         for ord in (1, 2, 3, np.inf)
     ),
     by_name("outer", np.outer, normal(3), normal(4)),
@@ -304,7 +305,7 @@ GRADIENTS = [
     ),
     by_name("sort", lambda a: np.sort(a, 0), MATRIX, axis=0),
     Gradient("topk", lambda ops, a: ops.topk(a, 2)[0], lambda a: np.sort(a)[:, :-3:-1], (MATRIX,)),
-    by_name("cumprod", lambda a: np.cumprod(a, 1), normal(2, 5), axis=1),
+    by_name("cumprod", lambda a: np.cumprod(a, 1), MIDDLE, axis=1),
     by_name("cumsum", lambda a: np.cumsum(a, 0), MATRIX, axis=0),
     Gradient(
         "scatter_add",
@@ -376,13 +377,15 @@ GRADIENTS = [
     by_name("summation-kept", lambda a: a.sum(1, keepdims=True), MATRIX, axes=1, keepdims=True),
     by_name("mean", lambda a: a.mean(0), MATRIX, axes=0),
     by_name("mean-kept", lambda a: a.mean(0, keepdims=True), MATRIX, axes=0, keepdims=True),
-    by_name("max", lambda a: a.max(1), MATRIX, axes=1),
-    by_name("amax-kept", lambda a: a.max(1, keepdims=True), MATRIX, axes=1, keepdims=True),
-    by_name("logsumexp", lambda a: logsumexp(a, 1), MATRIX, axes=1),
+    by_name("max", lambda a: a.max(1), MIDDLE, axes=1),
+    by_name("amax-kept", lambda a: a.max(1, keepdims=True), MIDDLE, axes=1, keepdims=True),
+    by_name("logsumexp", lambda a: logsumexp(a, 1), MIDDLE, axes=1),
     by_name("logsumexp-axes", lambda a: logsumexp(a, (0, 2)), normal(3, 4, 2), axes=(0, 2)),
     by_name("logsumexp-all", lambda a: logsumexp(a, None), MATRIX),
     by_name("softmax", lambda a: np.exp(logsoftmax(a)), MATRIX),
     by_name("logsoftmax", logsoftmax, MATRIX),
+    by_name("softmax-axis", lambda a: np.exp(logsoftmax(a, 1)), MIDDLE, axes=1),
+    by_name("logsoftmax-axis", lambda a: logsoftmax(a, 1), MIDDLE, axes=1),
     by_name("broadcast_to", lambda a: np.broadcast_to(a, (2, 3, 4)), normal(3, 1), shape=(2, 3, 4)),
     by_name("broadcast_to-ones", lambda a: a + np.zeros((1, 2, 3)), normal(1, 3), shape=(1, 2, 3)),
     by_name("reshape", lambda a: a.reshape(4, 3), normal(2, 6), shape=(4, 3)),
