@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import io
 import pickle
+import sys
 import weakref
 
 import numpy as np
@@ -489,8 +490,9 @@ def test_exchange_with_numpy():
     np.testing.assert_array_equal(shared, host)  # the memory outlives the array
     if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1):  # before, it exports none
         host.flags.writeable = False
+        references = sys.getrefcount(host)
         _C.from_dlpack(host).fill(0)  # a copy: arrays can be written to
-        assert host[0, 0] == -40
+        assert host[0, 0] == -40 and sys.getrefcount(host) == references
     np.testing.assert_array_equal(np.asarray(nd.array([1, 2], dtype="bfloat16")), [1, 2])
 
 
