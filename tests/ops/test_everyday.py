@@ -133,6 +133,10 @@ def test_assignment_in_the_graph():
     y[0] = 1
     with pytest.raises(RuntimeError, match="was assigned to"):
         z.sum().backward()
+    after = y[1:][1:] + 1
+    y[:] = 0
+    with pytest.raises(RuntimeError, match="was assigned to"):
+        after.sum().backward()
     with pytest.raises(IndexError, match="out of "):
         y[[3]] = 0
     z = leaf * leaf

@@ -61,6 +61,7 @@ len(range(ndl.tensor(3))) = 3
 ndl.zeros(2, device=ndl.device("cpu")).requires_grad_().requires_grad = True
 F.cross_entropy(x, r, reduction="none") = nll ; F.cross_entropy(x, r, reduction="sum") = nll.sum()
 F.cross_entropy(x, [0, 9, 1], ignore_index=9) = nll[[0, 2]].mean()
+F.cross_entropy(x, r, ignore_index=0) = nll[1:].mean() ; F.nll_loss(x, [7] * 3, 7) = np.float32(0)
 F.one_hot(i) = np.eye(4, dtype="i8")[i]
 F.cross_entropy(x, [0, -100, 1], "none") = nll * [1, 0, 1]
 F.nll_loss(F.log_softmax(x), r) = nll.mean()
