@@ -11,8 +11,6 @@ import numpy as np
 from needle.autograd import Tensor
 from needle.ops.broadcast import broadcast_to, reshape, summation
 from needle.ops.common import normal_axis
-from needle.ops.elementwise import multiply
-from needle.ops.indexing import get_item
 from needle.ops.matmul import matmul
 from needle.ops.shape import permute
 
@@ -21,7 +19,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
     """a[i] b[j] of the flat elements of both."""
-    return multiply(reshape(a, (a.size, 1)), reshape(b, (1, b.size)))
+    return reshape(a, (a.size, 1)) * reshape(b, (1, b.size))
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.ndim > 2 or b.ndim > 2:
         raise ValueError(f"dot: at most 2 axes, not {a.shape} and {b.shape}; see matmul and einsum")
-    return matmul(a, b) if a.ndim and b.ndim else multiply(a, b)
+    return matmul(a, b) if a.ndim and b.ndim else a * b
 
 
 def tensordot(a: Tensor, b: Tensor, axes: Any = 2) -> Tensor:
@@ -133,7 +131,7 @@ def _diagonal(x: Tensor, term: str, sizes: dict[str, int]) -> tuple[Tensor, str]
             j = term.index(letter, i + 1)
             order = [i, j, *(k for k in range(x.ndim) if k not in (i, j))]
             at = np.arange(sizes[letter])
-            x = get_item(permute(x, order), (at, at))
+            x = permute(x, order)[at, at]
             term = letter + "".join(term[k] for k in order[2:])
     return x, term
 

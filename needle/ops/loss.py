@@ -14,18 +14,7 @@ from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
 from needle.backend_ndarray import full
 from needle.ops.broadcast import as_floats, astype, differentiable, reshape, summation
 from needle.ops.common import check_tensors, id_array, rows_of
-from needle.ops.elementwise import (
-    add,
-    clip,
-    exp,
-    log,
-    log1p,
-    multiply,
-    negate,
-    softplus,
-    subtract,
-    where,
-)
+from needle.ops.elementwise import clip, exp, log, log1p, softplus, where
 from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
 from needle.ops.indexing import gather
 from needle.ops.matmul import weight_grad
@@ -54,13 +43,15 @@ def mse_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     >>> print(ndl.ops.mse_loss(ndl.Tensor([1, 2]), [1, 4]))
     2.0
     """
-    off = subtract(*_same("mse_loss", input, target))
-    return _reduced("mse_loss", multiply(off, off), reduction)
+    input, target = _same("mse_loss", input, target)
+    off = input - target
+    return _reduced("mse_loss", off * off, reduction)
 
 
 def l1_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """|input - target|; reduction as in mse_loss."""
-    return _reduced("l1_loss", abs(subtract(*_same("l1_loss", input, target))), reduction)
+    input, target = _same("l1_loss", input, target)
+    return _reduced("l1_loss", abs(input - target), reduction)
 
 
 @differentiable(
@@ -90,8 +81,7 @@ def binary_cross_entropy_with_logits(input: Tensor, target: Any, reduction: str 
     0.0
     """
     x, t = _same("binary_cross_entropy_with_logits", input, target)
-    loss = subtract(softplus(x), multiply(x, t))
-    return _reduced("binary_cross_entropy_with_logits", loss, reduction)
+    return _reduced("binary_cross_entropy_with_logits", softplus(x) - x * t, reduction)
 
 
 def kl_div(input: Tensor, target: Any, reduction: str = "mean", log_target: bool = False) -> Tensor:
@@ -100,11 +90,11 @@ def kl_div(input: Tensor, target: Any, reduction: str = "mean", log_target: bool
     size of the first axis, as the divergence of Kullback and Leibler has it."""
     input, target = _same("kl_div", input, target)
     if log_target:
-        loss = multiply(exp(target), subtract(target, input))
+        loss = exp(target) * (target - input)
     else:
         empty = _C.equal(target.cached_data, 0)
-        t_log_t = multiply(target, log(add(target, Tensor.from_ndarray(empty))))
-        loss = subtract(t_log_t, multiply(target, input))
+        t_log_t = target * log(target + Tensor.from_ndarray(empty))
+        loss = t_log_t - target * input
     if reduction == "batchmean":
         return summation(loss) / (input.shape[0] if input.ndim else 1)
     return _reduced("kl_div", loss, reduction)
@@ -162,8 +152,7 @@ def cross_entropy(
         return CrossEntropy(ids)(logits)
     column = _C.maximum(ids, 0).reshape((ids.size, 1))
     found = reshape(gather(logsoftmax(astype(logits, "float32")), 1, column), (ids.size,))
-    loss = negate(where(_C.greater_equal(ids, 0), found, 0.0))
-    return _reduced("cross_entropy", loss, reduction)
+    return _reduced("cross_entropy", -where(_C.greater_equal(ids, 0), found, 0.0), reduction)
 
 
 class LinearCrossEntropy(FusedOp):

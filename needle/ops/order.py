@@ -14,7 +14,6 @@ from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, differentiable, reshape
 from needle.ops.common import const, nonzero_places, normal_axis, rows_of
-from needle.ops.elementwise import multiply
 from needle.ops.indexing import five_axes, gather
 from needle.ops.shape import concatenate, flip, moveaxis, split_sizes, stack
 
@@ -169,5 +168,5 @@ def cumprod(a: Tensor, axis: int | None = None) -> Tensor:
     while done < n:
         first, rest = split_sizes(rows, [done, n - done], -1)
         before, _ = split_sizes(rows, [n - done, done], -1)
-        rows, done = concatenate([first, multiply(rest, before)], -1), 2 * done
+        rows, done = concatenate([first, rest * before], -1), 2 * done
     return moveaxis(rows if n > 1 else rows.clone(), -1, back)

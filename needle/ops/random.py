@@ -14,7 +14,6 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd.tensor import FLOATS, Tensor, TensorOp
 from needle.ops.broadcast import astype
-from needle.ops.elementwise import multiply
 
 DRAWN_BY_NUMPY = 65536  # elements of a dropout, at most
 
@@ -97,4 +96,4 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if x.size > DRAWN_BY_NUMPY or drawing.source is not None:
         return Dropped(p)(x if x.dtype in FLOATS else astype(x, "float32"))
     mask = _C.array(np.random.rand(*x.shape) <= 1 - p, "bool", x.device)
-    return multiply(x, Tensor.from_ndarray(mask)) / (1 - p)
+    return x * Tensor.from_ndarray(mask) / (1 - p)

@@ -22,18 +22,8 @@ from needle.ops.common import (
     normal_axes,
     normal_axis,
 )
-from needle.ops.elementwise import (
-    add,
-    divide,
-    isnan,
-    maximum,
-    minimum,
-    multiply,
-    sqrt,
-    subtract,
-    where,
-)
-from needle.ops.indexing import get_item, index_select, select_places
+from needle.ops.elementwise import isnan, maximum, minimum, sqrt, where
+from needle.ops.indexing import index_select, select_places
 from needle.ops.order import TopK, sort, topk
 from needle.ops.shape import concatenate, permute
 
@@ -66,7 +56,7 @@ def _shared_by(extreme: Callable[..., NDArray]) -> Callable[..., Tensor]:
         a = x.cached_data
         hit = _C.equal(a, extreme(a, axes, True)).astype("float32")
         share = _C.divide(hit, hit.sum(axes, True))
-        return multiply(spread(g, a.shape, axes), const(share.astype(a.dtype)))
+        return spread(g, a.shape, axes) * const(share.astype(a.dtype))
 
     return slope
 
@@ -125,9 +115,7 @@ def _shifted(a: NDArray, axes: Any, most: float = math.inf) -> tuple[NDArray, ND
 
 
 @differentiable(
-    "LogSumExp",
-    lambda g, x, axes: multiply(spread(g, x.shape, axes), softmax(x, axes)),
-    reduces=True,
+    "LogSumExp", lambda g, x, axes: spread(g, x.shape, axes) * softmax(x, axes), reduces=True
 )
 def logsumexp(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     """log(sum(exp(a))) over `axes` (None: all), which disappear, or with keepdims stay with size 1;
@@ -143,7 +131,7 @@ def logsumexp(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
 
 def _softmax_slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
     y = softmax(x, axes)
-    return multiply(y, subtract(g, summation(multiply(g, y), axes, True)))
+    return y * (g - summation(g * y, axes, True))
 
 
 @differentiable("Softmax", _softmax_slope, reduces=True)
@@ -160,9 +148,7 @@ def softmax(a: NDArray, axes: Axes = -1) -> NDArray:
 
 
 @differentiable(
-    "LogSoftmax",
-    lambda g, x, axes: subtract(g, multiply(softmax(x, axes), summation(g, axes, True))),
-    reduces=True,
+    "LogSoftmax", lambda g, x, axes: g - softmax(x, axes) * summation(g, axes, True), reduces=True
 )
 def logsoftmax(a: NDArray, axes: Axes = -1) -> NDArray:
     """log(softmax(a)) over `axes` (the last by default); -inf stays -inf, also in a slice of only
@@ -262,10 +248,9 @@ def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
         return reshape(a, shape).clone()
     while n > 1:
         half = n // 2
-        pair = [get_item(out, (..., slice(i * half, (i + 1) * half))) for i in (0, 1)]
-        pairs = multiply(*pair)
+        pairs = out[..., :half] * out[..., half : 2 * half]
         if n % 2:
-            pairs = concatenate([pairs, get_item(out, (..., slice(n - 1, n)))], -1)
+            pairs = concatenate([pairs, out[..., n - 1 :]], -1)
         out, n = pairs, half + n % 2
     return reshape(out, shape)
 
@@ -288,8 +273,8 @@ def var(
     axes = axes_or_dim("var", axes, dim)
     count = math.prod(a.shape[i] for i in normal_axes("var", axes, a.ndim))
     wide = astype(a, "float32")
-    off = subtract(wide, mean(wide, axes, True))
-    total = summation(multiply(off, off), axes, keepdims)
+    off = wide - mean(wide, axes, True)
+    total = summation(off * off, axes, keepdims)
     out = total / float(count - correction if count > correction else 0)
     return _rounded(out, a)
 
@@ -310,14 +295,13 @@ def std(
     axes, correction = axes_or_dim("std", axes, dim), _correction(correction, dim)
     wide, scale = _scaled(astype(a, "float32"), axes, "max")
     out = _root(var(wide, axes, keepdims, correction))
-    out = multiply(out, reshape(scale, out.shape))
-    return _rounded(out, a)
+    return _rounded(out * reshape(scale, out.shape), a)
 
 
 def _root(a: Tensor) -> Tensor:
     """The square root, whose gradient at 0 is 0."""
     zero = _C.equal(a.cached_data, 0)
-    return where(zero, 0.0, sqrt(add(a, const(zero))))
+    return where(zero, 0.0, sqrt(a + const(zero)))
 
 
 def _scaled(a: Tensor, axes: Axes, by: str) -> tuple[Tensor, Tensor]:
@@ -329,7 +313,7 @@ def _scaled(a: Tensor, axes: Axes, by: str) -> tuple[Tensor, Tensor]:
     size = getattr(_C.absolute(a.cached_data), by)(axis=axes, keepdims=True)
     exponent = _C.bitwise_and(size.view("int32"), 0x7F800000).view("float32")
     scale = const(_C.minimum(_C.maximum(exponent, 2.0**-126), 2.0**127))
-    return divide(a, scale), scale
+    return a / scale, scale
 
 
 def var_mean(
@@ -366,11 +350,11 @@ def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> 
     else:
         wide, scale = _scaled(wide, axes, "max" if ord == "fro" or ord > 0 else "min")
         if ord in (2, "fro"):
-            out = _root(summation(multiply(wide, wide), axes, keepdims))
+            out = _root(summation(wide * wide, axes, keepdims))
         else:
             zero = _C.equal(wide.cached_data, 0)
-            powers = add(abs(wide), const(zero)) ** ord
+            powers = (abs(wide) + const(zero)) ** ord
             powers = where(zero, 0.0 if ord > 0 else math.inf, powers)
             out = summation(powers, axes, keepdims) ** (1 / ord)
-        out = multiply(out, reshape(scale, out.shape))
+        out = out * reshape(scale, out.shape)
     return _rounded(out, a)

@@ -12,11 +12,8 @@ In zigzag with causal attention the first run of queries needs the first runs of
 the second ones travel beside its kernel (Group.begin), right behind the first, so that the exchange
 has its multiprocessors before the kernel takes the others. Elements that a rank receives, of H
 heads of D dims and T tokens on N ranks: forward 2 T H D (N - 1) / N, backward these again and as
-many of gradients; half of the gathered ones are waited for, and the gradients. Rejected: parts of
-the heads in turn. With 8 heads and 16,384 tokens on two GPUs a run is too short for 132
-multiprocessors already (176 tiles of queries), and what a second part hides, it loses where tiles
-run out. Gradients of the first run beside the kernel of the second: ranks end their first runs at
-unlike times, and an exchange that waits for a rank keeps 16 multiprocessors from the kernel.
+many of gradients; half of the gathered ones are waited for, and the gradients. Rejected: gradients
+of the first run beside the kernel of the second (a rank that waits keeps 16 multiprocessors).
 
 Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 

@@ -25,17 +25,7 @@ from needle.ops.common import (
     normal_axis,
 )
 from needle.ops.elementwise import where
-from needle.ops.indexing import get_item, index_select, set_item
-
-
-def _swapped(op: str, shape: tuple[int, ...], axes: Sequence[int]) -> list[int]:
-    """Return the order of axes in which two of them are swapped."""
-    if len(axes) != 2:
-        raise ValueError(f"{op}: axes must be the two to swap, not {axes}; see permute")
-    order = list(range(len(shape)))
-    i, j = (normal_axis(op, axis, len(shape)) for axis in axes)
-    order[i], order[j] = j, i
-    return order
+from needle.ops.indexing import index_select
 
 
 def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
@@ -47,12 +37,18 @@ def transpose(a: Tensor, axes: Any = None, other: int | None = None) -> Tensor:
     >>> ndl.transpose(ndl.ones(2, 3, 4), (0, 1)).shape
     (3, 2, 4)
     """
+    check_tensors("transpose", a=a)
     if other is not None:
         axes = (axes, other)
-    if isinstance(axes, (tuple, list)) and len(axes) == a.ndim > 2:
+    axes = (-2, -1) if axes is None else axes
+    if len(axes) == a.ndim > 2:
         return permute(a, axes)
-    check_tensors("transpose", a=a)
-    return permute(a, _swapped("transpose", a.shape, (-2, -1) if axes is None else axes))
+    if len(axes) != 2:
+        raise ValueError(f"transpose: axes must be the two to swap, not {axes}; see permute")
+    order = list(range(a.ndim))
+    i, j = (normal_axis("transpose", axis, a.ndim) for axis in axes)
+    order[i], order[j] = j, i
+    return permute(a, order)
 
 
 @differentiable(
@@ -147,8 +143,7 @@ def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
 
 
 @differentiable(
-    "Concatenate",
-    lambda g, like, axis: make_tuple(*(get_item(g, key) for key in _parts([*like], axis))),
+    "Concatenate", lambda g, like, axis: make_tuple(*(g[key] for key in _parts([*like], axis)))
 )
 def _concatenate(arrays: tuple, axis: int, op: str) -> NDArray:
     first = arrays[0]
@@ -258,7 +253,7 @@ def split_sizes(a: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[T
         )
     ends = list(itertools.accumulate(sizes))
     lead = (slice(None),) * axis
-    return tuple(get_item(a, (*lead, slice(end - n, end))) for n, end in zip(sizes, ends))
+    return tuple(a[(*lead, slice(end - n, end))] for n, end in zip(sizes, ends))
 
 
 # ---- composed of those ---------------------------------------------------------------------------
@@ -367,7 +362,7 @@ def pad(a: Tensor, widths: Any, value: float = 0) -> Tensor:
     shape = tuple(n + before + after for n, (before, after) in zip(a.shape, pairs))
     inner = tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, pairs))
     out = const(full(shape, value, a.dtype, a.device))
-    set_item(out, inner, a)
+    out[inner] = a
     return out
 
 
@@ -402,7 +397,7 @@ def diagonal(a: Tensor, k: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
     a = permute(a, [*pair, *(i for i in range(a.ndim) if i not in pair)])
     rows, columns = a.shape[:2]
     places = np.arange(max(0, min(rows + min(k, 0), columns - max(k, 0))))
-    return moveaxis(get_item(a, (places - min(k, 0), places + max(k, 0))), 0, -1)
+    return moveaxis(a[places - min(k, 0), places + max(k, 0)], 0, -1)
 
 
 def diag(a: Tensor, k: int = 0) -> Tensor:
@@ -418,7 +413,7 @@ def diag(a: Tensor, k: int = 0) -> Tensor:
         return diagonal(a, k)
     places, n = np.arange(a.size), a.size + abs(k)
     out = const(full((n, n), 0, a.dtype, a.device))
-    set_item(out, (places - min(k, 0), places + max(k, 0)), a)
+    out[places - min(k, 0), places + max(k, 0)] = a
     return out
 
 
