@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 import textwrap
 from collections.abc import Callable
@@ -172,10 +173,7 @@ class BlockMask:
         ]
         if not parts:
             raise ValueError("BlockMask.mixed: give window, stride, n_global or n_random")
-        mask = parts[0]
-        for part in parts[1:]:
-            mask = mask | part
-        return mask
+        return functools.reduce(operator.or_, parts)
 
     @staticmethod
     def dense(T: int, block: int = 64, S: int | None = None) -> BlockMask:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -81,36 +83,32 @@ class Optimizer:
     def _named(self, params: list) -> list[tuple[str, Tensor]]:
         entries: list[tuple[str | None, Tensor, dict]] = []
         for item in params:
-            group: dict[str, Any] = {}
-            members: Iterable = [item]
-            if isinstance(item, dict):
-                group = {k: v for k, v in item.items() if k != "params"}
-                unknown = sorted(set(group) - {*OWN})
-                if "params" not in item or unknown:
-                    raise ValueError(
-                        f"{type(self).__name__}: a group has 'params' and may have 'lr' and "
-                        f"'weight_decay', but this one has {sorted(item)}"
-                    )
-                members = item["params"]
-            for member in members:
+            group = item if isinstance(item, dict) else {"params": [item]}
+            own = {k: v for k, v in group.items() if k != "params"}
+            if "params" not in group or not own.keys() <= {*OWN}:
+                raise ValueError(
+                    f"{type(self).__name__}: a group has 'params' and may have 'lr' and "
+                    f"'weight_decay', but this one has {sorted(group)}"
+                )
+            for member in group["params"]:
                 name, p = member if isinstance(member, tuple) else (None, member)
                 if not isinstance(p, Tensor):
                     raise TypeError(
                         f"{type(self).__name__}: params must hold Parameters, "
                         f"not {type(p).__name__}"
                     )
-                entries.append((name or getattr(p, "name", None), p, group))
+                entries.append((name or getattr(p, "name", None), p, own))
         names = [name for name, _, _ in entries]
         if None in names or len(set(names)) != len(names):
             names = [str(i) for i in range(len(entries))]
-        for name, (_, _, group) in zip(names, entries):
-            if group:
-                self._own[str(name)] = group
+        self._own = {str(name): own for name, (_, _, own) in zip(names, entries) if own}
         return [(str(name), p) for name, (_, p, _) in zip(names, entries)]
 
-    def _set(self, **settings: float) -> None:
-        """Take the hyperparameters; ValueError where one of them, or of a group's own, is one with
-        which no step makes sense."""
+    def _set(self, betas: tuple[float, float] | None = None, **settings: float) -> None:
+        """Take the hyperparameters, `betas` in the place of beta1 and beta2; ValueError where one
+        of them, or of a group's own, is one with which no step makes sense."""
+        if betas is not None:
+            settings["beta1"], settings["beta2"] = betas
         for group in (settings, *self._own.values()):
             for name, value in group.items():
                 _check(type(self).__name__, name, value)
@@ -299,8 +297,7 @@ class Adam(_PerParameter):
         betas: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(params)
-        beta1, beta2 = (beta1, beta2) if betas is None else betas
-        self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+        self._set(betas, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
 
     def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
         m = self.beta1 * self.state["m"][i] + (1 - self.beta1) * g
@@ -341,8 +338,7 @@ class AdamW(Optimizer):
         betas: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(params)
-        beta1, beta2 = (beta1, beta2) if betas is None else betas
-        self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+        self._set(betas, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
         if self.flat is not None:
             for name, offset in zip(self.flat.names, self.flat.offsets):
                 if offset >= self.flat.decay_size:
@@ -411,15 +407,10 @@ class AdamW(Optimizer):
         own = [self._own.get(name, usual) for name in self.names]
         if self.flat is None:
             return [(i, 0, p.size, own[i]) for i, p in enumerate(self.params)]
-        runs: list[tuple[int, dict]] = []  # where settings begin
-        before: dict | None = None
-        for start, settings in zip(self.flat.offsets, own):
-            if settings is not before and settings != before:
-                runs.append((start, settings))
-                before = settings
+        alike = groupby(zip(self.flat.offsets, own), itemgetter(1))
+        runs = [(next(group)[0], settings) for settings, group in alike]
         out: list[tuple[int, int, int, dict]] = []
-        ends = [start for start, _ in runs[1:]] + [self.flat.size]
-        for (start, settings), end in zip(runs, ends):
+        for (start, settings), (end, _) in zip(runs, [*runs[1:], (self.flat.size, usual)]):
             start, end = max(start, self._part.start), min(end, self._part.stop)
             if start < end:
                 out.append((0, start, end, settings))
@@ -450,22 +441,10 @@ class AdamW(Optimizer):
             part, (m, v, master) = slice(start, end), map(itemgetter(i), self._state.values())
             first = 0 if self._part is None else self._part.start
             kept = slice(start - first, end - first)
-            launches.append(
-                (
-                    data[part] if master is None else master[kept],
-                    grad[part],
-                    m[kept],
-                    v[kept],
-                    None if master is None else data[part],
-                    scale,
-                    own.get("lr", self.lr),
-                    self.beta1,
-                    self.beta2,
-                    self.eps,
-                    own.get("weight_decay", self.weight_decay),
-                    t,
-                )
-            )
+            p, p_low = (data[part], None) if master is None else (master[kept], data[part])
+            rates = own.get("lr", self.lr), self.beta1, self.beta2, self.eps
+            decay = own.get("weight_decay", self.weight_decay)
+            launches.append((p, grad[part], m[kept], v[kept], p_low, scale, *rates, decay, t))
         for operands in launches:
             _C.adamw(*operands)
         self.t = t
@@ -474,6 +453,7 @@ class AdamW(Optimizer):
 # ---- schedules -----------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Schedule:
     """schedule(step) -> learning rate; steps count from 1, and nothing is remembered between calls.
 
@@ -481,15 +461,17 @@ class Schedule:
     to `floor` at step `total`, and stays.
     """
 
-    def __init__(self, lr: float, total: int, warmup: int = 0, floor: float = 0.0) -> None:
+    lr: float
+    total: int
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        warmup, total = self.warmup, self.total
         if warmup < 0 or total < 0 or (total and warmup > total):
             raise ValueError(
                 f"{type(self).__name__}: needs 0 <= warmup <= total, but they are {warmup}, {total}"
             )
-        self.lr = lr
-        self.total = total
-        self.warmup = warmup
-        self.floor = floor
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
@@ -499,12 +481,6 @@ class Schedule:
 
     def _after_warmup(self, progress: float) -> float:
         raise NotImplementedError(f"{type(self).__name__}._after_warmup is not defined")
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(lr={self.lr}, total={self.total}, warmup={self.warmup}, "
-            f"floor={self.floor})"
-        )
 
 
 class Constant(Schedule):

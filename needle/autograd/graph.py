@@ -158,9 +158,6 @@ class Accumulators:
         self._lent: dict[int, int] = {}  # by id of a parameter: the first input that has it
         self._unwritten: list[Any] = []
 
-    def __len__(self) -> int:
-        return len(self.inputs)
-
     def __getitem__(self, i: int) -> NDArray:
         array, add = self.with_add(i)
         if not add:

@@ -31,7 +31,7 @@ from needle.backend_ndarray import as_bytes
 from needle.distributed.group import Group
 from needle.distributed.tree import merges, own_micro_batches, tree_sum
 from needle.nn import FlatParameters
-from needle.nn.utils import NORM_CHUNK, chunk_norms, total_norm
+from needle.nn.utils import NORM_CHUNK, chunk_norms
 from needle.optim import AdamW
 
 
@@ -125,7 +125,7 @@ class DataParallel:
         chunks = [slice(-(-p.start // NORM_CHUNK), -(-p.stop // NORM_CHUNK)) for p in self.shards]
         chunk_norms(own, norms[chunks[group.rank]])
         group.all_gather("the gradient's norm", norms, chunks)
-        return total_norm(norms, max_norm)
+        return _C.grad_norm(norms, max_norm)
 
     def step(self, scale: NDArray | None = None) -> None:
         """Step the optimizer of this rank's shard, and gather the weights of all in flat.data."""

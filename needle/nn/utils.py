@@ -29,7 +29,7 @@ def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDA
     grad = flat.grad
     norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
     chunk_norms(grad, norms)
-    return total_norm(norms, max_norm)
+    return _C.grad_norm(norms, max_norm)
 
 
 def chunk_norms(grad: NDArray, norms: NDArray) -> None:
@@ -46,12 +46,6 @@ def chunk_norms(grad: NDArray, norms: NDArray) -> None:
         _C.assign(norms[:rows], _C.sqrt(squares))
     if end < grad.size:
         _C.assign(norms[rows:], _C.grad_norm(grad[end:], 0.0)[0].reshape((1,)))
-
-
-def total_norm(norms: NDArray, max_norm: float) -> tuple[NDArray, NDArray]:
-    """Return (norm, scale) as grad_norm does, from the norms of its chunks."""
-    norm, scale = _C.grad_norm(norms, max_norm)
-    return norm, scale
 
 
 def clip_grad_norm(params: FlatParameters | Sequence[Tensor], max_norm: float) -> float:
