@@ -350,11 +350,6 @@ class AdamW(Optimizer):
 
     # -- the arrays
 
-    def _data(self) -> list[NDArray]:
-        if self.flat is not None:
-            return [self.flat.data[self._part]]
-        return [p.cached_data for p in self.params]
-
     def keep(self, part: slice, arrays: Mapping[str, NDArray] | None = None) -> None:
         """Shard the optimizer: `step` updates flat.data[part] alone from now on, with the state
         `arrays`, by slot, or a copy of that part of the state so far. With a flat object only;
@@ -377,7 +372,9 @@ class AdamW(Optimizer):
     def _prepare(self) -> None:
         if self._state:
             return
-        data = self._data()
+        data = [p.cached_data for p in self.params]
+        if self.flat is not None:
+            data = [self.flat.data[self._part]]
         m, v = ([zeros(x.size, "float32", x.device) for x in data] for _ in range(2))
         master = [
             None if x.dtype == "float32" else x.astype("float32").reshape((x.size,)) for x in data

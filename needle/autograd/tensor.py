@@ -435,15 +435,7 @@ class Tensor(Value, Operators["Tensor"]):
                 "backward: this Tensor does not require gradients: it was computed under no_grad() "
                 "or from Tensors with requires_grad=False"
             )
-        if out_grad is None:
-            out_grad = _ones(self)
-        elif not isinstance(out_grad, Tensor):
-            raise TypeError(f"backward: out_grad: must be a Tensor, not {type(out_grad).__name__}")
-        elif out_grad.shape != self.shape:
-            raise ValueError(
-                f"backward: out_grad: the shape must be {self.shape}, but is {out_grad.shape}"
-            )
-        compute_gradient_of_variables(self, out_grad)
+        compute_gradient_of_variables(self, _seed("backward: out_grad", self, out_grad))
 
     def _operand(self, other: Any) -> Tensor:
         """Return the other operand of an operation as a Tensor, in the dtype that it has beside an
@@ -517,10 +509,7 @@ def grad(
     outputs, wanted = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
     seeds: Any = grad_outputs if isinstance(grad_outputs, (list, tuple)) else [grad_outputs]
     seeds = [None] * len(outputs) if grad_outputs is None else seeds
-    seeds = [_ones(x) if seed is None else seed for x, seed in zip(outputs, seeds, strict=True)]
-    for output, seed in zip(outputs, seeds):
-        if seed.shape != output.shape:
-            raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
+    seeds = [_seed("grad: grad_outputs", *pair) for pair in zip(outputs, seeds, strict=True)]
     order = checked_order(outputs)
     with contextlib.nullcontext() if create_graph else no_grad():
         walk = _walk(order, outputs, seeds, wanted, buffers=False)
@@ -542,8 +531,15 @@ def grads_within(
     return [found[id(x)].cached_data if id(x) in found else None for x in wanted]
 
 
-def _ones(x: Tensor) -> Tensor:
-    return Tensor.from_ndarray(ones(x.shape, x.dtype, x.device))
+def _seed(name: str, x: Tensor, given: Any) -> Tensor:
+    """Return the gradient of x that a backward begins with: the given one, or ones."""
+    if given is None:
+        return Tensor.from_ndarray(ones(x.shape, x.dtype, x.device))
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: must be a Tensor, not {type(given).__name__}")
+    if given.shape != x.shape:
+        raise ValueError(f"{name}: the shape must be {x.shape}, but is {given.shape}")
+    return given
 
 
 def _sum(a: Any, b: Any) -> Any:
