@@ -35,13 +35,13 @@ def keeps(text: str) -> Callable[[int], bool]:
 
 
 def _following(before: list[int], last: int) -> Container[int]:
-    """Return the numbers that go on with the pattern of those before, up to the last."""
+    """Return the numbers that go on with the pattern of those before, below the last."""
     end = before[-3:]
     if len(end) == 3 and end[0] and end[1] % end[0] == 0 and end[1] ** 2 == end[0] * end[2]:
         ratio = end[1] // end[0]
-        return {power for power in (end[2] * ratio**n for n in range(64)) if power <= last}
+        return {power for power in (end[2] * ratio**n for n in range(64)) if power < last}
     end = [0, *end] if len(end) == 1 else end
     differences = {high - low for low, high in zip(end, end[1:])} - {0}
     if len(differences) != 1:
         raise ValueError("'...' follows no numbers of one ratio or one difference")
-    return range(end[-1], last + 1, *differences)
+    return range(end[-1], last, *differences)

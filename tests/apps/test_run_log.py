@@ -45,8 +45,10 @@ def test_bar_of_a_terminal_shows_step_loss_and_speed(tmp_path, monkeypatch, now)
             now[0] += 1.0  # a step a second
             queue(log, step, 3.6312)
         log.finish()
-        log.close()
+        os.read(ends[0], 1 << 16)
+        log._bar.refresh()
         shown = os.read(ends[0], 1 << 16).decode()
+        log.close()
     os.close(ends[0])
     assert "3/246 [" in shown and "loss 3.63, 17k tok/s" in shown
 

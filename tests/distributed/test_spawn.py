@@ -104,6 +104,12 @@ sys.exit({later} if rank else 0)
     assert err.splitlines()[1:] == [f"needle: rank 1 ended with code {later}"]
 
 
+def test_rank_that_is_killed_is_a_reason_to_restart(launch):
+    process = launch("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", 2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and err == "needle: rank 1 was killed by SIGKILL\n"
+
+
 def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
     code = """
 if rank == 1:
