@@ -16,7 +16,7 @@ if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
     checkout.choose()
 
 from needle.backend_ndarray import FLOAT_DTYPES, check_device_name, choose_device
-from needle.command import Defaults, Parser, argument_type, number, path_name, reporting, whole
+from needle.command import Parser, argument_type, number, path_name, reporting, whole
 from needle.data import load_tokenizer
 from needle.files import printable
 from needle.generation import stream_text
@@ -42,14 +42,13 @@ FLAGS = {
 
 
 def parser() -> Parser:
-    top = Parser(
-        prog="needle generate", description="Continues a prompt.", formatter_class=Defaults
-    )
+    top = Parser(prog="needle generate", description="Continues a prompt.")
     add = top.add_argument
     text = "a checkpoint, the folder of a run, or a folder that transformers saved"
     add("model", type=path_name, metavar="CHECKPOINT_OR_FOLDER", help=text)
     for name, (metavar, read, default, help) in FLAGS.items():
-        add(f"--{name}", metavar=metavar, type=read, default=default, help=help)
+        shown = "" if default is None else " (default: %(default)s)"
+        add(f"--{name}", metavar=metavar, type=read, default=default, help=help + shown)
     text = "end before this text; may be given several times"
     add("--stop", action="append", default=[], metavar="TEXT", help=text)
     text = "of weights and activations; by default that of the checkpoint, and of a folder of "

@@ -122,15 +122,6 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(f"{message}; there is {near[0]}" if near else message))
 
 
-class Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Print the default of each flag that has one, except for switches, which are off."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, []) or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
-
-
 # ---- the command needle --------------------------------------------------------------------------
 
 # word: the program, and what it does

@@ -27,7 +27,7 @@ import numpy as np
 from needle import _C, data, models
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
-from needle.command import Defaults, Parser, reporting, whole, wrapped
+from needle.command import Parser, reporting, whole, wrapped
 from needle.data.readers import open_tokens
 from needle.data.tokens import in_memory, to_ids
 from needle.files import naming
@@ -248,17 +248,13 @@ def load_model(
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(
-        prog="needle evaluate",
-        description="Perplexity of a model on a dataset.",
-        formatter_class=Defaults,
-    )
+    top = Parser(prog="needle evaluate", description="Perplexity of a model on a dataset.")
     add, count = top.add_argument, {"type": whole(1)}
     text = "a checkpoint, the folder of a run, or a folder that transformers saved"
     add("model", metavar="CHECKPOINT_OR_FOLDER", help=text)
     text = "text or tokens, of any kind that needle.data reads"
     add("--data", required=True, metavar="PATH", help=text)
-    text = "of the data: everything, or a part as training divides it"
+    text = "of the data: all (default), or a part as training divides it"
     add("--split", choices=("all", "train", "held-out"), default="all", help=text)
     text = "a tokenizer.json; by default the one that came with the model"
     add("--tokenizer", metavar="PATH", help=text)
@@ -268,11 +264,12 @@ def parser() -> argparse.ArgumentParser:
     add("--seq-len", **count, metavar="T", help=text)
     text = "score the last S tokens of each window only, each with a context of at least T - S + 1"
     add("--stride", **count, metavar="S", help=f"{text}; by default T")
-    add("--batch-size", **count, default=8, metavar="N", help="windows at a time")
+    add("--batch-size", **count, default=8, metavar="N", help="windows at a time (default: 8)")
     add("--limit", **count, metavar="N", help="the first N tokens only")
     text = "write the score of each token as float32 to FILE (.npy); NaN where a text begins"
     add("--per-token", metavar="FILE", help=text)
-    add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX")
+    text = "auto (default), cpu, cuda or cuda:INDEX"
+    add("--device", default="auto", metavar="NAME", help=text)
     text = "compute in this; by default in that of the checkpoint"
     add("--dtype", choices=FLOAT_DTYPES, help=text)
     add("--import", type=imported, metavar="FILE", help=IMPORT)
