@@ -156,8 +156,8 @@ def show_step(args: argparse.Namespace) -> None:
         f"micro-batch {batch}"
     )
     print(wrapped(text))
-    if Path(args.run, "replay.json").exists():
-        print("of a replay: as its parent drew them, without the edits")
+    if batches.edits is not None:
+        print("of a replay, with its edits: a target without a loss is written as -1 - id")
     if args.save is not None:
         with naming(args.save), open(args.save, "wb") as file:
             np.save(file, rows)
@@ -166,7 +166,7 @@ def show_step(args: argparse.Namespace) -> None:
     for number, row in enumerate(rows[: args.rows]):
         print(wrapped(f"---- sequence {number}\n{' '.join(map(str, row))}"))
         if data.tokenizer is not None:
-            print(printable(data.tokenizer.decode(row.tolist(), skip_special_tokens=False)))
+            print(printable(data.tokenizer.decode(np.maximum(row, ~row).tolist(), skip_special_tokens=False)))
 
 
 @reporting("needle data")

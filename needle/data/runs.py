@@ -21,6 +21,8 @@ import os
 from pathlib import Path
 
 from needle.data.batches import Batches
+from needle.data.edited import Edits
+from needle.data.edits import TRAINING
 from needle.data.readers import TokenData, open_data
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError
@@ -60,12 +62,20 @@ def run_batches(data: TokenData, described: dict, vocab_size: int | None = None)
 
 
 def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
-    """(data, batches, settings) of the run in `folder`; the settings hold the keys above too."""
-    path = Path(folder) / "config.json"
+    """(data, batches, settings) of the run in `folder`; the settings hold the keys above too. The
+    batches of a replay are those with its edits."""
+    path, replay = Path(folder) / "config.json", Path(folder) / "replay.json"
     config = read_json(path)
     if not (config.get("data") and config.get("settings")):
         raise DataError(f"{path}: not the config.json of a run: it has no data and settings")
     described = config["data"]
     data = run_data(described, Path(folder), described["fingerprint"])
     batches = run_batches(data, described, described["id_limit"])
+    if replay.exists():
+        known = read_json(replay)
+        if not known.keys() >= {"edits", "start", "until"}:
+            raise DataError(f"{replay}: not of a replay: it has {', '.join(known)}")
+        edits = [edit for edit in known["edits"] if edit["do"] not in TRAINING]
+        span = described["micro_batches"], known["start"] + 1, known["until"]
+        batches.edits = Edits(edits, data, batches, *span) if edits else None
     return data, batches, {**config["settings"], **described}

@@ -120,6 +120,3 @@ def test_view_shows_each_step_of_a_run_that_was_killed_and_went_on(
     assert last["epoch"] >= (0 if kind == "text" else 2)
     assert __main__.main([*view, "30", "--save", str(tmp_path / "rows.npy")]) == 0
     np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), rows)
-    (folder / "replay.json").write_text("{}")
-    assert __main__.main([*view, "1"]) == 0
-    assert "of a replay: as its parent drew them, without the edits" in capsys.readouterr().out
