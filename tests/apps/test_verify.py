@@ -163,6 +163,11 @@ def put_in(folder, at, line):
     log.write_text("\n".join([*lines[:before], line, *lines[before:]]) + "\n")
 
 
+def last_line(folder, key):
+    """The last line that has a key."""
+    return [x for x in (folder / "metrics.jsonl").read_text().splitlines() if key in x][-1]
+
+
 DIFFERS, UNDECIDED = "differs", "undecided"
 STEP_4, ONE, THREE, FIVE = "step_4.safetensors", "steps 1 to 2", "steps 3 to 4", "steps 5 to 6"
 HOST, CUDA = "AVX2 and OpenBLAS 0.2.1", "cuBLASLt 13.1 on NVIDIA H100"
@@ -215,6 +220,17 @@ FAULTS = {
         lambda folder: put_in(folder, 99, '{"step": 7, "tokens": 1, "loss": 1.0, "lr": 0.1}'),
         {"metrics.jsonl": (DIFFERS, "line", 7)},
     ),
+    "a second line of the last step, which no proof follows": (
+        lambda folder: put_in(folder, 99, last_line(folder, "loss")),
+        {"metrics.jsonl": (DIFFERS, "line", 6)},
+    ),
+    "a second line of proof": (
+        lambda folder: put_in(folder, 99, last_line(folder, "digest")),
+        {"metrics.jsonl": (DIFFERS, "line", 6)},
+    ),
+    "a line of no step": (
+        lambda folder: put_in(folder, 99, '{"hello": 1}'), {"metrics.jsonl": (DIFFERS, "line", 6)},
+    ),
     "a damaged last line": (lambda folder: cut_off(folder / "metrics.jsonl"), {}),
     "another rate in config.json": (
         lambda folder: edit_json(folder / "config.json", settings={"lr": 2e-3}),
@@ -250,6 +266,32 @@ def test_fault_is_found_and_named(folder, verdicts, fault):
     results = {x if isinstance(x, str) else x[0] for x in wrong.values()}
     assert wrong == wanted, json.dumps(told, indent=1)
     assert code == (3 if DIFFERS in results else 4 if UNDECIDED in results else 0)
+
+
+def test_initial_state_does_not_depend_on_the_checkpoint_of_step_0(
+    tmp_path, tokens, here, verdicts
+):
+    keep = "--keep 0,2 --keep-optimizer"
+    assert train_pythia.main(flags(tmp_path, tokens, "a", keep, steps=2)) == 0
+    folder = tmp_path / "runs" / "a"
+    edit_json(folder / "config.json", settings={"lr": 2e-3})
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (3, {"settings": SETTINGS, ONE: (DIFFERS, "learning rate", 1)})
+    files = "manifest.json, step_0.safetensors, step_2.safetensors"
+    assert told["settings"]["text"].endswith(f"in config.json, {3e-3.hex()} in {files}")
+
+
+def test_checkpoint_that_the_run_removes_meanwhile_is_undecided(folder, verdicts, monkeypatch):
+    check = verify.check_data
+
+    def removing(claims):
+        claims.files[2].unlink()
+        return check(claims)
+
+    monkeypatch.setattr(verify, "check_data", removing)
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (4, {"step_2.safetensors": UNDECIDED, THREE: UNDECIDED})
+    assert "step 2 is gone" in told[THREE]["text"]
 
 
 def test_proof_of_the_last_step_decides_where_there_is_no_checkpoint(folder, verdicts):

@@ -132,7 +132,8 @@ class Log:
     broken  the lines of proof that do not say what stands before them, each by the step of the line
             of proof before (0: there is none) and its own
     chain   of all lines that are JSON
-    damaged the steps after which a line that is no JSON stands, but for the last line
+    strange (step, what is wrong) of the lines after a step that no run writes: of no step, of one
+            that was told before, and no JSON, but for the last line
     """
 
     def __init__(self, path: Path, until: float = math.inf) -> None:
@@ -141,20 +142,25 @@ class Log:
         self.proofs: dict[int, dict[str, Any]] = {}
         self.broken: list[tuple[int, int]] = []
         self.chain, unread = Chain(), False
-        self.damaged: list[int] = []
+        self.strange: list[tuple[int, str]] = []
         for text, line in _parsed(path):
+            before = max(self.steps, default=0)
             if unread:
-                self.damaged.append(max(self.steps, default=0))
+                self.strange.append((before, "is no JSON"))
             if unread := line is NO_JSON:
                 continue
             is_proof = _is_proof(line)
-            if is_proof or _is_step(line):
-                if line["step"] > until:
-                    continue
-                if is_proof and line["previous"] != self.chain.previous:
+            lines = self.proofs if is_proof else self.steps
+            if not (is_proof or _is_step(line)):
+                self.strange.append((before, "is of no step"))
+            elif line["step"] > until:
+                continue
+            else:
+                if line["step"] in lines:
+                    self.strange.append((before, "tells of a step again"))
+                elif is_proof and line["previous"] != self.chain.previous:
                     self.broken.append((max(self.proofs, default=0), line["step"]))
                 self.texts.append(text)
-                lines = self.proofs if is_proof else self.steps
                 lines.pop(line["step"], None)  # the last line of a step counts, and is the last
                 lines[line["step"]] = line
             self.chain.add(text, is_proof)

@@ -99,11 +99,12 @@ def check_lines(claims: Claims) -> Verdict:
     cut = [number for number, step in enumerate(steps, 1) if step != number][:1]
     wrong = [f"a line from step {a + 1} to {b} was changed, cut or put in" for a, b in broken]
     wrong += [f"there is no line of step {step}" for step in cut]
-    wrong += [f"a line after step {step} is no JSON" for step in claims.log.damaged]
+    wrong += [f"a line after step {step} {what}" for step, what in claims.log.strange]
     beyond = [step for step in steps if step > claims.until][:1]
     wrong += [f"the run has {claims.until} steps, but a line of step {step}" for step in beyond]
     if wrong:
-        at = min([*cut, *beyond, *claims.log.damaged, *(a + 1 for a, _ in broken)])
+        strange = [step for step, _ in claims.log.strange]
+        at = min([*cut, *beyond, *strange, *(a + 1 for a, _ in broken)])
         return Verdict("metrics.jsonl", DIFFERS, "; ".join(wrong), "line", at)
     after = sum(step > max(claims.proofs, default=0) for step in steps)
     text = f"{len(steps):,} steps, {len(claims.proofs):,} proofs in a chain, {after:,} steps behind"
@@ -127,14 +128,17 @@ def check_settings(claims: Claims) -> Verdict:
         optimizer = {name: x for name, x in state["optimizer"].items() if name != "lr"}
         facts = {"settings": state["settings"], "model": state["config"], "optimizer": optimizer}
         files[claims.files[step].name] = {**facts, "data": {"fingerprint": state["fingerprint"]}}
-    own, what, text = said(claims.description), "data", []
+    own, what, places = said(claims.description), "data", {}
     for file, facts in files.items():
         wrong = {name: x for name, x in said(facts).items() if own.get(name, x) != x}
-        text += [f"{k} is {own[k]} in config.json, {x} in {file}" for k, x in wrong.items()]
+        for name, x in wrong.items():
+            places.setdefault(f"{name} is {own[name]} in config.json, {x} in", []).append(file)
         what = what if all(name.startswith("data.") for name in wrong) else "settings"
-        claims.good -= {step for step in claims.states if wrong and claims.files[step].name == file}
-    if text:
-        return Verdict("settings", DIFFERS, "; ".join(text), what)
+        bad = {step for step in claims.states if wrong and claims.files[step].name == file}
+        claims.good -= bad - {0}  # the initial state is computed
+    if places:
+        text = "; ".join(f"{fact} {', '.join(names)}" for fact, names in places.items())
+        return Verdict("settings", DIFFERS, text, what)
     more = "" if claims.manifest else "; there is no manifest.json"
     return Verdict("settings", EQUAL, f"the same in {', '.join(['config.json', *files])}{more}")
 
@@ -174,6 +178,8 @@ def check_checkpoint(claims: Claims, step: int) -> list[Verdict]:
         checkpoint = Checkpoint(file)
         check_state(checkpoint)
         digests = proofs.digests_of(checkpoint)
+    except MissingFileError:
+        return [Verdict(file.name, UNDECIDED, "it was removed since: the run goes on", step=step)]
     except FileError as error:
         claims.compared.add(step)
         return [differs(str(error), "file")]
@@ -316,8 +322,9 @@ def verified(
     known = sorted({*claims.proofs, *claims.states})
     for first, last in intervals:
         reason = None
-        if first not in claims.good:
-            reason = f"the checkpoint of step {first} is not as config.json or its proof says"
+        if first not in claims.good or first and not claims.files[first].exists():
+            what = "is gone, or not as config.json or its proof says"
+            reason = f"the checkpoint of step {first} {what}"
         elif last not in known:
             reason = f"step {last} has no checkpoint and no proof; of {known} the next one decides"
         elif data.result != EQUAL and data.what != "order":
