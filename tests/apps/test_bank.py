@@ -120,6 +120,7 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
         (edits, "bank", [], "bank: a bank of another run, other steps or other edits"),
         (edits, "new", [], "d.toml: edit 1 (drop): document 99 is not there"),
         (empty, "new", [], "there is no file of edits (*.toml) in it"),
+        (edits, "run", [], "run: there is a run of this name already"),
     ):
         capsys.readouterr()
         with naming(says):

@@ -30,6 +30,7 @@ from small_runs import (
 
 import needle as ndl
 from needle.data import DataError
+from needle.data import __main__ as data_main
 from needle.training.replay import bank, replays
 from needle.training.replay.proofs import Log
 
@@ -95,6 +96,40 @@ def test_edit_changes_each_digest_from_its_step_on_and_none_before(
     }
     assert proofs_of(tmp_path, "two") == proofs_of(tmp_path, "one")
     assert_same_run(tmp_path, "two", "one")
+
+
+def test_view_shows_the_rows_that_the_replay_is_trained_on(tmp_path, parent, capsys):
+    edits = [
+        {"do": "drop", "where": {"step": 4, "row": 1}},
+        {"do": "replace", "where": {"step": 5, "row": 0}, "with_ids": [1, 2, 3]},
+        {"do": "rate", "steps": [4, 4], "factor": 0.5},
+    ]
+    parent.replay(2, edits, name="b", flags=CPU)
+    seen = lambda name, step: viewed(tmp_path, name, step)
+    for step, proof in proofs_of(tmp_path, "b").items():
+        rows, found = seen("b", step), hashlib.sha256()
+        for ids in np.where(rows < 0, ~rows, rows)[:, :-1], rows[:, 1:]:
+            found.update(ids.astype("<i4").tobytes())
+        assert found.hexdigest() == proof["batch"], step
+        own = {4: [[False] * 17, [True] * 17], 5: [[False] * 3 + [True] * 14, [False] * 17]}
+        assert ((rows < 0) == own.get(step, False)).all(), step
+    assert seen("b", 5)[0, :3].tolist() == [1, 2, 3]
+    assert (seen("b", 4)[1] == ~seen("a", 4)[1]).all()
+    folder = tmp_path / "runs" / "b"
+    capsys.readouterr()
+    words = ["view", str(folder), "--step", "4", "--rows", "1"]
+    assert data_main.main(words) == 0
+    assert "of a replay, with its edits: a target without a loss is written as -1 - id" in capsys.readouterr().out
+    (folder / "replay.json").write_text("{}")
+    assert data_main.main(words) == 1
+    assert "replay.json: not of a replay" in capsys.readouterr().err
+
+
+def viewed(tmp_path, name, step):
+    """The rows that `needle data view` saves."""
+    words = tmp_path / "runs" / name, "--step", step, "--save", tmp_path / "rows.npy"
+    assert data_main.main(["view", *map(str, words)]) == 0
+    return np.load(tmp_path / "rows.npy")
 
 
 def test_rate_follows_the_edit(tmp_path, parent):
@@ -163,7 +198,8 @@ def test_errors_are_named_and_leave_nothing(tmp_path, parent):
         ((2, [3]), "edits: edit 1 is no table: 3"),
         ((2, tmp_path / "bad.toml"), "bad.toml: edit 1, do: must be one of drop,"),
         ((2, tmp_path / "none.toml"), "none.toml: cannot be read: No such file"),
-        ((6,), "--from 6: .*a has the steps 0 to 6"),
+        ((6,), "--from 6: .*a has the steps 0 to 6: take one of 0 to 5"),
+        ((9, [], 1), "--from 9: .*a has the steps 0 to 6: take one of 0 to 5"),
         ((-1,), "--from -1: "),
         ((2, [], 9), "the cosine schedule of .* ends at step 6: give 4 or less"),
         ((2, [], 1, "a"), "there is a run of this name already"),

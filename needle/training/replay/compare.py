@@ -41,7 +41,7 @@ def noise_floor(run: SavedRun, flags: Sequence[str]) -> Row:
     start = max(step for step in whole_steps(run.folder) if step == 0 or step + CONTROL <= last)
     again = planned(run.folder, start, min(CONTROL, last - start), [])
     with trained(again, "", flags) as (_, wrong):
-        found = [abs(a - b) for facts in wrong.values() for a, b in [facts.get("loss", (0, 0))]]
+        found = [abs(a - b) for facts in wrong.values() for a, b in [facts.get("loss", (0.0, 0.0))]]
     text = f"steps {start + 1} to {again.until} again: "
     text += f"step {min(wrong)} differs" if wrong else "0, equal bits"
     return {"kind": "floor", "run": str(run.folder), "floor": max(found, default=0.0), "text": text}

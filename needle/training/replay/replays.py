@@ -193,11 +193,12 @@ def planned(parent: Path, start: int, steps: int | None, edits: list[dict]) -> R
     """Return the replay of the run in a folder from a step on; steps: that follow, by default to
     its end. DataError for a step that it does not have."""
     settings = read_settings(parent)
-    last = settings["steps"]
+    last, ends = settings["steps"], settings["schedule"] != "constant"
     until = last if steps is None else start + steps
-    if not 0 <= start < until:
-        raise DataError(f"--from {start}: {parent} has the steps 0 to {last}")
-    if until > last and settings["schedule"] != "constant":
+    if not 0 <= start <= last - (ends or steps is None):
+        said = f"has the steps 0 to {last}: take one of 0 to {last - 1}"
+        raise DataError(f"--from {start}: {parent} {said}")
+    if until > last and ends:
         raise DataError(
             f"--steps {steps}: the {settings['schedule']} schedule of {parent} ends at step "
             f"{last}: give {last - start} or less"
@@ -317,7 +318,8 @@ def refuse(parent: str, found: dict[int, dict[str, tuple[Any, Any]]]) -> None:
     `differing`."""
     for step, facts in found.items():
         text = "; ".join(f"step {step}: {key} is {a}, not {b}" for key, (a, b) in facts.items())
-        raise DataError(f"without edits, a replay differs from {parent}: {text}")
+        more = "`needle verify` says what else differs, as the library of products"
+        raise DataError(f"without edits, a replay differs from {parent}: {text}; {more}")
 
 
 def control(replay: Replay, launch: str, flags: Sequence[str]) -> int:
