@@ -166,7 +166,8 @@ def show_step(args: argparse.Namespace) -> None:
     for number, row in enumerate(rows[: args.rows]):
         print(wrapped(f"---- sequence {number}\n{' '.join(map(str, row))}"))
         if data.tokenizer is not None:
-            print(printable(data.tokenizer.decode(np.maximum(row, ~row).tolist(), skip_special_tokens=False)))
+            ids = np.maximum(row, ~row).tolist()
+            print(printable(data.tokenizer.decode(ids, skip_special_tokens=False)))
 
 
 @reporting("needle data")

@@ -119,7 +119,8 @@ def test_view_shows_the_rows_that_the_replay_is_trained_on(tmp_path, parent, cap
     capsys.readouterr()
     words = ["view", str(folder), "--step", "4", "--rows", "1"]
     assert data_main.main(words) == 0
-    assert "of a replay, with its edits: a target without a loss is written as -1 - id" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of a replay, with its edits: a target without a loss is written as -1 - id" in said
     (folder / "replay.json").write_text("{}")
     assert data_main.main(words) == 1
     assert "replay.json: not of a replay" in capsys.readouterr().err

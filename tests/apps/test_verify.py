@@ -278,7 +278,7 @@ def test_initial_state_does_not_depend_on_the_checkpoint_of_step_0(
     code, wrong, told = verdicts(folder)
     assert (code, wrong) == (3, {"settings": SETTINGS, ONE: (DIFFERS, "learning rate", 1)})
     files = "manifest.json, step_0.safetensors, step_2.safetensors"
-    assert told["settings"]["text"].endswith(f"in config.json, {3e-3.hex()} in {files}")
+    assert told["settings"]["text"].endswith(f"in config.json, {(3e-3).hex()} in {files}")
 
 
 def test_checkpoint_that_the_run_removes_meanwhile_is_undecided(folder, verdicts, monkeypatch):
