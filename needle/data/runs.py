@@ -22,7 +22,6 @@ from pathlib import Path
 
 from needle.data.batches import Batches
 from needle.data.edited import Edits
-from needle.data.edits import TRAINING
 from needle.data.readers import TokenData, open_data
 from needle.data.tokenizer import load_tokenizer
 from needle.data.tokens import DataError
@@ -75,7 +74,6 @@ def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
         known = read_json(replay)
         if not known.keys() >= {"edits", "start", "until"}:
             raise DataError(f"{replay}: not of a replay: it has {', '.join(known)}")
-        edits = [edit for edit in known["edits"] if edit["do"] not in TRAINING]
         span = described["micro_batches"], known["start"] + 1, known["until"]
-        batches.edits = Edits(edits, data, batches, *span) if edits else None
+        Edits(known["edits"], data, batches, *span)
     return data, batches, {**config["settings"], **described}

@@ -6,18 +6,14 @@ import argparse
 import csv
 import io
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from needle.backend_ndarray import Device, choose_device
+from needle.backend_ndarray import choose_device
 from needle.command import Parser, path, reporting, whole
 from needle.data import DataError
 from needle.data.readers import read_documents
 from needle.files import replace_text
-from needle.processes import program
 from needle.training.plot import draw_differences, draw_effects, figure
 from needle.training.replay.measures import Row, distances, effects, loss_rows, losses
 from needle.training.replay.proofs import differing
@@ -66,21 +62,6 @@ def shared_steps(runs: Sequence[SavedRun], every: int | None) -> list[int]:
     return chosen
 
 
-def compare(
-    runs: Sequence[SavedRun], texts: list[np.ndarray], steps: list[int], device: Device
-) -> Iterator[Row]:
-    """Yield the losses and distances of runs, the first of which is the reference."""
-    for step in steps:
-        reference = runs[0].model(step, device)
-        for run in runs:
-            model = run.model(step, device)
-            about = {"run": str(run.folder), "step": step}
-            for row in loss_rows(losses(model, texts, reference)):
-                yield {"kind": "loss", **about, **row}
-            for row in distances(model, reference):
-                yield {"kind": "weights", **about, **row}
-
-
 # ---- the command -------------------------------------------------------------------------------
 
 
@@ -114,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield what is printed of a bank, or of runs, the first of which is the reference."""
     device = choose_device(args.device)
     if args.edits:
         yield from effects(args.edits, args.probe, device)
@@ -128,7 +110,14 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
         yield noise_floor(runs[0], ["--device", args.device])
     for run in runs[1:]:
         yield first_difference(run, runs[0])
-    yield from compare(runs, texts, steps, device)
+    for step in steps:
+        reference = runs[0].model(step, device)
+        for run in runs:
+            model, about = run.model(step, device), {"run": str(run.folder), "step": step}
+            for row in loss_rows(losses(model, texts, reference)):
+                yield {"kind": "loss", **about, **row}
+            for row in distances(model, reference):
+                yield {"kind": "weights", **about, **row}
 
 
 @reporting("needle compare")
@@ -147,7 +136,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot is not None:
         (draw_effects if args.edits else draw_differences)(rows, args.plot)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(program(main))

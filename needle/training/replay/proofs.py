@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +119,6 @@ class Chain:
         return self._since.hexdigest()
 
 
-NO_JSON = object()
-
-
 class Log:
     """The lines of a file metrics.jsonl, up to a step, but for those that a kill or a full disk has
     damaged.
@@ -141,13 +138,18 @@ class Log:
         self.steps: dict[int, dict[str, Any]] = {}
         self.proofs: dict[int, dict[str, Any]] = {}
         self.broken: list[tuple[int, int]] = []
-        self.chain, unread = Chain(), False
         self.strange: list[tuple[int, str]] = []
-        for text, line in _parsed(path):
+        self.chain, contents, unread = Chain(), [], False
+        with contextlib.suppress(MissingFileError), reading(path) as file:
+            contents = file.read().splitlines()
+        for content in contents:
             before = max(self.steps, default=0)
             if unread:
                 self.strange.append((before, "is no JSON"))
-            if unread := line is NO_JSON:
+            try:
+                text, line, unread = content.decode(), json.loads(content), False
+            except (ValueError, RecursionError):
+                unread = True
                 continue
             is_proof = _is_proof(line)
             lines = self.proofs if is_proof else self.steps
@@ -173,21 +175,6 @@ class Log:
         facts |= {"rate of the proof": proof.get("lr")} if proof else {}
         digests = proof.get("digest", {}).items()
         return facts | {f"digest of {name}": value for name, value in digests}
-
-
-def _parsed(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield text and value of the lines, NO_JSON for one that is none."""
-    try:
-        with reading(path) as file:
-            texts = file.read().splitlines()
-    except MissingFileError:
-        return
-    for text in texts:
-        try:
-            found = text.decode(), json.loads(text)
-        except (ValueError, RecursionError):
-            found = "", NO_JSON
-        yield found
 
 
 def _is_proof(line: Any) -> bool:

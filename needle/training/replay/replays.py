@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import fnmatch
 import functools
 import glob
@@ -77,15 +76,7 @@ class Replay:
 
     def begin(self, data: TokenData, batches: Batches, micro_batches: int) -> Edits:
         """Have batches draw the edited data, and return the edits. micro_batches: of a step."""
-        first, last = self.start + 1, self.until
-        edits = Edits(self.edits, data, batches, micro_batches, first, last)
-        batches.edits = edits if self.edits_data else None
-        return edits
-
-    @property
-    def edits_data(self) -> bool:
-        """True where batches change."""
-        return any(edit["do"] not in TRAINING for edit in self.edits)
+        return Edits(self.edits, data, batches, micro_batches, self.start + 1, self.until)
 
     def rates(self, schedule: Callable[[int], float]) -> Callable[[int], float]:
         """Return a schedule with the edits of the rate."""
@@ -96,7 +87,7 @@ class Replay:
 
     def loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a loss in which tokens without one count as 0: the weight of the others stays."""
-        if not self.edits_data:
+        if all(edit["do"] in TRAINING for edit in self.edits):
             return loss
 
         def counted(ids: Any, targets: Any) -> Tensor:
@@ -284,22 +275,19 @@ def become_training(folder: Path, launch: str, flags: Sequence[str]) -> NoReturn
 def beside(run: Path) -> Iterator[Path]:
     """Make a folder beside that of a run, and remove it after the block. Remove those of processes
     that were killed."""
-    prefix, place = f".{run.name}-again-", os.open(run.parent, os.O_RDONLY)
-    with contextlib.ExitStack() as ends:
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(place, fcntl.LOCK_EX)  # no other process sees a folder without its lock
-            for left in run.parent.glob(f"{glob.escape(prefix)}*"):
-                with contextlib.suppress(FileError):  # a process works there
-                    lock = Lock(left)
-                    if lock.held:
-                        shutil.rmtree(left, ignore_errors=True)
-            named = {"prefix": prefix, "dir": run.parent, "ignore_cleanup_errors": True}
-            made = Path(ends.enter_context(tempfile.TemporaryDirectory(**named)))
-            ends.callback(Lock(made).release)
-        finally:
-            os.close(place)
+    prefix = f".{run.name}-again-"
+    for left in run.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(FileError):  # a process works there
+            if Lock(left).held:
+                shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=".", dir=run.parent))
+    try:
+        lock = Lock(made)
+        made = made.rename(made.with_name(f"{prefix}{made.name[1:]}"))  # whose lock is held
         yield made
+        lock.release()
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextlib.contextmanager

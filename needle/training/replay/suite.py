@@ -15,7 +15,6 @@ from needle.command import Parser, flag_words, path, reporting
 from needle.data import DataError, load_tokenizer
 from needle.data.kinds import files_at
 from needle.files import described, printable, read_toml, replace_text
-from needle.processes import program
 from needle.training.folder import Begun, read_description
 from needle.training.replay.proofs import Log, git, read_manifest
 from needle.training.replay.replays import finish, whole_steps
@@ -193,7 +192,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_text(out / "README.md", page(out.name, runs))
     print(printable(str(out / "README.md")))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(program(main))
