@@ -15,7 +15,7 @@ import needle as ndl
 from needle.data import open_run_data
 from needle.training.folder import again
 from needle.training.replay import bank, compare, replays
-from needle.training.replay.measures import losses, spearman
+from needle.training.replay.compare import losses, spearman
 from needle.training.replay.replays import Replay
 
 DROP = "[[edit]]\ndo = 'drop'\nwhere = {{ document = {} }}\n"

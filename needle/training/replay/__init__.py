@@ -4,7 +4,6 @@ proofs    digests of weights and moments; writes the lines of proof and manifest
 replays   a run of edits: its folder with replay.json, its training, its control
 bank      `needle replay`: one of them, or with --edits one for each file of edits, and bank.json
 verify    `needle verify`: a run's files and steps, recomputed; prints verdicts
-measures  losses, divergences and distances of weights; the effects of a bank's edits
-compare   `needle compare`: prints them as rows
+compare   `needle compare`: losses, divergences, distances of weights; effects of a bank's edits
 suite     `needle suite`: trains a list of models; writes their cards, and how to check them
 """

@@ -143,7 +143,7 @@ class Log:
         with contextlib.suppress(MissingFileError), reading(path) as file:
             contents = file.read().splitlines()
         for content in contents:
-            before = max(self.steps, default=0)
+            before = next(reversed(self.steps), 0)
             if unread:
                 self.strange.append((before, "is no JSON"))
             try:

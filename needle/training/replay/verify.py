@@ -95,17 +95,17 @@ class Claims:
 
 def check_lines(claims: Claims) -> Verdict:
     """Check that metrics.jsonl has each step, and its chain of proofs."""
-    steps, broken = sorted(claims.lines), claims.log.broken
+    steps, log = sorted(claims.lines), claims.log
+    form = "a line from step {} to {} was changed, cut or put in".format
+    wrong = [(a + 1, form(a + 1, b)) for a, b in log.broken]
     cut = [number for number, step in enumerate(steps, 1) if step != number][:1]
-    wrong = [f"a line from step {a + 1} to {b} was changed, cut or put in" for a, b in broken]
-    wrong += [f"there is no line of step {step}" for step in cut]
-    wrong += [f"a line after step {step} {what}" for step, what in claims.log.strange]
+    wrong += [(step, f"there is no line of step {step}") for step in cut]
+    wrong += [(step, f"a line after step {step} {what}") for step, what in log.strange]
     beyond = [step for step in steps if step > claims.until][:1]
-    wrong += [f"the run has {claims.until} steps, but a line of step {step}" for step in beyond]
+    wrong += [(s, f"the run has {claims.until} steps, but a line of step {s}") for s in beyond]
     if wrong:
-        strange = [step for step, _ in claims.log.strange]
-        at = min([*cut, *beyond, *strange, *(a + 1 for a, _ in broken)])
-        return Verdict("metrics.jsonl", DIFFERS, "; ".join(wrong), "line", at)
+        text = "; ".join(text for _, text in wrong)
+        return Verdict("metrics.jsonl", DIFFERS, text, "line", min(wrong)[0])
     after = sum(step > max(claims.proofs, default=0) for step in steps)
     text = f"{len(steps):,} steps, {len(claims.proofs):,} proofs in a chain, {after:,} steps behind"
     return Verdict("metrics.jsonl", EQUAL, text)
@@ -123,21 +123,22 @@ def check_settings(claims: Claims) -> Verdict:
         pairs = [(part, name) for part, x in parts if isinstance(x, dict) for name in x]
         return {f"{a}.{b}": proofs.canonical(facts[a][b]) for a, b in pairs if b not in free}
 
-    files = {"manifest.json": claims.manifest} if claims.manifest else {}
+    files = {"manifest.json": (0, claims.manifest)} if claims.manifest else {}
     for step, state in claims.states.items():
         optimizer = {name: x for name, x in state["optimizer"].items() if name != "lr"}
         facts = {"settings": state["settings"], "model": state["config"], "optimizer": optimizer}
-        files[claims.files[step].name] = {**facts, "data": {"fingerprint": state["fingerprint"]}}
-    own, what, places = said(claims.description), "data", {}
-    for file, facts in files.items():
-        wrong = {name: x for name, x in said(facts).items() if own.get(name, x) != x}
-        for name, x in wrong.items():
+        facts["data"] = {"fingerprint": state["fingerprint"]}
+        files[claims.files[step].name] = step, facts
+    own, places = said(claims.description), {}
+    for file, (step, facts) in files.items():
+        wrong = [(name, x) for name, x in said(facts).items() if own.get(name, x) != x]
+        for name, x in wrong:
             places.setdefault(f"{name} is {own[name]} in config.json, {x} in", []).append(file)
-        what = what if all(name.startswith("data.") for name in wrong) else "settings"
-        bad = {step for step in claims.states if wrong and claims.files[step].name == file}
-        claims.good -= bad - {0}  # the initial state is computed
+        if wrong and step > 0:  # the initial state is computed
+            claims.good.discard(step)
     if places:
         text = "; ".join(f"{fact} {', '.join(names)}" for fact, names in places.items())
+        what = "data" if all(fact.startswith("data.") for fact in places) else "settings"
         return Verdict("settings", DIFFERS, text, what)
     more = "" if claims.manifest else "; there is no manifest.json"
     return Verdict("settings", EQUAL, f"the same in {', '.join(['config.json', *files])}{more}")
@@ -275,19 +276,17 @@ def _first_number(run: Path, here: Path) -> dict[str, Any] | None:
             theirs = {entry.name: entry for entry in read_header(file)[1]}
     except FileError:
         return None
-    found: dict[str, Any] = {}
+    found, count = {}, 0
     for name, own in Checkpoint(here).tensors.items():
         if name in theirs and theirs[name].shape == own.shape:
             pair = theirs[name], own
             wrong = np.not_equal(*(x.words().view(f"u{x.words().itemsize}") for x in pair))
             if wrong.any() and not found:
                 index = np.unravel_index(int(wrong.argmax()), wrong.shape)
-                values = (float(x.read(cpu()).astype("float32").numpy()[index]) for x in pair)
-                found = {"name": name, "index": [*map(int, index)], "count": 0}
-                found |= zip(("run", "here"), values)
-            if found:
-                found["count"] += int(wrong.sum())
-    return found or None
+                a, b = (float(x.read(cpu()).astype("float32").numpy()[index]) for x in pair)
+                found = {"name": name, "index": [*map(int, index)], "run": a, "here": b}
+            count += int(wrong.sum())
+    return found | {"count": count} if found else None
 
 
 # ---- the command -------------------------------------------------------------------------------
