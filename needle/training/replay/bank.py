@@ -82,8 +82,7 @@ def run(
     _train(bank, "base", base, [*flags, "--keep", str(base.start), "--keep-optimizer"])
     parent, own, jobs = Path(base.parent), bank / "runs" / "base", args.jobs
     if not args.no_control:
-        found = differing(parent, own, range(base.base + 1, base.until + 1))
-        replays.refuse(base.parent, found)
+        replays.refuse(base.parent, differing(parent, own))
     fork = planned(own if base.start else parent, base.start, base.until - base.start, [])
     gpus = 0 if any(word.startswith("--device") for word in flags) else visible_gpus()
     idle: queue.Queue[list[str]] = queue.Queue()  # what each job's trainings are told

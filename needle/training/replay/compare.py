@@ -185,17 +185,13 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 # ---- runs --------------------------------------------------------------------------------------
 
 
-def last_step(run: SavedRun) -> int:
-    return int(max(run.metrics["step"], default=0))
-
-
 def noise_floor(run: SavedRun, flags: Sequence[str]) -> Row:
     """Measure how far a repetition differs: train some steps of a run again, of a replay with edits
     those of its parent. RuntimeError where that fails."""
-    replay = read_replay(run.folder, last_step(run))
+    replay = read_replay(run.folder, max(whole_steps(run.folder)))
     if replay is not None and replay.edits:
         run = open_run(replay.parent)
-    last = last_step(run)
+    last = int(max(run.metrics["step"], default=0))
     start = max(step for step in whole_steps(run.folder) if step == 0 or step + CONTROL <= last)
     again = planned(run.folder, start, min(CONTROL, last - start), [])
     with trained(again, "", flags) as (_, wrong):
@@ -203,15 +199,6 @@ def noise_floor(run: SavedRun, flags: Sequence[str]) -> Row:
     text = f"steps {start + 1} to {again.until} again: "
     text += f"step {min(wrong)} differs" if wrong else "0, equal bits"
     return {"kind": "floor", "run": str(run.folder), "floor": max(found, default=0.0), "text": text}
-
-
-def first_difference(run: SavedRun, reference: SavedRun) -> Row:
-    """Return the first step whose line differs from the reference's, and the facts that do."""
-    steps = range(1, max(last_step(run), last_step(reference)) + 1)
-    found = differing(reference.folder, run.folder, steps)
-    step = min(found, default=None)
-    what = [] if step is None else [*found[step]]
-    return {"kind": "fork", "run": str(run.folder), "step": step, "differs": what}
 
 
 def shared_steps(runs: Sequence[SavedRun], every: int | None) -> list[int]:
@@ -271,7 +258,10 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     if not args.no_floor:
         yield noise_floor(runs[0], ["--device", args.device])
     for run in runs[1:]:
-        yield first_difference(run, runs[0])
+        found = differing(runs[0].folder, run.folder)
+        step = min(found, default=None)
+        what = [*found.get(step, [])]  # of the first step that differs
+        yield {"kind": "fork", "run": str(run.folder), "step": step, "differs": what}
     for step in steps:
         reference = runs[0].model(step, device)
         for run in runs:

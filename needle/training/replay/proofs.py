@@ -192,12 +192,12 @@ def _is_step(line: Any) -> bool:
     return numbers and type(line["step"]) is type(line["tokens"]) is int
 
 
-def differing(one: Path, other: Path, steps: range) -> dict[int, dict[str, tuple[Any, Any]]]:
-    """Return, of each step that the logs of two runs tell differently, by name the two values that
-    differ; what only one of them tells is no difference."""
+def differing(one: Path, other: Path) -> dict[int, dict[str, tuple[Any, Any]]]:
+    """Return, of each step that the logs of two runs tell differently, in order, by name the two
+    values that differ; what only one of them tells is no difference."""
     logs = [Log(run / "metrics.jsonl") for run in (one, other)]
     found: dict[int, dict[str, tuple[Any, Any]]] = {}
-    for step in steps:
+    for step in sorted(logs[0].steps.keys() | logs[0].proofs.keys()):
         a, b = (log.told(step) for log in logs)
         wrong = {key: (a[key], b[key]) for key in a if key in b and a[key] != b[key]}
         found |= {step: wrong} if wrong else {}

@@ -294,11 +294,11 @@ def beside(run: Path) -> Iterator[Path]:
 def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[tuple[Path, dict]]:
     """Train a replay in a folder beside its parent's, which the block reads, and compare the lines
     of both (`differing`). RuntimeError where the training ends before its last step."""
-    parent, last = Path(replay.parent), replay.stop or replay.until
+    parent = Path(replay.parent)
     with beside(parent) as made:
         folder = make_folder(replay, made, "again")
-        finish(folder, last, launch, flags)
-        yield folder, differing(parent, folder, range(replay.base + 1, last + 1))
+        finish(folder, replay.stop or replay.until, launch, flags)
+        yield folder, differing(parent, folder)
 
 
 def refuse(parent: str, found: dict[int, dict[str, tuple[Any, Any]]]) -> None:
@@ -308,15 +308,6 @@ def refuse(parent: str, found: dict[int, dict[str, tuple[Any, Any]]]) -> None:
         text = "; ".join(f"step {step}: {key} is {a}, not {b}" for key, (a, b) in facts.items())
         more = "`needle verify` says what else differs, as the library of products"
         raise DataError(f"without edits, a replay differs from {parent}: {text}; {more}")
-
-
-def control(replay: Replay, launch: str, flags: Sequence[str]) -> int:
-    """Repeat the first steps without edits; return how many. DataError where they differ from the
-    parent's."""
-    until = min(replay.start + CONTROL, replay.until)
-    with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as (_, found):
-        refuse(replay.parent, found)
-    return until - replay.start
 
 
 def check(replay: Replay) -> tuple[Replay, list[str]]:
@@ -348,13 +339,17 @@ def begun(
     flags: Sequence[str] = (),
     controls: bool = True,
 ) -> tuple[Path, str]:
-    """Make the folder of a replay, after the control, or find that in which it was begun before;
-    return it, and what is to be told of it. DataError where another run has it."""
+    """Make the folder of a replay, after the control (its first steps without edits), or find that
+    in which it was begun before; return it, and what is to be told of it. DataError where another
+    run has it, and where the control differs from the parent."""
     if name is not None:
         if read_replay(out / name, max(whole_steps(out / name))) == replay:
             return out / name, f"{out / name}: this replay was begun before, and goes on"
         check_free(out / name)
     told = ""
     if replay.edits and controls:
-        told = f"control: {control(replay, launch, flags)} steps without edits have equal bits"
+        until = min(replay.start + CONTROL, replay.until)
+        with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as again:
+            refuse(replay.parent, again[1])
+        told = f"control: {until - replay.start} steps without edits have equal bits"
     return make_folder(replay, out, name), told
