@@ -197,7 +197,7 @@ def differing(one: Path, other: Path) -> dict[int, dict[str, tuple[Any, Any]]]:
     values that differ; what only one of them tells is no difference."""
     logs = [Log(run / "metrics.jsonl") for run in (one, other)]
     found: dict[int, dict[str, tuple[Any, Any]]] = {}
-    for step in sorted(logs[0].steps.keys() | logs[0].proofs.keys()):
+    for step in sorted(logs[1].steps.keys() | logs[1].proofs.keys()):
         a, b = (log.told(step) for log in logs)
         wrong = {key: (a[key], b[key]) for key in a if key in b and a[key] != b[key]}
         found |= {step: wrong} if wrong else {}
