@@ -159,7 +159,7 @@ FAULTS = {
         body("y[threadIdx.x] = 0;"), "out_of_memory", "", [Out((1 << 41,), "uint8")]
     ),
     "2,048 threads": Fault(
-        body("y[threadIdx.x] = 0;"), "invalid_launch", "block.x: 2,048", block=2048
+        body("y[threadIdx.x] = 0;"), "invalid_launch", "threads a block: 2,048", block=2048
     ),
     "grid.y 65,536": Fault(
         body("y[threadIdx.x] = 0;"), "invalid_launch", "grid.y: 65,536", grid=(1, 65536)

@@ -11,9 +11,8 @@ from typing import Any
 from needle import _C
 from needle._C import Device
 from needle.backend_ndarray import given_device
-from needle.kernels import limits
 from needle.kernels.compile import Compiled
-from needle.kernels.limits import Entry, LaunchReport, Size
+from needle.kernels.limits import OPEN_LOCAL, Entry, LaunchReport, Limits, Size
 from needle.kernels.signature import Signature
 
 # Bytes of local memory a thread that launches so far have made the driver keep on each device.
@@ -62,17 +61,20 @@ class Kernel(_C.Kernel):
     ) -> LaunchReport:
         """Check a launch against this device. Return its occupancy. LaunchError names the limit,
         with both numbers and the remedy."""
-        where = limits.Limits(str(self.device), **self.device.limits())
-        held = _held_local.get(self.device, limits.OPEN_LOCAL)
-        way = grid, block, shared, cluster, cooperative
-        return limits.check(self.entry, where, *way, self.blocks, held)
+        where = Limits(
+            str(self.device),
+            **self.device.limits(),
+            held_local=_held_local.get(self.device, OPEN_LOCAL),
+            count_blocks=self.blocks,
+        )
+        return self.entry.check(grid, block, shared, cluster, cooperative, where)
 
     def admit(
         self, grid: Size, block: Size, shared: int, cluster: Size | None, cooperative: bool
     ) -> tuple[Any, ...]:
         """Check a launch for _C.Kernel, before the first of its kind."""
         report = self.check(grid, block, shared, cluster, cooperative)
-        held = _held_local.get(self.device, limits.OPEN_LOCAL)
+        held = _held_local.get(self.device, OPEN_LOCAL)
         _held_local[self.device] = max(held, self.entry.local_bytes)
         dynamic = report.shared_bytes - self.entry.shared_bytes
         given = report.cluster if self.entry.cluster is None else None  # else the code has it

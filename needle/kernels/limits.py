@@ -11,7 +11,6 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from needle._C import CudaError
@@ -20,8 +19,7 @@ from needle.kernels.signature import Signature
 Size = int | Sequence[int]  # of a grid, block or cluster: x, (x,), (x, y) or (x, y, z)
 
 WARP = 32
-BLOCK_THREADS, BLOCK_SIZES = 1024, (1024, 1024, 64)
-GRID_SIZES = (2**31 - 1, 65535, 65535)
+BLOCK_THREADS = 1024
 CLUSTER_BLOCKS = 8  # of every GPU that has clusters; more needs a promise that needle does not ask
 CLUSTER_ARCH = 90
 OPEN_LOCAL = 1024  # bytes of local memory a thread that each context holds from the start
@@ -31,6 +29,48 @@ REGISTER_UNIT, PARTITIONS = 256, 4  # registers of a warp; warps in fours
 class LaunchError(CudaError):
     """A launch exceeds a limit of the kernel or the GPU. Nothing was launched, and the GPU is as it
     was."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one GPU, as `device.limits()` has them; of an architecture alone, those that hold
+    for every GPU. held_local: bytes of local memory a thread that the context holds already;
+    count_blocks: returns how many blocks of (threads, dynamic shared memory) a multiprocessor
+    holds."""
+
+    where: str
+    arch: int  # 90 for compute capability 9.0
+    processors: int = 0
+    sm_threads: int = 0  # of a multiprocessor
+    block_registers: int = 65536
+    block_shared: float = math.inf
+    free_bytes: int = 0
+    held_local: int = OPEN_LOCAL
+    count_blocks: Callable[[int, int], int] | None = None
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """A launch that fits. shared_bytes: of a block, static and dynamic; registers, local_bytes: of
+    a thread. On a device blocks_per_sm: blocks that a multiprocessor holds at once, by the driver;
+    occupancy: their threads, in warps, of all that it could hold; resident: blocks on the whole
+    device. None without one."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    cluster: tuple[int, int, int] | None = None
+    cooperative: bool = False
+    blocks_per_sm: int | None = None
+    occupancy: float | None = None
+    resident: int | None = None
+
+    @property
+    def threads(self) -> int:
+        return math.prod(self.block)
 
 
 @dataclass(frozen=True)
@@ -58,46 +98,35 @@ class Entry:
         shared: int = 0,
         cluster: Size | None = None,
         cooperative: bool = False,
+        limits: Limits | None = None,
     ) -> LaunchReport:
-        """Check a launch by what holds on every GPU of the code's architecture. LaunchError names
-        the limit."""
-        return check(self, of_arch(self.arch), grid, block, shared, cluster, cooperative)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one GPU, as `device.limits()` has them; of an architecture alone, those that hold
-    for every GPU."""
-
-    where: str
-    arch: int  # 90 for compute capability 9.0
-    processors: int = 0
-    sm_threads: int = 0  # of a multiprocessor
-    block_registers: int = 65536
-    block_shared: float = math.inf
-    free_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class LaunchReport:
-    """A launch that fits. shared_bytes: of a block, static and dynamic; registers, local_bytes: of
-    a thread. On a device blocks_per_sm: blocks that a multiprocessor holds at once, by the driver;
-    occupancy: their threads, in warps, of all that it could hold; resident: blocks on the whole
-    device. None without one."""
-
-    kernel: str
-    where: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    threads: int
-    registers: int
-    shared_bytes: int
-    local_bytes: int
-    cluster: tuple[int, int, int] | None = None
-    cooperative: bool = False
-    blocks_per_sm: int | None = None
-    occupancy: float | None = None
-    resident: int | None = None
+        """Check a launch. shared: bytes of dynamic shared memory a block; limits: of a device, by
+        default what holds on every GPU of the code's architecture. LaunchError names the limit,
+        with both numbers and the remedy; TypeError and ValueError a wrong size."""
+        try:
+            sizes = triple("grid", grid), triple("block", block)
+            shared = whole("shared", shared, 0)
+            needs = self.registers, self.shared_bytes + shared, self.local_bytes
+            shape = self.cluster if cluster is None else triple("cluster", cluster)
+            report = LaunchReport(self.name, *sizes, *needs, shape, bool(cooperative))
+            limits = limits or of_arch(self.arch)
+            for said in _refusals(self, limits, report):
+                raise LaunchError(said)
+            if limits.count_blocks is None:
+                return report
+            fits = limits.count_blocks(report.threads, shared)
+            blocks, resident = math.prod(report.grid), fits * limits.processors
+            if cooperative and blocks > resident:
+                raise LaunchError(
+                    f"a cooperative grid of {blocks:,} blocks, and {limits.where} holds "
+                    f"{resident:,} at once ({fits} on each of {limits.processors} "
+                    "multiprocessors), and all must run; use at most that many, each in a loop "
+                    "over its share"
+                )
+        except (LaunchError, TypeError, ValueError) as error:
+            raise type(error)(f"{self.name}: {error}") from None
+        occupancy = fits * _up(report.threads, WARP) / limits.sm_threads
+        return replace(report, blocks_per_sm=fits, occupancy=occupancy, resident=resident)
 
 
 def of_arch(arch: str) -> Limits:
@@ -130,63 +159,13 @@ def triple(what: str, size: Size) -> tuple[int, int, int]:
     return x, y, z
 
 
-def check(
-    kernel: Entry,
-    limits: Limits,
-    grid: Size,
-    block: Size,
-    shared: int = 0,
-    cluster: Size | None = None,
-    cooperative: bool = False,
-    count_blocks: Callable[[int, int], int] | None = None,
-    held_local: int = OPEN_LOCAL,
-) -> LaunchReport:
-    """Check a launch. shared: bytes of dynamic shared memory a block; count_blocks: of (threads,
-    shared), blocks that a multiprocessor of the device holds; held_local: bytes of local memory a
-    thread that its context holds already. LaunchError names the limit, with both numbers and the
-    remedy; TypeError and ValueError a wrong size."""
-    try:
-        grid, block = triple("grid", grid), triple("block", block)
-        shape = kernel.cluster if cluster is None else triple("cluster", cluster)
-        shared = whole("shared", shared, 0)
-        report = LaunchReport(
-            kernel.name,
-            limits.where,
-            grid,
-            block,
-            math.prod(block),
-            kernel.registers,
-            kernel.shared_bytes + shared,
-            kernel.local_bytes,
-            shape,
-            bool(cooperative),
-        )
-        refusals = chain(_shapes(kernel, report), _amounts(kernel, limits, report, held_local))
-        said = next(refusals, "")
-        if said:
-            raise LaunchError(said)
-        if count_blocks is None:
-            return report
-        fits = count_blocks(report.threads, shared)
-        resident = fits * limits.processors
-        if cooperative and math.prod(grid) > resident:
-            raise LaunchError(
-                f"a cooperative grid of {math.prod(grid):,} blocks, and {limits.where} holds "
-                f"{resident:,} at once ({fits} on each of {limits.processors} multiprocessors), "
-                "and all must run; use at most that many, each in a loop over its share"
-            )
-    except (LaunchError, TypeError, ValueError) as error:
-        raise type(error)(f"{kernel.name}: {error}") from None
-    occupancy = fits * _up(report.threads, WARP) / limits.sm_threads
-    return replace(report, blocks_per_sm=fits, occupancy=occupancy, resident=resident)
-
-
 def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _shapes(kernel: Entry, launch: LaunchReport) -> Iterator[str]:
-    """Describe sizes that are not those of the source, or not positive."""
+def _refusals(kernel: Entry, limits: Limits, launch: LaunchReport) -> Iterator[str]:
+    """Describe what does not fit: sizes that are not those of the source, or not positive, and what
+    is beyond a limit."""
     cluster = launch.cluster or (1, 1, 1)
     for what, size, fixed in (
         ("grid", launch.grid, None),
@@ -203,57 +182,28 @@ def _shapes(kernel: Entry, launch: LaunchReport) -> Iterator[str]:
                 f"grid.{axis} is {blocks:,}, which is no multiple of cluster.{axis} = {part}; "
                 "round it up, and let the blocks beyond the end do nothing"
             )
-
-
-def _amounts(kernel: Entry, limits: Limits, launch: LaunchReport, held_local: int) -> Iterator[str]:
-    """Describe what is beyond a limit."""
+    warps = _up(launch.threads, WARP) // WARP
     a_warp = _up(kernel.registers * WARP, REGISTER_UNIT)
-    registers = a_warp * _up(_up(launch.threads, WARP) // WARP, PARTITIONS)
     fitting = limits.block_registers // max(a_warp, 1) // PARTITIONS * PARTITIONS * WARP
     # The driver keeps local memory for every thread that can be resident, for any grid.
     residents = limits.processors * limits.sm_threads
-    local, free = residents * kernel.local_bytes, limits.free_bytes + residents * held_local
-    clusters, smaller = limits.arch >= CLUSTER_ARCH, "use smaller blocks and more of them"
-    (gx, gy, gz), (bx, by, bz) = launch.grid, launch.block
+    free = limits.free_bytes + residents * limits.held_local
+    registers = f"registers a block ({kernel.registers} a thread)"
+    static = f"bytes of shared memory a block ({kernel.shared_bytes:,} of them static)"
+    local = f"bytes of local memory ({kernel.local_bytes:,} for each of {residents:,} threads)"
+    clusters = CLUSTER_BLOCKS if limits.arch >= CLUSTER_ARCH else 1
+    fewer, smaller = "put the largest number into x", "use smaller blocks and more of them"
+    bounds = f"use at most {fitting:,} threads, or __launch_bounds__({warps * WARP})"
     for what, needed, limit, remedy in (
-        ("grid.x", gx, GRID_SIZES[0], "let a block do more"),
-        ("grid.y", gy, GRID_SIZES[1], "put the largest number into x"),
-        ("grid.z", gz, GRID_SIZES[2], "put the largest number into x"),
-        ("block.x", bx, BLOCK_SIZES[0], smaller),
-        ("block.y", by, BLOCK_SIZES[1], smaller),
-        ("block.z", bz, BLOCK_SIZES[2], smaller),
-        (
-            "threads a block",
-            launch.threads,
-            min(kernel.max_threads, BLOCK_THREADS),
-            f"{smaller}, and __launch_bounds__ that allow them, if the source has any",
-        ),
-        (
-            f"registers a block ({kernel.registers} a thread)",
-            registers,
-            limits.block_registers,
-            f"use at most {fitting:,} threads, or compile with "
-            f"__launch_bounds__({_up(launch.threads, WARP)})",
-        ),
-        (
-            f"bytes of shared memory a block ({kernel.shared_bytes:,} of them static)",
-            launch.shared_bytes,
-            limits.block_shared,
-            "use smaller tiles or types",
-        ),
-        (
-            f"bytes of local memory ({kernel.local_bytes:,} for each of {residents:,} threads that "
-            "it can hold)",
-            local,
-            free,
-            "make arrays in the kernel smaller, or free memory (device.empty_cache())",
-        ),
-        (
-            "blocks a cluster",
-            math.prod(launch.cluster or (1,)),
-            CLUSTER_BLOCKS if clusters else 1,
-            "use smaller clusters" if clusters else "clusters need compute capability 9.0",
-        ),
+        ("grid.x", launch.grid[0], 2**31 - 1, "let a block do more"),
+        ("grid.y", launch.grid[1], 65535, fewer),
+        ("grid.z", launch.grid[2], 65535, fewer),
+        ("block.z", launch.block[2], 64, smaller),
+        ("threads a block", launch.threads, kernel.max_threads, f"{smaller} (__launch_bounds__)"),
+        (registers, a_warp * _up(warps, PARTITIONS), limits.block_registers, bounds),
+        (static, launch.shared_bytes, limits.block_shared, "use smaller tiles or types"),
+        (local, residents * kernel.local_bytes, free, "use smaller arrays, or free memory"),
+        ("blocks a cluster", math.prod(cluster), clusters, "use smaller ones, from sm_90 on"),
     ):
         if needed > limit:
             yield f"{what}: {needed:,}, and {limits.where} allows {limit:,}; {remedy}"
