@@ -18,13 +18,12 @@ from typing import Any
 from needle.kernels import limits
 from needle.kernels.limits import Entry
 from needle.kernels.signature import Layout, Parameter, Signature, demangle, short_name
-from needle.kernels.toolkit import Toolkit, find_toolkit
+from needle.kernels.toolkit import find_toolkit
 
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
 DECLARED = "needle_declared"  # a kernel with the types that a user declares
-COMPILATION, BAD_OPTION = 6, 5  # of nvrtcResult
-# Options, and lines of a source, that make NVRTC read other files than the toolkit's headers.
-READING_OPTION = re.compile(r"-I|--?(pre-)?include|--?(use-)?pch")
+USERS_ERRORS = (5, 6)  # of nvrtcResult: of an option, of the source
+# A line that makes NVRTC read other files than the toolkit's headers.
 READING_LINE = re.compile(r"#\s*include\s*(?!\s|<[^/])")
 
 
@@ -39,41 +38,40 @@ class CompileError(ValueError):
 # ---- NVRTC ---------------------------------------------------------------------------------------
 
 
-class _Nvrtc:
-    """The library's functions. RuntimeError for its errors."""
-
-    def __init__(self, toolkit: Toolkit) -> None:
-        if toolkit.nvrtc.is_absolute():  # that of NVIDIA's package does not look beside itself
-            for builtins in toolkit.nvrtc.parent.glob("libnvrtc-builtins.so*"):
-                ctypes.CDLL(str(builtins))
-        self.functions = ctypes.CDLL(str(toolkit.nvrtc))
-        self.functions.nvrtcGetErrorString.restype = ctypes.c_char_p
-
-    def check(self, function: str, status: int) -> None:
-        if status:
-            text = self.functions.nvrtcGetErrorString(status).decode()
-            raise RuntimeError(f"{function}: {text}")
-
-    def call(self, function: str, *arguments: Any) -> None:
-        self.check(function, self.functions[function](*arguments))
-
-    def data(self, what: str, program: ctypes.c_void_p) -> bytes:
-        """Return the bytes of nvrtcGetWHAT."""
-        size = ctypes.c_size_t()
-        self.call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        self.call(f"nvrtcGet{what}", program, buffer)
-        return buffer.raw
-
-    def version(self) -> tuple[int, int]:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self.call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
-        return major.value, minor.value
-
-
 @functools.cache
-def _nvrtc() -> _Nvrtc:
-    return _Nvrtc(find_toolkit())
+def _library() -> ctypes.CDLL:
+    """Return NVRTC. RuntimeError if there is none."""
+    path = find_toolkit().nvrtc
+    if path.is_absolute():  # that of NVIDIA's package does not look beside itself
+        for builtins in path.parent.glob("libnvrtc-builtins.so*"):
+            ctypes.CDLL(str(builtins))
+    library = ctypes.CDLL(str(path))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _call(function: str, *arguments: Any, allowed: Sequence[int] = ()) -> int:
+    """Call a function of NVRTC, and return its status. RuntimeError for an error that is not
+    allowed."""
+    status = _library()[function](*arguments)
+    if status and status not in allowed:
+        raise RuntimeError(f"{function}: {_library().nvrtcGetErrorString(status).decode()}")
+    return status
+
+
+def _data(what: str, program: ctypes.c_void_p) -> bytes:
+    """Return the bytes of nvrtcGetWHAT."""
+    size = ctypes.c_size_t()
+    _call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    _call(f"nvrtcGet{what}", program, buffer)
+    return buffer.raw
+
+
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
 
 
 # ---- compiled kernels ----------------------------------------------------------------------------
@@ -149,21 +147,21 @@ def build(
     source: the text; it may include the toolkit's headers. entries: names of kernels as C++ spells
     them, `scale<__nv_bfloat16>` makes the template so; none: every kernel that is no template.
     options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". The same
-    source, entries, arch and options are compiled once a process, unless they read other headers
-    than the toolkit's (-I, #include "mine.h"), which may have changed.
+    source, entries and arch are compiled once a process, but not with options, nor with headers of
+    one's own (#include "mine.h"), which may have changed.
     CompileError has the log, with the lines of `source`; RuntimeError: there is no NVRTC.
     """
     if isinstance(options, str):
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
     limits.of_arch(arch)  # ValueError
     names = (entries,) if isinstance(entries, str) else tuple(entries)
-    make = _build if reads_files(source, options) else _build_once
+    make = _build if options or reads_files(source) else _build_once
     return make(source, names, arch, tuple(options))
 
 
-def reads_files(source: str, options: Sequence[str] = ()) -> bool:
+def reads_files(source: str) -> bool:
     """True if other files than the toolkit's headers may be read."""
-    return bool(READING_LINE.search(source)) or any(map(READING_OPTION.match, options))
+    return bool(READING_LINE.search(source))
 
 
 def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Compiled:
@@ -199,41 +197,37 @@ def _compile(
     """Return (cubin, PTX, log, the symbol of each name). whole: also of a source without headers,
     which takes a fifth less time without textures and the device's runtime, where it needs none.
     """
-    nvrtc, include = _nvrtc(), find_toolkit().include
     flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", "--ptxas-options=-v"]
-    flags += [f"-I{folder}" for folder in include]
+    flags += [f"-I{folder}" for folder in find_toolkit().include]
     flags += [] if any("-std" in option for option in options) else ["-std=c++17"]
     # Since 12.9 NVRTC caches its results on the disk, and opens the driver for that.
-    flags += ["--no-cache"] if nvrtc.version() >= (12, 9) else []
+    flags += ["--no-cache"] if _version() >= (12, 9) else []
     whole = whole or "#include" in source
     flags += [*options] if whole else [*options, "--minimal"]
     program = ctypes.c_void_p()
     text, name = source.encode(), SOURCE.encode()
-    nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
+    _call("nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
     try:
         for entry in names:
-            nvrtc.call("nvrtcAddNameExpression", program, entry.encode())
+            _call("nvrtcAddNameExpression", program, entry.encode())
         given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-        status = nvrtc.functions.nvrtcCompileProgram(program, len(flags), given)
-        if status in (COMPILATION, BAD_OPTION) and not whole:
+        failed = _call("nvrtcCompileProgram", program, len(flags), given, allowed=USERS_ERRORS)
+        if failed and not whole:
             return _compile(source, names, arch, options, whole=True)
-        log = nvrtc.data("ProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
-        if status in (COMPILATION, BAD_OPTION):
+        log = _data("ProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
+        if failed:
             raise CompileError(f"{SOURCE} does not compile (sm_{arch}):", log)
-        nvrtc.check("nvrtcCompileProgram", status)
-        symbols = {entry: _lowered(nvrtc, program, entry, log) for entry in names}
-        ptx = nvrtc.data("PTX", program).decode(errors="replace")
-        return nvrtc.data("CUBIN", program), ptx, log, symbols
+        symbols = {}
+        for entry in names:
+            symbol = ctypes.c_char_p()
+            words = program, entry.encode(), ctypes.byref(symbol)
+            if _call("nvrtcGetLoweredName", *words, allowed=range(1, 100)) or not symbol.value:
+                raise CompileError(f"entries: {entry!r} is no kernel of {SOURCE}", log)
+            symbols[entry] = symbol.value.decode()
+        ptx = _data("PTX", program).decode(errors="replace")
+        return _data("CUBIN", program), ptx, log, symbols
     finally:
-        nvrtc.call("nvrtcDestroyProgram", ctypes.byref(program))
-
-
-def _lowered(nvrtc: _Nvrtc, program: ctypes.c_void_p, name: str, log: str) -> str:
-    lowered = ctypes.c_char_p()
-    status = nvrtc.functions.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered))
-    if status or lowered.value is None:
-        raise CompileError(f"entries: {name!r} is no kernel of {SOURCE}", log)
-    return lowered.value.decode()
+        _call("nvrtcDestroyProgram", ctypes.byref(program))
 
 
 def _own_names(found: Iterable[str]) -> dict[str, str]:

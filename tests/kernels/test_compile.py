@@ -8,7 +8,6 @@ from harness import naming, python, shared_library
 from kernel_sources import SCALES, SOURCE, needs_nvrtc
 
 from needle.kernels import Compiled, CompileError, build, toolkit, worker
-from needle.kernels.compile import _Nvrtc
 
 PLAIN = "__global__ void f(float *x) { x[0] = 1; }"
 FULL = "__global__ void f(int *x) { __shared__ int a[1 << 20]; a[threadIdx.x] = x[0]; " \
@@ -263,7 +262,9 @@ def test_toolkit_of_nvidias_pip_packages_is_found(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path.resolve()))
     roots = [root for _, root in toolkit.toolkit_roots() if nvidia in root.parents]
     assert roots[1:] == [nvidia / "cu13", nvidia / "cuda_nvrtc"]  # after $CUDA_HOME
-    assert _Nvrtc(found).version() == (99, 99)
+    script = "from needle.kernels.compile import _version; print(_version())"
+    done = python(script, CUDA_HOME=str(nvidia / home))
+    assert done.stdout == "(99, 99)\n", done.stderr
 
 
 def test_missing_nvrtc_names_its_packages(monkeypatch):
