@@ -63,16 +63,7 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[4], family=address[0])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    try:
-        return start(args)
-    except (RuntimeError, ValueError, OSError) as error:  # FileError too
-        print(f"needle: error: {error}", file=sys.stderr)
-        return 1
-
-
-def start(args: argparse.Namespace) -> int:
+def serve(args: argparse.Namespace) -> None:
     try:
         from aiohttp import web
 
@@ -96,6 +87,14 @@ def start(args: argparse.Namespace) -> int:
         print(f"listening on http://{where}:{port}, token in {token_file}", flush=True)
         service = Service(pool, token, args.max_body_bytes, args.queue)
         web.run_app(service.app, sock=sock, print=None, access_log=None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        serve(parser().parse_args(argv))
+    except (RuntimeError, ValueError, OSError) as error:  # FileError too
+        print(f"needle: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

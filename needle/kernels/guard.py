@@ -1,4 +1,4 @@
-"""Guarded buffer: all arrays of a launch in one block of memory, with guard bands between them.
+"""Guarded buffer: all arrays of a launch in one block of memory, each between two guard bands.
 
 The bands and the outputs are filled with a random pattern before each launch. A byte of a band that
 has changed was written out of bounds, and so was a changed `const` input. An element of an output
@@ -12,13 +12,14 @@ out. It continues from band to band, so that copying one band to another changes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 ALIGN = 256  # as cudaMalloc aligns
-GUARD = 64 << 10  # bytes of a band, at least
+GUARD = 64 << 10  # bytes of a band, at least, on each side of an array
 TILE = 131_071  # 16-bit units of the pattern: a prime, so that no stride meets its period
 CANONICAL = 0xFFC0  # the negative NaN of bfloat16 that a calculation may give
 
@@ -46,29 +47,35 @@ class Place:
     def stop(self) -> int:
         return self.start + self.size * itemsize(self.dtype)
 
+    @property
+    def end(self) -> int:
+        """Return where the band behind it ends."""
+        return -(-(self.stop + GUARD) // ALIGN) * ALIGN
+
     def bytes_of(self, memory: np.ndarray) -> np.ndarray:
         """Return a view of its bytes."""
         return memory[self.start : self.stop]
 
     def equal(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Return (elements,) bool: equal bits."""
-        item = itemsize(self.dtype)
-        a, b = (self.bytes_of(memory).view(f"u{min(item, 8)}") for memory in (before, after))
-        return (a == b).reshape(-1, 2).all(axis=1) if item > 8 else a == b
+        bits = f"u{itemsize(self.dtype)}"
+        return self.bytes_of(before).view(bits) == self.bytes_of(after).view(bits)
 
-    def count(self, flat: np.ndarray) -> str:
-        """Return "2 of 6 elements" and where the first of them is."""
+    def count(self, chosen: np.ndarray) -> str:
+        """Return "2 of 6 elements" for (elements,) bool, and where the first of them is."""
+        flat = np.flatnonzero(chosen)
         index = ", ".join(str(int(i)) for i in np.unravel_index(flat[0], self.shape or (1,)))
         return f"{flat.size:,} of {self.size:,} elements (the first at [{index}])"
 
 
-def lay_out(arrays: Iterable[tuple[str, str, Sequence[int], str]]) -> tuple[list[Place], int]:
+def lay_out(arrays: Iterable[Mapping[str, Any]]) -> tuple[list[Place], int]:
     """Return the places of arrays (name, dtype, shape, role), and the bytes of the buffer."""
     places, end = [], 0
-    for name, dtype, shape, role in arrays:
-        places.append(Place(name, dtype, tuple(shape), role, -(-(end + GUARD) // ALIGN) * ALIGN))
-        end = places[-1].stop
-    return places, -(-(end + GUARD) // ALIGN) * ALIGN
+    for one in arrays:
+        shape = tuple(one["shape"])
+        places.append(Place(one["name"], one["dtype"], shape, one["role"], end + GUARD))
+        end = places[-1].end
+    return places, max(end, ALIGN)
 
 
 def fill(memory: np.ndarray) -> None:
@@ -84,29 +91,21 @@ def fill(memory: np.ndarray) -> None:
 def written_outside(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) -> str:
     """Describe writes beyond an array or into a const one; "" if there are none."""
     found = []
-    starts, stops = [place.start for place in places], [place.stop for place in places]
-    for k, (start, stop) in enumerate(zip([0, *stops], [*starts, before.size])):
-        changed = np.flatnonzero(before[start:stop] != after[start:stop])
-        # A band lies after one array and before another: a change belongs to the nearer one.
-        middle = (stop - start) // 2 if 0 < k < len(places) else (stop - start) * (k > 0)
-        beyond, ahead = changed[changed < middle], changed[changed >= middle]
-        if beyond.size:
-            place, distance = places[k - 1], int(beyond[0])
-            element = place.size + distance // itemsize(place.dtype)
-            found.append(
-                f"{place.name}: {beyond.size:,} bytes were written after its end, the first "
-                f"{distance:,} bytes after it (element {element:,} of {place.size:,})"
-            )
-        if ahead.size and places:
-            place, distance = places[k], stop - start - int(ahead[-1])
-            found.append(
-                f"{place.name}: {ahead.size:,} bytes were written before its start, the nearest "
-                f"{distance:,} bytes before it (element {-distance // itemsize(place.dtype)})"
-            )
     for place in places:
+        for side, start, stop, nearest in (
+            ("before its start", place.start - GUARD, place.start, -1),
+            ("after its end", place.stop, place.end, 0),
+        ):
+            changed = np.flatnonzero(before[start:stop] != after[start:stop])
+            if changed.size:
+                at = start + int(changed[nearest])
+                element = (at - place.start) // itemsize(place.dtype)
+                found.append(
+                    f"{place.name}: {changed.size:,} bytes were written {side}, the nearest at "
+                    f"byte {at - place.start:,} of it (element {element:,} of {place.size:,})"
+                )
         if place.role == "const" and not (same := place.equal(before, after)).all():
-            changed = place.count(np.flatnonzero(~same))
-            found.append(f"{place.name}: it is const, and {changed} were changed")
+            found.append(f"{place.name}: it is const, and {place.count(~same)} were changed")
     return "; ".join(found)
 
 
@@ -115,7 +114,7 @@ def unwritten(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) ->
     may equal the pattern by chance: only a comparison finds those."""
     found = []
     for place in places:
-        told = place.role == "out" and (itemsize(place.dtype) >= 8 or "float" in place.dtype)
+        told = place.role == "out" and (itemsize(place.dtype) == 8 or "float" in place.dtype)
         if told and (same := place.equal(before, after)).any():
-            found.append(f"{place.name}: {place.count(np.flatnonzero(same))} were not written")
+            found.append(f"{place.name}: {place.count(same)} were not written")
     return "; ".join(found)

@@ -87,6 +87,9 @@ def evaluate(problem: Problem, device: Device, timeout: float) -> KernelExecResu
     if importlib.util.find_spec("torch") is None:
         raise ValueError(f"a Problem needs torch: {sys.executable} -m pip install torch")
     result, fault = KernelExecResult(), False
+    if device.lost:
+        result.metadata = {"runtime_error_name": "device_lost", "runtime_error": device.lost}
+        return result
     processes: dict[str, Process] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:

@@ -15,7 +15,6 @@ stop a person who means harm.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
@@ -34,7 +33,7 @@ from needle.kernels import kernelbench
 from needle.kernels.cases import Case, Launch, Reference, Tolerance, both
 from needle.kernels.compile import Compiled, reads_files
 from needle.kernels.kernelbench import KernelExecResult, Problem
-from needle.kernels.limits import Entry, Size, whole
+from needle.kernels.limits import Size, whole
 from needle.kernels.process import START_SECONDS, Device, Message, Process
 from needle.kernels.timing import Timing, judge
 from needle.kernels.toolkit import find_tool
@@ -57,10 +56,6 @@ class ReferenceFails(ValueError):
     """The kernel that is to give the right outputs does not."""
 
 
-class _AllLost(Exception):
-    """No job can run on any device; the text says why."""
-
-
 @dataclass(frozen=True)
 class Result:
     """The outcome of a kernel. `outputs`: arrays in the order of the arguments, also wrong ones.
@@ -81,14 +76,16 @@ class Result:
 
 
 class Job:
-    """A process of a device with the kernel that it has loaded."""
+    """A process of a device with the kernel that it has loaded. `answer`: the last one."""
 
     def __init__(self, pool: Pool, device: Device, process: Process) -> None:
         self.pool, self.device, self.process = pool, device, process
+        self.timeout = pool.timeout
         self.resources: dict[str, Any] = {}
+        self.deterministic: bool | None = None
 
     def ask(self, message: Message, seconds: float) -> Result:
-        """Return what the process answers; `answer` has all of it."""
+        """Return what the process answers."""
         self.answer = self.process.ask(message, seconds)
         status, said = self.answer["status"], self.answer.get("message", "")
         if status == "device_lost":  # as the driver reports
@@ -98,13 +95,12 @@ class Job:
 
     def load(self, source: str, entry: str) -> Result:
         """Compile and load, from the pool's code if it has some."""
-        arch, codes = self.device.facts.get("arch"), self.pool.codes
-        key = hashlib.sha256(f"{arch}\0{entry}\0{source}".encode()).digest()
+        codes, key = self.pool.codes, (self.device.facts.get("arch"), entry, source)
         message = {"do": "load", "entry": entry, "source": source, "code": codes.get(key)}
         result = self.ask(message, COMPILE_SECONDS)
         if result.status == "ok":
             code = codes.get(key) or self.answer["code"]
-            self.entry: Entry = Compiled.unpack(code)[entry]
+            self.entry = Compiled.unpack(code)[entry]
             self.resources |= {name: getattr(self.entry, name) for name in RESOURCES}
             if not reads_files(source):
                 codes[key] = code
@@ -112,72 +108,66 @@ class Job:
                 codes.pop(next(iter(codes)), None)
         return result
 
-    def run(self, launch: Launch, seconds: float) -> Result:
+    def run(self, launch: Launch, tolerance: Tolerance = None) -> Result:
         """Launch once."""
         total = int(self.device.facts["total_bytes"])
         most = min(self.pool.memory or total, total)
         if launch.nbytes > most:
             said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
             return Result("out_of_memory", said, device=self.device.number)
-        result = self.ask({"do": "run", **launch.message(self.entry)}, seconds)
-        return replace(result, outputs=launch.read(self.answer))
+        launch.bind(self.entry)
+        return self._outputs(launch, {"do": "run", **launch.message}, self.timeout, tolerance)
 
-    def time(self, launch: Launch, warm: bool, seconds: float) -> Result:
+    def time(self, launch: Launch, warm: bool, seconds: float, tolerance: Tolerance) -> Result:
         """Time calls of the last launch. warm: by the launch before it. The outputs are those of
         the last call; `answer` has the times."""
         self.device.settle()
         message = {"do": "time", "warm": warm, "seconds": seconds}
         message["operations"] = launch.case.operations
-        result = self.ask(message, seconds + 4 * self.pool.timeout)
-        return replace(result, outputs=launch.read(self.answer))
+        return self._outputs(launch, message, seconds + 4 * self.timeout, tolerance)
+
+    def _outputs(
+        self, launch: Launch, message: Message, seconds: float, tolerance: Tolerance
+    ) -> Result:
+        """Return what the process answers, with the outputs, compared where the right ones are
+        known."""
+        result = self.ask(message, seconds)
+        result = replace(result, outputs=launch.read(self.answer))
+        wrong = launch.wrong(result.outputs, tolerance) if result.status == "ok" else ""
+        return replace(result, status="wrong_result", message=wrong) if wrong else result
 
     def evaluate(
         self, case: Case, right: Any, tolerance: Tolerance, trials: int, time: bool
     ) -> Result:
         """Run the trials of a case, the first one twice, and time all but that, or it alone."""
         times: list[float] = []
-        seconds = TIME_SECONDS / max(trials - 1, 1)
         for trial in range(trials):
-            launch = Launch(case, trial)
-            launch.message(self.entry)
-            expected = launch.right(right)
-            result = self.run(launch, self.pool.timeout)
-            result = _compared(f"trial {trial}", result, launch, expected, tolerance)
+            launch, where = Launch(case, trial), f"trial {trial}"
+            launch.bind(self.entry)
+            launch.expect(right)
+            result = self.run(launch, tolerance)
             if trial == 0 and result.status == "ok":
-                first, before = result.outputs, launch
-                result = self.run(launch, self.pool.timeout)
-                result = _compared("trial 0", result, launch, expected, tolerance)
+                first = result.outputs
+                result = self.run(launch, tolerance)
                 pairs = zip(first, result.outputs)
-                deterministic = all(a.tobytes() == b.tobytes() for a, b in pairs)
+                same = all(a.tobytes() == b.tobytes() for a, b in pairs)
+                self.deterministic = same and self.deterministic is not False
             if time and result.status == "ok" and (trial > 0 or trials == 1):
-                warm = not launch.shares_with(before)
-                result = self.time(launch, warm, seconds)
-                result = _compared("timed", result, launch, expected, tolerance)
+                where, warm = "timed", trial > 0 and not launch.given
+                seconds = TIME_SECONDS / max(trials - 1, 1)
+                result = self.time(launch, warm, seconds, tolerance)
                 times += self.answer.get("times", ())
             if result.status != "ok":
-                return result
-            before = launch
-        result = replace(result, deterministic=deterministic)
+                return replace(result, message=f"{where}: {result.message}")
         if not times:
             return result
-        clock, local, done = self.answer["clock"], self.entry.local_bytes, case.operations
-        timing = judge(times, clock, launch.written, launch.nbytes, local, warm, done)
+        clock, done = self.answer["clock"], case.operations
+        figures = launch.written, launch.nbytes, self.entry.local_bytes, warm, done
+        timing = judge(times, clock, *figures)
         result = replace(result, timing=(timing,))
         if timing.valid:
             return result
         return replace(result, status="wrong_result", message=f"timed: {timing.reason}")
-
-
-def _compared(
-    where: str, result: Result, launch: Launch, right: list[np.ndarray], tolerance: Tolerance
-) -> Result:
-    """Return the result, with the first difference if it was ok, and where it failed."""
-    if result.status == "ok":
-        wrong = launch.compared(result.outputs, right, tolerance)
-        if wrong is None:
-            return result
-        result = replace(result, status="wrong_result", message=wrong)
-    return replace(result, message=f"{where}: {result.message}")
 
 
 class Pool:
@@ -212,7 +202,7 @@ class Pool:
         self.timeout, self.memory = float(timeout), memory
         self.changed = threading.Condition()
         self.closed = False
-        self.codes: dict[bytes, Message] = {}  # machine code by the hash of its source
+        self.codes: dict[Any, Message] = {}  # machine code by its architecture, entry, source
         self.devices = {
             number: Device(
                 number, name, 0 if number == NO_GPU else 1 + spares, self.worker, self.changed
@@ -236,19 +226,18 @@ class Pool:
 
     @contextmanager
     def _reserved(self, number: int | None = None) -> Iterator[Device]:
-        """Wait for a device without a job, or for that of a number. _AllLost if no job can run."""
+        """Wait for a device without a job, or for that of a number; a lost one where all are."""
 
-        def choose() -> Device | None:
-            if self.closed:
-                raise RuntimeError("this Pool is closed")
+        def free() -> list[Device]:
             devices = [d for d in self.devices.values() if number in (None, d.number)]
-            if number is None and all(device.lost for device in devices):
-                raise _AllLost("; ".join(str(device.lost) for device in devices))
-            free = [d for d in devices if not d.busy and (number is not None or not d.lost)]
-            return max(free, key=lambda device: len(device.spares), default=None)
+            usable = [d for d in devices if not d.lost] or devices
+            return [d for d in usable if not d.busy]
 
         with self.changed:
-            device = self.changed.wait_for(choose)
+            self.changed.wait_for(lambda: self.closed or free())
+            if self.closed:
+                raise RuntimeError("this Pool is closed")
+            device = max(free(), key=lambda d: len(d.of("spare")))
             device.busy = True
         try:
             yield device
@@ -265,28 +254,23 @@ class Pool:
         source.encode()  # UnicodeEncodeError, a ValueError
         if NO_GPU in self.devices:
             return Result("device_lost", "this Pool has no GPU (devices=[])")
-        try:
-            while True:
-                with self._reserved() as device:
-                    process: Process | None
+        while True:
+            with self._reserved() as device:
+                if device.lost:
+                    return Result("device_lost", device.lost)
+                process = device.start(command) if command else device.take()
+                if process is None:  # the device was lost just now, or the pool closed
+                    continue
+                job, result = Job(self, device, process), Result("")
+                try:
                     if command:
-                        process = device.start(command)
-                        answer = process.ask(None, START_SECONDS)
-                        device.facts = answer.get("facts", device.facts)
-                    else:
-                        process = device.take()
-                    if process is None:  # the device was lost just now, or the pool closed
-                        continue
-                    job, result = Job(self, device, process), Result("")
-                    try:
-                        result = job.load(source, entry)
-                        if result.status == "ok":
-                            result = do(job)
-                        return replace(result, printed=process.printed())
-                    finally:
-                        device.finish(process, result.status in FAULTS)
-        except _AllLost as error:
-            return Result("device_lost", str(error))
+                        device.facts = process.ask(None, START_SECONDS).get("facts", device.facts)
+                    result = job.load(source, entry)
+                    if result.status == "ok":
+                        result = do(job)
+                    return replace(result, printed=process.printed())
+                finally:
+                    device.finish(process, result.status in FAULTS)
 
     # ---- running ---------------------------------------------------------------------------------
 
@@ -321,7 +305,7 @@ class Pool:
         launch = Launch(Case(grid, block, args, shared))
         if sanitizer is not None:
             return self._sanitized(source, entry, launch, sanitizer, str(program))
-        result = self._job(source, entry, lambda job: job.run(launch, self.timeout))
+        result = self._job(source, entry, lambda job: job.run(launch))
         if not explain or result.status not in (*FAULTS, "out_of_bounds"):
             return result
         if program is None:
@@ -341,7 +325,8 @@ class Pool:
             command += ["--error-exitcode", "99", *self.worker, "apart"]
 
             def do(job: Job) -> Result:
-                result = job.run(launch, SLOWER * self.timeout)
+                job.timeout *= SLOWER
+                result = job.run(launch)
                 job.process.connection.close()  # it ends, and the tool completes its report
                 if job.process.end(START_SECONDS) == ERRORS_FOUND and result.status == "ok":
                     return replace(result, status="wrong_result", message=f"{tool} reports errors")
@@ -392,20 +377,16 @@ class Pool:
         is `wrong_result` too.
         """
         if isinstance(source, Problem):
-            try:
-                with self._reserved() as device:
-                    return kernelbench.evaluate(source, device, self.timeout)
-            except _AllLost as error:
-                lost = {"runtime_error_name": "device_lost", "runtime_error": str(error)}
-                return KernelExecResult(metadata=lost)
+            with self._reserved() as device:
+                return kernelbench.evaluate(source, device, self.timeout)
         for case in cases:
             Launch(case)  # TypeError, ValueError
         if not cases:
             raise ValueError("cases: there must be one at least")
-        if not isinstance(reference, Reference) and not callable(reference):
-            if len(reference) != len(cases):
-                said = f"reference: {len(reference)} for {len(cases)} cases; give one each"
-                raise ValueError(said)
+        fixed = not isinstance(reference, Reference) and not callable(reference)
+        if fixed and len(reference) != len(cases):
+            said = f"reference: {len(reference)} for {len(cases)} cases; give one each"
+            raise ValueError(said)
         whole("trials", trials, 1)
         both(tolerance)
         if isinstance(reference, Reference):
@@ -417,16 +398,14 @@ class Pool:
 
         def do(job: Job) -> Result:
             timings: list[Timing] = []
-            equal = True
             for number, case in enumerate(cases):
                 right = reference if callable(reference) else reference[number]
                 result = job.evaluate(case, right, tolerance, trials, time)
                 timings += result.timing
-                equal = equal and result.deterministic is not False
                 if result.status != "ok":
                     result = replace(result, message=f"case {number}, {result.message}")
                     break
-            return replace(result, timing=tuple(timings), deterministic=equal)
+            return replace(result, timing=tuple(timings), deterministic=job.deterministic)
 
         return self._job(source, entry, do)
 
@@ -440,7 +419,7 @@ class Pool:
         def do(job: Job) -> Result:
             for case in cases:
                 for trial in range(trials):
-                    result = job.run(Launch(kernel.of(case), trial), self.timeout)
+                    result = job.run(Launch(kernel.of(case), trial))
                     if result.status != "ok":
                         return result
                     found.append(result.outputs)
@@ -459,8 +438,8 @@ class Pool:
                 {
                     "device": number,
                     "facts": device.facts,
-                    "ready": [spare.pid for spare in device.spares if spare.is_ready()],
-                    "used": [process.pid for process in device.used],
+                    "ready": [spare.pid for spare in device.of("spare") if spare.runs()],
+                    "used": [process.pid for process in device.of("used")],
                     "faults": device.faults,
                     "started": device.started,
                     "set_aside": device.lost,
@@ -471,10 +450,10 @@ class Pool:
     def cleanup(self) -> int:
         """Return the bytes of device memory that the idle processes gave back to the system."""
         freed = 0
-        for number, device in self.devices.items():
-            with self._reserved(number):
+        for number in self.devices:
+            with self._reserved(number) as device:
                 device.settle()
-                for process in device.spares:
+                for process in device.of("spare"):
                     freed += process.ask({"do": "clean"}, self.timeout).get("freed", 0)
         return freed
 
@@ -509,9 +488,12 @@ def _names(devices: Sequence[int] | None) -> dict[int, str]:
         if not devices:
             why = f"no GPU to run kernels on: {_C.cuda().reason()}"
             raise RuntimeError(f"{why}; devices=[], of the service --devices cpu, has none")
+    names = {whole("devices", number, 0): str(number) for number in devices}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = None if visible is None else [name for name in visible.split(",") if name]
-    for number in devices:
-        if whole("devices", number, 0) >= (math.inf if shown is None else len(shown)):
-            raise ValueError(f"devices: there is no {number}: CUDA_VISIBLE_DEVICES={visible}")
-    return {n: str(n) if shown is None else shown[n] for n in devices} or {NO_GPU: ""}
+    if visible is not None:
+        shown = dict(enumerate(name for name in visible.split(",") if name))
+        for number in names:
+            if number not in shown:
+                raise ValueError(f"devices: there is no {number}: CUDA_VISIBLE_DEVICES={visible}")
+            names[number] = shown[number]
+    return names or {NO_GPU: ""}

@@ -23,11 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from needle.processes import die_with, ends_within, kill, signal_name
 
-Message = dict[str, Any]  # of what JSON has, bytes and NumPy arrays
+Message = dict[str, Any]  # of what JSON has, and bytes or arrays of bytes
 
 MESSAGE_LETTERS = 64 << 10  # characters of an error
 PRINTED_BYTES = 64 << 10
@@ -50,12 +48,9 @@ VARIABLES = {
 def send(connection: Connection, message: Message) -> None:
     blocks: list[Any] = []
 
-    def place(value: bytes | np.ndarray) -> Message:
-        blocks.append(value)
-        if isinstance(value, bytes):
-            return {"bytes": len(blocks) - 1}
-        blocks[-1] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return {"bytes": len(blocks) - 1, "dtype": value.dtype.name, "shape": value.shape}
+    def place(block: Any) -> Message:
+        blocks.append(block)
+        return {"bytes": len(blocks) - 1}
 
     text = json.dumps(message, default=place).encode()
     connection.send_bytes(b"%d %b" % (len(blocks), text))
@@ -67,16 +62,7 @@ def receive(connection: Connection) -> Message:
     """Wait for a message. EOFError when the other end is closed."""
     count, _, text = connection.recv_bytes().partition(b" ")
     blocks = [connection.recv_bytes() for _ in range(int(count))]
-
-    def value(given: Message) -> Any:
-        if "bytes" not in given:
-            return given
-        block = blocks[given["bytes"]]
-        if "dtype" not in given:
-            return block
-        return np.frombuffer(block, given["dtype"]).reshape(given["shape"])
-
-    return json.loads(text, object_hook=value)
+    return json.loads(text, object_hook=lambda o: blocks[o["bytes"]] if "bytes" in o else o)
 
 
 def failure(status: str, error: BaseException) -> Message:
@@ -109,19 +95,19 @@ def answer_all(
 
 class Process:
     """A process in a session of its own, its connection, and its output. It is killed with the
-    thread that starts it (needle.processes.die_with). OSError where it does not start."""
+    thread that starts it (needle.processes.die_with). OSError where it does not start. `state`:
+    "starting", "spare", "used" by a job, or "dying"."""
 
     def __init__(
-        self, command: Sequence[str], environment: dict[str, str], cwd: str | None = None
+        self, command: Sequence[str], state: str, cwd: str | None, variables: dict
     ) -> None:
         ours, theirs = socket.socketpair()
-        self.connection = Connection(ours.detach())
+        self.connection, self.state = Connection(ours.detach()), state
         self.output = os.fdopen(os.memfd_create("needle-output"), "rb")
-        self.reported = False  # its first message was read
         with theirs:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())],
-                env=environment,
+                env={**os.environ, **variables},
                 cwd=cwd,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -144,9 +130,8 @@ class Process:
         except (EOFError, OSError):
             return {"status": "crashed", "message": f"the process of the kernel {self.end()}"}
 
-    def is_ready(self) -> bool:
-        """Return whether it runs, and has sent its first message."""
-        return self.process.poll() is None and (self.reported or self.connection.poll())
+    def runs(self) -> bool:
+        return self.process.poll() is None
 
     def end(self, seconds: float = REAP_SECONDS) -> str:
         """Wait for its end, and describe it."""
@@ -166,10 +151,6 @@ class Process:
         if self.process.returncode is None:
             kill(self.process, 0.0)
 
-    def close(self) -> None:
-        self.output.close()
-        self.connection.close()
-
 
 class Device:
     """A GPU with its processes, for one job at a time. `changed` is held for every change here, and
@@ -177,7 +158,7 @@ class Device:
 
     Attributes: number, visible (its name in CUDA_VISIBLE_DEVICES), lost (why no job runs here
     before a reset, or None), facts (of the GPU, once a process has reported them), busy (a job has
-    it), counts that never fall (faults, started), and processes: spares, used (of the job), dying.
+    it), counts that never fall (faults, started), processes.
     """
 
     def __init__(
@@ -190,9 +171,7 @@ class Device:
     ) -> None:
         self.number, self.visible, self.size = number, visible, size
         self.command, self.changed = command, changed
-        self.spares: list[Process] = []
-        self.used: list[Process] = []
-        self.dying: list[Process] = []
+        self.processes: list[Process] = []
         self.lost: str | None = None
         self.facts: dict[str, Any] = {}
         self.faults = self.started = 0
@@ -200,52 +179,64 @@ class Device:
         self.keeper = ThreadPoolExecutor(1)  # the thread of all spares, with which they end
         self.keeper.submit(self._fill)
 
+    def of(self, state: str) -> list[Process]:
+        """Return the processes in that state."""
+        return [one for one in self.processes if one.state == state]
+
+    def start(
+        self, command: Sequence[str], cwd: str | None = None, state: str = "used", **variables: str
+    ) -> Process:
+        """Start a process, by default for the job of this thread, which asks for its first
+        message."""
+        variables["CUDA_VISIBLE_DEVICES"] = self.visible
+        process = Process(command, state, cwd, variables)
+        with self.changed:
+            self.processes.append(process)
+        return process
+
+    def _kill(self, *processes: Process) -> None:
+        for process in processes:
+            process.state = "dying"
+            process.kill()
+            process.output.close()
+            process.connection.close()
+
     def _fill(self, idle: float = 0.0) -> None:
-        """Reap what was killed, and start the spares that are missing. idle: seconds to wait, after
-        which the device must be idle."""
+        """Reap what was killed, start the spares that are missing, and wait for them. idle: seconds
+        to wait, after which the device must be idle."""
         time.sleep(idle)
         with self.changed:
             if idle and self.busy:
                 return
-            self._kill(*[spare for spare in self.spares if spare.process.poll() is not None])
-            self.dying = [one for one in self.dying if one.process.poll() is None]
+            self._kill(*[one for one in self.of("spare") if not one.runs()])
+            self.processes = [one for one in self.processes if one.state != "dying" or one.runs()]
+            missing = 0 if self.lost or self.closed else self.size - len(self.of("spare"))
             try:
-                while not (self.lost or self.closed) and len(self.spares) < self.size:
-                    self.spares.append(self._new(self.command, None, **VARIABLES))
+                for _ in range(missing):
+                    self.start(self.command, state="starting", **VARIABLES)
                     self.started += 1
             except OSError as error:
-                self.lose(f"a process for cuda({self.number}) does not start: {error}")
-            self.changed.notify_all()
+                self._does_not_start(str(error))
+        for process in self.of("starting"):
+            answer = process.ask(None, START_SECONDS)
+            with self.changed:
+                if answer["status"] == "ok" and not self.closed:
+                    process.state, self.facts = "spare", answer["facts"]
+                else:
+                    why = f"{answer.get('message', '')}\n{process.printed()}"
+                    self._does_not_start(why.strip())
+                    self._kill(process)
+                self.changed.notify_all()
 
-    def _new(self, command: Sequence[str], cwd: str | None, **variables: str) -> Process:
-        variables["CUDA_VISIBLE_DEVICES"] = self.visible
-        return Process(command, {**os.environ, **variables}, cwd)
-
-    def _kill(self, *processes: Process) -> None:
-        for process in processes:
-            (self.spares if process in self.spares else self.used).remove(process)
-            self.dying.append(process)
-            process.kill()
-            process.close()
+    def _does_not_start(self, why: str) -> None:
+        if not self.closed:
+            self.lose(f"a process for cuda({self.number}) does not start: {why}")
 
     def _await_ends(self) -> None:
         """Wait for the ends of killed processes. One that outlives SIGKILL loses the device."""
-        for process in [*self.dying]:
+        for process in self.of("dying"):
             if not ends_within(process.process, REAP_SECONDS):
                 self.lose(f"process {process.pid} outlives SIGKILL on cuda({self.number})")
-        with self.changed:
-            self.dying = [one for one in self.dying if one.process.poll() is None]
-
-    def _starts(self, spare: Process) -> bool:
-        """Wait for its first message. One that fails loses the device."""
-        if not spare.reported:
-            answer = spare.ask(None, START_SECONDS)
-            spare.reported = answer["status"] == "ok"
-            self.facts = answer.get("facts", self.facts)
-            if not spare.reported and not self.closed:
-                why = f"{answer.get('message', '')}\n{spare.printed()}".strip()
-                self.lose(f"a process for cuda({self.number}) does not start: {why}")
-        return spare.reported and spare.is_ready()
 
     # ---- used by the Pool ------------------------------------------------------------------------
 
@@ -255,38 +246,19 @@ class Device:
             self.lost = self.lost or f"{why}: set aside until reset"
             self.changed.notify_all()
 
-    def ready(self) -> Process | None:
-        """Wait for a spare that is ready. None if the device is lost or the pool closed."""
-        while True:
-            with self.changed:
-                if not (self.spares or self.closed):
-                    self.keeper.submit(self._fill)
-                self.changed.wait_for(lambda: self.spares or self.lost or self.closed)
-                if self.lost or self.closed:
-                    return None
-                spare = max(self.spares, key=Process.is_ready)
-            if self._starts(spare):
-                return spare
-            with self.changed:
-                if spare in self.spares:
-                    self._kill(spare)
-
     def take(self) -> Process | None:
         """Wait for a process for a job. None if the device is lost or the pool closed."""
-        spare = self.ready()
         with self.changed:
-            if spare not in self.spares:  # the pool was closed just now
-                return None
-            self.spares.remove(spare)
-            self.used.append(spare)
-            return spare
-
-    def start(self, command: Sequence[str], cwd: str | None = None, **variables: str) -> Process:
-        """Start a process for the job of this thread, which asks for its first message."""
-        process = self._new(command, cwd, **variables)
-        with self.changed:
-            self.used.append(process)
-        return process
+            while not (self.lost or self.closed):
+                for spare in self.of("spare"):
+                    if spare.runs():
+                        spare.state = "used"
+                        return spare
+                    self._kill(spare)
+                if not self.of("starting"):
+                    self.keeper.submit(self._fill)
+                self.changed.wait()
+        return None
 
     def finish(self, process: Process, fault: bool = False) -> None:
         """Kill a process after its job; wait for the end of one with a fault."""
@@ -307,19 +279,21 @@ class Device:
     def settle(self) -> None:
         """Wait until no process starts or ends here, before something is timed. None starts while
         the job has the device."""
-        for spare in [*self.spares]:
-            self._starts(spare)
+        with self.changed:
+            self.changed.wait_for(lambda: not self.of("starting"))
         self._await_ends()
 
     def reset(self) -> None:
         """Replace the spares, and try again if the device was lost. RuntimeError if none gets
         ready."""
         with self.changed:
-            self._kill(*self.spares)
+            self.changed.wait_for(lambda: not self.of("starting"))
+            self._kill(*self.of("spare"))
             self.lost = None
         self._await_ends()
-        if self.size:
-            self.ready()
+        spare = self.take() if self.size else None
+        if spare is not None:
+            spare.state = "spare"
         if self.lost is not None:
             raise RuntimeError(self.lost)
 
@@ -327,9 +301,9 @@ class Device:
         """Kill all processes, and wait for their ends."""
         with self.changed:
             self.closed = True
-            self._kill(*self.spares)
-            for process in self.used:
-                process.kill()  # the thread of its job sees its end
+            self._kill(*self.of("spare"))
+            for process in self.processes:
+                process.kill()  # the thread that asks it sees its end
             self.changed.notify_all()
         self.keeper.shutdown()
         self._await_ends()

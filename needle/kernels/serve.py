@@ -18,9 +18,9 @@ import secrets
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -36,8 +36,9 @@ HEADER_BYTES = 256 << 10  # JSON of the arrays' safetensors header
 MOST_ARGUMENTS = 256
 REMEMBERED = 1000  # jobs, for the medians
 SMI_SECONDS = 2.0
-FIELDS = "uuid name memory.total memory.free memory.used temperature.gpu utilization.gpu".split()
-NO_FIGURES = dict.fromkeys(("name", "memory", "temperature", "load"))
+MEMORY = "total", "free", "used"
+FIELDS = ["uuid", "name", *(f"memory.{kind}" for kind in MEMORY)]
+FIELDS += ["temperature.gpu", "utilization.gpu"]
 HEADERS = ("Allow", "Retry-After", "WWW-Authenticate")
 log = logging.getLogger("needle.kernels")
 
@@ -79,7 +80,6 @@ class Job(Struct, forbid_unknown_fields=True):
     source: str
     entry: Annotated[str, Meta(min_length=1, max_length=1000)]
     cases: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=64)]
-    language: Literal["cuda"] = "cuda"
     reference: Reference | None = None
     tolerance: float | Annotated[list[float], Meta(min_length=2, max_length=2)] | None = None
     trials: Annotated[int, Meta(ge=1, le=50)] = 5
@@ -119,13 +119,8 @@ async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, A
     if request.content_type != "multipart/form-data":
         said = "a job is application/json, or multipart/form-data with the parts job and arrays"
         raise web.HTTPUnsupportedMediaType(text=said)
-    form = await request.post()
-    parts = {}
-    for name, part in form.items():
-        parts[name] = part
-        if isinstance(part, web.FileField):
-            with part.file:
-                parts[name] = part.file.read()
+    form = (await request.post()).items()
+    parts = {n: part.file.read() if isinstance(part, web.FileField) else part for n, part in form}
     if "job" not in parts or parts.keys() - {"job", "arrays"}:
         raise ValueError(f"the parts are job and arrays, not {', '.join(parts) or 'none'}")
     arrays = unpack(parts["arrays"], "arrays", HEADER_BYTES) if parts.get("arrays") else {}
@@ -146,25 +141,26 @@ def do(job: Job | Problem, pool: Pool, arrays: Mapping[str, Any]) -> Any:
 # ---- figures of the GPUs -------------------------------------------------------------------------
 
 
-def figures() -> tuple[dict[str, dict[str, Any]], str]:
-    """Return of each GPU by its UUID name, memory (bytes), temperature (degrees Celsius) and load
-    (percent), and why others have none."""
-    try:
-        rows = nvidia_smi("gpu", FIELDS, SMI_SECONDS)
-    except (RuntimeError, OSError) as error:
-        return {}, str(error)
-    found = {}
-    for row in rows:
-        number = {name: int(text) if text.isdigit() else None for name, text in row.items()}
-        mib = {name: number.get(f"memory.{name}") for name in ("total", "free", "used")}
-        found[row["uuid"]] = {
-            "name": row.get("name"),
-            "memory": {name: value and value << 20 for name, value in mib.items()},
-            "temperature": number.get("temperature.gpu"),
-            "load": number.get("utilization.gpu"),
-            "why": None,
-        }
-    return found, "nvidia-smi lists no such GPU"
+def figures(uuid: str | None, rows: Sequence[Mapping[str, str]], why: str) -> dict[str, Any]:
+    """Return name, memory (bytes), temperature (degrees Celsius) and load (percent) of a GPU from
+    the rows of nvidia-smi, and why there are none."""
+    row = next((row for row in rows if row["uuid"] == uuid), None)
+
+    def number(field: str, unit: int = 1) -> int | None:
+        text = row.get(field, "") if row else ""
+        return int(text) * unit if text.isdigit() else None
+
+    return {
+        "name": row.get("name") if row else None,
+        "memory": {kind: number(f"memory.{kind}", 1 << 20) for kind in MEMORY} if row else None,
+        "temperature": number("temperature.gpu"),
+        "load": number("utilization.gpu"),
+        "why": None if row else why,
+    }
+
+
+def median(durations: Collection[float]) -> float | None:
+    return statistics.median(durations) if durations else None
 
 
 # ---- the service ---------------------------------------------------------------------------------
@@ -246,21 +242,23 @@ class Service:
         self.statuses[result.status] += 1
         self.queued.append(seconds["queued"])
         self.ran.append(seconds["ran"])
-        found = {one.name: getattr(result, one.name) for one in fields(result)}
+        found = {**vars(result), "seconds": seconds}
         outputs = found.pop("outputs", ())
         if isinstance(job, Job) and job.outputs:  # msgspec writes bytes in base64
             found["outputs"] = pack({str(number): array for number, array in enumerate(outputs)})
-        return 200, found | {"seconds": seconds}
+        return 200, found
 
     async def health(self, request: web.Request) -> tuple[int, Any]:
         """Return 503 if no job can run."""
-        state = self.pool.state()
-        told, why = await asyncio.to_thread(figures)
+        state, rows, why = self.pool.state(), [], "nvidia-smi lists no such GPU"
+        try:
+            rows = await asyncio.to_thread(nvidia_smi, "gpu", FIELDS, SMI_SECONDS)
+        except (RuntimeError, OSError) as error:
+            why = str(error)
         lost = all(one["set_aside"] is not None for one in state)
         devices = [
-            {name: one[name] for name in ("device", "set_aside")}
-            | {"ready": len(one["ready"])}
-            | told.get(one["facts"].get("uuid"), {**NO_FIGURES, "why": why})
+            {"device": one["device"], "set_aside": one["set_aside"], "ready": len(one["ready"])}
+            | figures(one["facts"].get("uuid"), rows, why)
             for one in state
         ]
         return 503 if lost else 200, {
@@ -272,8 +270,6 @@ class Service:
         }
 
     async def statistics(self, request: web.Request) -> tuple[int, Any]:
-        medians = {"queued": self.queued, "ran": self.ran}
-        state = self.pool.state()
         return 200, {
             "uptime_seconds": time.monotonic() - self.started,
             "jobs": self.statuses,
@@ -281,17 +277,11 @@ class Service:
             "queue": {
                 "running": self.running,
                 "waiting": self.waiting,
-                "most_running": len(state),
+                "most_running": len(self.pool.devices),
                 "most_waiting": self.queue,
             },
-            "median_seconds": {
-                name: statistics.median(kept) if kept else None for name, kept in medians.items()
-            },
-            "devices": [
-                {name: one[name] for name in ("device", "faults", "set_aside")}
-                | {"name": one["facts"].get("name"), "restarts": one["started"]}
-                for one in state
-            ],
+            "median_seconds": {"queued": median(self.queued), "ran": median(self.ran)},
+            "devices": self.pool.state(),
         }
 
     async def cleanup(self, request: web.Request) -> tuple[int, Any]:

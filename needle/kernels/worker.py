@@ -64,8 +64,6 @@ PASSED_AS = {
     "uint32": "int32",
     "uint64": "int64",
     "float64": "uint8",
-    "complex64": "uint8",
-    "complex128": "uint8",
 }
 PRODUCT_SIZE = 4096  # of the matrices whose product shows the rate of operations
 PROBE = """
@@ -100,30 +98,32 @@ class Launch:
     ends."""
 
     def __init__(self, job: Message, device: Device, apart: bool) -> None:
-        self.job, self.device, self.apart = job, device, apart
-        self.places, size = guard.lay_out(job["places"])
+        self.job, self.apart = job, apart
+        arrays = [one for one in job["arguments"] if isinstance(one, dict) and "role" in one]
+        self.places, size = guard.lay_out(arrays)
         self.image = np.empty(size, np.uint8)
         guard.fill(self.image)
-        given = [argument for argument in job["arguments"] if isinstance(argument, dict)]
-        for place, one in zip(self.places, given):
+        self.memory: list[NDArray] = []
+        for place, one in zip(self.places, arrays):
+            part = place.bytes_of(self.image)
             if place.role != "out":
-                place.bytes_of(self.image)[:] = one["array"].reshape(-1).view(np.uint8)
-        self.memory = [self._uploaded(place) for place in self.places] if apart else []
+                part[:] = np.frombuffer(one["elements"], np.uint8)
+            if apart and place.role == "out":  # uninitialised to initcheck
+                self.memory.append(_C.empty((part.size,), "uint8", device))
+            elif apart:
+                self.memory.append(_C.array(part, "uint8", device))
         self.whole = None if apart else _C.array(self.image, "uint8", device)
         self.pristine: NDArray | None = None
-
-    def _uploaded(self, place: guard.Place) -> NDArray:
-        if place.role == "out":  # uninitialised to initcheck
-            return _C.empty((place.stop - place.start,), "uint8", self.device)
-        return _C.array(place.bytes_of(self.image), "uint8", self.device)
 
     def call(self, kernel: Any) -> None:
         arrays, job = iter(enumerate(self.places)), self.job
         arguments = []
         for value in job["arguments"]:
-            if isinstance(value, np.ndarray):  # a number of NumPy's
-                value = value[()]
-            arguments.append(self._array(*next(arrays)) if isinstance(value, dict) else value)
+            if isinstance(value, dict) and "role" in value:
+                value = self._array(*next(arrays))
+            elif isinstance(value, dict):  # a number of NumPy's
+                value = np.frombuffer(value["number"], value["dtype"])[0]
+            arguments.append(value)
         kernel(tuple(job["grid"]), tuple(job["block"]), *arguments, shared=job["shared"])
 
     def _array(self, number: int, place: guard.Place) -> NDArray:
@@ -138,7 +138,7 @@ class Launch:
     def restore(self) -> None:
         """Bring inputs, outputs and bands back to what they were."""
         if self.pristine is None:
-            self.pristine = _C.array(self.image, "uint8", self.device)
+            self.pristine = _C.array(self.image, "uint8", self.whole.device)
         _C.assign(self.whole, self.pristine)
 
     def result(self) -> Message:
@@ -225,11 +225,13 @@ class Job:
 def check(job: Job) -> None:
     """Compile and run a kernel with a known answer, as a job does. RuntimeError."""
     x = np.arange(4096, dtype=np.float32)
-    places = [("x", "float32", x.shape, "const"), ("y", "float32", x.shape, "out")]
-    way = {"grid": [16], "block": [256], "shared": 0, "arguments": [{"array": x}, {}]}
+    array = {"dtype": "float32", "shape": x.shape}
+    given = {"name": "x", "role": "const", "elements": x.view(np.uint8)} | array
+    way = {"grid": [16], "block": [256], "shared": 0}
+    way["arguments"] = [given, {"name": "y", "role": "out"} | array]
     answer = job.do({"do": "load", "entry": "probe", "source": PROBE, "code": None})
     if answer["status"] == "ok":
-        answer = job.do({"do": "run", **way, "places": places})
+        answer = job.do({"do": "run", **way})
     if answer["status"] != "ok":
         raise RuntimeError(f"a first kernel does not run: {answer['message']}")
     y = answer["outputs"][0].view(np.float32)
