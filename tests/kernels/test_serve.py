@@ -168,12 +168,6 @@ def test_answer_has_all_fields_of_a_result(client, pool, monkeypatch):
     assert client.ask("GET", "/statistics")[1]["jobs"] == jobs | after
 
 
-def test_cuda_job_without_a_gpu_is_answered():
-    with FakePool(devices=[]) as pool, running(pool) as client:
-        answer = client.evaluate(JUDGED | {"reference": REFERENCE})[1]
-        assert answer["status"] == "device_lost" and "has no GPU" in answer["message"], answer
-
-
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -389,17 +383,6 @@ def test_program_does_not_start_unsafely(tmp_path):
             assert said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_wrong_flags_are_named(capsys, monkeypatch):
-    for flags in "--port 65536|--timeout nan|--queue -1|--devices 0,x|--token-file=".split("|"):
-        with naming(flags), pytest.raises(SystemExit):
-            program.main(["serve", *flags.split()])
-        assert flags.split()[0].rstrip("=") in capsys.readouterr().err
-    assert program.parser().parse_args(["serve", "--devices", "cpu"]).devices == []
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    assert program.main(["serve"]) == 1
-    assert "needs aiohttp and msgspec" in capsys.readouterr().err
-
-
 def test_job_and_unit_of_the_docs(tmp_path):
     """The job is read; the unit's flags exist, and systemd accepts it."""
     page = (ROOT / "docs/kernels.md").read_text()
@@ -410,7 +393,8 @@ def test_job_and_unit_of_the_docs(tmp_path):
     text = re.search(r"```ini\n(.*?)```", page, re.DOTALL)[1]
     words = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
     assert words[1] == "serve"
-    assert program.parser().parse_args(words[1:]).token_file.name == "token"
+    flags = program.parser().parse_args([*words[1:], "--devices", "cpu"])
+    assert (flags.token_file.name, flags.devices) == ("token", [])
     unit = tmp_path / "needle-kernels.service"
     unit.write_text(text.replace(words[0], sys.executable))
     if shutil.which("systemd-analyze") is None:
