@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -39,7 +40,6 @@ SMI_SECONDS = 2.0
 MEMORY = "total", "free", "used"
 FIELDS = ["uuid", "name", *(f"memory.{kind}" for kind in MEMORY)]
 FIELDS += ["temperature.gpu", "utilization.gpu"]
-HEADERS = ("Allow", "Retry-After", "WWW-Authenticate")
 log = logging.getLogger("needle.kernels")
 
 
@@ -134,8 +134,10 @@ def read_job(text: bytes) -> Job | Problem:
     return msgspec.convert(given, Job)
 
 
-def do(job: Job | Problem, pool: Pool, arrays: Mapping[str, Any]) -> Any:
-    return pool.evaluate(job) if isinstance(job, Problem) else job.do(pool, arrays)
+def do(job: Job | Problem, pool: Pool, arrays: Mapping[str, Any]) -> tuple[float, Any]:
+    """Return when it began, and the result."""
+    began = time.monotonic()
+    return began, pool.evaluate(job) if isinstance(job, Problem) else job.do(pool, arrays)
 
 
 # ---- figures of the GPUs -------------------------------------------------------------------------
@@ -171,8 +173,8 @@ class Service:
 
     def __init__(self, pool: Pool, token: str, body_bytes: int = 64 << 20, queue: int = 16) -> None:
         self.pool, self.token, self.queue = pool, token, queue
-        self.devices = asyncio.Semaphore(len(pool.devices))
-        self.waiting = self.running = 0
+        self.workers = ThreadPoolExecutor(len(pool.devices))  # one a device: others wait for it
+        self.jobs = 0
         self.started = time.monotonic()
         self.statuses: Counter[str] = Counter()
         self.refused: Counter[int] = Counter()
@@ -200,7 +202,7 @@ class Service:
             status, value = await handler(request)
         except web.HTTPException as error:
             status, said = error.status, error.text or error.reason
-            headers = {name: error.headers[name] for name in HEADERS if name in error.headers}
+            headers = {n: text for n, text in error.headers.items() if n != "Content-Type"}
         except ReferenceFails as error:
             status, said = 422, str(error)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:  # msgspec's too
@@ -219,23 +221,23 @@ class Service:
         json = {"content_type": "application/json", "headers": headers}
         return web.Response(status=status, body=body, **json)
 
+    def counts(self) -> dict[str, int]:
+        running = min(self.jobs, len(self.pool.devices))
+        return {"running": running, "waiting": self.jobs - running}
+
     async def evaluate(self, request: web.Request) -> tuple[int, Any]:
-        if self.waiting >= self.queue and self.devices.locked():
-            said = f"{self.waiting} jobs wait, and {self.queue} may (--queue)"
+        waiting = self.jobs - len(self.pool.devices)
+        if waiting >= self.queue:
+            said = f"{waiting} jobs wait, and {self.queue} may (--queue)"
             raise web.HTTPTooManyRequests(text=said, headers={"Retry-After": "1"})
         came = time.monotonic()
-        self.waiting += 1
+        self.jobs += 1
         try:
             job, arrays = await read_request(request)
-            await self.devices.acquire()
+            loop = asyncio.get_running_loop()
+            began, result = await loop.run_in_executor(self.workers, do, job, self.pool, arrays)
         finally:
-            self.waiting -= 1
-        self.running, began = self.running + 1, time.monotonic()
-        try:
-            result: Any = await asyncio.to_thread(do, job, self.pool, arrays)
-        finally:
-            self.running -= 1
-            self.devices.release()
+            self.jobs -= 1
         if self.pool.closed:
             raise web.HTTPServiceUnavailable(text="the service ends")
         seconds = {"queued": began - came, "ran": time.monotonic() - began}
@@ -263,8 +265,7 @@ class Service:
         ]
         return 503 if lost else 200, {
             "status": "device_lost" if lost else "ok",
-            "running": self.running,
-            "waiting": self.waiting,
+            **self.counts(),
             "devices": devices,
             "uptime_seconds": time.monotonic() - self.started,
         }
@@ -275,8 +276,7 @@ class Service:
             "jobs": self.statuses,
             "refused": self.refused,
             "queue": {
-                "running": self.running,
-                "waiting": self.waiting,
+                **self.counts(),
                 "most_running": len(self.pool.devices),
                 "most_waiting": self.queue,
             },

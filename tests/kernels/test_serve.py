@@ -221,7 +221,7 @@ def test_bodies_that_are_no_job_are_refused(client):
             found, answer, _ = client.ask("POST", "/evaluate", body, Content_Type=kind)
             assert found == status and answer["error"]["message"]
             assert (str(BODY) in answer["error"]["message"]) == (status == 413)
-    assert client.service.waiting == client.service.running == 0
+    assert client.service.jobs == 0
 
 
 def test_errors_of_the_pool_have_a_status(client, pool, monkeypatch, caplog):
@@ -237,14 +237,14 @@ def test_errors_of_the_pool_have_a_status(client, pool, monkeypatch, caplog):
         got, answer = client.evaluate(SIMPLE)
         assert got == status and ("told so" in answer["error"]["message"]) == (status != 500)
     assert "KeyError" in caplog.text
-    assert client.service.waiting == client.service.running == 0
+    assert client.service.jobs == 0
 
 
 def test_full_queue_refuses_jobs_and_health_answers(client, pool, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(pool, "run", lambda *_: Result("ok", str(go.wait(60))))
     sent = [in_thread(client.evaluate, SIMPLE) for _ in range(3)]
-    wait_for(lambda: (client.service.running, client.service.waiting) == (1, 2))
+    wait_for(lambda: client.service.jobs == 3)
     refused = client.ask("GET", "/statistics")[1]["refused"].get("429", 0)
     status, answer, headers = client.ask(
         "POST", "/evaluate", json.dumps(SIMPLE), Content_Type="application/json"
