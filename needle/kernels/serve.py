@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -80,6 +80,7 @@ class Job(Struct, forbid_unknown_fields=True):
     source: str
     entry: Annotated[str, Meta(min_length=1, max_length=1000)]
     cases: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=64)]
+    language: Literal["cuda"] = "cuda"
     reference: Reference | None = None
     tolerance: float | Annotated[list[float], Meta(min_length=2, max_length=2)] | None = None
     trials: Annotated[int, Meta(ge=1, le=50)] = 5
@@ -281,7 +282,11 @@ class Service:
                 "most_waiting": self.queue,
             },
             "median_seconds": {"queued": median(self.queued), "ran": median(self.ran)},
-            "devices": self.pool.state(),
+            "devices": [
+                {name: one[name] for name in ("device", "faults", "set_aside")}
+                | {"name": one["facts"].get("name"), "restarts": one["started"]}
+                for one in self.pool.state()
+            ],
         }
 
     async def cleanup(self, request: web.Request) -> tuple[int, Any]:

@@ -37,6 +37,7 @@ DRAWN = {"shape": [6], "dtype": "float32", "seed": 5}
 CASE = {"grid": 1, "block": [32, 1, 1], "args": [{"array": "x"}, OUT, 2.0, 6]}
 JOB = {"source": SOURCE, "entry": "scale", "cases": [CASE]}
 JUDGED = JOB | {"cases": [CASE | {"args": [DRAWN, OUT, 2.0, 6]}], "trials": 2, "time": False}
+JUDGED |= {"language": "cuda"}
 REFERENCE = {"source": SOURCE, "entry": "scale"}
 BYTES = {"shape": [1], "dtype": "uint8", "out": True}
 PROBLEM = {"original_model_src": "a", "custom_model_src": "b"}
@@ -308,7 +309,8 @@ def test_health_and_statistics_have_each_gpu(client, pool, tmp_path, monkeypatch
             expected = {"device": 0, "set_aside": None, "ready": 1, **figures}
             assert (status, answer["devices"]) == (200, [expected])
     status, answer, _ = client.ask("GET", "/statistics")
-    assert answer["devices"] == [one] and answer["median_seconds"].keys() == {"queued", "ran"}
+    device = {"device": 0, "name": "H", "faults": 2, "restarts": 5, "set_aside": None}
+    assert answer["devices"] == [device] and answer["median_seconds"].keys() == {"queued", "ran"}
     for state, wanted, word in ([lost], 503, "device_lost"), ([lost, one], 200, "ok"):
         monkeypatch.setattr(pool, "state", lambda state=state: state)
         status, answer, _ = client.ask("GET", "/health")
