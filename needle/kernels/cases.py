@@ -144,9 +144,13 @@ def both(tolerance: Tolerance) -> tuple[float, float] | None:
     """Return (absolute, relative) of a caller's tolerance. ValueError."""
     if tolerance is None:
         return None
-    absolute, relative = np.broadcast_to(np.asarray(tolerance, np.float64), 2).tolist()
+    try:
+        absolute, relative = np.broadcast_to(np.asarray(tolerance, np.float64), 2).tolist()
+    except (TypeError, ValueError):
+        absolute = relative = math.nan
     if not 0 <= absolute < math.inf or not 0 <= relative < math.inf:
-        raise ValueError(f"tolerance: must be finite, and 0 or more, not {tolerance!r}")
+        said = f"tolerance: must be a number, or (absolute, relative), not {tolerance!r}"
+        raise ValueError(f"{said}; both are finite, and 0 or more")
     return absolute, relative
 
 

@@ -59,8 +59,8 @@ def test_wrong_arguments_are_named():
         (ValueError, "Random: seed: must be 0 or more", lambda: Random(3, seed=-1)),
         (ValueError, "high", lambda: Random(3, "int8", low=0, high=129).array(0, 0)),
         (ValueError, "low", lambda: Random(3, "uint8", low=-1).array(0, 0)),
-        *((ValueError, "", lambda given=given: both(given))
-          for given in ("x", (1, "x"), (1, 2, 3), (-1e-4, 0), (0, NAN), INF)),
+        *((ValueError, "tolerance: must be a number, or", lambda given=given: both(given))
+          for given in ("x", (1, "x"), (1, 2, 3), (), (-1e-4, 0), (0, NAN), INF)),
     ):  # fmt: skip
         with naming(said), pytest.raises(error, match=said):
             make()
