@@ -265,3 +265,13 @@ def test_toolkit_of_nvidias_pip_packages_is_found(monkeypatch, tmp_path):
     script = "from needle.kernels.compile import _version; print(_version())"
     done = python(script, CUDA_HOME=str(nvidia / home))
     assert done.stdout == "(99, 99)\n", done.stderr
+
+
+def test_missing_nvrtc_names_its_packages(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(toolkit, "toolkit_roots", lambda: [])
+    monkeypatch.setattr(toolkit.ctypes, "CDLL", missing)
+    with pytest.raises(RuntimeError, match="no NVRTC.*pip install nvidia-cuda-nvrtc"):
+        toolkit.find_toolkit.__wrapped__()

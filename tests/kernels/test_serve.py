@@ -385,6 +385,17 @@ def test_program_does_not_start_unsafely(tmp_path):
             assert said in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_wrong_flags_are_named(capsys, monkeypatch):
+    for flags in "--port 65536|--timeout nan|--queue -1|--devices 0,x|--token-file=".split("|"):
+        with naming(flags), pytest.raises(SystemExit):
+            program.main(["serve", *flags.split()])
+        assert flags.split()[0].rstrip("=") in capsys.readouterr().err
+    assert program.parser().parse_args(["serve", "--devices", "cpu"]).devices == []
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert program.main(["serve"]) == 1
+    assert "needs aiohttp and msgspec" in capsys.readouterr().err
+
+
 def test_job_and_unit_of_the_docs(tmp_path):
     """The job is read; the unit's flags exist, and systemd accepts it."""
     page = (ROOT / "docs/kernels.md").read_text()
