@@ -15,6 +15,7 @@ stop a person who means harm.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -95,11 +96,13 @@ class Job:
 
     def load(self, source: str, entry: str) -> Result:
         """Compile and load, from the pool's code if it has some."""
-        codes, key = self.pool.codes, (self.device.facts.get("arch"), entry, source)
-        message = {"do": "load", "entry": entry, "source": source, "code": codes.get(key)}
+        codes, arch = self.pool.codes, self.device.facts.get("arch")
+        key = hashlib.sha256(f"{arch}\0{entry}\0{source}".encode()).digest()
+        code = codes.get(key)
+        message = {"do": "load", "entry": entry, "source": source, "code": code}
         result = self.ask(message, COMPILE_SECONDS)
         if result.status == "ok":
-            code = codes.get(key) or self.answer["code"]
+            code = code or self.answer["code"]
             self.entry = Compiled.unpack(code)[entry]
             self.resources |= {name: getattr(self.entry, name) for name in RESOURCES}
             if not reads_files(source):
@@ -116,7 +119,7 @@ class Job:
             said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
             return Result("out_of_memory", said, device=self.device.number)
         launch.bind(self.entry)
-        return self._outputs(launch, {"do": "run", **launch.message}, self.timeout, tolerance)
+        return self._judged(launch, {"do": "run", **launch.message}, self.timeout, tolerance)
 
     def time(self, launch: Launch, warm: bool, seconds: float, tolerance: Tolerance) -> Result:
         """Time calls of the last launch. warm: by the launch before it. The outputs are those of
@@ -124,9 +127,9 @@ class Job:
         self.device.settle()
         message = {"do": "time", "warm": warm, "seconds": seconds}
         message["operations"] = launch.case.operations
-        return self._outputs(launch, message, seconds + 4 * self.timeout, tolerance)
+        return self._judged(launch, message, seconds + 4 * self.timeout, tolerance)
 
-    def _outputs(
+    def _judged(
         self, launch: Launch, message: Message, seconds: float, tolerance: Tolerance
     ) -> Result:
         """Return what the process answers, with the outputs, compared where the right ones are
@@ -202,7 +205,7 @@ class Pool:
         self.timeout, self.memory = float(timeout), memory
         self.changed = threading.Condition()
         self.closed = False
-        self.codes: dict[Any, Message] = {}  # machine code by its architecture, entry, source
+        self.codes: dict[bytes, Message] = {}  # machine code by the hash of its source
         self.devices = {
             number: Device(
                 number, name, 0 if number == NO_GPU else 1 + spares, self.worker, self.changed
