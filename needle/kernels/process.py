@@ -176,7 +176,7 @@ class Device:
         self.facts: dict[str, Any] = {}
         self.faults = self.started = 0
         self.busy = self.closed = False
-        self.keeper = ThreadPoolExecutor(1)  # the thread of all spares, with which they end
+        self.keeper = ThreadPoolExecutor(1 + size)  # threads of the spares, which end with them
         self.keeper.submit(self._fill)
 
     def of(self, state: str) -> list[Process]:
@@ -210,14 +210,15 @@ class Device:
                 return
             self._kill(*[one for one in self.of("spare") if not one.runs()])
             self.processes = [one for one in self.processes if one.state != "dying" or one.runs()]
-            missing = 0 if self.lost or self.closed else self.size - len(self.of("spare"))
+            missing = self.size - len(self.of("spare")) - len(self.of("starting"))
+            started = []
             try:
-                for _ in range(missing):
-                    self.start(self.command, state="starting", **VARIABLES)
+                for _ in range(0 if self.lost or self.closed else missing):
+                    started.append(self.start(self.command, state="starting", **VARIABLES))
                     self.started += 1
             except OSError as error:
                 self._does_not_start(str(error))
-        for process in self.of("starting"):
+        for process in started:
             answer = process.ask(None, START_SECONDS)
             with self.changed:
                 if answer["status"] == "ok" and not self.closed:
