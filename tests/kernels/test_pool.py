@@ -310,7 +310,7 @@ def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
         (ValueError, "cases: there must be one", judge, {"cases": []}),
         (ValueError, "reference: 0 for 1 cases", judge, {"reference": []}),
         (ValueError, "reference: 6 for 1 cases", judge, {"reference": X}),
-        (ValueError, "tolerance: must be finite", judge, {"tolerance": -1}),
+        (ValueError, "tolerance: must be a number", judge, {"tolerance": "x"}),
         (TypeError, "trials: must be a whole number", judge, {"trials": 2.5}),
     ):
         with naming(said), pytest.raises(error, match=said):
