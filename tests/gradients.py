@@ -321,9 +321,9 @@ GRADIENTS = [
     ),
     Gradient(
         "index_add",
-        lambda ops, a, b: ops.index_add(a, 0, [2, 2], b),
-        lambda a, b: a + [[0], [0], [1]] * b.sum(0),
-        (MATRIX, normal(2, 4)),
+        lambda ops, a, b: ops.index_add(a, 1, [-1, 3], b),
+        lambda a, b: a + [[0], [0], [0], [1]] * b.sum(1, keepdims=True),
+        (MIDDLE, normal(2, 2, 3)),
     ),
     *(
         Gradient(
@@ -401,7 +401,10 @@ GRADIENTS = [
         (MATRIX, MATRIX),
     ),
     Gradient(
-        "split", lambda ops, a: ops.tuple_get_item(ops.split(a, 1), 2), lambda a: a[:, 2], (MATRIX,)
+        "split",
+        lambda ops, a: ops.tuple_get_item(ops.split(a, -2), 2),
+        lambda a: a[:, 2],
+        (MIDDLE,),
     ),
     Gradient(
         "make_tuple",
@@ -524,10 +527,11 @@ GRADIENTS = [
             ),
             by_name(
                 "dilated_attention",
-                lambda q, k, v: attend_dilated(q, k, v, ((3, 1), (7, 2))),
+                lambda q, k, v: attend_dilated(q / 2, k, v, ((3, 1), (7, 2))),
                 *[normal(2, 7, 3, 3)] * 3,
                 segments=(3, 10),
                 dilations=(1, 2),
+                scale=0.5 * 3**-0.5,
             ),
             by_name(
                 "ring_dilated_attention",

@@ -328,6 +328,9 @@ def test_param_groups_set_the_rates(kind):
     options = {"beta1": 0.7} if more else {}
     same = getattr(optim, kind)(groups, lr=0.05, weight_decay=0.02, **options)
     close(run(one, optimizer), run(other, same), 0)
+    norm = optim.AdamW(nn.flatten_parameters(nn.LayerNorm1d(2)))
+    norm.param_groups[0]["lr"] = 0.0  # of both parameters, which are one group
+    assert [g["lr"] for g in norm.param_groups] == [0.0]
     for name, value, error in (
         ("lr", -1, ValueError),
         ("params", [], KeyError),
@@ -351,6 +354,7 @@ def test_schedules():
     assert [wsd(step) for step in (5, 10, 11, 70)] == [1, 2, 2, 2]
     assert [wsd(step) for step in range(71, 101)] == pytest.approx(line)
     assert wsd(1000) == wsd(100) == 0.5
+    assert optim.PythiaCosine(1.0, total=100, warmup=10)(0) == 0
     for kind in (optim.Cosine, optim.PythiaCosine):  # of no steps: at its end after the first
         empty = kind(1.0, total=0, floor=0.1)
         assert [empty(step) for step in (2, 3, 100)] == pytest.approx([0.1] * 3)

@@ -58,13 +58,18 @@ def test_components_add_up_to_the_stream_and_the_logits(device, parallel):
     bias = model.final_layer_norm.bias.numpy() @ model.W_U.numpy()
     wanted = logits.numpy() - bias
     close(cache.logit_attrs(heads, 7).sum(0), wanted[..., 7])
-    close(cache.logit_attrs(heads, 7, 3).sum(0), wanted[..., 7] - wanted[..., 3])
+    close(cache.logit_attrs(heads, 7, 0).sum(0), wanted[..., 7] - wanted[..., 0])
     each = cache.logit_attrs(parts, np.array([4, 9])).sum(0)  # a token of each text
     close(each, np.stack([wanted[0, :, 4], wanted[1, :, 9]]))
     everywhere = cache.logit_attrs(parts, CLEAN).sum(0)
     close(everywhere, np.take_along_axis(wanted, CLEAN[..., None], -1)[..., 0])
     last = cache.decompose_resid(pos_slice=-1)
     close(cache.logit_attrs(last, 7, pos_slice=-1).sum(0), wanted[:, -1, 7])
+    for at in 0, [2, 4]:
+        options, read = {"pos_slice": at, "apply_ln": True}, cache["normalized"][:, at]
+        close(cache.decompose_resid(**options).sum(0), read)
+        close(cache.stack_head_results(incl_remainder=True, **options).sum(0), read)
+    close(cache.stack_activation("scale", part="ln2")[1], cache["scale", 1, "ln2"])
     with pytest.raises(ValueError, match="must have one shape"):
         cache.logit_attrs(parts, 7, [1, 2])
     with pytest.raises(ValueError, match="layer must be from -1 to 2, not 3"):
@@ -267,6 +272,9 @@ def test_patches_equal_one_run_after_another(device, parallel, steered):
     whole = patching.get_act_patch_resid_pre(model, IDS, clean, last)
     for at in [3, -1], -1:
         close(patching.get_act_patch_resid_pre(model, IDS, clean, last, logits_at=at), whole)
+    of_first = lambda logits: logits[0, 0, 5]
+    first = patching.get_act_patch_resid_pre(model, IDS, clean, of_first, batch=1)
+    close(patching.get_act_patch_resid_pre(model, IDS, clean, last, logits_at=0), first)
 
 
 def test_attribution_is_the_first_order_of_a_patch(device):

@@ -118,6 +118,7 @@ def test_state_dict_round_trip():
         wrong = state | {name: np.zeros(shape, np.float32)}
         with pytest.raises(ValueError, match=rf"{name} must have shape \(3, 4\)"):
             other.load_state_dict(wrong, strict=False)
+    other.load_state_dict({}, strict=False)  # where nothing is missing
     np.testing.assert_array_equal(one(x).numpy(), other(x).numpy())  # nothing was loaded
 
 
@@ -229,6 +230,7 @@ def test_attention_layer(causal, device):
     crossed = nn.AttentionLayer(6, 2, 4, **sizes, device=device)
     q, k, v = (Tensor(draw(9, 2, t, c), device=device) for t, c in ((3, 6), (4, 10), (4, 7)))
     assert crossed(q, k, v).shape == (2, 3, 5)
+    assert nn.AttentionLayer(6, 2, 4, k_features=10, device=device).prenorm_v.dim == 6
     q, k, v = (Tensor(draw(10 + i, 2, 5, 12), device=device) for i in range(3))
     for given, meant in [((q,), (q, q, q)), ((q, k), (q, k, q)), ((q, None, v), (q, q, v))]:
         np.testing.assert_array_equal(layer(*given).numpy(), layer(*meant).numpy())
@@ -269,6 +271,8 @@ def test_transformer(batch_first, device):
     assert not np.allclose(one[:, -1], two[:, -1])
     out.backward()
     assert all(np.isfinite(p.grad.numpy()).all() for p in model.parameters())
+    model = nn.Transformer(8, 16, 2, **options | {"dropout": 0.25}, device=device)
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.25] * 8
 
 
 def test_repr_shows_the_tree():

@@ -275,12 +275,13 @@ def test_options_of_numpy_and_a_scale_of_zero_are_taken():
     """Zero is not taken for a missing scale: it weighs all keys alike."""
     numpys = {"causal": np.bool_(True), "scale": np.float32(0.5)}
     options = numpys, {"causal": True, "scale": 0.5}, {"scale": 0}, {"scale": 1e-30}, {}
+    options = *options, {"causal": False}
     for calls in zip(*(calls_of_attention(**given).values() for given in options)):
-        numpy, same, zero, tiny, default = (call().numpy() for call in calls)
+        numpy, same, zero, tiny, default, full = (call().numpy() for call in calls)
         np.testing.assert_array_equal(numpy, same)
         np.testing.assert_array_equal(numpy, calls[0]().numpy())  # operands are as they were
         np.testing.assert_allclose(zero, tiny, atol=1e-6)
-        assert np.abs(default - zero).max() > 1e-2
+        assert min(np.abs(default - other).max() for other in (zero, full)) > 1e-2
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -77,6 +77,7 @@ def test_einsum_is_numpys():
         ("b...i,...ij->b...j", (2, 3, 1, 4), (5, 4, 6)), ("...->...", (2, 3)),
         ("ab,bc,cd,d->a", (2, 3), (3, 4), (4, 5), (5,)), ("ij,kl->", (2, 3), (4, 5)),
         ("bhqd,bhkd->bhqk", (2, 3, 5, 4), (2, 3, 7, 4)), ("ij,ij->ij", (3, 1), (3, 5)),
+        ("iii->i", (3, 3, 3)),
     ]:  # fmt: skip
         with naming(text):
             arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]

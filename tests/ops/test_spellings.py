@@ -160,6 +160,33 @@ ndl.pad(e, 1, 5) = np.pad(e, 1, constant_values=5) ; ndl.norm(e) = np.float32(0)
 len(ndl.chunk(e, 2)) = 1 ; ndl.nonzero(e)[0] = np.nonzero(e)[0] ; s.flatten() = s.reshape(1)
 ndl.gather(e, 0, np.zeros((0, 3), int)) = e ; s.unsqueeze(0) = s.reshape(1) ; s.clip(3) = s + 1
 s.std() = s - 2 ; s.repeat(3) = s.repeat(3) ; ndl.einsum(",->", s, s) = s * s
+ndl.round(x * 99, -1) = np.round(x * 99, -1) ; t.flatten(end_dim=-2) = t.reshape(6, 4)
+ndl.nan_to_num(n, 7, 0) = np.nan_to_num(n, True, 7, 0) ; (-n).nan_to_num(neginf=0)[1] = 0 * x[0, 0]
+(i - 2).clip(0) = np.maximum(i - 2, 0) ; i.clip(max=0) = 0 * i ; x.size(0) = 3 ; x.stride(0) = 4
+x.var(dim=1, correction=0) = x.var(1) ; x.std(dim=0, unbiased=False) = x.std(0)
+ndl.var_mean(x, 1, True)[1] = x.mean(1, keepdims=True)
+ndl.std_mean(x, 0, True)[0] = x.std(0, ddof=1, keepdims=True)
+ndl.norm(x, 0, 1, True) = norm(x, 0, 1, True) ; ndl.norm(x, 1, 0, True) = norm(x, 1, 0, True)
+ndl.norm(x, 3, 1, True) = norm(x, 3, 1, True) ; x.norm(np.inf, 0, True) = norm(x, np.inf, 0, True)
+x.argmin(1, keepdims=True) = x.argmin(1, keepdims=True)
+ndl.argmax(x, 0, True) = x.argmax(0, keepdims=True)
+ndl.stack([x, y], -1) = np.stack([x, y], -1) ; t.tile(2) = np.tile(t, 2)
+ndl.roll(x, 10, (0, 1)) = np.roll(x, 10, (0, 1)) ; nn.init.calculate_gain("leaky_relu", 0) = 2**0.5
+ndl.meshgrid(r, x[0], y[0])[2] = np.meshgrid(r, x[0], y[0])[2]
+x.gather(0, i[:1, :2] % 3) = np.take_along_axis(x[:, :2], i[:1, :2] % 3, 0)
+ndl.take_along_axis(x, r, None) = np.take_along_axis(x, r, None)
+x.scatter_add(1, i[:1], y) = x + [[1], [0], [0]] * (y[0] @ np.eye(4)[i[0]])
+x.scatter(0, i[:1] % 3, y) = np.where(np.arange(3)[:, None] == i[:1] % 3, y[:1], x)
+x.nonzero(as_tuple=False) = np.argwhere(x) ; ndl.linspace(0, 1, steps=0) = np.zeros(0, "f4")
+ndl.tensordot(t, y, (-1, -1)) = np.tensordot(t, y, (-1, -1)) ; F.normalize(x, eps=99) = x / 99
+F.one_hot(r, 7) = np.eye(7, dtype="i8")[r] ; F.normalize(t, 1, 0) = t / np.abs(t).sum(0)
+F.cosine_similarity(t, t * 2, -1) = np.ones((2, 3), "f4")
+F.cosine_similarity(x, y, eps=99) = (x * y).sum(1) / 99**2
+F.layer_norm(x, (4,), y[0], y[1], 0) = (x - x.mean(1)[:, None]) / x.std(1)[:, None] * y[0] + y[1]
+F.scaled_dot_product_attention(q, q, q, scale=0)[..., 0, :] = q.mean(2)
+F.scaled_dot_product_attention(q, q, q, True)[..., 0, :] = q[..., 0, :]
+nn.RMSNorm(4, 9)(x) = x / np.sqrt((x**2).mean(1)[:, None] + 9)
+nn.BatchNorm1d(4, 9)(x) = (x - x.mean(0)) / np.sqrt(x.var(0) + 9)
 """
 
 
@@ -174,6 +201,7 @@ def test_spellings_have_numpys_values():
     weights = np.exp(q @ q.swapaxes(2, 3) / 2)
     wanted = {
         "np": np,
+        "norm": np.linalg.norm,
         "gelu": gelu,
         "gelu_tanh": gelu_tanh,
         "nll": np.log(np.exp(x).sum(1)) - x[[0, 1, 2], [0, 3, 1]],
