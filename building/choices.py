@@ -135,10 +135,13 @@ def find_blas(stays: bool = True) -> tuple[str, str, str]:
     if wanted == "scipy":
         remedy = f"{sys.executable} -m pip install scipy-openblas32"
         fail(f"NEEDLE_BLAS=scipy, but there is no such package: {remedy}")
-    if wanted != "builtin" and links("-lopenblas"):
-        return "system libopenblas", "-DNEEDLE_BLAS_SYSTEM=1", "-lopenblas"
+    # The others may be Netlib's reference, which is slower than the built-in product.
+    names = {"auto": ["openblas"], "system": ["openblas", "cblas", "blas"]}.get(wanted, [])
+    for name in names:
+        if links(f"-l{name}"):
+            return f"system lib{name}", "-DNEEDLE_BLAS_SYSTEM=1", f"-l{name}"
     if wanted == "system":
-        fail("NEEDLE_BLAS=system, but -lopenblas gives no cblas: apt install libopenblas-dev")
+        fail("NEEDLE_BLAS=system, but none of -lopenblas, -lcblas and -lblas gives cblas")
     return "built-in", "", ""
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -92,8 +91,11 @@ class Batches:
         samples: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if min(operator.index(batch_size), operator.index(seq_len)) < 1:
-            raise ValueError(f"Batches: {batch_size} x {seq_len} ids must be 1 x 1 or more")
+        for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+            if not isinstance(size, (int, np.integer)) or size < 1:
+                raise ValueError(
+                    f"Batches: {name} must be 1 or more, a whole number, but is {size!r}"
+                )
         tokens = in_memory(tokens.train if isinstance(tokens, TokenData) else tokens)
         self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
         self.vocab_size = vocab_size

@@ -6,13 +6,16 @@
     with control.watched("the weights"): ...                 # a collective of NCCL or MPI
     control.leave("the disk is full"), or control.close()
 
-All ranks call these in the same order. Rank 0 is the centre: the others connect to it, and both
-ends prove that they have the key of the start. Messages are JSON; nothing is unpickled.
+All ranks call these in the same order. Rank 0 is the centre: it listens at the address of the
+environment, the others connect, and both ends prove that they have the key of the start
+(multiprocessing.connection). Messages are JSON; nothing is unpickled.
 
 A thread of each rank reads its connections and the clock. A connection that ends, or a collective
 that is not done within `deadline` seconds, ends this process with a line on stderr and exit code 75
-(os.EX_TEMPFAIL: a restart may help). Time in which this process was stopped does not count. A
-collective that is enqueued on a device (`goes_on`) is watched until the device has done it.
+(os.EX_TEMPFAIL: a restart may help). Rank 0 passes the reason on, so that all ranks end, each
+saying where it was. Time in which this process was stopped does not count. A collective that is
+enqueued on a device (`goes_on`) is watched until the device has done it; its deadline begins when
+the device reaches it, and no call waits.
 
     {"in": name, "value": value}                    to rank 0: the value of a gather
     {"values": [value, ...]}                        from rank 0, in the order of ranks

@@ -1,18 +1,23 @@
 """Bytes between GPUs by NCCL, loaded at first use: no arithmetic is NCCL's.
 
-Sends and receives are enqueued on needle's own stream of the device, in order with the kernels
-before and after, or, for an exchange beside kernels, on its side stream: after all kernels that
-were enqueued before; later ones run beside it, up to `wait`. The host does not wait: the thread of
-the control channel watches the returned work, by an event before and one after it.
+`libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
+enqueued on needle's own stream of the device, in order with the kernels before and after, or, for
+an exchange beside kernels, on its side stream: after all kernels that were enqueued before; later
+ones run beside it, up to `wait`. The host does not wait. The control channel's thread watches the
+returned work (control.py). An event is recorded before and after an exchange: its deadline begins
+when the GPU reaches the first, and it is done at the second. Rejected: the host waits for the step
+before (waits may stand anywhere, in a loss, an evaluation or a checkpoint, and each would need a
+watch).
 
 The communicator is blocking. NCCL finds and connects ranks on the host at the first exchange, in
-the caller's `watched`, which ends a hang, as one of a network that fails later.
+the caller's `watched`, which ends a hang. Nothing is aborted: a process whose ranks are gone ends.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,7 @@ from needle.distributed.control import RankError
 Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 NAME = "libnccl.so.2"
 OLDEST = 21800  # 2.18.0, as ncclGetVersion tells it
-SUCCESS = 0  # ncclResult_t
+SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
 INT8 = 0  # ncclDataType_t
 ID_BYTES = 128
 INSTALL = "pip install nvidia-nccl-cu13, into the environment of each rank"
@@ -42,6 +47,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
     "ncclCommInitRank": [ctypes.POINTER(_POINTER), _INT, UniqueId, _INT],
     "ncclCommDestroy": [_POINTER],
+    "ncclCommGetAsyncError": [_POINTER, ctypes.POINTER(_INT)],
     "ncclGroupStart": [],
     "ncclGroupEnd": [],
     "ncclSend": [_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
@@ -93,7 +99,10 @@ class Library:
         return f"{self.version // 10000}.{self.version % 10000 // 100}.{self.version % 100}"
 
     def call(self, name: str, *arguments: Any) -> None:
-        result = getattr(self._library, name)(*arguments)
+        self.check(name, getattr(self._library, name)(*arguments))
+
+    def check(self, name: str, result: int) -> None:
+        """Raise RankError for an error that a function returned, or for an asynchronous one."""
         if result == SUCCESS:
             return
         words = self._library.ncclGetErrorString(result) or b"?"
@@ -115,14 +124,15 @@ class _Exchange:
     """Work that the control channel watches (control.Work). It keeps its arrays up to `wait`: until
     then their memory is not in the order of needle's stream."""
 
-    def __init__(self, device: Device, arrays: list[NDArray]) -> None:
-        self._arrays = arrays
+    def __init__(self, transport: NCCLTransport, device: Device, arrays: list[NDArray]) -> None:
+        self._transport, self._arrays = transport, arrays
         self.first, self.last = Event(device), Event(device)
 
     def begun(self) -> bool:
         return self.first.done()
 
     def done(self) -> bool:
+        self._transport.look()
         return self.last.done()
 
     def wait(self) -> None:
@@ -138,6 +148,7 @@ class NCCLTransport:
     ) -> None:
         self._library, self._device = library, device
         self._beside: _Exchange | None = None  # the newest in the side stream, if none came after
+        self._lock = threading.Lock()  # the watching thread must not use a destroyed communicator
         device.synchronize()  # makes it this thread's device, on which NCCL begins
         communicator = _POINTER()
         library.call(
@@ -147,7 +158,7 @@ class NCCLTransport:
             UniqueId.from_buffer_copy(unique_id),
             rank,
         )
-        self._communicator = communicator
+        self._communicator: ctypes.c_void_p | None = communicator
 
     def exchange(self, sends: Parts, receives: Parts, beside: bool) -> _Exchange | None:
         """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
@@ -169,7 +180,7 @@ class NCCLTransport:
         if self._beside is not None and not beside:
             self._beside.wait()  # the communicator's work has one order
         stream = self._device.side_stream if beside else self._device.stream
-        work = _Exchange(self._device, [array for _, _, array in parts])
+        work = _Exchange(self, self._device, [array for _, _, array in parts])
         work.first.record()
         if beside:
             work.first.wait(side=True)
@@ -181,7 +192,18 @@ class NCCLTransport:
         self._beside = work if beside else None
         return work
 
+    def look(self) -> None:
+        """Raise RankError if NCCL has met an error since."""
+        with self._lock:
+            if self._communicator is not None:
+                state = _INT()
+                self._library.call("ncclCommGetAsyncError", self._communicator, ctypes.byref(state))
+                if state.value != IN_PROGRESS:
+                    self._library.check("an exchange", state.value)
+
     def close(self) -> None:
         """Destroy the communicator after all enqueued work. All ranks call it."""
         self._device.synchronize()
-        self._library.call("ncclCommDestroy", self._communicator)
+        with self._lock:
+            communicator, self._communicator = self._communicator, None
+        self._library.call("ncclCommDestroy", communicator)

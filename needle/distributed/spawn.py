@@ -1,8 +1,8 @@
 """Start a command as ranks on this machine, one for each GPU, without a launcher.
 
 Each process gets torchrun's variables, NEEDLE_LAUNCH, which names this start, and NEEDLE_RANKS_KEY,
-the secret of its ranks. All write their stderr where this process does, rank 0 alone its output;
-it alone has the heartbeat of a supervisor above.
+the secret of its ranks. Rank 0 writes where this process does, and alone has the heartbeat of a
+supervisor above. Of the others only stderr is printed, each line as `rank 3: ...`.
 
 SIGINT, SIGTERM, SIGHUP and SIGABRT (a supervisor's request for stacks) are passed on to each rank.
 After one rank has failed, the others learn of it by the control channel and have its deadline to
@@ -22,8 +22,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from typing import IO
 
 from needle.distributed.control import DEADLINE
 from needle.files import printable
@@ -42,12 +44,22 @@ def run(command: Sequence[str], count: int, deadline: float = DEADLINE) -> int:
     with collecting(signals, signal.SIGINT, signal.SIGTERM, signal.SIGABRT):
         try:
             for rank, environ in enumerate(environments(count)):
-                unheard = {"stdout": subprocess.DEVNULL} if rank else {}
-                running[rank] = start(command, env=environ, **unheard)
+                heard = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} if rank else {}
+                running[rank] = start(command, env=environ, **heard)
         except OSError as error:
             say(f"{command[0]}: {error.strerror}")
             return 127 if isinstance(error, FileNotFoundError) else 126
-        return _follow(running, signals, deadline)
+        readers = [
+            threading.Thread(target=_print_lines, args=(rank, child.stderr), daemon=True)
+            for rank, child in running.items()
+            if rank
+        ]
+        for reader in readers:
+            reader.start()
+        code = _follow(running, signals, deadline)
+    for reader in readers:
+        reader.join(1.0)  # a grandchild may hold the pipe open
+    return code
 
 
 def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: float) -> int:
@@ -58,24 +70,32 @@ def _follow(running: dict[int, subprocess.Popen], signals: list[int], deadline: 
     while running:
         time.sleep(TICK)
         passed_on.add(pass_on(signals, running.values()))
-        for rank, child in [*running.items()]:
-            code = child.poll()
-            if code is None:
-                continue
+        ended = {rank: child.poll() for rank, child in running.items()}
+        ended = {rank: code for rank, code in ended.items() if code is not None}
+        # Of those that ended since the last look, one with os.EX_TEMPFAIL mostly followed another.
+        for rank, code in sorted(ended.items(), key=lambda one: one[1] == os.EX_TEMPFAIL):
             del running[rank]
+            was_killed = code < 0 and -code not in passed_on
             if code == 0:
                 continue
-            was_killed = code < 0 and -code not in passed_on
-            killed = f"was killed by {signal_name(-code)}"
-            say(f"rank {rank} {killed if code < 0 else f'ended with code {code}'}")
+            if not failed:
+                patience = time.monotonic() + deadline + MARGIN
+            if not failed or was_killed:  # other ranks print their own reason
+                killed = f"was killed by {signal_name(-code)}"
+                say(f"rank {rank} {killed if code < 0 else f'ended with code {code}'}")
             failed.append(os.EX_TEMPFAIL if was_killed else 128 - code if code < 0 else code)
-            patience = min(patience, time.monotonic() + deadline + MARGIN)
         if running and time.monotonic() > patience:
             say(f"ranks that do not end by themselves: {', '.join(map(str, running))}: SIGKILL")
             for child in running.values():
                 kill(child)
             break
     return os.EX_TEMPFAIL if os.EX_TEMPFAIL in failed else failed[0] if failed else 0
+
+
+def _print_lines(rank: int, stderr: IO[bytes]) -> None:
+    for line in stderr:
+        if line.strip():
+            say(line.rstrip(b"\n").decode(errors="replace"), f"rank {rank}")
 
 
 def environments(count: int) -> list[dict[str, str]]:
@@ -99,9 +119,9 @@ def environments(count: int) -> list[dict[str, str]]:
     return made
 
 
-def say(text: str) -> None:
+def say(text: str, prefix: str = "needle") -> None:
     """Print a line for people."""
     with contextlib.suppress(OSError):  # the reader is gone
         # One write: print() may write the end separately.
-        sys.stderr.write(printable(f"needle: {text}\n"))
+        sys.stderr.write(printable(f"{prefix}: {text}\n"))
         sys.stderr.flush()

@@ -6,9 +6,11 @@ A token's score is -log p(token | the tokens before it), in nats. The loss is it
 its exponential, bits per byte the sum over ln 2 and the bytes of text that the tokens stand for:
 the one number that compares models with different tokenizers.
 
-Windows of `seq_len` inputs predict their last `stride` targets. With stride = seq_len (the default)
-they tile the text; a smaller stride lets each token see at least seq_len - stride + 1 others. The
-last window is moved back to be full. The first token of the data is not scored.
+Tokens beyond the model's context are read in windows of `seq_len` inputs that predict their last
+`stride` targets. With stride = seq_len (the default) the windows tile the text, and a token sees
+between 1 and seq_len others; a smaller stride lets each see at least seq_len - stride + 1, for
+seq_len / stride times the work. The last window is moved back to be full, so each token is scored
+exactly once; the first token of the data has nothing before it and is not scored.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class RunLog:
         self._pending: dict | None = None
         self._mark = time.perf_counter()
         self._start, self._started = start, time.perf_counter()
-        self._bar = None if lock is None else terminal_bar(total=steps, initial=start, unit="step")
+        shape = {"bar_format": "{n_fmt}/{total_fmt} {desc} |{bar}|"}
+        self._bar = None if lock is None else terminal_bar(total=steps, initial=start, **shape)
         self.is_heard = True  # False once the reader of the output is gone
 
     def queue(
@@ -216,12 +217,15 @@ class RunLog:
 
     def _show(self, line: dict, evaluated: dict) -> None:
         step, speed = line["step"], line["tokens_per_second"]
+        pace = (time.perf_counter() - self._started) / (step - self._start)
+        left = clock(pace * (self._steps - step))
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {line['loss']:.2f}, {short(speed)} tok/s", False)
+            self._bar.set_description_str(
+                f"loss {line['loss']:.2f} {short(speed)} tok/s left {left}", refresh=False
+            )
             self._bar.update(step - self._bar.n)
         elif step in (self._start + 1, self._steps) or step % -(-self._steps // PLAIN_LINES) == 0:
             used = self._memory() / 2**30
-            pace = (time.perf_counter() - self._started) / (step - self._start)
             mfu = [f"MFU {speed * self._flops_per_token / self._peak:.0%}"] if self._peak else []
             facts = [
                 f"step {step}/{self._steps}",
@@ -231,7 +235,7 @@ class RunLog:
                 f"{short(speed)} tok/s",
                 *mfu,
                 f"{used:.{int(used < 10)}f} GiB",
-                f"left {clock(pace * (self._steps - step))}",
+                f"left {left}",
             ]
             print("  ".join(facts), flush=True)
         if evaluated:

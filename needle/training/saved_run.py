@@ -86,6 +86,8 @@ class SavedRun:
         the newest whole one. MissingFileError where there is none."""
         if step is None:
             return find_checkpoint(self.folder)
+        if not isinstance(step, (int, np.integer)) or isinstance(step, bool):
+            raise TypeError(f"{self.folder}: step must be a whole number, not {step!r}")
         if step not in self.steps:
             there = ", ".join(map(str, self.steps)) or "none"
             raise MissingFileError(

@@ -35,22 +35,31 @@ def queue(log, step, loss):
     log.queue(step, [loss], loss, 1e-3, "")
 
 
-def test_bar_of_a_terminal_shows_step_loss_and_speed(tmp_path, monkeypatch, now):
+@pytest.mark.parametrize(
+    "steps, done, speed, begins",
+    [
+        (246, 144, 17_100, "144/246 loss 3.63 17k tok/s left 1:42 |"),
+        (143_000, 9, 1_119_000, "9/143000 loss 3.63 1.1M tok/s left 39:43:11 |"),
+    ],
+)
+def test_bar_fits_80_columns(tmp_path, monkeypatch, now, steps, done, speed, begins):
     ends = pty.openpty()
     fcntl.ioctl(ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(ends[1], "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, 246, 17_100, 1.0, 1e12)
-        for step in range(1, 4):
+        log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, steps, speed, 1.0, 1e12)
+        for step in range(1, done + 1):
             now[0] += 1.0  # a step a second
             queue(log, step, 3.6312)
         log.finish()
-        os.read(ends[0], 1 << 16)
+        os.set_blocking(ends[0], False)
+        os.read(ends[0], 1 << 20)
         log._bar.refresh()
-        shown = os.read(ends[0], 1 << 16).decode()
+        line = os.read(ends[0], 1000).decode().strip("\r")
         log.close()
     os.close(ends[0])
-    assert "3/246 [" in shown and "loss 3.63, 17k tok/s" in shown
+    assert line.startswith(begins) and len(line) <= 80
+    assert len(line) - len(begins) >= 15 and line.rstrip().endswith("|")
 
 
 def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):

@@ -92,6 +92,13 @@ def test_exchange_keeps_its_arrays_until_it_is_waited_for(library):
     assert live() == before and not beside._arrays  # which the other had to wait for
 
 
+def test_an_error_after_the_call_is_found_by_polling(transport, monkeypatch):
+    transport.look()
+    monkeypatch.setenv("FAKE_NCCL_FAILS", "ncclCommGetAsyncError")
+    with pytest.raises(RankError, match="NCCL: an exchange: unhandled system error"):
+        transport.look()
+
+
 # ---- trainings -----------------------------------------------------------------------------------
 
 
