@@ -104,8 +104,8 @@ class EditedStream:
 
 
 class Edits:
-    """The edits of data, as a function of the place of a batch: `batches.edits`, None where no edit
-    is of the data.
+    """The edits of data, as a function of the place of a batch: `batches.edits = Edits(...) or
+    None`. False where no edit is of the data.
 
     checked: what read_edits returned; edits of training are left to the trainer. batches: those of
     the run, after they have sought its position. micro_batches: of a step. first, last: the steps
@@ -138,7 +138,9 @@ class Edits:
                 self.checked.append(self._resolve(edit))
             except ValueError as error:
                 raise DataError(f"edit {number} ({edit['do']}): {error}") from error
-        batches.edits = self if self.documents or self.sequences else None
+
+    def __bool__(self) -> bool:
+        return bool(self.documents or self.sequences)
 
     # ---- places ------------------------------------------------------------------------------
 

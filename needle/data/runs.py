@@ -75,5 +75,5 @@ def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
         if not known.keys() >= {"edits", "start", "until"}:
             raise DataError(f"{replay}: not of a replay: it has {', '.join(known)}")
         span = described["micro_batches"], known["start"] + 1, known["until"]
-        Edits(known["edits"], data, batches, *span)
+        batches.edits = Edits(known["edits"], data, batches, *span) or None
     return data, batches, {**config["settings"], **described}

@@ -76,7 +76,9 @@ class Replay:
 
     def begin(self, data: TokenData, batches: Batches, micro_batches: int) -> Edits:
         """Have batches draw the edited data, and return the edits. micro_batches: of a step."""
-        return Edits(self.edits, data, batches, micro_batches, self.start + 1, self.until)
+        edits = Edits(self.edits, data, batches, micro_batches, self.start + 1, self.until)
+        batches.edits = edits or None
+        return edits
 
     def rates(self, schedule: Callable[[int], float]) -> Callable[[int], float]:
         """Return a schedule with the edits of the rate."""
