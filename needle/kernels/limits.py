@@ -190,20 +190,25 @@ def _refusals(kernel: Entry, limits: Limits, launch: LaunchReport) -> Iterator[s
     free = limits.free_bytes + residents * limits.held_local
     registers = f"registers a block ({kernel.registers} a thread)"
     static = f"bytes of shared memory a block ({kernel.shared_bytes:,} of them static)"
-    local = f"bytes of local memory ({kernel.local_bytes:,} for each of {residents:,} threads)"
-    clusters = CLUSTER_BLOCKS if limits.arch >= CLUSTER_ARCH else 1
+    local = f"bytes of local memory ({kernel.local_bytes:,} for each of {residents:,} threads that "
+    local += "it can hold)"
+    clusters, most = 1, "clusters need compute capability 9.0"
+    if limits.arch >= CLUSTER_ARCH:
+        clusters, most = CLUSTER_BLOCKS, "use smaller clusters"
     fewer, smaller = "put the largest number into x", "use smaller blocks and more of them"
-    bounds = f"use at most {fitting:,} threads, or __launch_bounds__({warps * WARP})"
+    allowed = f"{smaller}, and __launch_bounds__ that allow them, if the source has any"
+    bounds = f"use at most {fitting:,} threads, or compile with __launch_bounds__({warps * WARP})"
+    less = "make arrays in the kernel smaller, or free memory (device.empty_cache())"
     for what, needed, limit, remedy in (
         ("grid.x", launch.grid[0], 2**31 - 1, "let a block do more"),
         ("grid.y", launch.grid[1], 65535, fewer),
         ("grid.z", launch.grid[2], 65535, fewer),
         ("block.z", launch.block[2], 64, smaller),
-        ("threads a block", launch.threads, kernel.max_threads, f"{smaller} (__launch_bounds__)"),
+        ("threads a block", launch.threads, min(kernel.max_threads, BLOCK_THREADS), allowed),
         (registers, a_warp * _up(warps, PARTITIONS), limits.block_registers, bounds),
         (static, launch.shared_bytes, limits.block_shared, "use smaller tiles or types"),
-        (local, residents * kernel.local_bytes, free, "use smaller arrays, or free memory"),
-        ("blocks a cluster", math.prod(cluster), clusters, "use smaller ones, from sm_90 on"),
+        (local, residents * kernel.local_bytes, free, less),
+        ("blocks a cluster", math.prod(cluster), clusters, most),
     ):
         if needed > limit:
             yield f"{what}: {needed:,}, and {limits.where} allows {limit:,}; {remedy}"

@@ -120,8 +120,13 @@ async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, A
     if request.content_type != "multipart/form-data":
         said = "a job is application/json, or multipart/form-data with the parts job and arrays"
         raise web.HTTPUnsupportedMediaType(text=said)
-    form = (await request.post()).items()
-    parts = {n: part.file.read() if isinstance(part, web.FileField) else part for n, part in form}
+    form = await request.post()
+    parts = {}
+    for name, part in form.items():
+        parts[name] = part
+        if isinstance(part, web.FileField):
+            with part.file:
+                parts[name] = part.file.read()
     if "job" not in parts or parts.keys() - {"job", "arrays"}:
         raise ValueError(f"the parts are job and arrays, not {', '.join(parts) or 'none'}")
     arrays = unpack(parts["arrays"], "arrays", HEADER_BYTES) if parts.get("arrays") else {}

@@ -71,7 +71,6 @@ def fails(grid, block, kind: "int"):
         _C.CudaError("k: ... (cudaErrorMemoryAllocation)"),
         _C.CudaError("allocate: out of memory on cuda(0): 9.0 MiB asked for"),
         TypeError("k: args[0]: must be an array"),
-        _C.CudaFatalError("k: ... (cudaErrorAssert): lost"),
     ][kind]
 
 def types(grid, block, out: "int*", *given):
@@ -92,10 +91,18 @@ def forges(grid, block):
     """Print what looks like an answer."""
     os.write(1, b'{"status": "illegal_address", "arrays": 0}' + bytes([10]))
 
+def asserts(grid, block):
+    raise _C.CudaFatalError("k: ... (cudaErrorAssert): lost")
+
 def outside(grid, block, x: "float const*", y: "float*", where: "int"):
     """Write a float at a distance in bytes from the start of y."""
     y[:] = 0
     ctypes.c_float.from_address(y.ctypes.data + where).value = 1.0
+
+def before(grid, block, y: "float*"):
+    """Write a float in front of the first array."""
+    y[:] = 0
+    ctypes.c_float.from_address(y.ctypes.data - 4).value = 1.0
 
 def changes_const(grid, block, x: "float const*", y: "float*"):
     y[:] = 0

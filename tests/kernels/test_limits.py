@@ -17,12 +17,12 @@ DEVICE = Limits("cuda()", 90, **OF_DEVICE)
 THREADS = 132 * 2048  # of that device
 LOCAL = 2**30 // THREADS + limits.OPEN_LOCAL  # what its context holds already counts as free
 TOO_MUCH_LOCAL = (
-    rf"\({LOCAL + 1:,} for each of {THREADS:,} threads\): {THREADS * (LOCAL + 1):,}, and cuda\(\) "
-    rf"allows {2**30 + THREADS * limits.OPEN_LOCAL:,}; use smaller arrays"
+    rf"\({LOCAL + 1:,} for each of {THREADS:,} threads .*: {THREADS * (LOCAL + 1):,}, and cuda\(\) "
+    rf"allows {2**30 + THREADS * limits.OPEN_LOCAL:,}; make arrays in the kernel smaller"
 )
 REGISTERS = (
     r"registers a block \(96 a thread\): 98,304, and sm_90a allows 65,536; use at most 640 threads"
-    r", or __launch_bounds__\(1024\)$"
+    r", or compile with __launch_bounds__\(1024\)$"
 )
 COOPERATIVE = (
     r"cooperative grid of 793 blocks, and cuda\(\) holds 792 at once \(6 on each of 132 "
@@ -46,14 +46,14 @@ def test_launch_beyond_a_limit_names_both_numbers():
         (H, {}, (2**31, 1), E, r"grid.x: 2,147,483,648, and sm_90a allows 2,147,483,647"),
         (H, {}, ((4, 0), 1), E, r"grid is \(4, 0, 1\), and must be 1 or more"),
         (H, {}, (4, 1, 0, 0), E, r"cluster is \(0, 1, 1\), and must be 1 or more"),
-        (H, {"max_threads": 128}, (1, 129), E, r"129, and sm_90a allows 128; .*launch_bounds"),
+        (H, {"max_threads": 128}, (1, 129), E, r"129, and sm_90a allows 128; .*__launch_bounds__"),
         (H, {"block": (64, 2, 1)}, (1, 64), E, r"block is \(64, 1, 1\), and the source fixes it a"),
         (H, {"registers": 96}, (1, 1024), E, REGISTERS),
         (H, {"registers": 96}, (1, 672), E, r": 73,728, and"),  # 21 warps take those of 24
         (H, {"registers": 96}, (1, 641), E, r": 73,728, and"),  # one thread takes a warp
         (H, {"registers": 85}, (1, 768), E, r": 67,584, and"),  # each of them those of 88
         (DEVICE, {"shared_bytes": 40000}, (1, 32, 200000), E, SHARED),
-        (AMPERE, {}, (4, 32, 0, 2), E, "a cluster: 2, and sm_80 allows 1; use smaller ones"),
+        (AMPERE, {}, (4, 32, 0, 2), E, "a cluster: 2, and sm_80 allows 1; clusters need compute"),
         (H, {}, (16, 32, 0, 16), E, r"blocks a cluster: 16, and sm_90a allows 8"),
         (H, {}, ((4, 3), 32, 0, (2, 2)), E, r"grid.y is 3, which is no multiple of cluster.y = 2"),
         (H, FIXED, (4, 32, 0, 4), E, r"cluster is \(4, 1, 1\), and .* it at \(2, 1, 1\)"),

@@ -87,7 +87,7 @@ def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
         ("fails", [7], "out_of_memory", "k: "),
         ("fails", [8], "out_of_memory", "9.0 MiB"),
         ("fails", [9], "invalid_launch", "k: args[0]"),
-        ("fails", [10], "assertion", "k: "),
+        ("asserts", [], "assertion", "k: "),
         ("signals", [signal.SIGKILL], "crashed", "was ended by SIGKILL"),
         ("breaks", [], "crashed", "exited with code 1"),
         ("hangs", [], "timeout", "no answer after 0.4 s"),
@@ -95,6 +95,7 @@ def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
         ("outside", [X, Out(6), 24], "out_of_bounds", end % 24),
         ("outside", [X, Out(6), 24 + GUARD - 4], "out_of_bounds", end % "65,556"),
         ("outside", [X, Out(6), -4], "out_of_bounds", start),
+        ("before", [Out(6)], "out_of_bounds", start),
         ("changes_const", [X, Out(6)], "out_of_bounds", "it is const, an"),
         ("leaves_out", [Out(500), 498], "wrong_result", unwritten),
         ("leaves_out", [Out(500, "float16"), 498], "wrong_result", unwritten),
@@ -459,6 +460,12 @@ def test_process_that_outlives_sigkill_holds_its_device(monkeypatch):
         pool.reset(0)
         pool.timeout = SECONDS
         assert_next_is_right(pool)
+
+
+def test_cleanup_asks_idle_processes(pool):
+    wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+    assert pool.cleanup() >= 0 and pool.cleanup() == 0
+    assert_next_is_right(pool)
 
 
 BEGIN = """

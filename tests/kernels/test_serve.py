@@ -169,6 +169,12 @@ def test_answer_has_all_fields_of_a_result(client, pool, monkeypatch):
     assert client.ask("GET", "/statistics")[1]["jobs"] == jobs | after
 
 
+def test_cuda_job_without_a_gpu_is_answered():
+    with FakePool(devices=[]) as pool, running(pool) as client:
+        answer = client.evaluate(JUDGED | {"reference": REFERENCE})[1]
+        assert answer["status"] == "device_lost" and "has no GPU" in answer["message"], answer
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -222,7 +228,7 @@ def test_bodies_that_are_no_job_are_refused(client):
             found, answer, _ = client.ask("POST", "/evaluate", body, Content_Type=kind)
             assert found == status and answer["error"]["message"]
             assert (str(BODY) in answer["error"]["message"]) == (status == 413)
-    assert client.service.jobs == 0
+    assert client.service.counts() == {"running": 0, "waiting": 0}
 
 
 def test_errors_of_the_pool_have_a_status(client, pool, monkeypatch, caplog):
@@ -238,14 +244,14 @@ def test_errors_of_the_pool_have_a_status(client, pool, monkeypatch, caplog):
         got, answer = client.evaluate(SIMPLE)
         assert got == status and ("told so" in answer["error"]["message"]) == (status != 500)
     assert "KeyError" in caplog.text
-    assert client.service.jobs == 0
+    assert client.service.counts() == {"running": 0, "waiting": 0}
 
 
 def test_full_queue_refuses_jobs_and_health_answers(client, pool, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(pool, "run", lambda *_: Result("ok", str(go.wait(60))))
     sent = [in_thread(client.evaluate, SIMPLE) for _ in range(3)]
-    wait_for(lambda: client.service.jobs == 3)
+    wait_for(lambda: client.service.counts() == {"running": 1, "waiting": 2})
     refused = client.ask("GET", "/statistics")[1]["refused"].get("429", 0)
     status, answer, headers = client.ask(
         "POST", "/evaluate", json.dumps(SIMPLE), Content_Type="application/json"
