@@ -237,6 +237,7 @@ def test_indexing_is_numpys(index, order):
     host, array = host.transpose(order), array.permute(tuple(order))
     wanted, got = host[kept_axes(index)], array[index]
     np.testing.assert_array_equal(got.numpy(), wanted)
+    np.testing.assert_array_equal(array.at(index).numpy(), host[index])
     if got.size:  # strides of an axis that is not walked do not matter
         walked = [(s * 4, t) for s, t, n in zip(got.strides, wanted.strides, got.shape) if n > 1]
         assert all(one == other for one, other in walked)
