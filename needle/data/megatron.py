@@ -98,14 +98,10 @@ def data_files(prefix: Path) -> list[Path]:
 # ---- the order of GPT-NeoX ---------------------------------------------------------------------
 
 
-def split_documents(count: int) -> list[int]:
-    """[0, end of training, end of validation, count]: which documents are whose, as GPT-NeoX
-    rounds it."""
-    borders = [0]
-    for weight in SPLIT:
-        borders.append(borders[-1] + int(round(weight / sum(SPLIT) * float(count))))
-    excess = borders[-1] - count
-    return [0] + [border - excess for border in borders[1:]]
+def split_documents(count: int) -> np.ndarray:
+    """Where the documents of training, of validation and of the test end, as GPT-NeoX rounds it."""
+    ends = np.cumsum([round(weight / sum(SPLIT) * count) for weight in SPLIT])
+    return ends + count - ends[-1]
 
 
 def passes_for(samples: int, tokens: int, seq_len: int) -> int:

@@ -169,18 +169,13 @@ def _part(path: Path, kind: str) -> Part:
 
 def _split_documents(tokens: Documents, source: str) -> TokenData:
     """All rows of a preshuffled set to train on, other documents as GPT-NeoX splits them."""
-    count = len(tokens.sizes)
     if tokens.row_length:
         return TokenData(tokens, tokens.between(0, 0), source)
-    _, train_end, held_out_end, _ = megatron.split_documents(count)
-    if train_end == 0 or held_out_end < train_end:
-        train_end = held_out_end = count
-    borders = tokens.borders[[0, train_end, held_out_end]].tolist()
-    train = Documents(tokens.between(*borders[:2]).parts, tokens.sizes[:train_end])
-    source += (
-        f"; {train_end:,} to train on in GPT-NeoX's order, {held_out_end - train_end:,} held out"
-    )
-    return TokenData(train, tokens.between(*borders[1:]), source)
+    end, stop, _ = megatron.split_documents(len(tokens.sizes)).tolist()
+    first, last = tokens.borders[[end, stop]].tolist()
+    train = Documents(tokens.between(0, first).parts, tokens.sizes[:end])
+    source += f"; {end:,} to train on in GPT-NeoX's order, {stop - end:,} held out"
+    return TokenData(train, tokens.between(first, last), source)
 
 
 def hold_out_end(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
