@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -118,9 +119,9 @@ def _score_positions(
     """Log-probabilities and hits of `targets` (N,) at `positions` (N,) of the flattened batch
     (B, T). The head multiplies those positions alone, LOGITS numbers at a time."""
     vocabulary = model.config.vocab_size
-    if targets.min() < 0 or targets.max() >= vocabulary:
-        wrong = targets[(targets < 0) | (targets >= vocabulary)][0]
-        raise ValueError(f"score: target {wrong} is outside the vocabulary of {vocabulary}")
+    wrong = targets[(targets < 0) | (targets >= vocabulary)]
+    if len(wrong):
+        raise ValueError(f"score: target {wrong[0]} is outside the vocabulary of {vocabulary}")
     losses, likeliest = [], []
     with no_grad():
         hidden = model.final_hidden(batch).cached_data
@@ -199,8 +200,13 @@ def perplexity(
         lengths = np.pad(lengths, (0, max(0, model.config.vocab_size - len(lengths))))
     kept = np.full(len(tokens), np.nan, np.float32) if per_token else None
     count, nats, text_bytes = 0, 0.0, 0
-    for batch in _batches(len(tokens), row_length, seq_len, stride, batch_size):
-        below = {"vocab_size": model.config.vocab_size}
+    below = {"vocab_size": model.config.vocab_size}
+    rest = (
+        (start + first, start + last, n)
+        for start in range(0, len(tokens), row_length)
+        for first, last, n in windows(min(row_length, len(tokens) - start), seq_len, stride)
+    )
+    while batch := list(itertools.islice(rest, batch_size)):
         texts = [to_ids(tokens.read((first, last + 1), **below)) for first, last, _ in batch]
         rows = [(text[:-1], text[-n:]) for text, (_, _, n) in zip(texts, batch)]
         for index, logprobs, _ in score(model, rows, batch_size):
@@ -215,21 +221,6 @@ def perplexity(
         if progress is not None:
             progress(done)
     return Scores(count, nats, None if lengths is None else text_bytes, kept)
-
-
-def _batches(
-    count: int, row_length: int, seq_len: int, stride: int, batch_size: int
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield the windows of rows one after the other, `batch_size` at a time."""
-    batch = []
-    for start in range(0, count, row_length):
-        for first, last, n in windows(min(row_length, count - start), seq_len, stride):
-            batch.append((start + first, start + last, n))
-            if len(batch) == batch_size:
-                yield batch
-                batch = []
-    if batch:
-        yield batch
 
 
 # ---- from files -------------------------------------------------------------------------------
