@@ -76,32 +76,27 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     """Draw the losses of {name: lines of metrics.jsonl} over tokens; the ending of `out` is the
     format. ImportError without matplotlib."""
     with figure_in(out) as axes:
-        _draw_losses(runs, axes)
+        from matplotlib import ticker
 
-
-def _draw_losses(runs: dict[str, list[dict[str, Any]]], axes: Any) -> None:
-    from matplotlib import ticker
-
-    alone = len(runs) == 1
-    for number, (name, lines) in enumerate(runs.items()):
-        color = TRAINING if alone else f"C{number}"
-        tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
-        label = "training" if alone else printable(name)
-        if len(losses) >= SMOOTHED:
-            axes.plot(tokens, losses, color=color, alpha=0.3, lw=0.8)
-            label += ", smoothed" if alone else ""
-        axes.plot(tokens, smoothed(losses), color=color, lw=1.8, label=label)
-        held_out = [e for e in lines if "val_loss" in e]
-        if held_out:
-            places, values = [e["tokens"] for e in held_out], [e["val_loss"] for e in held_out]
-            of = {"color": HELD_OUT, "label": "held out"} if alone else {"color": color}
-            axes.plot(places, values, "o", ms=5, zorder=3, **of)
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
-    axes.set_title(printable(", ".join(runs)), parse_math=False)  # a name may contain $
-    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
-    axes.grid(alpha=0.5)
-    for text in axes.legend().get_texts():
-        text.set_parse_math(False)
+        alone = len(runs) == 1
+        for number, (name, lines) in enumerate(runs.items()):
+            color = TRAINING if alone else f"C{number}"
+            tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
+            label = "training" if alone else printable(name)
+            if len(losses) >= SMOOTHED:
+                axes.plot(tokens, losses, color=color, alpha=0.3, lw=0.8)
+                label += ", smoothed" if alone else ""
+            axes.plot(tokens, smoothed(losses), color=color, lw=1.8, label=label)
+            held_out = [(e["tokens"], e["val_loss"]) for e in lines if "val_loss" in e]
+            if held_out:
+                of = {"color": HELD_OUT, "label": "held out"} if alone else {"color": color}
+                axes.plot(*zip(*held_out), "o", ms=5, zorder=3, **of)
+        axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+        axes.set_title(printable(", ".join(runs)), parse_math=False)  # a name may contain $
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+        axes.grid(alpha=0.5)
+        for text in axes.legend().get_texts():
+            text.set_parse_math(False)
 
 
 def draw_differences(rows: list[dict[str, Any]], file: Path) -> None:
