@@ -4,8 +4,7 @@
     next():  the slot read first -> enqueue its copy to the device -> have the thread read it again
 
 On the CPU a slot is None and next() returns NumPy arrays. `position` counts the batches that next()
-has returned, which a checkpoint keeps; the thread may have read more. `waited` is the time that
-next() has waited for the thread: where it grows, reading is slower than the steps.
+has returned, which a checkpoint keeps; the thread may have read more.
 """
 
 from __future__ import annotations
