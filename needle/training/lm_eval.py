@@ -15,10 +15,8 @@ harness' rolling windows.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +25,7 @@ try:
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
+    from lm_eval.models.utils import Collator, normalize_gen_kwargs
 except ImportError as error:
     raise ImportError(
         f"the LM evaluation harness is not here ({error}): {sys.executable} -m pip install lm_eval"
@@ -42,8 +41,6 @@ from needle.processes import program
 from needle.training import evaluate
 
 AUTO_TOKENS = 16384  # in a batch of batch_size=auto
-MAX_GEN_TOKS = 256  # where a task does not say
-TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class NeedleLM(TemplateLM):
@@ -185,10 +182,9 @@ class NeedleLM(TemplateLM):
     # ---- generation ---------------------------------------------------------------------------
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        groups = defaultdict(list)  # prompts that are continued in the same way
-        for index, request in enumerate(requests):
-            text, options = request.args
-            options = _options(options)
+        asked = []
+        for request in requests:
+            text, options = request.args[0], _options(request.args[1])
             capacity = self.max_length - options["max_new_tokens"]
             if capacity < 1:
                 raise ValueError(
@@ -197,25 +193,22 @@ class NeedleLM(TemplateLM):
                 )
             # An empty prompt becomes the same as an empty context.
             ids = self.tok_encode(text)[-capacity:] or [self.prefix_token_id]
-            groups[json.dumps(options, sort_keys=True)].append((index, ids))
-        written = [""] * len(requests)
+            asked.append((ids, options, request.args))
+        # Prompts that are continued in the same way, alike in length, longest first.
+        groups = Collator(asked, lambda one: -len(one[0]), group_by="gen_kwargs")
+        written = []
         with tqdm(
             total=len(requests), desc="Running generate_until requests", disable=disable_tqdm
         ) as bar:
-            for options, group in groups.items():
-                group.sort(key=lambda item: -len(item[1]))  # alike in length, longest first
-                for start in range(0, len(group), self.batch_size):
-                    batch = group[start : start + self.batch_size]
-                    prompts = [ids for _, ids in batch]
-                    # Random numbers are NumPy's global stream, which the harness seeds.
-                    texts = generate_text(
-                        self.model, self.tokenizer, prompts, **json.loads(options)
-                    )
-                    for (index, _), text in zip(batch, texts):
-                        written[index] = text
-                        self.cache_hook.add_partial("generate_until", requests[index].args, text)
-                    bar.update(len(batch))
-        return written
+            for batch in groups.get_batched(self.batch_size):
+                prompts, options, arguments = zip(*batch)
+                # Random numbers are NumPy's global stream, which the harness seeds.
+                texts = generate_text(self.model, self.tokenizer, prompts, **options[0])
+                for one, text in zip(arguments, texts):
+                    self.cache_hook.add_partial("generate_until", one, text)
+                written += texts
+                bar.update(len(batch))
+        return groups.get_original(written)
 
 
 if "needle" not in MODEL_REGISTRY:
@@ -224,24 +217,22 @@ if "needle" not in MODEL_REGISTRY:
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     """Return a task's `generation_kwargs` as arguments of generate_text."""
-    given = dict(given)
-    until = given.pop("until", None) or []
-    limits = [given.pop(name, None) for name in TOKEN_LIMITS]
-    temperature = float(given.pop("temperature", None) or 0.0)
-    do_sample = given.pop("do_sample", None)
+    given = {name: value for name, value in given.items() if value is not None}
+    given = dict(normalize_gen_kwargs(given))
+    del given["do_sample"]  # where it is False, the temperature is 0 now
     options = {
-        "max_new_tokens": int(next((n for n in limits if n is not None), MAX_GEN_TOKS)),
-        "stop_strings": [until] if isinstance(until, str) else [stop for stop in until if stop],
-        "temperature": temperature if do_sample or do_sample is None else 0.0,
-        "top_k": int(given.pop("top_k", None) or 0) or None,
+        "max_new_tokens": given.pop("max_gen_toks"),
+        "stop_strings": [stop for stop in given.pop("until") if stop],
+        "temperature": float(given.pop("temperature", 0.0)),
+        "top_k": int(given.pop("top_k", 0)) or None,
         "top_p": given.pop("top_p", None),
-        "repetition_penalty": float(given.pop("repetition_penalty", None) or 1.0),
+        "repetition_penalty": float(given.pop("repetition_penalty", 1.0)),
     }
     if given:
         raise ValueError(
-            f"needle: generate_until cannot do {', '.join(sorted(given))}; it "
-            f"knows until, {', '.join(TOKEN_LIMITS)}, do_sample, temperature, "
-            "top_k, top_p and repetition_penalty"
+            f"needle: generate_until cannot do {', '.join(sorted(given))}; it knows until, "
+            "max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens, do_sample, "
+            "temperature, top_k, top_p and repetition_penalty"
         )
     return options
 
