@@ -178,8 +178,7 @@ def borders_of(tokens: FlatTokens, end: int | None) -> np.ndarray:
 
 def to_ids(values: np.ndarray) -> np.ndarray:
     """int32 where every value of the type fits, else int64."""
-    small = values.dtype.itemsize < 4 or values.dtype.newbyteorder("=") == np.int32
-    return values.astype(np.int32 if small else np.int64)
+    return values.astype(np.int32 if np.can_cast(values.dtype, np.int32) else np.int64)
 
 
 def in_memory(tokens: Any) -> FlatTokens:

@@ -94,18 +94,16 @@ class NeedleLM(TemplateLM):
         if str(batch_size).startswith("auto"):
             batch_size = min(max(1, AUTO_TOKENS // self.max_length), max_batch_size or AUTO_TOKENS)
         self.batch_size = int(batch_size)
-        bos, self._eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if self._eos is None:
+        if self.eot_token_id is None:
             raise ValueError(f"needle: {self.tokenizer}; give end_of_text=TOKEN in --model_args")
-        self._prefix = self._eos if bos is None else bos
-        if prefix_token_id is not None:
-            self._prefix = int(prefix_token_id)
+        prefixes = prefix_token_id, self.tokenizer.bos_token_id, self.eot_token_id
+        self._prefix = int(next(one for one in prefixes if one is not None))
 
     # ---- methods that the harness calls -----------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
-        return self._eos
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
