@@ -128,3 +128,9 @@ def test_time_that_cannot_be_is_an_error_and_others_get_hints():
             found = judged([us], **more)
             assert reason in found.reason and found.valid == (found.reason == "") == (reason == "")
             assert hint in " ".join(found.hints) and (hint or reason or not found.hints)
+
+
+def test_time_is_the_median_between_the_quartiles_and_the_rate_is_that_of_all_arrays():
+    found = judged([1.0, 3.0], written=4_000, touched=12_000)
+    assert (found.median, found.lower, found.upper, found.calls) == (2.0, 1.5, 2.5, 2)
+    assert found.rate == pytest.approx(6.0) and found.device_rate == pytest.approx(4000.0)  # GB/s
