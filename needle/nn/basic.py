@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from needle import init, ops
 from needle._C import Device
@@ -107,10 +107,15 @@ class Flatten(Module):
 
 
 class _Function(Module):
-    """A function of needle.ops. Its options, which follow the operands, are attributes."""
+    """A function of needle.ops, which the class statement names; also its options, which follow the
+    operands, with their defaults: attributes of the module."""
 
     function: Callable[..., Tensor]
-    options: Mapping[str, Any] = {}  # with their defaults
+    options: Mapping[str, Any] = {}
+
+    def __init_subclass__(cls, function: Any = None, **options: Any) -> None:
+        if function is not None:
+            cls.function, cls.options = staticmethod(function), options
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__()
@@ -122,64 +127,44 @@ class _Function(Module):
         return type(self).function(*operands, *(getattr(self, name) for name in self.options))
 
 
-class ReLU(_Function):
+class ReLU(_Function, function=ops.relu):
     """max(x, 0)."""
 
-    function = staticmethod(ops.relu)
 
-
-class LeakyReLU(_Function):
+class LeakyReLU(_Function, function=ops.leaky_relu, negative_slope=0.01):
     """ops.leaky_relu: x above 0, negative_slope x elsewhere."""
 
-    function, options = staticmethod(ops.leaky_relu), {"negative_slope": 0.01}
 
-
-class ELU(_Function):
+class ELU(_Function, function=ops.elu, alpha=1.0):
     """ops.elu: x above 0, alpha (e^x - 1) elsewhere."""
 
-    function, options = staticmethod(ops.elu), {"alpha": 1.0}
 
-
-class GELU(_Function):
+class GELU(_Function, function=ops.gelu, approximate="none"):
     """x Phi(x); approximate: "none" for the error function, "tanh" for its approximation."""
 
-    function, options = staticmethod(ops.gelu), {"approximate": "none"}
 
-
-class SiLU(_Function):
+class SiLU(_Function, function=ops.silu):
     """x sigmoid(x)."""
 
-    function = staticmethod(ops.silu)
 
-
-class Tanh(_Function):
+class Tanh(_Function, function=ops.tanh):
     """The hyperbolic tangent."""
 
-    function = staticmethod(ops.tanh)
 
-
-class Softmax(_Function):
+class Softmax(_Function, function=ops.softmax, dim=-1):
     """ops.softmax over the axis `dim`."""
 
-    function, options = staticmethod(ops.softmax), {"dim": -1}
 
-
-class LogSoftmax(_Function):
+class LogSoftmax(_Function, function=ops.logsoftmax, dim=-1):
     """ops.logsoftmax over the axis `dim`."""
 
-    function, options = staticmethod(ops.logsoftmax), {"dim": -1}
 
-
-class Softplus(_Function):
+class Softplus(_Function, function=ops.softplus):
     """log(1 + e^x)."""
 
-    function = staticmethod(ops.softplus)
 
-
-class Sigmoid(_Function):
+class Sigmoid(_Function, function=ops.sigmoid):
     """1 / (1 + e^-x)."""
-
-    function = staticmethod(ops.sigmoid)
 
 
 class SwiGLU(Module):
@@ -457,7 +442,7 @@ class Embedding(Module):
         return ops.embedding(x, self.weight)
 
 
-class SoftmaxLoss(_Function):
+class SoftmaxLoss(_Function, function=ops.cross_entropy):
     """The mean cross-entropy of logits (B, classes) for classes y (B,), a float32 scalar.
 
     >>> loss = nn.SoftmaxLoss()(ndl.zeros(5, 10), [0, 1, 2, 3, 4])
@@ -465,40 +450,22 @@ class SoftmaxLoss(_Function):
     2.3026
     """
 
-    function = staticmethod(ops.cross_entropy)
+
+class MSELoss(_Function, function=ops.mse_loss, reduction="mean"):
+    """ops.mse_loss: (input - target)^2; reduction: "mean", "sum" or "none"."""
 
 
-class _ElementLoss(_Function):
-    """A loss of each element; reduction: "mean", "sum" or "none"."""
-
-    options: ClassVar = {"reduction": "mean"}
-
-
-class MSELoss(_ElementLoss):
-    """ops.mse_loss: (input - target)^2."""
-
-    function = staticmethod(ops.mse_loss)
-
-
-class L1Loss(_ElementLoss):
+class L1Loss(_Function, function=ops.l1_loss, reduction="mean"):
     """ops.l1_loss: |input - target|."""
 
-    function = staticmethod(ops.l1_loss)
 
-
-class BCELoss(_ElementLoss):
+class BCELoss(_Function, function=ops.binary_cross_entropy, reduction="mean"):
     """ops.binary_cross_entropy of probabilities."""
 
-    function = staticmethod(ops.binary_cross_entropy)
 
-
-class BCEWithLogitsLoss(_ElementLoss):
+class BCEWithLogitsLoss(_Function, function=ops.binary_cross_entropy_with_logits, reduction="mean"):
     """ops.binary_cross_entropy_with_logits."""
 
-    function = staticmethod(ops.binary_cross_entropy_with_logits)
 
-
-class KLDivLoss(_ElementLoss):
+class KLDivLoss(_Function, function=ops.kl_div, reduction="mean"):
     """ops.kl_div of log-probabilities and probabilities; reduction may be "batchmean"."""
-
-    function = staticmethod(ops.kl_div)
