@@ -54,7 +54,7 @@ from needle.models.checkpoint_file import (
     step_of,
     weights_path,
 )
-from needle.safetensors import TO_FILE, chunks
+from needle.safetensors import BITS, DTYPE_NAMES, chunks
 
 __all__ = [
     "Checkpoint",
@@ -225,7 +225,7 @@ def versions() -> dict[str, str]:
 
 def _write(file: BinaryIO, tensors: dict[str, NDArray], state: dict) -> None:
     # Wide types first, so that each tensor is aligned to its own size.
-    names = sorted(tensors, key=lambda n: (-TO_FILE[tensors[n].dtype][1].itemsize, n))
+    names = sorted(tensors, key=lambda n: (-BITS[DTYPE_NAMES[tensors[n].dtype]].itemsize, n))
     metadata = {"format": FORMAT, "checksum": "0" * DIGITS, "state": json.dumps(state)}
     rest = chunks({name: tensors[name] for name in names}, metadata)
     head = next(rest)

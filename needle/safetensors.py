@@ -24,37 +24,29 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from needle.backend_ndarray import Device, NDArray, array, cpu
+from needle.backend_ndarray import DTYPES, Device, NDArray, array, cpu
 from needle.files import FileError
 
 HEADER_LIMIT = 100_000_000  # bytes; that of the package safetensors
-# safetensors' name, ours, the NumPy type that carries the bits
-DTYPES = (
-    ("F32", "float32", "<f4"),
-    ("BF16", "bfloat16", "<u2"),
-    ("F16", "float16", "<f2"),
-    ("I64", "int64", "<i8"),
-    ("I32", "int32", "<i4"),
-    ("U16", "uint16", "<u2"),
-    ("U8", "uint8", "|u1"),
-    ("BOOL", "bool", "|b1"),
-)
-TO_FILE = {ours: (theirs, np.dtype(bits)) for theirs, ours, bits in DTYPES}
-FROM_FILE = {theirs: (ours, np.dtype(bits)) for theirs, ours, bits in DTYPES}
-# What needle has no arrays of, and NumPy has.
-NUMPY_ONLY = {
-    "F64": "float64",
-    "I16": "int16",
-    "I8": "int8",
-    "U32": "uint32",
-    "U64": "uint64",
-    "C64": "complex64",
+# The names of dtypes in a file, by needle's and NumPy's; needle has no arrays of the last six.
+DTYPE_NAMES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float64": "F64",
+    "int16": "I16",
+    "int8": "I8",
+    "uint32": "U32",
+    "uint64": "U64",
+    "complex64": "C64",
 }
-# The bits of every dtype by safetensors' name, and those names by NumPy's and needle's.
-BITS = {theirs: bits for theirs, (_, bits) in FROM_FILE.items()}
-BITS |= {theirs: np.dtype(name) for theirs, name in NUMPY_ONLY.items()}
-NAMES = {ours: theirs for theirs, ours, _ in DTYPES}
-NAMES |= {name: theirs for theirs, name in NUMPY_ONLY.items()}
+BITS = {theirs: np.dtype(ours.replace("bfloat", "uint")) for ours, theirs in DTYPE_NAMES.items()}
+FROM_FILE = {theirs: ours for ours, theirs in DTYPE_NAMES.items() if ours in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class Entry:
         return np.ndarray(self.shape, BITS[self.dtype], self.data, self.offset)
 
     def read(self, device: Device) -> NDArray:
-        dtype, host = FROM_FILE[self.dtype][0], self.words()
+        dtype, host = FROM_FILE[self.dtype], self.words()
         if dtype == "bfloat16":
             return array(host, "uint16", device).view("bfloat16")
         return array(host, dtype, device)
@@ -145,30 +137,23 @@ def misfits(
     return wrong
 
 
-def _header(described: Iterable[tuple[str, str, Iterable[int], int]], metadata: Mapping) -> bytes:
-    """Return the header, after its length. described: (name, safetensors' dtype, shape, bytes) of
-    each tensor, in the order of their bytes."""
+def chunks(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """Yield the bytes of a file of NDArrays or NumPy arrays in chunks: the header with its length,
+    then each tensor in the order given. One tensor at a time is brought to the host."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name, dtype, shape, nbytes in described:
-        begin, end = end, end + nbytes
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    for name, value in tensors.items():
+        begin, end = end, end + value.nbytes
+        about = {"dtype": DTYPE_NAMES[str(value.dtype)], "shape": list(value.shape)}
+        header[name] = {**about, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def chunks(tensors: Mapping[str, NDArray], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """Yield the bytes of a file in chunks: the header with its length, then each tensor in the
-    order given. One tensor at a time is brought to the host."""
-    yield _header(
-        ((name, TO_FILE[v.dtype][0], v.shape, v.nbytes) for name, v in tensors.items()), metadata
-    )
+    yield len(text).to_bytes(8, "little") + text
     for value in tensors.values():
-        value = value.compact()
-        if value.dtype == "bfloat16":
-            value = value.view("uint16")
-        yield memoryview(np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint8))
+        if isinstance(value, NDArray):
+            value = value.compact()
+            value = (value.view("uint16") if value.dtype == "bfloat16" else value).numpy()
+        yield memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
 # ---- bytes that are no file ----------------------------------------------------------------------
@@ -194,9 +179,6 @@ def unpack(data: bytes | bytearray, what: str, header_limit: int = HEADER_LIMIT)
 def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
     """The bytes of NumPy arrays; TypeError for a dtype that safetensors does not have."""
     for name, value in arrays.items():
-        if value.dtype.name not in NAMES:
+        if value.dtype.name not in DTYPE_NAMES:
             raise TypeError(f"{name}: safetensors has no dtype {value.dtype}")
-    head = _header(
-        ((name, NAMES[v.dtype.name], v.shape, v.nbytes) for name, v in arrays.items()), {}
-    )
-    return b"".join([head, *(np.ascontiguousarray(v).tobytes() for v in arrays.values())])
+    return b"".join(chunks(arrays, {}))

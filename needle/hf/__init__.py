@@ -41,7 +41,7 @@ from needle.data.tokenizer import (
     load_tokenizer,
 )
 from needle.files import FileError, named, read_json, reading, remove_leftovers, replacing
-from needle.safetensors import TO_FILE, Entry, chunks, misfits, read_header
+from needle.safetensors import DTYPE_NAMES, Entry, chunks, misfits, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -112,7 +112,7 @@ def load(
     if mapping.TIED_HEAD not in shapes:
         entries.pop(mapping.TIED_HEAD, None)  # of a tied model, whose head is the embedding
     theirs = [{mapping.hf_name(n): x for n, x in of.items()} for of in (entries, shapes)]
-    problems += misfits(*theirs, [TO_FILE[dtype][0] for dtype in FLOAT_DTYPES])
+    problems += misfits(*theirs, [DTYPE_NAMES[dtype] for dtype in FLOAT_DTYPES])
     if problems:
         raise FileError(f"{folder}: does not fit its configuration: {'; '.join(problems)}")
     for name, parameter in model.named_parameters():
