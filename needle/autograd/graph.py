@@ -99,7 +99,7 @@ def check_unchanged(node: Any) -> None:
                 if replaced:
                     raise _changed(op, f"the data of operand {i} was replaced", x.cached_data)
                 raise _changed(op, f"operand {i} {WRITTEN}", data)
-    if op.reads_result and _is_written(node.cached_data, since):
+    if op.reads_result and _is_written(node.cached_data, since) and op.reads_output(node):
         raise _changed(op, f"the result {WRITTEN}", node.cached_data)
     for data in node.kept:
         if data.written > since:

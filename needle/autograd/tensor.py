@@ -86,6 +86,10 @@ class Op:
         """True if the gradients that `node` needs read input i. Of an op that reads its inputs."""
         return True
 
+    def reads_output(self, node: Value) -> bool:
+        """True if they read the result. Of an op that reads its result."""
+        return True
+
     def compute(self, *args: Any) -> Any:
         """The result as an NDArray (or a tuple of them) from the inputs as NDArrays."""
         raise NotImplementedError(f"{type(self).__name__}.compute is not defined")

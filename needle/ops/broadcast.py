@@ -44,9 +44,16 @@ class Ruled(TensorOp):
         return tensors
 
     def reads_input(self, i: int, node: Any) -> bool:
-        named = zip("xy", self.reads, self.operands(node.inputs))
-        found = [(name, read, x) for name, read, x in named if isinstance(x, Value)]
-        return any(found[i][0] in read for _, read, x in found if x.requires_grad)
+        given = [n for n, x in zip("xy", self.operands(node.inputs)) if isinstance(x, Value)]
+        return self._reads(given[i], node)
+
+    def reads_output(self, node: Any) -> bool:
+        return self._reads("out", node)
+
+    def _reads(self, name: str, node: Any) -> bool:
+        """True if the rule of an operand that needs a gradient reads this."""
+        parts = zip(self.reads, self.operands(node.inputs))
+        return any(name in read and getattr(x, "requires_grad", False) for read, x in parts)
 
     def compute(self, *arrays: Any) -> NDArray:
         return self.function(*self.operands(arrays), *self.settings)

@@ -10,7 +10,6 @@ broadcast like NumPy, and gradients are summed back to each operand's shape and 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from numbers import Number
@@ -35,24 +34,9 @@ ROWS: dict[str, Callable[..., Tensor]] = {}  # the functions, which are methods 
 class _Elementwise(Ruled):
     """A row with its operands: numbers, and None in the place of each Tensor."""
 
-    read_by: dict[tuple[bool, ...], tuple[bool, bool]]  # reads_inputs, reads_result
-
     def __init__(self, *numbers: Any) -> None:
         self.numbers = numbers
-        which = tuple([x is None for x in numbers])
-        self.are_tensors = all(which)
-        self.reads_inputs, self.reads_result = self.read_by[which]
-
-    @classmethod
-    def of_row(cls, kernel: str, doc: str, rules: tuple[Rule, ...]) -> type[_Elementwise]:
-        """Make the class of a row."""
-        read_by = {}  # by which operands are Tensors
-        name = NAMES.get(kernel, kernel.capitalize())
-        kind = cls.made(name, getattr(_C, kernel), rules, names=(), read_by=read_by, __doc__=doc)
-        for which in itertools.product((True, False), repeat=len(rules)):
-            read = {name for names in itertools.compress(kind.reads, which) for name in names}
-            read_by[which] = not read.isdisjoint(itertools.compress("xy", which)), "out" in read
-        return kind
+        self.are_tensors = all([x is None for x in numbers])
 
     def operands(self, tensors: Any) -> Any:
         if self.are_tensors:
@@ -64,7 +48,8 @@ class _Elementwise(Ruled):
 def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
     """Make the function of a row of ops.def. Of two operands one may be a number, or what a Tensor
     is made from."""
-    kind = _Elementwise.of_row(kernel, doc, rules)
+    name = NAMES.get(kernel, kernel.capitalize())
+    kind = _Elementwise.made(name, getattr(_C, kernel), rules, names=(), __doc__=doc)
     of_tensors = kind(*[None] * len(rules))
 
     def of_one(a: Tensor) -> Tensor:
