@@ -75,7 +75,12 @@ class Checkpoint:
     def __init__(self, filepath: str | os.PathLike) -> None:
         self.path = named(filepath)
         with reading(self.path) as file:
-            self._entries, self.state = self._read(file)
+            metadata, entries = read_header(file)
+            if metadata.get("format") != FORMAT:
+                raise self._error("a safetensors file, but not one of needle's checkpoints")
+            self._verify(file, metadata.get("checksum"))
+            self._entries = {entry.name: entry for entry in entries}
+            self.state: dict[str, Any] = json.loads(metadata["state"])
 
     def __repr__(self) -> str:
         step = "" if "step" not in self.state else f", step {self.state['step']}"
@@ -113,13 +118,6 @@ class Checkpoint:
             yield
         except (TypeError, ValueError, LookupError, OverflowError) as error:
             raise self._error(f"{problem}: {error}") from error
-
-    def _read(self, file: BinaryIO) -> tuple[dict[str, Entry], dict]:
-        metadata, entries = read_header(file)
-        if metadata.get("format") != FORMAT:
-            raise self._error("a safetensors file, but not one of needle's checkpoints")
-        self._verify(file, metadata.get("checksum"))
-        return {entry.name: entry for entry in entries}, json.loads(metadata["state"])
 
     def _verify(self, file: BinaryIO, checksum: Any) -> None:
         file.seek(0)
@@ -246,7 +244,7 @@ class Checkpoint:
             accumulating, own = numbers.pop("accumulating"), dict(model.named_parameters())
             parameters = [own[name] for name in names]
             if decayed is not None:
-                optimizer = kind(nn.flat_again(names, parameters, decayed))
+                optimizer = kind(nn.FlatParameters(names, parameters, decayed))
             else:
                 if accumulating:
                     nn.flatten_parameters(model, only=accumulating)

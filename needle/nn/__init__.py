@@ -34,13 +34,7 @@ from needle.nn.basic import (
     Tanh,
     TiedHead,
 )
-from needle.nn.flat import (
-    FlatParameters,
-    flat_again,
-    flatten_parameters,
-    is_decayed,
-    place_neighbours,
-)
+from needle.nn.flat import FlatParameters, flatten_parameters, is_decayed, place_neighbours
 from needle.nn.module import Module, Parameter, fuses_as
 from needle.nn.recomputed import recompute
 from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
 
 from needle import _C
 from needle._C import NDArray
@@ -26,12 +25,9 @@ class FlatParameters:
     that the optimizer's copy trains.
     """
 
-    def __init__(
-        self, named: list[tuple[str, Parameter]], decayed: int, device: Any, dtype: str
-    ) -> None:
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        self.decayed = decayed  # how many of them decay
+    def __init__(self, names: list[str], parameters: list[Parameter], decayed: int) -> None:
+        """Move the parameters into new buffers in this order; the first `decayed` decay."""
+        self.names, self.parameters, self.decayed = names, parameters, decayed
         self.offsets: list[int] = []
         end = 0
         self.decay_size = 0
@@ -40,8 +36,9 @@ class FlatParameters:
             end += -(-p.size // ALIGNMENT) * ALIGNMENT
             if i + 1 == decayed:
                 self.decay_size = end
-        self.data = _C.empty((end,), dtype, device)
-        self._grad = _C.empty((end,), "float32", device)
+        first = self.parameters[0]
+        self.data = _C.empty((end,), first.dtype, first.device)
+        self._grad = _C.empty((end,), "float32", first.device)
         self.data.fill(0)
         self._grad.fill(0)
         # Matrices, and biases (1, out): zeros are left to the next product, which may write.
@@ -54,6 +51,7 @@ class FlatParameters:
                 self._zeroed_now[-1] = (self._zeroed_now[-1][0], stop)
             elif p.ndim < 2:
                 self._zeroed_now.append((start, stop))
+        self._adopt()
 
     @property
     def grad(self) -> NDArray:
@@ -79,7 +77,7 @@ class FlatParameters:
         p = self.parameters[i]
         return buffer[self.offsets[i] : self.offsets[i] + p.size].reshape(p.shape)
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         """Moves the parameters into the buffers, with the gradients that they have."""
         for i, p in enumerate(self.parameters):
             place, grad = self.view(self.data, i), p.grad
@@ -95,21 +93,13 @@ class FlatParameters:
         return self  # a second object over the same buffers would be of no use
 
     def __reduce__(self) -> tuple:
-        return flat_again, (self.names, self.parameters, self.decayed)
+        return FlatParameters, (self.names, self.parameters, self.decayed)
 
     def __repr__(self) -> str:
         return (
             f"FlatParameters({len(self.names)} parameters, {self.size} elements of "
             f"{self.data.dtype}, {self.decay_size} decayed)"
         )
-
-
-def flat_again(names: list[str], parameters: list[Parameter], decayed: int) -> FlatParameters:
-    """Move parameters into buffers in this order; the first `decayed` decay."""
-    first = parameters[0]
-    flat = FlatParameters(list(zip(names, parameters)), decayed, first.device, first.dtype)
-    flat.adopt()
-    return flat
 
 
 def _flat_of(p: Parameter) -> FlatParameters | None:
@@ -216,7 +206,7 @@ def flatten_parameters(
     ):
         return before
 
-    flat = FlatParameters(order, decayed, first.device, first.dtype)
-    flat.adopt()
+    names, parameters = map(list, zip(*order))
+    flat = FlatParameters(names, parameters, decayed)
     flat.reset_grad()
     return flat
