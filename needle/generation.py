@@ -85,7 +85,9 @@ def stream(
             f"generate: max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}"
         )
     ids, stop = _ids_and_stop(model, input_ids, stop)
-    stops = _stop_ids(stop)
+    stops = np.array(list(stop))
+    if stops.size and stops.dtype.kind not in "iu":
+        raise TypeError(f"generate: stop must be a list of token ids, not {stop!r}")
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     vocabulary = model.config.vocab_size
     rows = prompt_rows(ids, vocabulary)
@@ -159,13 +161,6 @@ def _ids_and_stop(
         return prompts, () if stop is None else stop
     ids = [model.to_tokens(text)[0] for text in texts]
     return ids, model.tokenizer.stops if stop is None else stop
-
-
-def _stop_ids(stop: Collection[int]) -> np.ndarray:
-    ids = np.array(list(stop))
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"generate: stop must be a list of token ids, not {stop!r}")
-    return ids
 
 
 def _is_one_prompt(input_ids) -> bool:
@@ -492,26 +487,25 @@ class _Decoder:
         self.graph = None
 
     def tokens(self, count: int) -> Iterator[np.ndarray]:
+        """Yield the next `count` tokens of each row, from which the next are computed."""
         self._prefill()
-        if not self.chooser.on_device:
-            for left in range(count, 0, -1):
-                drawn = self.chooser.choose(_C.AsyncCopy(self.logits).wait().numpy())
-                yield drawn
-                if left > 1:
-                    self.tokens_now[:] = array(drawn, "int32", self.device)
-                    self._advance(left - 1)
-            return
-        ahead = not self.device.is_host
-        coming = _C.AsyncCopy(self.tokens_now)
-        for left in range(count, 0, -1):
+        on_device = self.chooser.on_device
+        told = self.tokens_now if on_device else self.logits
+        ahead = on_device and not self.device.is_host
+        coming = _C.AsyncCopy(told)
+        for left in range(count - 1, -1, -1):
             now = coming
-            if ahead and left > 1:  # the device starts on the next token before this one is read
-                self._advance(left - 1)
-                coming = _C.AsyncCopy(self.tokens_now)
-            yield checked(now.wait().numpy())
-            if not ahead and left > 1:
-                self._advance(left - 1)
-                coming = _C.AsyncCopy(self.tokens_now)
+            if ahead and left:  # the device starts on the next token before this one is read
+                self._advance(left)
+                coming = _C.AsyncCopy(told)
+            values = now.wait().numpy()
+            drawn = checked(values) if on_device else self.chooser.choose(values)
+            yield drawn
+            if left and not ahead:
+                if not on_device:
+                    self.tokens_now[:] = array(drawn, "int32", self.device)
+                self._advance(left)
+                coming = _C.AsyncCopy(told)
 
     def _advance(self, left: int) -> None:
         """One step; `left` are to come with it."""
