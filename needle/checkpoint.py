@@ -21,6 +21,7 @@ leads to a whole file. No pickle is ever loaded, whatever the file is called.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -294,19 +295,16 @@ def load(
 # ---- the folder of a run ----------------------------------------------------------------------
 
 
-def _is_whole(path: Path) -> bool:
-    try:
-        return Checkpoint(path) is not None
-    except CheckpointError:
-        return False
-
-
 def last_good_checkpoint(folder: str | os.PathLike, finite: int, following: int) -> Path | None:
     """The newest whole checkpoint after which `following` steps or more had finite losses, where
     the steps up to `finite` had. The loss of a checkpoint's own step does not show it: weights that
     have diverged are seen in the steps after."""
-    paths = (p for p in list_checkpoints(folder) if step_of(p) + following <= finite)
-    return next((path for path in paths if _is_whole(path)), None)
+    for path in list_checkpoints(folder):
+        if step_of(path) + following <= finite:
+            with contextlib.suppress(CheckpointError):
+                Checkpoint(path)
+                return path
+    return None
 
 
 def prune_checkpoints(

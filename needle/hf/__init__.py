@@ -49,26 +49,17 @@ SHARD_SIZE = 5_000_000_000  # bytes of tensors in one file
 
 
 class WeightMapping(Protocol):
-    """Describe a model family as transformers writes it; models/gpt_neox.py is one."""
+    """Describe a model family as transformers writes it; models/gpt_neox.py is one, and says what
+    the functions return. ValueError for what they cannot read, or transformers not compute."""
 
     MODEL_TYPE: str  # of config.json
     TIED_HEAD: str  # our name of the head, which a tied model's file may hold as well
 
-    def config_from_hf(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields of our configuration. ValueError lists all that cannot be read."""
-
-    def config_to_hf(self, config: Any) -> dict[str, Any]:
-        """config.json, without special tokens. ValueError for a model that transformers would
-        compute otherwise."""
-
-    def hf_name(self, name: str) -> str:
-        """Their name of our parameter."""
-
-    def our_name(self, name: str) -> str:
-        """Our name of their tensor."""
-
-    def is_buffer(self, name: str) -> bool:
-        """True if a tensor of their files is no parameter."""
+    def config_from_hf(self, fields: dict[str, Any]) -> dict[str, Any]: ...
+    def config_to_hf(self, config: Any) -> dict[str, Any]: ...
+    def hf_name(self, name: str) -> str: ...
+    def our_name(self, name: str) -> str: ...
+    def is_buffer(self, name: str) -> bool: ...
 
 
 # ---- reading ------------------------------------------------------------------------------------
