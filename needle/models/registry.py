@@ -44,22 +44,17 @@ class Config:
         presets = cls.presets()
         if name not in presets:
             raise ValueError(f"no preset {name!r}; there are {', '.join(presets)}")
-        cls._check_fields(changes)
-        return cls(**{**presets[name], **changes})
+        return cls.from_dict({**presets[name], **changes})
 
     @classmethod
     def from_dict(cls: type[AnyConfig], fields: Mapping[str, Any]) -> AnyConfig:
-        cls._check_fields(fields)
-        return cls(**fields)
-
-    @classmethod
-    def _check_fields(cls, fields: Mapping[str, Any]) -> None:
         own = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted({*fields} - {*own})
         if unknown:
             raise ValueError(
                 f"{cls.__name__}: unknown fields {', '.join(unknown)}; there are {', '.join(own)}"
             )
+        return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -204,7 +204,8 @@ class Module:
 
     def named_buffers(self) -> Parts[tuple[str, Tensor]]:
         """(name, buffer) in the order of definition, also those that are not saved."""
-        return Parts((n, v) for n, v in _walk(self, "", set()) if _is_buffer(v))
+        tensors = (x for x in _walk(self, "", set()) if isinstance(x[1], Tensor))
+        return Parts((name, x) for name, x in tensors if not isinstance(x, Parameter))
 
     def buffers(self) -> Parts[Tensor]:
         """Every buffer, in the order of definition."""
@@ -356,17 +357,8 @@ def _moved(value: Any, device: Device) -> Any:
 
 
 def _as_ndarray(value: Any) -> NDArray:
-    if isinstance(value, Tensor):
-        return value.cached_data
-    if isinstance(value, NDArray):
-        return value
-    value = np.asarray(value)
-    dtype = "float32" if value.dtype == np.float64 else value.dtype.name
-    return _C.array(value, dtype, _C.cpu())
-
-
-def _is_buffer(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, Parameter)
+    value = getattr(value, "cached_data", value)
+    return value if isinstance(value, NDArray) else _C.array(value, None, _C.cpu())
 
 
 def _label(module: Module) -> str:
