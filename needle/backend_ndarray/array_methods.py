@@ -127,10 +127,6 @@ def _tolist(self: NDArray) -> Any:
     return self.numpy().tolist()
 
 
-def _str(self: NDArray) -> str:
-    return str(self.numpy())
-
-
 def _repr(self: NDArray) -> str:
     """Adds the shape where the elements do not tell it: no elements, or memory that is lost."""
     where = f"dtype={self.dtype}, device={self.device})"
@@ -226,6 +222,6 @@ for _name, _method in {
     "__float__": lambda self: float(self.item()),
     "__int__": lambda self: int(self.item()),
     "__repr__": _repr,
-    "__str__": _str,
+    "__str__": lambda self: str(self.numpy()),
 }.items():
     setattr(NDArray, _name, _method)

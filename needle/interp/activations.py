@@ -176,8 +176,7 @@ class ActivationCache(dict[str, Tensor]):
                 parts[f"{end}_mid"] = self["resid_mid", end]
         stack = ops.stack([_at(part, pos_slice) for part in parts.values()])
         if apply_ln:
-            is_last = end == self.layers
-            stack = self.apply_ln_to_stack(stack, end, mlp_input, pos_slice, recompute_ln=is_last)
+            stack = self.apply_ln_to_stack(stack, end, mlp_input, pos_slice, recompute_ln=True)
         return (stack, list(parts)) if return_labels else stack
 
     def decompose_resid(

@@ -63,7 +63,7 @@ def generic_activation_patch(
             for places in _groups(itertools.product(*map(range, sizes)), batch // x.shape[0]):
                 patch = partial(_patch, name=name, clean=clean, axes=axes, places=places)
                 with _hooked_after(model, start, {name: patch}):
-                    hidden = model.hidden_from(_repeat(x, len(places)), layer)
+                    hidden = model.hidden_from(ops.tile(x, (len(places), 1, 1)), layer)
                 if logits_at is not None:
                     hidden = hidden[:, np.atleast_1d(logits_at)]
                 logits = model.embed_out(hidden)
@@ -130,11 +130,6 @@ def _patch(
     grouped = x.reshape((len(places), *clean.shape))
     chosen = ops.where(array(mask, "bool", x.device), clean.reshape((1, *clean.shape)), grouped)
     return chosen.reshape(x.shape)
-
-
-def _repeat(x: Tensor, count: int) -> Tensor:
-    whole = x.reshape((1, *x.shape)).broadcast_to((count, *x.shape))
-    return whole.reshape((count * x.shape[0], *x.shape[1:]))
 
 
 def _groups(places: Iterator[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:

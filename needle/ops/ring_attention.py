@@ -109,7 +109,12 @@ class SharedSequence:
 
     def own(self) -> list[tuple[slice, slice]]:
         """(where a run of this rank's tokens lies in its arrays, which tokens it is)."""
-        return _placed(self._runs[self.group.rank])
+        placed, begin = [], 0
+        for tokens in self._runs[self.group.rank]:
+            size = tokens.stop - tokens.start
+            placed.append((slice(begin, begin + size), tokens))
+            begin += size
+        return placed
 
     def gather(
         self, k: NDArray, v: NDArray, beside: bool
@@ -281,15 +286,6 @@ def exact(x: NDArray) -> NDArray:
 def _of_sequences(arrays: Sequence[NDArray], tokens: slice) -> list[NDArray]:
     """Return the memory of tokens of compact arrays (B, T, H, D), that of each sequence apart."""
     return [x[n, tokens] for x in arrays for n in range(len(x))]
-
-
-def _placed(chunks: Sequence[slice]) -> list[tuple[slice, slice]]:
-    placed, begin = [], 0
-    for tokens in chunks:
-        size = tokens.stop - tokens.start
-        placed.append((slice(begin, begin + size), tokens))
-        begin += size
-    return placed
 
 
 def ring_attention(
