@@ -5,15 +5,11 @@ gradients, remembers the op and the inputs that made it. `backward()` walks that
 result to the leaves.
 
 An op has `compute(*arrays)`, NDArrays in, an NDArray out (of a TensorTupleOp a tuple of them), and
-one of two protocols for its gradient (docs/design.md, Two protocols):
-
-- `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
-  `node`. It is pure and built from ops, so it can be differentiated again. The gradient of a tuple
-  is a TensorTuple, or a list, with None for the elements that have none;
-- `backward(dout, node, into)` of a FusedOp: NDArrays in and out, by kernels. It adds the gradients
-  of weights into the float32 arrays `into[i]`. That is how those of flattened parameters
-  (`needle.nn.flatten_parameters`) are summed by the kernel that computes them. A kernel that can
-  write as well as add uses `into.with_add(i)`.
+one of two protocols for its gradient (docs/design.md, Two protocols): `gradient(out_grad, node)`, a
+Tensor for each input of `node`, built from ops, so that it can be differentiated again; or that of
+a FusedOp, `backward(dout, node, into)`, arrays by kernels, which add the gradients of weights into
+`into[i]` (Accumulators). The gradient of a tuple is a TensorTuple, or a list, with None for the
+elements that have none.
 
 Every `backward()` adds to `.grad`, until `optimizer.reset_grad()` or `x.grad = None`. That of a
 Parameter with a gradient buffer is a Tensor over the buffer. That of another leaf has memory of its
