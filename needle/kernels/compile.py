@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -50,11 +52,11 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _call(function: str, *arguments: Any, allowed: Sequence[int] = ()) -> int:
-    """Call a function of NVRTC, and return its status. RuntimeError for an error that is not
-    allowed."""
+def _call(function: str, *arguments: Any) -> int:
+    """Call a function of NVRTC, and return its status. RuntimeError for an error that is not the
+    user's."""
     status = _library()[function](*arguments)
-    if status and status not in allowed:
+    if status and status not in USERS_ERRORS:
         raise RuntimeError(f"{function}: {_library().nvrtcGetErrorString(status).decode()}")
     return status
 
@@ -155,7 +157,7 @@ def build(
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
     limits.of_arch(arch)  # ValueError
     names = (entries,) if isinstance(entries, str) else tuple(entries)
-    make = _build if options or reads_files(source) else _build_once
+    make = _build.__wrapped__ if options or reads_files(source) else _build
     return make(source, names, arch, tuple(options))
 
 
@@ -164,11 +166,14 @@ def reads_files(source: str) -> bool:
     return bool(READING_LINE.search(source))
 
 
+@functools.lru_cache(maxsize=256)
 def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Compiled:
     code, ptx, log, symbols = _compile(source, names, arch, options)
-    found = _resources(ptx, log)
+    found = _kernels(ptx, log, arch)
     if not names:
-        symbols = _own_names(found)
+        known = Counter(entry.name for entry in found.values())
+        for symbol, entry in found.items():  # those of one name by their whole signature
+            symbols[entry.name if known[entry.name] == 1 else str(demangle(symbol))] = symbol
         if not symbols:
             raise CompileError(
                 f"{SOURCE} has no kernel: it needs a __global__ function, and a template is "
@@ -181,14 +186,9 @@ def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, .
             raise CompileError(
                 f"entries: {name!r} is no kernel: there is no __global__ function {symbol}"
             )
-        layout, needs = found[symbol]
-        signature = Signature.of_symbol(symbol, layout)
-        made[name] = Entry(name=name, symbol=symbol, arch=arch, signature=signature, **needs)
+        made[name] = replace(found[symbol], name=name)
     log = PTXAS_INFO.sub("", log).strip()
     return Compiled(arch, code, log, made, source, options)
-
-
-_build_once = functools.lru_cache(maxsize=256)(_build)
 
 
 def _compile(
@@ -211,7 +211,7 @@ def _compile(
         for entry in names:
             _call("nvrtcAddNameExpression", program, entry.encode())
         given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-        failed = _call("nvrtcCompileProgram", program, len(flags), given, allowed=USERS_ERRORS)
+        failed = _call("nvrtcCompileProgram", program, len(flags), given)
         if failed and not whole:
             return _compile(source, names, arch, options, whole=True)
         log = _data("ProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
@@ -220,26 +220,12 @@ def _compile(
         symbols = {}
         for entry in names:
             symbol = ctypes.c_char_p()
-            words = program, entry.encode(), ctypes.byref(symbol)
-            if _call("nvrtcGetLoweredName", *words, allowed=range(1, 100)) or not symbol.value:
-                raise CompileError(f"entries: {entry!r} is no kernel of {SOURCE}", log)
+            _call("nvrtcGetLoweredName", program, entry.encode(), ctypes.byref(symbol))
             symbols[entry] = symbol.value.decode()
         ptx = _data("PTX", program).decode(errors="replace")
         return _data("CUBIN", program), ptx, log, symbols
     finally:
         _call("nvrtcDestroyProgram", ctypes.byref(program))
-
-
-def _own_names(found: Iterable[str]) -> dict[str, str]:
-    """Return {name: symbol} of all kernels; those of one name by their whole signature."""
-    names: dict[str, list[str]] = {}
-    for symbol in found:
-        names.setdefault(short_name(symbol), []).append(symbol)
-    whole = {}
-    for name, symbols in names.items():
-        for symbol in symbols:
-            whole[name if len(symbols) == 1 else str(demangle(symbol))] = symbol
-    return whole
 
 
 # ---- resources of a kernel -----------------------------------------------------------------------
@@ -250,35 +236,31 @@ PTX_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 PTX_PARAMETER = re.compile(r"\.param\s+(?:\.align (\d+)\s+)?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?")
 
 
-def _resources(ptx: str, log: str) -> dict[str, tuple[Layout, dict[str, Any]]]:
-    """Return {symbol: (layout of its parameters, resources as of Entry)} of all kernels."""
+def _kernels(ptx: str, log: str, arch: str) -> dict[str, Entry]:
+    """Return all kernels by their symbols, each with the name of its function."""
     reports = dict(re.findall(r"Compiling entry function '(\S+)'((?:.|\n(?!.*Compiling))*)", log))
     found = {}
     for symbol, parameters, directives in PTX_ENTRY.findall(ptx):
-        report = reports.get(symbol, "")
 
-        def reported(what: str, report: str = report) -> int:
+        def reported(what: str, report: str = reports.get(symbol, "")) -> int:
             match = re.search(rf"(\d+) {what}|{what} (\d+)", report)
             return int(match[1] or match[2]) if match else 0
 
         def sizes(name: str, directives: str = directives) -> tuple[int, int, int] | None:
             match = re.search(rf"\.{name}\s+([\d, ]+)", directives)
-            numbers = [int(n) for n in match[1].split(",")] if match else []
-            return (*numbers, *[1] * (3 - len(numbers))) if match else None  # type: ignore[return-value]
+            return limits.triple(name, [int(n) for n in match[1].split(",")]) if match else None
 
-        most = sizes("maxntid")
-        found[symbol] = (
-            _layout(parameters),
-            {
-                "registers": reported("registers"),
-                "shared_bytes": reported("bytes smem"),
-                "local_bytes": max(
-                    reported("bytes stack frame"), reported("bytes cumulative stack size")
-                ),
-                "max_threads": most[0] * most[1] * most[2] if most else limits.BLOCK_THREADS,
-                "block": sizes("reqntid"),
-                "cluster": sizes("reqnctapercluster"),
-            },
+        found[symbol] = Entry(
+            name=short_name(symbol),
+            symbol=symbol,
+            arch=arch,
+            signature=Signature.of_symbol(symbol, _layout(parameters)),
+            registers=reported("registers"),
+            shared_bytes=reported("bytes smem"),
+            local_bytes=max(reported("bytes stack frame"), reported("bytes cumulative stack size")),
+            max_threads=math.prod(sizes("maxntid") or [limits.BLOCK_THREADS]),
+            block=sizes("reqntid"),
+            cluster=sizes("reqnctapercluster"),
         )
     return found
 

@@ -108,7 +108,7 @@ class Signature:
     def of_symbol(symbol: str, layout: Layout) -> Signature:
         """Read the compiled symbol. A type that does not fit the layout is unknown."""
         parts = _function_parts(symbol)
-        types = [] if parts is None else _split(parts[1])
+        types = [] if parts is None else parts[1]
         types = types if len(types) == len(layout) else [""] * len(layout)
         found = [read_type(text, offset, size) for text, (offset, size) in zip(types, layout)]
         return Signature(short_name(symbol), tuple(found))
@@ -157,29 +157,21 @@ def short_name(symbol: str) -> str:
 # ---- reading types -------------------------------------------------------------------------------
 
 
-def _function_parts(symbol: str) -> tuple[str, str] | None:
-    """Return (the text before the parameters of a C++ function, the text in their parentheses).
+def _function_parts(symbol: str) -> tuple[str, list[str]] | None:
+    """Return (the text before the parameters of a C++ function, the types in their parentheses).
     None for a symbol that is not mangled, also for a name of C that looks mangled."""
     plain = (demangle(symbol) or "").replace("(anonymous namespace)::", "")
-    if not plain.endswith(")"):
-        return None
-    start, depth = len(plain), 0
-    while start == len(plain) or depth:
-        start -= 1
-        depth += (plain[start] == ")") - (plain[start] == "(")
-    return plain[:start], plain[start + 1 : -1]
-
-
-def _split(text: str) -> list[str]:
-    """Return the types between the commas outside of all brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "<([{") - (letter in ">)]}")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [] if text in ("", "void") else [part.strip() for part in parts]
+    types, depth, angles, end = [], 0, 0, len(plain) - 1
+    for at in reversed(range(len(plain) if plain.endswith(")") else 0)):
+        depth += (plain[at] == ")") - (plain[at] == "(")
+        if depth == 1:  # else > may be an operator
+            angles += (plain[at] == ">") - (plain[at] == "<")
+        if depth == 0 or (plain[at] == "," and depth == 1 and angles == 0):
+            types.insert(0, plain[at + 1 : end].strip())
+            end = at
+        if depth == 0:
+            return plain[:at], [] if types in ([""], ["void"]) else types
+    return None
 
 
 def read_type(text: str, offset: int, size: int) -> Parameter:
