@@ -76,10 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_shown = sys.stdout.isatty() and not label  # mpirun gives its ranks a terminal
         print(wrapped(text, len(row("", ""))) if is_shown else text, flush=True)
 
-    try:
-        failures = examine(args, place, say)
-    except KeyboardInterrupt:  # the parts have ended
-        return 130
+    failures = examine(args, place, say)
     verdict = f"FAILED: {failures}, above" if failures else "nothing is wrong"
     say(row("in short", f"{verdict} ({time.monotonic() - start:.1f} s)"))
     return 1 if failures else 0
