@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from needle.command import Parser, number, path, whole
+from needle.command import Parser, number, path, reporting, whole
 from needle.files import read_secret, settings_file
 from needle.kernels.pool import Pool
 from needle.processes import program
@@ -63,7 +63,9 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[4], family=address[0])
 
 
-def serve(args: argparse.Namespace) -> None:
+@reporting("needle: error")
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     try:
         from aiohttp import web
 
@@ -87,14 +89,6 @@ def serve(args: argparse.Namespace) -> None:
         print(f"listening on http://{where}:{port}, token in {token_file}", flush=True)
         service = Service(pool, token, args.max_body_bytes, args.queue)
         web.run_app(service.app, sock=sock, print=None, access_log=None)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        serve(parser().parse_args(argv))
-    except (RuntimeError, ValueError, OSError) as error:  # FileError too
-        print(f"needle: error: {error}", file=sys.stderr)
-        return 1
     return 0
 
 

@@ -18,7 +18,7 @@ import secrets
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -140,35 +140,22 @@ def read_job(text: bytes) -> Job | Problem:
     return msgspec.convert(given, Job)
 
 
-def do(job: Job | Problem, pool: Pool, arrays: Mapping[str, Any]) -> tuple[float, Any]:
-    """Return when it began, and the result."""
-    began = time.monotonic()
-    return began, pool.evaluate(job) if isinstance(job, Problem) else job.do(pool, arrays)
-
-
 # ---- figures of the GPUs -------------------------------------------------------------------------
 
 
 def figures(uuid: str | None, rows: Sequence[Mapping[str, str]], why: str) -> dict[str, Any]:
     """Return name, memory (bytes), temperature (degrees Celsius) and load (percent) of a GPU from
     the rows of nvidia-smi, and why there are none."""
-    row = next((row for row in rows if row["uuid"] == uuid), None)
-
-    def number(field: str, unit: int = 1) -> int | None:
-        text = row.get(field, "") if row else ""
-        return int(text) * unit if text.isdigit() else None
-
+    row = next((row for row in rows if row["uuid"] == uuid), {})
+    numbers = {field: int(text) for field, text in row.items() if text.isdigit()}
+    mib = {kind: numbers.get(f"memory.{kind}") for kind in MEMORY}
     return {
-        "name": row.get("name") if row else None,
-        "memory": {kind: number(f"memory.{kind}", 1 << 20) for kind in MEMORY} if row else None,
-        "temperature": number("temperature.gpu"),
-        "load": number("utilization.gpu"),
+        "name": row.get("name"),
+        "memory": {kind: n and n << 20 for kind, n in mib.items()} if row else None,
+        "temperature": numbers.get("temperature.gpu"),
+        "load": numbers.get("utilization.gpu"),
         "why": None if row else why,
     }
-
-
-def median(durations: Collection[float]) -> float | None:
-    return statistics.median(durations) if durations else None
 
 
 # ---- the service ---------------------------------------------------------------------------------
@@ -184,8 +171,7 @@ class Service:
         self.started = time.monotonic()
         self.statuses: Counter[str] = Counter()
         self.refused: Counter[int] = Counter()
-        self.queued: deque[float] = deque(maxlen=REMEMBERED)
-        self.ran: deque[float] = deque(maxlen=REMEMBERED)
+        self.seconds = {name: deque[float](maxlen=REMEMBERED) for name in ("queued", "ran")}
         middleware = web.middleware(lambda request, handler: self.answer(request, handler))
         self.app = web.Application(middlewares=[middleware], client_max_size=body_bytes)
         self.app.router.add_post("/evaluate", self.evaluate)
@@ -240,16 +226,18 @@ class Service:
         self.jobs += 1
         try:
             job, arrays = await read_request(request)
+            do = job.do if isinstance(job, Job) else lambda pool, arrays: pool.evaluate(job)
+            work = lambda: (time.monotonic(), do(self.pool, arrays))
             loop = asyncio.get_running_loop()
-            began, result = await loop.run_in_executor(self.workers, do, job, self.pool, arrays)
+            began, result = await loop.run_in_executor(self.workers, work)
         finally:
             self.jobs -= 1
         if self.pool.closed:
             raise web.HTTPServiceUnavailable(text="the service ends")
         seconds = {"queued": began - came, "ran": time.monotonic() - began}
         self.statuses[result.status] += 1
-        self.queued.append(seconds["queued"])
-        self.ran.append(seconds["ran"])
+        for name, took in seconds.items():
+            self.seconds[name].append(took)
         found = {**vars(result), "seconds": seconds}
         outputs = found.pop("outputs", ())
         if isinstance(job, Job) and job.outputs:  # msgspec writes bytes in base64
@@ -286,7 +274,10 @@ class Service:
                 "most_running": len(self.pool.devices),
                 "most_waiting": self.queue,
             },
-            "median_seconds": {"queued": median(self.queued), "ran": median(self.ran)},
+            "median_seconds": {
+                name: statistics.median(took) if took else None
+                for name, took in self.seconds.items()
+            },
             "devices": [
                 {name: one[name] for name in ("device", "faults", "set_aside")}
                 | {"name": one["facts"].get("name"), "restarts": one["started"]}
