@@ -70,11 +70,9 @@ def failure(status: str, error: BaseException) -> Message:
     return {"status": status, "message": (text or type(error).__name__)[:MESSAGE_LETTERS]}
 
 
-def answer_all(
-    words: Sequence[str], begin: Callable[[], tuple[Message, Callable[[Message], Message]]]
-) -> None:
-    """Answer the pool, as a process of it whose last two words are FD PARENT. begin: returns the
-    facts that are sent first, and the function that answers a message."""
+def answer_all(words: Sequence[str], begin: Callable[[], Any]) -> None:
+    """Answer the pool, as a process of it whose last two words are FD PARENT. begin: returns an
+    object with the `facts` that are sent first, whose `do` answers a message."""
     connection = Connection(int(words[-2]))
     os.set_inheritable(connection.fileno(), False)
     if "apart" not in words:  # its parent is compute-sanitizer then
@@ -82,12 +80,12 @@ def answer_all(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(EOFError, ConnectionError):  # the pool is gone, or wants a report
         try:
-            facts, do = begin()
+            job = begin()
         except (RuntimeError, ValueError, OSError) as error:
             return send(connection, failure("failed", error))
-        send(connection, {"status": "ok", "facts": facts})
+        send(connection, {"status": "ok", "facts": job.facts})
         while True:
-            send(connection, do(receive(connection)))
+            send(connection, job.do(receive(connection)))
 
 
 # ---- the pool's end ------------------------------------------------------------------------------
@@ -217,21 +215,17 @@ class Device:
                     started.append(self.start(self.command, state="starting", **VARIABLES))
                     self.started += 1
             except OSError as error:
-                self._does_not_start(str(error))
+                self.lose(f"a process for cuda({self.number}) does not start: {error}")
         for process in started:
             answer = process.ask(None, START_SECONDS)
             with self.changed:
                 if answer["status"] == "ok" and not self.closed:
                     process.state, self.facts = "spare", answer["facts"]
                 else:
-                    why = f"{answer.get('message', '')}\n{process.printed()}"
-                    self._does_not_start(why.strip())
+                    why = f"{answer.get('message', '')}\n{process.printed()}".strip()
+                    self.lose(f"a process for cuda({self.number}) does not start: {why}")
                     self._kill(process)
                 self.changed.notify_all()
-
-    def _does_not_start(self, why: str) -> None:
-        if not self.closed:
-            self.lose(f"a process for cuda({self.number}) does not start: {why}")
 
     def _await_ends(self) -> None:
         """Wait for the ends of killed processes. One that outlives SIGKILL loses the device."""
@@ -244,7 +238,8 @@ class Device:
     def lose(self, why: str) -> None:
         """Run no job here before a reset."""
         with self.changed:
-            self.lost = self.lost or f"{why}: set aside until reset"
+            if not self.closed:
+                self.lost = self.lost or f"{why}: set aside until reset"
             self.changed.notify_all()
 
     def take(self) -> Process | None:

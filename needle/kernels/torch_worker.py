@@ -100,9 +100,11 @@ class Clock:
 
 class Side:
     """A source with its model. Each step returns a message. Attributes: inputs (of the last
-    call)."""
+    call), facts (of the device)."""
 
     def __init__(self) -> None:
+        name = torch.cuda.get_device_name(0) if CUDA else "CPU"
+        self.facts = {"hardware": name, "device": str(DEVICE)}
         self.clock = Clock()
         self.inputs: list[Any] = []
 
@@ -221,13 +223,5 @@ class Side:
             return {**failure("failed", error), "name": name, "traceback": trace}
 
 
-def main(words: list[str]) -> None:
-    def begin() -> tuple[Message, Any]:
-        name = torch.cuda.get_device_name(0) if CUDA else "CPU"
-        return {"hardware": name, "device": str(DEVICE)}, Side().do
-
-    answer_all(words, begin)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_all(sys.argv[1:], Side)

@@ -36,7 +36,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
-from needle.kernels import guard, timing
+from needle.kernels import cases, guard, timing
 from needle.kernels.compile import Compiled, build
 from needle.kernels.kernel import arch_of, load
 from needle.kernels.process import Message, answer_all, failure
@@ -155,7 +155,9 @@ class Launch:
 
 
 class Job:
-    """The steps of one job: each returns a message."""
+    """The steps of one job: each returns a message. facts: of the device."""
+
+    facts: Message
 
     def __init__(self, device: Device, apart: bool) -> None:
         self.device, self.apart = device, apart
@@ -222,32 +224,25 @@ class Job:
         return answer
 
 
-def check(job: Job) -> None:
+def checked(job: Job) -> Job:
     """Compile and run a kernel with a known answer, as a job does. RuntimeError."""
     x = np.arange(4096, dtype=np.float32)
-    array = {"dtype": "float32", "shape": x.shape}
-    given = {"name": "x", "role": "const", "elements": x.view(np.uint8)} | array
-    way = {"grid": [16], "block": [256], "shared": 0}
-    way["arguments"] = [given, {"name": "y", "role": "out"} | array]
+    launch = cases.Launch(cases.Case(16, 256, [x, cases.Out(x.shape)]))
     answer = job.do({"do": "load", "entry": "probe", "source": PROBE, "code": None})
     if answer["status"] == "ok":
-        answer = job.do({"do": "run", **way})
+        answer = job.do({"do": "run", **launch.message})
     if answer["status"] != "ok":
         raise RuntimeError(f"a first kernel does not run: {answer['message']}")
-    y = answer["outputs"][0].view(np.float32)
+    (y,) = launch.read(answer)
     wrong = np.count_nonzero(y != 3 * x + 1)
     if wrong:
         raise RuntimeError(f"the device computes wrongly: 3 x + 1 is wrong for {wrong} of {x.size}")
+    job.facts = {**job.device.properties(), "arch": arch_of(job.device)}
+    return job
 
 
 def main(words: list[str]) -> None:
-    def begin() -> tuple[Message, Any]:
-        device = open_device()
-        job = Job(device, "apart" in words)
-        check(job)
-        return {**device.properties(), "arch": arch_of(device)}, job.do
-
-    answer_all(words, begin)
+    answer_all(words, lambda: checked(Job(open_device(), "apart" in words)))
 
 
 if __name__ == "__main__":
