@@ -56,11 +56,6 @@ class Place:
         """Return a view of its bytes."""
         return memory[self.start : self.stop]
 
-    def equal(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Return (elements,) bool: equal bits."""
-        bits = f"u{itemsize(self.dtype)}"
-        return self.bytes_of(before).view(bits) == self.bytes_of(after).view(bits)
-
     def count(self, chosen: np.ndarray) -> str:
         """Return "2 of 6 elements" for (elements,) bool, and where the first of them is."""
         flat = np.flatnonzero(chosen)
@@ -88,33 +83,30 @@ def fill(memory: np.ndarray) -> None:
         part[:] = tile[: part.size]
 
 
-def written_outside(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) -> str:
-    """Describe writes beyond an array or into a const one; "" if there are none."""
-    found = []
+def compare(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) -> tuple[str, str]:
+    """Describe writes beyond an array or into a const one, and the elements of outputs that a
+    kernel left out; "" if there are none. Small integers may equal the pattern by chance: only a
+    comparison finds those."""
+    outside, missing = [], []
     for place in places:
+        item = itemsize(place.dtype)
         for side, start, stop, nearest in (
             ("before its start", place.start - GUARD, place.start, -1),
             ("after its end", place.stop, place.end, 0),
         ):
             changed = np.flatnonzero(before[start:stop] != after[start:stop])
             if changed.size:
-                at = start + int(changed[nearest])
-                element = (at - place.start) // itemsize(place.dtype)
-                found.append(
+                at = start + int(changed[nearest]) - place.start
+                outside.append(
                     f"{place.name}: {changed.size:,} bytes were written {side}, the nearest at "
-                    f"byte {at - place.start:,} of it (element {element:,} of {place.size:,})"
+                    f"byte {at:,} of it (element {at // item:,} of {place.size:,})"
                 )
-        if place.role == "const" and not (same := place.equal(before, after)).all():
-            found.append(f"{place.name}: it is const, and {place.count(~same)} were changed")
-    return "; ".join(found)
-
-
-def unwritten(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) -> str:
-    """Describe the elements of outputs that a kernel left out; "" if there are none. Small integers
-    may equal the pattern by chance: only a comparison finds those."""
-    found = []
-    for place in places:
-        told = place.role == "out" and (itemsize(place.dtype) == 8 or "float" in place.dtype)
-        if told and (same := place.equal(before, after)).any():
-            found.append(f"{place.name}: {place.count(same)} were not written")
-    return "; ".join(found)
+        if place.role not in ("const", "out"):
+            continue
+        ours, theirs = (place.bytes_of(memory).view(f"u{item}") for memory in (before, after))
+        same = ours == theirs
+        if place.role == "const" and not same.all():
+            outside.append(f"{place.name}: it is const, and {place.count(~same)} were changed")
+        if place.role == "out" and (item == 8 or "float" in place.dtype) and same.any():
+            missing.append(f"{place.name}: {place.count(same)} were not written")
+    return "; ".join(outside), "; ".join(missing)

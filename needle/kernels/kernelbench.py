@@ -75,10 +75,7 @@ class KernelExecResult:
 
 
 class _Fails(Exception):
-    """The candidate answered with an error, or not at all."""
-
-    def __init__(self, answer: Message) -> None:
-        self.answer = answer
+    """The candidate answered with an error, or not at all. Its argument is the answer."""
 
 
 def evaluate(problem: Problem, device: Device, timeout: float) -> KernelExecResult:
@@ -101,21 +98,17 @@ def evaluate(problem: Problem, device: Device, timeout: float) -> KernelExecResu
                 processes[role] = device.start(COMMAND, own, PATH=path, **folders)
             _Evaluation(problem, processes, timeout, result).run(device)
         except _Fails as error:
-            fault = error.answer["status"] in ("crashed", "timeout")
-            _record(result, error.answer)
+            (answer,) = error.args
+            fault = answer["status"] in ("crashed", "timeout")
+            kind, more = ("runtime", "runtime_error") if result.compiled else ("compilation",) * 2
+            result.metadata[f"{kind}_error"] = answer["message"]
+            result.metadata[f"{kind}_error_name"] = answer.get("name", answer["status"])
+            result.metadata[f"{more}_traceback"] = answer.get("traceback", "")
         finally:
             for role, process in processes.items():
                 device.finish(process, fault and role == "candidate")
                 process.end()
     return result
-
-
-def _record(result: KernelExecResult, answer: Message) -> None:
-    """Note the failure of a candidate."""
-    kind, more = ("runtime", "runtime_error") if result.compiled else ("compilation",) * 2
-    result.metadata[f"{kind}_error"] = answer["message"]
-    result.metadata[f"{kind}_error_name"] = answer.get("name", answer["status"])
-    result.metadata[f"{more}_traceback"] = answer.get("traceback", "")
 
 
 @dataclass

@@ -146,8 +146,8 @@ class Launch:
         after = self.image.copy() if self.apart else self.whole.numpy()
         for place, memory in zip(self.places, self.memory):
             place.bytes_of(after)[:] = memory.numpy()
-        outside = guard.written_outside(self.image, after, self.places)
-        missing = "" if self.apart else guard.unwritten(self.image, after, self.places)
+        outside, missing = guard.compare(self.image, after, self.places)
+        missing = "" if self.apart else missing
         status = "out_of_bounds" if outside else "wrong_result" if missing else "ok"
         returned = [place for place in self.places if place.role in ("out", "inout")]
         outputs = [place.bytes_of(after) for place in returned]
