@@ -201,7 +201,7 @@ class Launch:
         self.arrays: dict[int, Message] = {}
         self.nbytes = self.written = 0
         self.given = False
-        self.right: list[np.ndarray] | None = None
+        self.right: list[np.ndarray] = []
         arguments: list[Any] = []
         for number, value in enumerate(case.args):
             role = "inout" if isinstance(value, InOut) else "in"
@@ -251,8 +251,9 @@ class Launch:
         pairs = zip(self.outputs(), answer.get("outputs", ()))
         return tuple(readable(array["dtype"], array["shape"], block) for array, block in pairs)
 
-    def expect(self, reference: Any) -> None:
+    def expect(self, reference: Any, tolerance: Tolerance) -> None:
         """Take the right outputs, of a function of the arguments without Out, or themselves."""
+        self.tolerance = tolerance
         if callable(reference):
             inputs = list(self.case.args)
             for number, array in self.arrays.items():
@@ -270,10 +271,10 @@ class Launch:
             said = f"reference: gave {len(self.right)} outputs, and the kernel has {len(names)}: "
             raise ValueError(f"{said}{', '.join(names) or 'none'}")
 
-    def wrong(self, outputs: Sequence[np.ndarray], tolerance: Tolerance) -> str:
+    def wrong(self, outputs: Sequence[np.ndarray]) -> str:
         """Describe the first output that is not as expected; "" if there is none."""
-        for array, got, right in zip(self.outputs(), outputs, self.right or ()):
-            said = difference(got, right, array["dtype"], tolerance)
+        for array, got, right in zip(self.outputs(), outputs, self.right):
+            said = difference(got, right, array["dtype"], self.tolerance)
             if said is not None:
                 return f"{array['name']}: {said}"
         return ""

@@ -111,7 +111,7 @@ class Job:
                 codes.pop(next(iter(codes)), None)
         return result
 
-    def run(self, launch: Launch, tolerance: Tolerance = None) -> Result:
+    def run(self, launch: Launch) -> Result:
         """Launch once."""
         total = int(self.device.facts["total_bytes"])
         most = min(self.pool.memory or total, total)
@@ -119,24 +119,14 @@ class Job:
             said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
             return Result("out_of_memory", said, device=self.device.number)
         launch.bind(self.entry)
-        return self._judged(launch, {"do": "run", **launch.message}, self.timeout, tolerance)
+        return self._judged(launch, {"do": "run", **launch.message}, self.timeout)
 
-    def time(self, launch: Launch, warm: bool, seconds: float, tolerance: Tolerance) -> Result:
-        """Time calls of the last launch. warm: by the launch before it. The outputs are those of
-        the last call; `answer` has the times."""
-        self.device.settle()
-        message = {"do": "time", "warm": warm, "seconds": seconds}
-        message["operations"] = launch.case.operations
-        return self._judged(launch, message, seconds + 4 * self.timeout, tolerance)
-
-    def _judged(
-        self, launch: Launch, message: Message, seconds: float, tolerance: Tolerance
-    ) -> Result:
+    def _judged(self, launch: Launch, message: Message, seconds: float) -> Result:
         """Return what the process answers, with the outputs, compared where the right ones are
         known."""
         result = self.ask(message, seconds)
         result = replace(result, outputs=launch.read(self.answer))
-        wrong = launch.wrong(result.outputs, tolerance) if result.status == "ok" else ""
+        wrong = launch.wrong(result.outputs) if result.status == "ok" else ""
         return replace(result, status="wrong_result", message=wrong) if wrong else result
 
     def evaluate(
@@ -147,18 +137,21 @@ class Job:
         for trial in range(trials):
             launch, where = Launch(case, trial), f"trial {trial}"
             launch.bind(self.entry)
-            launch.expect(right)
-            result = self.run(launch, tolerance)
+            launch.expect(right, tolerance)
+            result = self.run(launch)
             if trial == 0 and result.status == "ok":
                 first = result.outputs
-                result = self.run(launch, tolerance)
+                result = self.run(launch)
                 pairs = zip(first, result.outputs)
                 same = all(a.tobytes() == b.tobytes() for a, b in pairs)
                 self.deterministic = same and self.deterministic is not False
             if time and result.status == "ok" and (trial > 0 or trials == 1):
                 where, warm = "timed", trial > 0 and not launch.given
                 seconds = TIME_SECONDS / max(trials - 1, 1)
-                result = self.time(launch, warm, seconds, tolerance)
+                message = {"do": "time", "warm": warm, "seconds": seconds}
+                message["operations"] = case.operations
+                self.device.settle()
+                result = self._judged(launch, message, seconds + 4 * self.timeout)
                 times += self.answer.get("times", ())
             if result.status != "ok":
                 return replace(result, message=f"{where}: {result.message}")
