@@ -398,3 +398,11 @@ def test_gradient_has_the_axes_of_the_forward(given):
     (y * np.arange(24.0).reshape(y.shape)).sum().backward()
     wanted = np.arange(24.0).reshape(3, 4, 2).transpose(2, 0, 1)
     np.testing.assert_array_equal(x.grad.numpy(), wanted)
+
+
+def test_equal_extremes_share_the_gradient_of_their_row():
+    numbers = np.array([[1.0, 5, 5], [2, 2, 2], [3, 1, 0]])
+    for name, sign in (("max", 1), ("amax", 1), ("min", -1), ("amin", -1)):
+        x = Tensor(sign * numbers)
+        (getattr(ops, name)(x, axes=1) * Tensor([6.0, 12, 18])).sum().backward()
+        np.testing.assert_array_equal(x.grad.numpy(), [[0, 3, 3], [4, 4, 4], [18, 0, 0]], name)

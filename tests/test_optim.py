@@ -354,7 +354,10 @@ def test_schedules():
     assert [wsd(step) for step in (5, 10, 11, 70)] == [1, 2, 2, 2]
     assert [wsd(step) for step in range(71, 101)] == pytest.approx(line)
     assert wsd(1000) == wsd(100) == 0.5
-    assert optim.PythiaCosine(1.0, total=100, warmup=10)(0) == 0
+    pythia = optim.PythiaCosine(1.0, total=100, warmup=10, floor=0.1)
+    assert [pythia(step) for step in (0, 6, 11, 36, 61, 101, 1000)] == pytest.approx(
+        [0, 0.5, 1, (0.5**0.5 + 1) / 2, 0.5, 0.1, 0.1]
+    )
     for kind in (optim.Cosine, optim.PythiaCosine):  # of no steps: at its end after the first
         empty = kind(1.0, total=0, floor=0.1)
         assert [empty(step) for step in (2, 3, 100)] == pytest.approx([0.1] * 3)

@@ -201,6 +201,7 @@ def test_header_whose_offsets_contradict_shapes_is_refused(tmp_path):
     path, shapes = tmp_path / "a.safetensors", {"a": [2], "b": [3]}
     for offsets, said in [
         ([(0, 8), (8, 20)], None),
+        ([(12, 20), (0, 12)], None),  # in another order than the header's
         ([(0, 8), (12, 24)], "b contradict"),  # a hole
         ([(0, 8), (4, 16)], "b contradict"),  # an overlap
         ([(0, 8), (8, 16)], "b contradict"),  # too few bytes for its shape
@@ -220,4 +221,14 @@ def test_header_whose_offsets_contradict_shapes_is_refused(tmp_path):
                     safetensors.read_header(file)
                 continue
             entries = safetensors.read_header(file)[1]
-            assert [(entry.name, entry.shape) for entry in entries] == [("a", (2,)), ("b", (3,))]
+            assert {entry.name: entry.shape for entry in entries} == {"a": (2,), "b": (3,)}
+            assert [entry.offset - 8 - len(header) for entry in entries] == sorted(
+                begin for begin, _ in offsets
+            )
+
+
+def test_header_ends_at_a_multiple_of_eight_bytes():
+    """Where safetensors' own writer ends it, so that maps of the tensors are aligned."""
+    for letters in range(1, 9):
+        data = safetensors.pack({"n" * letters: np.arange(3.0)})
+        assert int.from_bytes(data[:8], "little") % 8 == 0 and len(data) % 8 == 0

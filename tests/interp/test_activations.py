@@ -186,6 +186,7 @@ def test_text_in_the_place_of_ids(tmp_path):
     assert model.to_single_token(" cat") == tokenizer.encode(" cat").ids[0]
     column = model.W_U.numpy()[:, model.to_single_token(" mat")]
     close(model.token_directions([" cat", " mat"])[1], column)
+    assert small(dtype="bfloat16").token_directions([3, 4]).dtype == "float32"
     _, cache = model.run_with_cache("the cat")
     assert cache.logit_attrs(cache.decompose_resid(), " mat", " cat").shape[1:] == (1, 2)
     for wrong, error, said in (
@@ -198,6 +199,18 @@ def test_text_in_the_place_of_ids(tmp_path):
     ):
         with pytest.raises(error, match=said):
             wrong()
+
+
+def test_text_begins_with_the_beginning_token_where_the_tokenizer_has_one(tmp_path):
+    model = small(vocab_size=300)
+    tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat"] * 9), 298)
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model.tokenizer = tmp_path / "tokenizer.json"
+    begin, end = (tokenizer.token_to_id(token) for token in ("<s>", ndl.data.END_OF_TEXT))
+    assert begin not in (None, end)
+    ids = model.to_tokens(["the cat sat", "mat"], prepend_bos=True)
+    assert (ids[:, 0] == begin).all() and ids[1, -1] == end
 
 
 def test_what_a_model_does_not_compute_says_why():

@@ -15,7 +15,7 @@ from needle.testing.attention import attention_gradients
 
 # T, heads, segments, dilations: one branch; the last segment shorter; longer than T; more dilation
 # than heads; tokens of no branch; segments that are no multiple of the dilation; more heads than
-# that, in views of an offset and of neighbours; several tiles.
+# that, in views of an offset and of neighbours; several tiles; more dilation than tokens.
 BRANCHES = [
     (64, 3, (16,), (1,)),
     (64, 3, (16, 64), (1, 4)),
@@ -28,6 +28,7 @@ BRANCHES = [
     (610, 6, (256, 610), (1, 3)),
     (33, 2, (100,), (1,)),
     (40, 7, (30, 2**62), (1, 40)),
+    (3, 7, (2, 3), (1, 5)),
 ]
 BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
