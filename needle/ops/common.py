@@ -23,16 +23,14 @@ def axes_of(op: str, a: Any, axes: Axes) -> tuple[int, ...]:
 
 
 def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
-    """Return `axes` (None: all) as sorted non-negative numbers. ValueError for an axis that does
-    not exist or is named twice."""
+    """Return `axes` (None: all) as sorted non-negative numbers. TypeError for what is no whole
+    number; ValueError for an axis that does not exist or is named twice."""
     if axes is None:
         return tuple(range(ndim))
-    if isinstance(axes, (int, np.integer)):
-        axes = (axes,)
     out = []
-    for axis in axes:
-        if isinstance(axis, bool):
-            raise TypeError(f"{op}: an axis is a whole number, not {axis}")
+    for axis in axes if isinstance(axes, Iterable) else (axes,):
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+            raise TypeError(f"{op}: an axis is a whole number, not {axis!r}")
         if not -ndim <= axis < ndim:
             raise ValueError(f"{op}: axis {axis} does not exist in an array of {ndim} axes")
         out.append(int(axis) % ndim)

@@ -280,6 +280,8 @@ REFUSED = [
     ("ndl.ops.permute(x, 1, 0)", TypeError, "permute: too many positional arguments"),
     ("ndl.ops.reshape(x, size=(4, 3))", TypeError, "reshape: "),
     ("x.max(axis=7)", ValueError, "max: axis 7 does not exist"),
+    *((f"x.{call}", TypeError, "an axis is a whole number, not")
+      for call in ("mean(1.5)", "sum('a')", "max((0, 1.5))")),
     ("x.any(7)", ValueError, "any: axis 7 does not exist"),
     ("ndl.ops.all([True])", TypeError, "all: "),
     ("x @ x", ValueError, "the last axis of a is 4, but the last but one of b is 3"),
