@@ -114,8 +114,10 @@ class _Function(Module):
     options: Mapping[str, Any] = {}
 
     def __init_subclass__(cls, function: Any = None, **options: Any) -> None:
-        if function is not None:
-            cls.function, cls.options = staticmethod(function), options
+        if function is None:  # of a user's class, which may have other bases
+            return super().__init_subclass__(**options)
+        super().__init_subclass__()
+        cls.function, cls.options = staticmethod(function), options
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__()

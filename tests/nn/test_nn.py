@@ -483,3 +483,19 @@ def test_step_of_a_layer_takes_few_python_calls():
     one, three = calls(1), calls(3)
     layer = (three - one) / 2
     assert layer <= 22 and one - layer <= 150
+
+
+def test_class_of_an_activation_may_be_derived_with_other_bases():
+    class Tagged:
+        def __init_subclass__(cls, tag=None, **more):
+            super().__init_subclass__(**more)
+            cls.tag = tag
+
+    class Steep(nn.LeakyReLU, Tagged, tag=3):
+        pass
+
+    x = Tensor([-2.0, 3.0])
+    np.testing.assert_array_equal(Steep(0.5)(x).numpy(), [-1, 3])
+    assert Steep.tag == 3
+    with pytest.raises(TypeError, match="keyword"):
+        type("Wrong", (nn.ReLU,), {}, slope=1)
