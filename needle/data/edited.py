@@ -61,7 +61,7 @@ class EditedStream:
         starts = stops - (borders[which + 1] - borders[which])
         kept = starts < length
         which, starts, stops = which[kept], starts[kept], np.minimum(stops[kept], length)
-        found = [texts[i] for i in which.tolist()]
+        found, self._which = [texts[i] for i in which.tolist()], which
         self._text = functools.lru_cache(4)(lambda i: found[i].read())
         sources, until = np.append(0, stops), np.append(starts, length)
         lengths = np.zeros(2 * len(which) + 2, np.int64)
@@ -84,6 +84,13 @@ class EditedStream:
         pair = starts, starts + self._batches.seq_len + 1
         low, high = (np.interp(x, self._positions, self._counts) for x in pair)
         return (high - low).astype(np.int64)
+
+    def documents(self, samples: np.ndarray) -> np.ndarray:
+        """Return the numbers of the edited documents at whose places samples read."""
+        starts, count = np.sort(samples.astype(np.int64) * self._batches.stride), len(self._which)
+        places, ends = (self._ends[i : 2 * count : 2] for i in (0, 1))
+        first = np.searchsorted(starts, places - self._batches.seq_len)
+        return self._which[first < np.searchsorted(starts, ends)]
 
     def read(self, sample: int) -> np.ndarray:
         """Return the ids of a sample. DataError for unedited ones outside the vocabulary."""
@@ -336,9 +343,9 @@ class Edits:
     def plan(self) -> dict[str, Any]:
         """Return what the edits reach in the run, at most: so many `rows` (sequences), `tokens` and
         `steps`; `first` and `last`, the steps between which batches or training differ, None for no
-        edit; `later_equal`, False where a shift makes later sequences others. DataError where the
-        edits reach nothing."""
-        own, size = sorted(self.sequences), self.batches.batch_size
+        edit; `later_equal`, False where a shift makes later sequences others. DataError for an edit
+        that reaches nothing."""
+        own, size, read = sorted(self.sequences), self.batches.batch_size, set()
         rows, tokens = [np.array(own, np.int64)], len(own) * (self.batches.seq_len + 1)
         at, stop = (self.first - 1) * self.micro_batches, self.last * self.micro_batches
         while at < stop and self.documents:
@@ -346,6 +353,7 @@ class Edits:
             count = min(stop - at, left, max(BLOCK // size, 1))
             epoch, chosen = self.batches.drawn(at, count)
             numbers = np.arange(at * size, (at + count) * size)
+            read.update(self._stream(epoch).documents(chosen).tolist())
             changed = self._stream(epoch).changed(chosen) * ~np.isin(numbers, own)
             rows.append(numbers[changed > 0])
             tokens, at = tokens + int(changed.sum()), at + count
@@ -353,20 +361,34 @@ class Edits:
         trained = [edit for edit in self.checked if edit["do"] in TRAINING]
         spans = [edit.get("steps", [self.first, self.last]) for edit in trained]
         spans += [[steps[0], steps[-1]]] if steps else []
-        if self.checked and not spans:
-            raise DataError(
-                f"no step from {self.first} to {self.last} reads what is edited: name other "
-                "documents, or take more steps"
-            )
-        lengths = ((text.length, self._document(i).length) for i, text in self.documents.items())
+        texts = self.documents.items()
+        shifts = {i for i, text in texts if text.length != self._document(i).length}
+        if any(edit["do"] == "repeat" for edit in self.checked):
+            read.update(self.documents)  # by a sequence of a step before the first
+        elif steps:
+            read |= shifts  # they edit what is behind them
+        self._check_read(read)
         return {
             "rows": sum(map(len, rows)),
             "tokens": tokens,
             "steps": len(steps),
             "first": min((first for first, _ in spans), default=None),
             "last": max((last for _, last in spans), default=None),
-            "later_equal": all(edited == before for edited, before in lengths),
+            "later_equal": not shifts,
         }
+
+    def _check_read(self, read: set[int]) -> None:
+        """Raise DataError for an edit of documents of which none was read."""
+        for number, edit in enumerate(self.checked, 1):
+            tables = [edit["to"]] if edit["do"] == "swap" else []
+            tables += [edit["where"]] if edit["do"] not in (*TRAINING, "repeat") else []
+            pairs = [pair for table in tables for pair in table.get("document", [])]
+            named = {i for a, b in pairs for i in range(a, b + 1)}
+            if named and not named & read:
+                raise DataError(
+                    f"edit {number} ({edit['do']}): no step from {self.first} to {self.last} reads "
+                    "what is edited: name other documents, or take more steps"
+                )
 
     def describe(self) -> list[str]:
         """Return the plan as lines for a terminal."""
