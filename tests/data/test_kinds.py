@@ -147,14 +147,16 @@ def test_bad_line_is_named_or_left_out_and_counted(written, tokenizer, capsys):
 
 def test_empty_documents_and_files_that_are_no_text_are_counted(written, tokenizer, capsys):
     files = {"a.jsonl": EMPTY + b'{"text": "one"}\n' + EMPTY, "b.txt": b"", "c.txt": BOM}
-    (folder,) = written({**files, "d.txt": b"two", "e.png": b"\x89PNG\0"})
+    files |= {"d.txt": b"two", "e.png": b"\x89PNG\0", "f.txt.gz": pack(b"\xff\xfe")}
+    (folder,) = written(files)
     for read in lambda: open_data(folder, tokenizer), lambda: prepare(folder, tokenizer):
         read()
         error = capsys.readouterr().err
         assert all(len(line) <= 80 or " " not in line.strip() for line in error.splitlines())
         error, first = " ".join(error.split()), f"{folder / 'a.jsonl'}: the line at offset 0"
         assert f"left out: 8 empty document(s); the first: {first} " in error
-        assert f"not UTF-8 or hold zero bytes; the first: {folder / 'e.png'}" in error
+        said = "2 file(s) that are not UTF-8 or hold zero bytes"
+        assert f"{said}; the first: {folder / 'e.png'}" in error
 
 
 def test_field_of_json_lines_may_be_named(written, tokenizer, capsys):

@@ -45,7 +45,8 @@ def look(run, capsys):
 
 
 def test_stopped_run_goes_on_from_its_newest_checkpoint(run, look):
-    (run / "metrics.jsonl").write_text('{"step": 5}\n{"step": 6, "\x1b[31m": 3.5}\n')
+    lines = '{"step": 5}', '{"step": 6, "\x1b[31m": 3.5}', '{"step": 6, "digest": "0"}'
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (run / "faults.jsonl").write_text('{"step": 4, "op": "gelu"}\n')
     said = look()
     assert "FAILED" not in said and f"ok: no process works in {run}\n" in said

@@ -59,6 +59,14 @@ def test_archs_are_parsed(build):
             build.parse_archs(text)
 
 
+def test_compiler_is_the_variables_with_its_flags_else_the_first_found(build, monkeypatch):
+    for value, found in ((f"{sys.executable} -m64", f"{sys.executable} -m64"), ("", "cc")):
+        monkeypatch.setenv("CC", value)
+        assert build.compiler("CC", "no-such-compiler cc", "gcc") == found
+    with error_of_one_line("none of no-such-compiler is here", "apt install gcc", "set CC"):
+        build.compiler("CC", "no-such-compiler", "gcc")
+
+
 @pytest.mark.parametrize("target", ["test-cuda", "memcheck"])
 def test_targets_that_need_a_gpu_ask_before_building(target):
     words = "-s", target, f"PYTHON={sys.executable}", "VENV="

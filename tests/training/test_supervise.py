@@ -261,6 +261,8 @@ def test_heartbeat_holds_the_steps_and_the_time_of_work(monkeypatch, tmp_path):
     monkeypatch.setenv(HEARTBEAT, str(path))
     heartbeat.beat()
     assert not path.exists()  # no step yet: not watched
+    heartbeat.beat(0)
+    assert path.read_text() == "0"
     heartbeat.beat(12)
     os.utime(path, (1, 1))
     heartbeat.beat()
