@@ -126,6 +126,15 @@ def test_view_shows_the_rows_that_the_replay_is_trained_on(tmp_path, parent, cap
     assert "replay.json: not of a replay" in capsys.readouterr().err
 
 
+def test_loss_of_a_step_without_a_row_is_the_part_of_the_other(tmp_path, parent):
+    rate = {"do": "rate", "steps": [5, 5], "value": 0.0}
+    for row in 0, 1:
+        drop = {"do": "drop", "where": {"step": 4, "row": row}}
+        parent.replay(2, [drop, rate], name=f"without{row}", flags=CPU)
+    whole, *parts = (numbers_of(tmp_path, name)[3]["loss"] for name in ("a", "without0", "without1"))
+    assert sum(parts) == pytest.approx(whole, rel=1e-6)
+
+
 def viewed(tmp_path, name, step):
     """The rows that `needle data view` saves."""
     words = tmp_path / "runs" / name, "--step", step, "--save", tmp_path / "rows.npy"
