@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     text = "a checkpoint, or the folder of a run: its newest one"
     out.add_argument("source", metavar="RUN_OR_CHECKPOINT", help=text)
     out.add_argument("folder", metavar="FOLDER", help="what transformers will open")
-    text = "a tokenizer.json, where none came with the model"
+    text = "a tokenizer.json, in the place of the one that came with the model"
     out.add_argument("--tokenizer", metavar="PATH", help=text)
     into.add_argument("folder", metavar="FOLDER", help="what save_pretrained of transformers wrote")
     into.add_argument("checkpoint", metavar="CHECKPOINT", help="the file to write")

@@ -176,4 +176,4 @@ def test_ranks_prove_the_same_and_verify_each_other(tmp_path):
         command = [sys.executable, "-m", "needle", "verify", tmp_path / "runs" / name, *words]
         done = run_program(*command, **ENVIRON)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "steps 41 to 56: equal: 16 lines, 3 proofs" in " ".join(done.stdout.split())
+        assert "steps 41 to 56: equal: 16 line(s), 3 proof(s)" in " ".join(done.stdout.split())

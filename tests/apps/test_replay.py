@@ -131,7 +131,8 @@ def test_loss_of_a_step_without_a_row_is_the_part_of_the_other(tmp_path, parent)
     for row in 0, 1:
         drop = {"do": "drop", "where": {"step": 4, "row": row}}
         parent.replay(2, [drop, rate], name=f"without{row}", flags=CPU)
-    whole, *parts = (numbers_of(tmp_path, name)[3]["loss"] for name in ("a", "without0", "without1"))
+    names = "a", "without0", "without1"
+    whole, *parts = (numbers_of(tmp_path, name)[3]["loss"] for name in names)
     assert sum(parts) == pytest.approx(whole, rel=1e-6)
 
 

@@ -78,9 +78,9 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
                        "step_6.safetensors", "settings", "steps 1 to 2",
                        "steps 3 to 4", "steps 5 to 6"]  # fmt: skip
     assert told["steps 3 to 4"]["scope"] == "recomputed here from the checkpoint of step 2"
-    assert told["steps 3 to 4"]["text"] == "2 lines, 2 proofs, 1 checkpoints"
+    assert told["steps 3 to 4"]["text"] == "2 line(s), 2 proof(s), 1 checkpoint(s)"
     code, wrong, told = verdicts(folder, "--full")
-    assert (code, wrong) == (0, {}) and told["steps 1 to 6"]["text"].endswith("3 checkpoints")
+    assert (code, wrong) == (0, {}) and told["steps 1 to 6"]["text"].endswith("3 checkpoint(s)")
     assert told["steps 1 to 6"]["scope"] == "recomputed here from the initial state"
     for words, wanted in (
         (("--steps", "0:3"), ["steps 1 to 3"]),
@@ -348,7 +348,7 @@ def test_run_without_manifest_is_verified_by_its_checkpoints(folder, verdicts):
     code, wrong, told = verdicts(folder)
     assert (code, wrong) == (0, {})
     assert told["settings"]["text"].endswith("; there is no manifest.json")
-    assert told["steps 3 to 4"]["text"] == "2 lines, 0 proofs, 1 checkpoints"
+    assert told["steps 3 to 4"]["text"] == "2 line(s), 0 proof(s), 1 checkpoint(s)"
     rewrite(folder / "checkpoints" / STEP_4, words=BIT)
     code, wrong, told = verdicts(folder)
     assert code == 3 and wrong[THREE] == (DIFFERS, "weights", 4)
@@ -372,7 +372,7 @@ def test_replay_with_edits_is_verified_with_them(folder, verdicts):
     ]
     verify_folder = replay_of(folder, 3, edits)
     code, wrong, told = verdicts(verify_folder)
-    assert (code, wrong) == (0, {}) and told["steps 3 to 4"]["text"].startswith("2 lines, 2")
+    assert (code, wrong) == (0, {}) and told["steps 3 to 4"]["text"].startswith("2 line(s), 2")
     assert verdicts(verify_folder, "--full")[:2] == (0, {})
     file = verify_folder / "replay.json"
     file.write_text(file.read_text().replace("0.5", "0.25"))

@@ -223,7 +223,7 @@ def check_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence
         wrong = {0: {"digest of weights": (own, weights)}, **wrong}
     steps, state = range(first + 1, last + 1), claims.states.get(last, {})
     lines, proven = (len({*steps} & known) for known in (claims.lines.keys(), both_proven))
-    text = f"{lines:,} lines, {proven:,} proofs, {len(files):,} checkpoints"
+    text = f"{lines:,} line(s), {proven:,} proof(s), {len(files):,} checkpoint(s)"
     beginning = f"the checkpoint of step {first}" if first else "the initial state"
     verdict = Verdict(_steps(interval), EQUAL, text, scope=f"recomputed here from {beginning}")
     if not wrong and not tensors:
