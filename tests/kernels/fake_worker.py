@@ -99,6 +99,7 @@ def load(code, device):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # printf of a kernel leaves no text behind, either
     timing.FLUSH_BYTES = 1 << 16
     worker.PRODUCT_SIZE = 64
     worker.PROBE = 'def probe(grid, block, x: "float const*", y: "float*"): y[:] = 3 * x + 1'
