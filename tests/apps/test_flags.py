@@ -100,11 +100,13 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
     """It is read as it is meant, also where a value looks like a flag."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "my python"))  # no command beside it
     begins = [sys.executable, "-m", "needle", "train", "--resume", "auto", "--name"]
+    own = tmp_path / "own.py"
+    own.touch()
     for folder, more in (
         ("runs/a", ""),
         ("more runs/b c", "--out 'more runs'"),
         ("/runs/a", "--out /runs --tensorboard --wandb 'p q'"),
-        ("runs/a", "--device cuda:1 --no-graph --recompute"),
+        ("runs/a", f"--device cuda:1 --no-graph --recompute --import {own}"),
         ("runs/a", "--supervise --hang-seconds 7.5"),
     ):
         run = run_of(folder, more)

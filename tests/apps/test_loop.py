@@ -148,6 +148,10 @@ def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatc
     monkeypatch.setattr(sessions, "beat", lambda: beats.append(run.model.training))
     assert sessions.evaluate(run)["val_loss"] > 0
     assert beats == [False] * EPOCH and run.model.training
+    length = run.settings.seq_len
+    for sequences, found in (1, False), (2, True):  # the last of them lacks a target
+        run.data.held_out = run.data.train.between(0, sequences * length)
+        assert bool(sessions.evaluate(run)) is found
 
 
 def test_source_of_ranks_is_the_program_the_package_and_its_core(tmp_path, monkeypatch):

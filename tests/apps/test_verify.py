@@ -308,7 +308,8 @@ def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, 
     file = checkpoint_of(tmp_path, "a", 4)
     before = read_tensors(file)[1]["layers.0.attention.dense.weight"][7, 9]
     whole = shutil.copy(file, tmp_path / "whole.safetensors")
-    rewrite(file, words={"layers.0.attention.dense.weight": ((7, 9), word)})
+    names = "layers.0.attention.dense.weight", "layers.0.mlp.dense_4h_to_h.weight"
+    rewrite(file, words={name: ((7, 9), word) for name in names})
     code, wrong, told = verdicts(folder, "--full")
     assert code == 3 and wrong["steps 1 to 4"] == (DIFFERS, "weights", 4)
     value = float((np.uint32(before) << np.uint32(16)).view(np.float32))
@@ -317,7 +318,7 @@ def test_numbers_that_differ_are_named_with_both_values(tmp_path, tokens, here, 
         "index": [7, 9],
         "run": (1.0078125).hex(),
         "here": value.hex(),
-        "count": 1,
+        "count": 2,
     }
     shutil.copy(whole, file)
     for slot, what in ("master", "weights"), ("m", "moments"):

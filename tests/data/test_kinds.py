@@ -132,9 +132,9 @@ def test_bad_line_is_named_or_left_out_and_counted(written, tokenizer, capsys):
     good, other = b'{"text": "good"}\n', "no object of JSON with a string as its field `text`"
     for line in BAD_LINES:
         said = r"`text` has \\ud800, half of" if b"ud800" in line else other
-        path = written({"a.jsonl": good + line + b"\n" + good + line})[0]
+        path = written({"a.jsonl": b"\n" + good + line + b"\n" + good + line})[0]
         with naming(line[:20]):
-            with pytest.raises(DataError, match=f"the line at offset 17: .*{said}"):
+            with pytest.raises(DataError, match=f"the line at offset 18: .*{said}"):
                 open_data(path, tokenizer)
             assert prepare(path, tokenizer)[0] == 1
             error = capsys.readouterr().err
@@ -142,7 +142,7 @@ def test_bad_line_is_named_or_left_out_and_counted(written, tokenizer, capsys):
             assert ("it has body, id: `prepare --field`" in error) is (b"body" in line)
             assert prepare(path, tokenizer, "--skip-bad-lines") == (0, ["good", "good"])
             error = " ".join(capsys.readouterr().err.split())
-            assert f"left out: 2 bad line(s); the first: {path}: the line at offset 17: " in error
+            assert f"left out: 2 bad line(s); the first: {path}: the line at offset 18: " in error
 
 
 def test_empty_documents_and_files_that_are_no_text_are_counted(written, tokenizer, capsys):

@@ -14,8 +14,8 @@ from needle.data.tokens import FlatTokens, map_part, to_ids
 def test_megatron_of_every_type(tmp_path):
     documents, _ = documents_of(RANDOM.randint(1, 30, 40))
     for dtype in ("u1", "i1", "<i2", "<i4", "<i8", "<u2"):
-        write_megatron(tmp_path / "x", documents, dtype)
-        for name in ("x", "x.bin", "x.idx", ""):
+        write_megatron(tmp_path / "x.1", documents, dtype)
+        for name in ("x.1", "x.1.bin", "x.1.idx", ""):
             with naming(dtype, name):
                 data = open_data(tmp_path / name)
                 assert "Megatron, 40 documents" in data.source
