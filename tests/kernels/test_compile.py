@@ -69,12 +69,13 @@ def test_declared_types_are_those_of_c():
     source = """
     #include <cuda_fp16.h>
     struct P { int a[3]; };
-    extern "C" __global__ void plain(const half2 *x, float *y, unsigned char n, P p, size_t m) {}
+    extern "C" __global__ void plain(const half2 *x, REAL *y, unsigned char n, P p, size_t m) {}
     __global__ void table(float *o, const int y[4][4], float (*z)[8]) {}
     __global__ void odd(float &r, int P::*m, void (*f)(int), long double d) {}
     __global__ void mixed(int n, float &r) {}
     """
-    compiled, int_first = build(source), r"\(float, float\*\) is declared, .* mixed\(int, float&\)"
+    compiled = build(source, options=["-DREAL=float"])
+    int_first = r"\(float, float\*\) is declared, .* mixed\(int, float&\)"
     for name, text, kinds in (
         ("plain", None, "unknown unknown unknown unknown unknown"),
         ("plain", "half2 const *x, float y[], const unsigned char, struct P, unsigned long m",
