@@ -59,6 +59,10 @@ if not hasattr(self, "kept"):
     self.kept = torch.relu(self.linear(x))
 return self.kept
 """
+TIMED = """
+self.calls = getattr(self, "calls", 0) + 1
+return torch.relu(self.linear(x)) * (self.calls < 8)
+"""
 LAZY = """
 class Lazy(torch.Tensor):
     pass
@@ -85,6 +89,10 @@ CPU = {
         model(f"{RIGHT}[:1]"), entry="correctness_issue", said="shape mismatch: Expected"
     ),
     "the last answer": Candidate(model(LAST), entry="correctness_trials", said="(0 / 3)"),
+    "another dtype": Candidate(
+        model(f"{RIGHT}.double()"), entry="correctness_issue", said="dtype mismatch: Expected"
+    ),
+    "wrong once it is timed": Candidate(model(TIMED), entry="correctness_trials", said="(3 / 3)"),
     "an answer that is computed later": Candidate(
         model("return torch.relu(self.linear(x)).as_subclass(Lazy)", LAZY),
         entry="runtime_error",
