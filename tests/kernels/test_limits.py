@@ -55,6 +55,7 @@ def test_launch_beyond_a_limit_names_both_numbers():
         (DEVICE, {"shared_bytes": 40000}, (1, 32, 200000), E, SHARED),
         (AMPERE, {}, (4, 32, 0, 2), E, "a cluster: 2, and sm_80 allows 1; clusters need compute"),
         (H, {}, (16, 32, 0, 16), E, r"blocks a cluster: 16, and sm_90a allows 8"),
+        (H, {}, ((4, 4), 32, 0, (4, 4)), E, r"blocks a cluster: 16, and sm_90a allows 8"),
         (H, {}, ((4, 3), 32, 0, (2, 2)), E, r"grid.y is 3, which is no multiple of cluster.y = 2"),
         (H, FIXED, (4, 32, 0, 4), E, r"cluster is \(4, 1, 1\), and .* it at \(2, 1, 1\)"),
         (H, FIXED, (3, 32), E, r"grid.x is 3, which is no multiple of cluster.x = 2"),
