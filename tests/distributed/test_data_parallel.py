@@ -1,5 +1,6 @@
 """Steps shared by ranks have the bits of one rank's: sums, norm, weights, the optimizer's state."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -143,6 +144,12 @@ def test_rank_0_goes_first_and_its_error_is_everybodys():
 
     assert together(3, work) == [ValueError, RankFailed, RankFailed]
     assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_what_rank_0_makes_may_take_longer_than_the_deadline(monkeypatch):
+    monkeypatch.setattr("together.SECONDS", 1)
+    slow = lambda: time.sleep(1.5) or 5
+    assert together(2, lambda group: group.first("the data", slow)) == [5, 5]
 
 
 def device(kind="cpu", **facts):

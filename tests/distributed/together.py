@@ -11,7 +11,7 @@ from needle import _C
 from needle.distributed.environment import Place
 from needle.distributed.group import Group
 
-SECONDS = 60  # a rank that failed leaves the others waiting so long at most
+SECONDS = PATIENCE = 60  # a rank that failed leaves the others waiting so long at most
 
 
 class Shared:
@@ -30,14 +30,14 @@ class Member:
 
     def gather(self, name, value, patient=False):
         self.shared.values[self.rank] = name, value
-        self.shared.barrier.wait(SECONDS)
+        self.shared.barrier.wait(PATIENCE if patient else SECONDS)
         told = list(self.shared.values)
         self.shared.barrier.wait(SECONDS)
         assert {theirs for theirs, _ in told} == {name}
         return [theirs for _, theirs in told]
 
     def broadcast(self, name, value=None, patient=False):
-        return self.gather(name, value)[0]
+        return self.gather(name, value, patient)[0]
 
     @contextlib.contextmanager
     def watched(self, name):
