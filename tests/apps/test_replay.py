@@ -116,6 +116,7 @@ def test_view_shows_the_rows_that_the_replay_is_trained_on(tmp_path, parent, cap
     assert seen("b", 5)[0, :3].tolist() == [1, 2, 3]
     assert (seen("b", 4)[1] == ~seen("a", 4)[1]).all()
     folder = tmp_path / "runs" / "b"
+    assert ndl.data.open_run_data(folder)[1].edits.first == 3  # documents are edited from there
     capsys.readouterr()
     words = ["view", str(folder), "--step", "4", "--rows", "1"]
     assert data_main.main(words) == 0

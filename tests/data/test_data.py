@@ -39,7 +39,8 @@ def test_shuffle_is_one_numpy_shuffle():
 def test_sizes_that_cannot_be():
     with pytest.raises(ValueError):
         data.DataLoader(data.NDArrayDataset(np.ones(3)), batch_size=0)
-    with pytest.raises(ValueError, match="array 1 has 2 samples, but the first has 3"):
-        data.NDArrayDataset(np.ones((3, 2)), np.ones(2))
+    for count in 2, 4:
+        with pytest.raises(ValueError, match=f"array 1 has {count} samples, but the first has 3"):
+            data.NDArrayDataset(np.ones((3, 2)), np.ones(count))
     with pytest.raises(ValueError, match="needs one array or more"):
         data.NDArrayDataset()
