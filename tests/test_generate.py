@@ -318,6 +318,15 @@ def test_flags_of_the_command_are_those_of_generate(tmp_path, capsys):
             [text] = generation.generate_text(model, tokenizer, ["the cat"], 20, **options)
             assert seen[-1] == printable(f"the cat{text}\n")
     assert len({*seen}) == len(seen)
+    [text] = generation.generate_text(model, tokenizer, ["the cat"], 20, **plain)
+    ends = text[2:5], text[-3:]  # the command stops at the first of them
+    words = [word for end in ends for word in (f"--stop={end}", "--temperature=1", "--seed=1")]
+    words += ["--prompt", "the cat", "--max-new-tokens", "20", "--device", "cpu"]
+    assert generate.main([str(tmp_path / "a"), *words]) == 0
+    [stopped] = generation.generate_text(
+        model, tokenizer, ["the cat"], 20, stop_strings=ends, **plain
+    )
+    assert capsys.readouterr().out == printable(f"the cat{stopped}\n") and len(stopped) < 5
 
 
 class Letters(ndl.data.Tokenizer):

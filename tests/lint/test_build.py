@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import ROOT, run
@@ -114,6 +115,11 @@ def test_a_blas_that_may_be_slow_is_taken_only_when_asked_for(build, monkeypatch
     ):
         monkeypatch.setenv("NEEDLE_BLAS", wanted)
         monkeypatch.setattr(build, "links", lambda library, here=here: library == f"-l{here}")
+        assert build.find_blas()[0] == chosen
+    spec = SimpleNamespace(origin="/site-packages/scipy_openblas32/__init__.py")
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: spec)
+    for wanted, chosen in ("auto", "scipy-openblas32"), ("builtin", "built-in"):
+        monkeypatch.setenv("NEEDLE_BLAS", wanted)
         assert build.find_blas()[0] == chosen
 
 
