@@ -363,10 +363,10 @@ class Edits:
         spans += [[steps[0], steps[-1]]] if steps else []
         texts = self.documents.items()
         shifts = {i for i, text in texts if text.length != self._document(i).length}
-        if any(edit["do"] == "repeat" for edit in self.checked):
-            read.update(self.documents)  # by a sequence of a step before the first
-        elif steps:
+        if steps:
             read |= shifts  # they edit what is behind them
+        if any(edit["do"] == "repeat" and "step" in edit["where"] for edit in self.checked):
+            read.update(self.documents)  # that sequence may be of a step before the first
         self._check_read(read)
         return {
             "rows": sum(map(len, rows)),
