@@ -63,10 +63,15 @@ def to_ndarray(
     return first.broadcast_to(host.shape)
 
 
+@functools.lru_cache(maxsize=1)  # a case is prepared in each dtype and layout, one after the other
+def _drawn(case: Case) -> dict[str, Any]:
+    return case.inputs(rng_of(case))
+
+
 def prepare(case: Case, dtype: str, layouts: dict[str, str] | None = None) -> dict[str, Any]:
     """Draw the operands of a case by name, rounded to the dtypes in which they are stored. The same
     for the same case."""
-    values = case.inputs(rng_of(case))
+    values = dict(_drawn(case))
     for operand in OPS[case.op].inputs:
         value = values[operand.name]
         if operand.is_array and value is not None:

@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from harness import naming, poison
+from harness import check_numbers, naming, poison
 
-from needle.testing import call, check, prepare
+from needle.testing import call, prepare
 from needle.testing.attention import (
     attention_bwd,
     attention_fwd,
@@ -168,4 +168,4 @@ def test_structured_past_each_block_size(op, device):
             with naming(case, dtype):
                 values = prepare(case, dtype)
                 poison(device)
-                check(case, values, call(case, values, dtype, device), dtype)
+                check_numbers(case, values, call(case, values, dtype, device), dtype)
