@@ -40,7 +40,7 @@ from needle.processes import program
 PLAIN = {"NEEDLE_TF32": "0", "NEEDLE_TRACE": "0"}
 SHORT, LONG = 60.0, 600.0  # seconds of a part; of one that reads or computes much
 TOGETHER = 150.0  # of the collectives
-TELL_SECONDS = 6.0  # for other ranks of a busy machine to print what they saw
+TELL_SECONDS = 2.0  # for other ranks to print what they saw
 
 
 def parser() -> argparse.ArgumentParser:
