@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from harness import naming
 
-from needle.kernels import Timing, timing
+from needle import _C
+from needle.kernels import Reference, Timing, guard, timing
 from needle.kernels.cases import Case, InOut, Launch, Out, Random, both, difference, host_array
 from needle.kernels.timing import judge
 
@@ -42,6 +43,7 @@ def test_array_that_is_given_is_the_same_in_each_trial():
 def test_random_numbers_have_their_bounds():
     for dtype, low, high, expected in (
         ("int32", -3, 4, range(-3, 4)),
+        ("int32", -3, 0, range(-3, 0)),
         ("int8", 127, 128, [127]),
         ("uint64", 2**64 - 2, 2**64, [2**64 - 2, 2**64 - 1]),
         ("int16", None, None, range(100)),
@@ -50,11 +52,14 @@ def test_random_numbers_have_their_bounds():
             assert {*Random(2000, dtype, 0, low, high).array(0, 0).tolist()} == {*expected}
     flat = Random(1000, "float64", low=2, high=3).array(0, 0)
     assert 2 <= flat.min() < 2.1 and 2.9 < flat.max() < 3
+    for bounds in {"low": 2}, {"high": 3}:  # one alone bounds no floats
+        assert Random(1000, **bounds).array(0, 0).tobytes() == Random(1000).array(0, 0).tobytes()
 
 
 def test_wrong_arguments_are_named():
     for error, said, make in (
         (TypeError, "there are float32, bfloat16", lambda: host_array(np.array(["a"]))),
+        (TypeError, "an array of dtype >f4", lambda: host_array(np.ones(2, ">f4"))),
         (TypeError, "Out: dtype 'float8'", lambda: Out(3, "float8")),
         (TypeError, "Out: a size of its shape: must be a whole", lambda: Out((2, 1.5))),
         (ValueError, "Random: a size of its shape: must be 0 or more", lambda: Random((2, -1))),
@@ -68,6 +73,34 @@ def test_wrong_arguments_are_named():
             make()
     assert Out(3).shape == Random([3]).shape == (3,)
     assert both(1) == both([1, 1.0]) == both(np.float32(1)) == both(np.ones(2)) == (1.0, 1.0)
+
+
+def test_array_is_sent_with_its_shape_and_its_elements_in_the_order_of_c():
+    square = np.array([[1.0, 2.0], [3.0, 4.0]])
+    turned = _C.array(square, "bfloat16", _C.cpu()).permute((1, 0))
+    for given, dtype, shape, wanted in (
+        (F(3), "float32", (), F(3)),
+        (square.T, "float64", (2, 2), square.T.copy()),
+        (turned, "bfloat16", (2, 2), np.uint16([0x3F80, 0x4040, 0x4000, 0x4080])),
+    ):
+        with naming(dtype):
+            *facts, elements = host_array(given)
+            assert (facts, elements.tobytes()) == ([dtype, shape], wanted.tobytes())
+
+
+def test_reference_gives_one_output_and_keeps_its_own_sizes():
+    launch = Launch(Case(1, 1, [Random(9), Out(())]))
+    launch.expect(lambda x: x.sum(), None)  # a number of NumPy's
+    assert [right.shape for right in launch.right] == [()]
+    own = Reference("", "", grid=7, shared=0).of(Case(1, (2, 3), [], 9))
+    assert (own.grid, own.block, own.shared) == (7, (2, 3), 0)
+
+
+def test_pattern_of_outputs_is_nan_that_no_calculation_gives():
+    memory = np.empty(1 << 20, np.uint8)
+    guard.fill(memory)
+    units = memory.view(np.uint16)
+    assert 0xFF81 <= units.min() and units.max() <= 0xFFFE and 0xFFC0 not in units
 
 
 # ---- comparing -----------------------------------------------------------------------------------

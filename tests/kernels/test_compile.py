@@ -268,6 +268,15 @@ def test_toolkit_of_nvidias_pip_packages_is_found(monkeypatch, tmp_path):
     assert done.stdout == "(99, 99)\n", done.stderr
 
 
+def test_toolkit_of_a_variable_goes_first_and_cuda_home_before_cuda_path(monkeypatch):
+    monkeypatch.setenv("CUDA_PATH", "/one")
+    for home, wanted in ("/two", ["/two", "/one"]), ("", ["/one"]):
+        monkeypatch.setenv("CUDA_HOME", home)
+        roots = [str(root) for how, root in toolkit.toolkit_roots() if how.startswith("$")]
+        first = [str(root) for _, root in toolkit.toolkit_roots()][: len(wanted)]
+        assert roots == first == wanted
+
+
 def test_missing_nvrtc_names_its_packages(monkeypatch):
     def missing(name):
         raise OSError(name)

@@ -113,6 +113,20 @@ fill(132, 1024, x, 1, 4, cooperative=True)
 """)
 
 
+def test_local_memory_that_the_context_holds_stays_free_for_later_launches(fake):
+    """The device has 3,971 bytes more for each thread that it can hold."""
+    fake("""
+import dataclasses
+def launch(local):
+    kernel = kernels.Kernel(module, dataclasses.replace(entry, local_bytes=local))
+    kernel(1, 32, x, 1, 4)
+assert "bytes of local memory" in raised(kernels.LaunchError, lambda: launch(5000))
+for local in 4000, 16, 7900:
+    launch(local)
+assert "bytes of local memory" in raised(kernels.LaunchError, lambda: launch(12000))
+""")
+
+
 def test_launches_that_are_done_count_as_writes(fake):
     fake("""
 before = x.written

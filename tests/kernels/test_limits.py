@@ -43,6 +43,7 @@ def test_launch_beyond_a_limit_names_both_numbers():
         (H, {}, (1, (1, 1, 65)), E, r"block.z: 65, and sm_90a allows 64; use smaller"),
         (H, {}, (1, (5, 205)), E, r"threads a block: 1,025, and sm_90a allows 1,024; use smaller"),
         (H, {}, ((1, 65536), 1), E, r"grid.y: 65,536, and sm_90a allows 65,535; put the largest"),
+        (H, {}, ((1, 1, 65536), 1), E, r"grid.z: 65,536, and sm_90a allows 65,535; put the"),
         (H, {}, (2**31, 1), E, r"grid.x: 2,147,483,648, and sm_90a allows 2,147,483,647"),
         (H, {}, ((4, 0), 1), E, r"grid is \(4, 0, 1\), and must be 1 or more"),
         (H, {}, (4, 1, 0, 0), E, r"cluster is \(0, 1, 1\), and must be 1 or more"),
@@ -65,6 +66,7 @@ def test_launch_beyond_a_limit_names_both_numbers():
         (H, {}, ((1, 1, 1, 1), 32), V, "grid: must be .* not "),
         (H, {}, (4, 32, 1.5), T, "shared: must be a whole number"),
         (H, {}, (1, 32, -1), V, "shared: must be 0 or more"),
+        (H, {}, (1, 32, True), T, "shared: must be a whole number, not True"),
     ):
         with naming(kernel, launch), pytest.raises(error, match=rf"^f: .*{said}"):
             checked(kernel, where, launch)

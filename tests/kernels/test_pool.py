@@ -102,6 +102,7 @@ def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
         ("leaves_out", [Out(500, "int64"), 498], "wrong_result", unwritten),
         ("leaves_out", [Out(500, "uint8"), 498], "ok", ""),  # they may equal the pattern
         ("scale", [X, Out(1 << 18), 1.0, 6], "out_of_memory", "of 1,048,576 (memory=)"),
+        ("leaves_out", [Out(1 << 18), 1 << 18], "ok", ""),  # all of it
         ("absent", [], "compile_error", "absent"),
         ("def k(:", [], "compile_error", "kernel.py(1): error"),
         ("# kill the compiler", [], "crashed", "ended by SIGSEGV"),

@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ import safetensors.numpy
 from fake_pool import SECONDS, SOURCE, FakePool
 from harness import ROOT, in_thread, naming, run, state_of, wait_for
 
-from needle.kernels import KernelExecResult, Out, Problem, Result, Timing
+from needle.kernels import KernelExecResult, Out, Problem, Random, Result, Timing
 from needle.kernels import __main__ as program
 
 web = pytest.importorskip("aiohttp.web", reason="no aiohttp (pip install aiohttp): no service")
@@ -151,13 +153,15 @@ def test_answer_has_all_fields_of_a_result(client, pool, monkeypatch):
     jobs, given = client.ask("GET", "/statistics")[1]["jobs"], []
     timing = (Timing(1.0, 0.5, float("inf"), 3, float("nan"), 2.0),)
     made = {"outputs": (X, np.array(True)), "resources": {"registers": np.int64(5)}}
-    monkeypatch.setattr(pool, "run", lambda *_: Result("made", timing=timing, **made))
+    run = lambda *_: time.sleep(0.1) or Result("made", timing=timing, **made)
+    monkeypatch.setattr(pool, "run", run)
     monkeypatch.setattr(pool, "evaluate", lambda job: given.append(job) or MADE)
     status, answer = client.evaluate(SIMPLE)
     figures = {"median": 1.0, "lower": 0.5, "upper": None, "calls": 3, "rate": None}
     more = {"device_rate": 2.0, "valid": True, "reason": "", "hints": []}
     assert answer.pop("timing") == [figures | more]
-    assert answer.pop("seconds").keys() == {"queued", "ran"}
+    seconds = answer.pop("seconds")
+    assert seconds.keys() == {"queued", "ran"} and seconds["ran"] >= 0.1
     texts = {"status": "made", "message": "", "printed": "", "explanation": ""}
     rest = {"resources": {"registers": 5}, "deterministic": None, "device": -1}
     assert (status, answer) == (200, texts | rest)
@@ -187,6 +191,7 @@ def test_wrong_jobs_are_refused(client):
         (JUDGED | {"source": 5}, "`$.source`"),
         (JUDGED | {"entry": ""}, "`$.entry`"),
         (JUDGED | {"cases": []}, "`$.cases`"),
+        (SIMPLE | {"cases": [LAUNCH] * 65}, "`$.cases`"),
         (JUDGED | {"trials": 51}, "`$.trials`"),
         (JUDGED | {"unknown": 1}, "unknown field `unknown`"),
         (SIMPLE | {"sanitizer": "memcheck --kill"}, "sanitizer: must be one of"),
@@ -210,6 +215,18 @@ def test_wrong_jobs_are_refused(client):
             status, answer = client.evaluate(job)
             assert status == 400 == answer["error"]["status"], answer
             assert said in answer["error"]["message"], answer
+
+
+def test_job_at_its_limits_is_taken():
+    pool = SimpleNamespace(run=lambda source, entry, grid, block, args, *_: args)
+    job = SIMPLE | {"cases": [LAUNCH | {"args": [1] * 256}], "trials": 50}
+    assert serve.read_job(json.dumps(job).encode()).do(pool, {}) == [1] * 256
+    assert len(serve.read_job(json.dumps(SIMPLE | {"cases": [LAUNCH] * 64}).encode()).cases) == 64
+
+
+def test_word_of_an_argument_that_is_false_counts_as_none():
+    assert serve.argument({"shape": [6], "out": False}, {}) == Random([6])
+    assert serve.argument({"array": "x", "inout": False}, {"x": X}) is X
 
 
 def test_bodies_that_are_no_job_are_refused(client):
@@ -391,6 +408,17 @@ def test_program_does_not_start_unsafely(tmp_path):
             assert said in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_address_of_ipv6_is_printed_in_brackets(tmp_path, capsys, monkeypatch):
+    pool = nullcontext(SimpleNamespace(devices={}))
+    monkeypatch.setattr(program, "Pool", lambda *_: pool)
+    monkeypatch.setattr(serve, "Service", lambda *_: SimpleNamespace(app=None))
+    monkeypatch.setattr(web, "run_app", lambda *_, **more: None)
+    token = str(tmp_path / "token")
+    if program.main(["serve", "--host", "::1", "--port", "0", "--token-file", token]):
+        pytest.skip(f"no IPv6: {capsys.readouterr().err}")
+    assert "listening on http://[::1]:" in capsys.readouterr().out
+
+
 def test_wrong_flags_are_named(capsys, monkeypatch):
     for flags in "--port 65536|--timeout nan|--queue -1|--devices 0,x|--token-file=".split("|"):
         with naming(flags), pytest.raises(SystemExit):
@@ -414,6 +442,9 @@ def test_job_and_unit_of_the_docs(tmp_path):
     assert words[1] == "serve"
     flags = program.parser().parse_args([*words[1:], "--devices", "cpu"])
     assert (flags.token_file.name, flags.devices) == ("token", [])
+    shown = re.search(r"needle serve --host (\S+) --port (\d+)  ", page)
+    usual = program.parser().parse_args(["serve"])
+    assert shown.groups() == (usual.host, str(usual.port))
     unit = tmp_path / "needle-kernels.service"
     unit.write_text(text.replace(words[0], sys.executable))
     if shutil.which("systemd-analyze") is None:

@@ -110,10 +110,15 @@ def accepted():
     yield "float*", TENSOR, address(TENSOR.cached_data)
     yield "float*", BASE[2:], address(BASE, 32)
     yield "float4 const*", BASE[1:], address(BASE, 16)
+    raw = _C.array(np.zeros(64), "uint8")
+    yield "double4*", raw[16:], address(raw, 16)
     for names, dtype in (
         ("float volatile*|float3*|float4 const*", "float32"),
         ("__half2*|__half (*) [4][8]", "float16"),
         ("unsigned int*|int const (*) [4]|int2*", "int32"),
+        ("long long*|unsigned long const*|ulonglong2*", "int64"),
+        ("short*|ushort4 const*", "uint16"),
+        ("char*|signed char*|uchar2*", "uint8"),
         ("double*|Mine*|Pair<float const*, int>*|float* const*|float const**", "uint8"),
     ):
         array = _C.array(np.zeros(64), dtype)
@@ -153,6 +158,8 @@ def refused():
         yield "float*", view, ValueError, r"\(float\*\): the array is a view that"
     said = "begins 4 bytes past a multiple of 16, and must lie on"
     yield "float4 const*", BASE.reshape((16,))[1:], ValueError, said
+    said = "begins 2 bytes past a multiple of 4"
+    yield "__nv_bfloat162*", _C.array(np.ones(4), "bfloat16")[1:], ValueError, said
     for thing in (None, [1.0], np.ones(3, np.float32), 3, "x", ndl.TensorTuple, object()):
         yield "float*", thing, TypeError, "must be an NDArray or a Tensor, not "
     for unread in ("float&", "float _Complex", "void (*)(int)", "float* P::*", "unsigned __int128"):
