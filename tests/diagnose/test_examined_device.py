@@ -1,5 +1,8 @@
 """Every op is compared; the first wrong point is named, and whether it is wrong each time."""
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -44,6 +47,15 @@ def test_op_that_needs_another_gpu_is_not_wrong(lines, monkeypatch):
     monkeypatch.setattr(_C, "exp", refuse)
     (line,) = lines()
     assert line.startswith(f"cpu()          ok: {len(OPS)} ops agree")
+
+
+@pytest.mark.parametrize("name, said", [("NVIDIA H200", "FAILED"), ("H200 MIG 1g.18gb", "ok: b")])
+def test_part_of_a_gpu_has_no_data_sheet(monkeypatch, capsys, name, said):
+    """The rate here is far below that of the sheet."""
+    gpu = SimpleNamespace(synchronize=int, properties=lambda: {"name": name, "uuid": "GPU-0"})
+    monkeypatch.setattr(device.gpus, "holders", lambda uuid: [])
+    device.judge_rate(gpu, "bfloat16", 1e9, lambda: time.sleep(0.03), "TFLOP/s", 1e12)
+    assert said in capsys.readouterr().out
 
 
 def test_wrong_op_is_named_once_with_its_first_wrong_point(lines, monkeypatch):

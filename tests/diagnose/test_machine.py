@@ -86,10 +86,11 @@ def test_part_that_hangs_ends_with_the_diagnosis(machine, number):
 def seen(machine, monkeypatch, capsys):
     """seen(SMI) -> the lines about the GPUs."""
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
     def look(state: str, count: str = "2", uuid: str = "") -> list[str]:
         for name, value in machine.environment(SMI=state).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         gpus.examine(count, uuid)
         return capsys.readouterr().out.splitlines()[1:]  # without the one that says what is tried
 
@@ -138,6 +139,11 @@ def test_gpus_that_cuda_does_not_count_fail_and_parts_do_not(seen, smi):
     parts = seen(smi({}, {"mig.mode.current": "Enabled"}), "1")
     unusable = seen(smi({}, {}), "0")
     assert not any("FAILED" in line for line in parts + unusable)
+
+
+def test_gpus_that_are_hidden_on_purpose_are_not_missed(seen, smi, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert not any("FAILED" in line for line in seen(smi({}, {}), "1"))
 
 
 def test_nvidia_smi_that_fails_is_a_failure(machine):

@@ -7,7 +7,8 @@ import pytest
 from harness import wait_until_gone
 
 from needle.diagnose import __main__ as program
-from needle.diagnose import parts
+from needle.diagnose import facts, parts, report
+from needle.distributed import environment
 from needle.distributed.environment import Place
 
 pytestmark = pytest.mark.slow
@@ -32,10 +33,50 @@ def test_hang_is_killed_at_its_deadline_with_what_it_started(monkeypatch):
 
 
 def test_part_that_ends_with_an_error_is_a_failure(monkeypatch):
-    monkeypatch.setattr(parts, "CODE", "print('... gelu float32'); raise SystemExit(3)")
+    code = "print('... gelu float32'); print('half a line', end=''); raise SystemExit(3)"
+    monkeypatch.setattr(parts, "CODE", code)
     lines: list[str] = []
     assert parts.run("cuda()", "device", seconds=60, say=lines.append) == (1, None)
-    assert "FAILED: its process ended with 3 at gelu float32" in lines[0]
+    assert lines[0] == "half a line"
+    assert "FAILED: its process ended with 3 at gelu float32" in lines[1]
+
+
+def test_text_of_several_lines_is_shown_in_one(capsys):
+    report.failed("cuda()", "it says:\n  two\nlines.", "mend it")
+    assert capsys.readouterr().out == (
+        "cuda()         FAILED: it says:   two lines. To mend it: mend it\n"
+    )
+
+
+def test_ops_are_compared_as_they_compute_by_default_and_with_full_for_longer(monkeypatch):
+    given, told = [], {"count": 0, "chosen": []}
+    run = lambda label, part, *words, **more: given.append((part, *words, more)) or (0, told)
+    monkeypatch.setattr(program, "run", run)
+    for words, is_full, seconds in ([], "0", 60.0), (["--full"], "1", 600.0):
+        program.examine(program.parser().parse_args(words), None, print)
+        part, _, full, more = next(one for one in given if one[0] == "device")
+        wanted = {"NEEDLE_TF32": "0", "NEEDLE_TRACE": "0", "seconds": seconds}
+        assert (full, {name: more.get(name) for name in wanted}) == (is_full, wanted)
+        given.clear()
+
+
+def test_rank_whose_launcher_shows_it_one_gpu_takes_that(monkeypatch, capsys):
+    """A user who asks for that number has none."""
+    monkeypatch.setattr(facts, "gpus", lambda: ["cuda()"])
+    monkeypatch.setattr(facts, "cuda", lambda: {"built": False, "driver": None, "usable": True})
+    for is_asked, chosen in ("0", '["cuda()"]'), ("1", "[]"):
+        facts.examine("1", is_asked)
+        told = capsys.readouterr().out
+        assert told.endswith(f'=== {{"count": 1, "chosen": {chosen}}}\n')
+        assert ("FAILED: there is no cuda(1): CUDA shows cuda()" in told) == (is_asked == "1")
+
+
+def test_launcher_that_contradicts_itself_is_a_bad_call(monkeypatch, capsys):
+    find = environment.find
+    monkeypatch.setattr(environment, "find", lambda: find({"RANK": "1"}))
+    with pytest.raises(SystemExit, match="2"):
+        program.main([])
+    assert "RANK=1, but WORLD_SIZE is not set" in capsys.readouterr().err
 
 
 def test_parts_of_a_rank_follow_its_place(monkeypatch):

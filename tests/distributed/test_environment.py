@@ -46,6 +46,7 @@ SRUN = BATCH | {
 
 def test_process_without_a_launcher():
     assert find({}) is None and find({"MASTER_ADDR": "x", "HOME": "/"}) is None
+    assert find({"PET_NNODES": "1:1"}) is find({"PET_NNODES": "1"}) is None  # one machine
     assert find(BATCH) is None  # runs once
     for own in (0xFFFFFFFA, 0xFFFFFFFB):  # salloc's shell, the batch script of newer versions
         assert find(SRUN | {"SLURM_STEP_ID": str(own)}) is None
@@ -87,6 +88,8 @@ def test_srun():
     place = find(SRUN)
     assert place == Place(9, 12, 1, 4, "srun", "node002", 61440 + 3, "slurm.8195.2.0")
     assert find(SRUN | {"SLURM_RESTART_COUNT": "1"}).job != place.job
+    for half in {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"}, {"MASTER_ADDR": "", "MASTER_PORT": "1"}:
+        assert find(SRUN | half) == place
     assert find(SRUN | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMIX_RANK": "9"}) == place
     for nodes, host in (
         ("node[001-0015],host2", "node001"),

@@ -6,9 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from harness import ROOT, wait_for, wait_until_gone
+from harness import ROOT, naming, wait_for, wait_until_gone
 
 from needle.distributed import spawn
 from needle.distributed.environment import find
@@ -116,6 +117,24 @@ def test_rank_that_is_killed_is_a_reason_to_restart(launch):
     assert process.returncode == 75 and err == "needle: rank 1 was killed by SIGKILL\n"
 
 
+def test_rank_that_lost_another_is_not_the_first_that_failed(capfd):
+    """Both have ended since the last look."""
+    ended = [SimpleNamespace(poll=lambda code=code: code) for code in (75, 3)]
+    assert spawn._follow(dict(enumerate(ended)), [], 60.0) == 75
+    assert capfd.readouterr().err == "needle: rank 1 ended with code 3\n"
+
+
+def test_command_that_cannot_be_run_has_the_exit_code_of_a_shell(tmp_path, capfd):
+    (tmp_path / "data.txt").write_text("")
+    for name, code, why in (
+        ("no-such-command", 127, "No such file or directory"),
+        ("data.txt", 126, "Permission denied"),
+    ):
+        with naming(name):
+            assert spawn.run([str(tmp_path / name)], 2) == code
+            assert capfd.readouterr().err == f"needle: {tmp_path / name}: {why}\n"
+
+
 def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
     code = """
 if rank == 1:
@@ -131,7 +150,7 @@ time.sleep(600)
         wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_passed_on_once(launch, tmp_path, heeds_hangup, number):
     code = """
 heard = []
