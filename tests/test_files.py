@@ -1,5 +1,6 @@
 """Files that survive: two writers, killed writers, and a folder that two want."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -10,6 +11,7 @@ from harness import in_thread, run
 
 from needle import files
 from needle.files import FileError, Lock, remove_leftovers, replacing
+from needle.training.folder import take
 
 
 def test_two_writers_never_mix(tmp_path):
@@ -41,6 +43,15 @@ def test_file_is_whole_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     with replacing(path) as file:
         file.write(b"whole")
     assert synchronised == [(5, False), (None, True)]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_writer_that_fails_leaves_what_was_there(tmp_path, error):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(error), replacing(tmp_path / "a") as file:
+        file.write(b"half")
+        raise error
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
 KILLED = """
@@ -91,6 +102,18 @@ def test_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
     assert Lock(tmp_path).held
 
 
+def test_folder_on_a_disk_without_locks_is_used_and_keeps_the_files_of_others(
+    tmp_path, monkeypatch
+):
+    def refuse(*given):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    (tmp_path / ".a.tmp").touch()  # of a writer that may be at work
+    assert take(tmp_path).held is False is Lock(tmp_path).held
+    assert (tmp_path / ".a.tmp").exists()
+
+
 FULL = """
 import resource, sys
 from needle.files import Lock, described
@@ -117,6 +140,8 @@ def test_control_characters_are_printed_as_escapes():
         assert str(error) == files.described(error) == "a\\x1b[31m.npy: damaged"
     missing = FileNotFoundError(2, "No such file", "a\x1bb")
     assert files.described(missing) == "a\\x1bb: No such file"
+    refused = PermissionError(13, "Permission denied", "a")
+    assert files.described(refused) == "a: Permission denied; see to its permissions"
 
 
 def test_settings_of_a_user_without_a_home_are_refused(monkeypatch):
@@ -126,6 +151,10 @@ def test_settings_of_a_user_without_a_home_are_refused(monkeypatch):
         files.settings_file("ranks.key")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
     assert str(files.settings_file("ranks.key")) == "/settings/needle/ranks.key"
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", "/home")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "")  # as if it were unset
+    assert str(files.settings_file("ranks.key")) == "/home/.config/needle/ranks.key"
 
 
 def test_secret_is_made_once_and_is_its_users_alone(tmp_path):
@@ -140,6 +169,8 @@ def test_secret_is_made_once_and_is_its_users_alone(tmp_path):
         with pytest.raises(FileError, match=f"mode is {mode:04o}.*chmod 600"):
             files.read_secret(path, "token")
     path.chmod(0o600)
+    path.write_text("x" * 20)
+    assert files.read_secret(path, "token") == "x" * 20
     for text in ("", "x" * 19, "with a blank in the middle", "ü" * 30):
         path.write_text(text)
         with pytest.raises(FileError, match="holds no token"):

@@ -9,7 +9,7 @@ import sys
 import pytest
 from harness import naming, wait_until_gone
 
-from needle.processes import command_line, ends_within, kill, start
+from needle.processes import command_line, ends_within, kill, signal_name, start
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,11 @@ def test_kill_reaches_what_the_child_started():
         assert child.returncode == -signal.SIGKILL
         wait_until_gone(grandchild)
         kill(child)  # there is none left
+
+
+def test_signals_between_the_real_time_ones_are_named_by_their_number():
+    named = signal.SIGKILL, signal.SIGRTMIN, signal.SIGRTMIN + 1
+    assert [*map(signal_name, named)] == ["SIGKILL", "SIGRTMIN", f"signal {signal.SIGRTMIN + 1}"]
 
 
 def test_command_is_spelt_as_it_reaches_this_environment(tmp_path, monkeypatch):

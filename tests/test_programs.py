@@ -3,7 +3,9 @@
 import re
 import sys
 
-from harness import PACKAGE, ROOT, run
+from harness import PACKAGE, ROOT, naming, run
+
+from needle import command
 
 # Runs the benchmarks of a folder in one process, so that needle is imported once.
 BENCHMARKS = """
@@ -33,6 +35,30 @@ def test_the_help_of_make_is_two_columns():
     for line in lines:
         assert line[27] == " " != line[28], line
     assert not [line for line in done.stdout.splitlines() if len(line) > 80]
+
+
+def test_words_before_any_command_print_help_and_version(capsys):
+    for words, said in (
+        (["-h"], command.usage()),
+        (["--help"], command.usage()),
+        (["help"], command.usage()),
+        (["-V"], command.usage().partition(":")[0]),
+    ):
+        with naming(words):
+            assert command.run(words) == 0 and capsys.readouterr().out == f"{said}\n"
+
+
+def test_command_that_lacks_a_package_or_is_interrupted_says_so_in_a_line(capsys, monkeypatch):
+    monkeypatch.setitem(command.COMMANDS, "paint", ("needle.no_such_part:main", "paint it"))
+    assert command.run(["paint"]) == 1
+    said = "needle paint, paint it: No module named 'needle.no_such_part'\n"
+    assert capsys.readouterr().err == said
+
+    @command.reporting("needle paint")
+    def main(argv):
+        raise KeyboardInterrupt
+
+    assert main() == 130 and capsys.readouterr().err == "needle paint: interrupted\n"
 
 
 def test_lines_of_commands_fit_80_columns(tmp_path):

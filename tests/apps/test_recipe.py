@@ -52,6 +52,12 @@ def test_recipes_follow_the_published_and_the_announced_rates():
 # ---- settings ---------------------------------------------------------------------------------
 
 
+def test_decay_of_few_steps_has_one_at_least():
+    settings = settings_of("--schedule wsd --steps 2 --warmup 0 --lr 1")
+    rates = train_pythia.schedule_of(settings)
+    assert [rates(step) for step in (1, 2)] == [1, pytest.approx(0.1)]
+
+
 def test_recipe_of_each_model_is_the_papers():
     names = "steps", "warmup", "lr", "seq_len", "schedule", "sequences", "weight_decay", "clip"
     peaks = {"14m": 1e-3, "70m": 1e-3, "160m": 6e-4, "410m": 3e-4, "1b": 3e-4, "1.4b": 2e-4}

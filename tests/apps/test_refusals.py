@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import generate
 import numpy as np
@@ -31,6 +32,7 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         ("--batch-size two", "a whole number of 1 or more, not 'two'"),
         ("--steps 1" + "0" * 400, "a whole number of at most 9223372036854775807, not"),
         ("--lr nan", "a number above 0, not 'nan'"),
+        ("--seed 4294967296", "a whole number of at most 4294967295, not"),
         ("--clip inf", "a number of 0 or more, not 'inf'"),
         ("--data caf\udce9.txt", "--data: b'caf\\xe9.txt' is a name that is not UTF-8"),
         ("--dtype float8", "'float32', 'bfloat16'"),
@@ -98,7 +100,9 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
     for ranks, settings, said in (
         (3, {"grad_accum": 4}, "3 ranks cannot share a step of 4 micro-batches"),
         (2, {"context_parallel": 2, "seq_len": 18}, "18 tokens cannot be shared by 2 ranks"),
-    ):
+        (2, {"context_parallel": 2, "seq_len": 16, "batch_size": 1, "fp8": True},
+         "--seq-len 16 / --context-parallel 2, the tokens of a rank's micro-batch, must be"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             complete(Settings(**settings), False, ranks)
     (tmp_path / "empty.txt").write_text("")
@@ -120,6 +124,16 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
         error = capsys.readouterr().err
         assert said in error and "saved" not in error and "--resume" not in error, name
         shutil.rmtree(tmp_path / "runs" / "a", ignore_errors=True)  # of ids that a batch shows
+
+
+def test_what_a_model_or_its_ranks_cannot_do_is_named():
+    plain = SimpleNamespace(meta_model=lambda device: SimpleNamespace(recompute=None))
+    for given, said in (
+        ({"recompute": True}, "--recompute: a SimpleNamespace cannot compute layers again"),
+        ({"graph": True, "context_parallel": 2}, "--graph: not together with --context-parallel"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train_pythia.check(complete(Settings(**given), False, 2), plain, ndl.cpu())
 
 
 # ---- a run that goes on -----------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The name that a run gets, and the run that --resume means."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import train_pythia
@@ -87,6 +88,14 @@ def test_run_that_failed_before_its_first_step_leaves_its_name(
     assert not (folder / "tokenizer_config.json").exists()
     assert ndl.open_run(folder).config.num_layers == 1 and ndl.open_run(folder).steps == [4, 6]
     assert sorted(path.name for path in folder.parent.iterdir()) == ["a", "tiny", "tiny-2"]
+
+
+def test_current_folder_goes_on_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    for folder, words in ("a", "."), ("a/checkpoints", ".."):
+        monkeypatch.chdir(tmp_path / folder)
+        wanted = ["--resume", "auto", "--name", "a", "--out", str(tmp_path)]
+        assert folders.again(Path(words)) == wanted
 
 
 def test_resume_of_a_mistyped_name_starts_anew_and_names_the_runs_there_are(tmp_path, run, capsys):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import re
 import struct
 import sys
 import termios
@@ -93,6 +94,17 @@ def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
             assert fact in line, line
         assert [found["step"] for found in logs.read_lines(log.path)] == [done]
         log.close()
+
+
+def test_plain_lines_are_some_forty_with_the_first_of_a_start_and_the_last(tmp_path, now, capsys):
+    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 4, 103, 32, 1.0, None)
+    for step in range(5, 104):
+        now[0] += 1.0
+        queue(log, step, 2.0)
+    log.finish()
+    log.close()
+    shown = re.findall(r"^step (\d+)/103 ", capsys.readouterr().out, re.MULTILINE)
+    assert [*map(int, shown)] == [5, *range(6, 103, 3), 103]
 
 
 def test_figure_of_several_runs(tmp_path, monkeypatch, capsys):

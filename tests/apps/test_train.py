@@ -1,5 +1,6 @@
 """apps/train_pythia.py and apps/generate.py as a person meets them: runs, and how they go on."""
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -18,13 +19,13 @@ from needle.training import folder as folders
 from needle.training import plot as plots
 from needle.training import run as run_parts
 from needle.training.export import main as hf
-from needle.training.settings import Settings, complete
+from needle.training.settings import Settings, complete, parse
 
 # ---- a whole run ------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("plots")
-def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, capsys):
+def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, capsys, monkeypatch):
     assert train_pythia.main(flags(tmp_path, texts, "a")) == 0
     folder = tmp_path / "runs" / "a"
     files = "config.json manifest.json metrics.jsonl loss.png tokenizer.json sample.txt lock "
@@ -67,6 +68,11 @@ def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, caps
     at = next(i for i in range(5, len(plain)) if plain[i].isalnum())  # no escape
     stops = "--stop", "not written", "--stop", plain[at]
     assert continuation(folder, *greedy, *stops) == plain[: plain.index(plain[at], 4)] + "\n"
+    likeliest = continuation(folder, "--temperature", "0")
+    for words in ("--top-k", "1"), ("--top-p", "1e-9"):
+        assert continuation(folder, *words) == likeliest
+    monkeypatch.setattr("sys.stdin", io.StringIO("def "))
+    assert continuation(folder, "--temperature", "0", "--prompt", "-") == likeliest
     there = tmp_path / "there"
     model.save_pretrained(there)
     assert continuation(there, "--seed", "1") == seeded
@@ -188,5 +194,7 @@ def test_defaults_follow_device_and_model():
     own = complete(Settings(config=own), on_gpu=False)
     assert (own.model, own.seq_len, own.dtype) == ("pythia", 64, "bfloat16")
     assert (own.batch_size, own.steps, own.lr) == (4, 100, 1e-3)  # not those of tiny
+    auto = complete(parse(["--model", "auto"]), on_gpu=False)
+    assert (auto.model, auto.steps) == ("tiny", 600)
     given = Settings(batch_size=2, seq_len=16, grad_accum=3, warmup=0, tokens=97)
     assert complete(given, on_gpu=False).steps == 2

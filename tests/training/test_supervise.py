@@ -77,7 +77,7 @@ def faults_of(folder):
 
 
 def test_other_exit_codes_are_passed_on(run, tmp_path, capfd):
-    for code in (0, 1, 76, 130):
+    for code in (0, 1, 76, 130, 143):
         with naming("exit code", code):
             assert run(f"say('here'); sys.exit({code})") == (code, ["here"], [])
     assert capfd.readouterr() == ("", "")
@@ -94,6 +94,7 @@ def test_other_exit_codes_are_passed_on(run, tmp_path, capfd):
         ("sys.exit(75)", 75, "the GPU or a rank is lost"),
         ("die(signal.SIGTERM)", 143, "killed by SIGTERM"),  # not from us
         ("sys.exit(128 + 9)", 137, "killed by SIGKILL"),  # of a launcher's rank
+        ("sys.exit(128 + 7)", 135, "killed by SIGBUS"),  # a file of tokens shrank
         ("time.sleep(60)", 134, "nothing finished for 1 s"),
         ("die(signal.SIGSTOP)", 134, "nothing finished for 1 s"),
         ("signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(60)", 137, "nothing finished"),
@@ -136,6 +137,13 @@ def test_silence_is_a_hang_only_after_a_heartbeat(run):
     ):
         with naming(code):
             assert run(code, str(HANG), hang=HANG) == (0, [], [])
+
+
+def test_command_line_gives_the_command_and_its_seconds(monkeypatch):
+    monkeypatch.setattr(Supervisor, "run", lambda self: (self.command, self.hang_seconds))
+    words = ["train", "--steps", "9", "--", "x"]
+    for flags, seconds in ([], 300.0), (["--hang-seconds", "7.5"], 7.5):
+        assert supervise.main([*flags, "--", *words]) == (words, seconds)
 
 
 # ---- the end ------------------------------------------------------------------------------------
@@ -228,9 +236,10 @@ def test_signal_is_passed_on_once_and_ends_the_run(run, tmp_path, number, code):
     assert signal.getsignal(number) is before
 
 
-def test_signal_to_the_supervisor_of_mpirun_is_passed_on_as_sigusr1(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["mpirun", "mpiexec"])
+def test_signal_to_the_supervisor_of_mpirun_is_passed_on_as_sigusr1(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    mpirun = tmp_path / "mpirun"
+    mpirun = tmp_path / name
     mpirun.write_text(f"#!{sys.executable} -S\n{BEGIN}{PATIENT}")
     mpirun.chmod(0o755)
     with when_said(tmp_path, "ready", signal.SIGTERM):
