@@ -3,12 +3,14 @@
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from harness import ROOT, run
 
 import needle as ndl
+from needle.diagnose import facts
 from needle.testing import OPS
 
 DIAGNOSE = (sys.executable, "-m", "needle.diagnose")
@@ -16,17 +18,25 @@ DIAGNOSE = (sys.executable, "-m", "needle.diagnose")
 
 def test_show_config_prints_its_result():
     text = io.StringIO()
-    facts = ndl.show_config(file=text)
+    shown = ndl.show_config(file=text)
     printed = text.getvalue()
-    assert facts["needle"] == ndl.__version__ and ndl.__version__ in printed
-    assert facts["numpy"] == np.__version__ and np.__version__ in printed
-    assert facts["build"]["blas"] in printed and facts["build"]["compiler"] in printed
-    assert facts["devices"][0]["device"] == "cpu()" and facts["devices"][0]["name"] in printed
-    assert (facts["nvrtc"].get("path") or facts["nvrtc"]["problem"]) in printed
-    assert facts["cuda"]["usable"] == ndl.cuda().enabled()
-    if not facts["cuda"]["usable"]:
-        assert facts["cuda"]["problem"] == ndl.cuda().reason()
+    assert shown["needle"] == ndl.__version__ and ndl.__version__ in printed
+    assert shown["numpy"] == np.__version__ and np.__version__ in printed
+    assert shown["build"]["blas"] in printed and shown["build"]["compiler"] in printed
+    assert shown["devices"][0]["device"] == "cpu()" and shown["devices"][0]["name"] in printed
+    assert (shown["nvrtc"].get("path") or shown["nvrtc"]["problem"]) in printed
+    assert shown["cuda"]["usable"] == ndl.cuda().enabled()
+    if not shown["cuda"]["usable"]:
+        assert shown["cuda"]["problem"] == ndl.cuda().reason()
         assert f"cuda()         not usable: {ndl.cuda().reason()}" in printed
+
+
+def test_driver_speaks_the_cuda_of_its_number(monkeypatch):
+    for number, version in (13000, "13.0"), (12080, "12.8"):
+        tell = lambda place, number=number: setattr(place._obj, "value", number)
+        driver = SimpleNamespace(cuDriverGetVersion=tell)
+        monkeypatch.setattr(facts.ctypes, "CDLL", lambda name, driver=driver: driver)
+        assert facts.driver_version() == version
 
 
 def test_diagnosis_of_a_cpu_prints_the_facts_and_every_op():

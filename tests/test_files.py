@@ -144,6 +144,13 @@ def test_control_characters_are_printed_as_escapes():
     assert files.described(refused) == "a: Permission denied; see to its permissions"
 
 
+def test_error_of_writing_gets_the_name_of_its_file_unless_it_has_one():
+    for given, name in (OSError(28, "No space"), "a"), (OSError(28, "No space", "b"), "b"):
+        with pytest.raises(OSError, match="No space") as raised, files.naming("a"):
+            raise given
+        assert raised.value.filename == name
+
+
 def test_settings_of_a_user_without_a_home_are_refused(monkeypatch):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user

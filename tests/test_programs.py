@@ -48,6 +48,11 @@ def test_words_before_any_command_print_help_and_version(capsys):
             assert command.run(words) == 0 and capsys.readouterr().out == f"{said}\n"
 
 
+def test_line_is_broken_between_words_and_not_within_a_flag():
+    begin, end = "x " * 29 + "needle train", "--no-graph --name a"
+    assert command.wrapped(f"{begin} {end}") == f"{begin}\n  {end}"
+
+
 def test_command_that_lacks_a_package_or_is_interrupted_says_so_in_a_line(capsys, monkeypatch):
     monkeypatch.setitem(command.COMMANDS, "paint", ("needle.no_such_part:main", "paint it"))
     assert command.run(["paint"]) == 1

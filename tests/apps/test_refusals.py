@@ -13,13 +13,13 @@ from harness import naming
 from small_runs import arguments, checkpoint_of, flags, numbers_of, run_until, without
 
 import needle as ndl
-from needle.checkpoint import Checkpoint
+from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import train_tokenizer
 from needle.data.__main__ import main as data_main
 from needle.training import evaluate
 from needle.training import folder as folders
 from needle.training.replay import bank, verify
-from needle.training.settings import Settings, complete
+from needle.training.settings import Settings, complete, parse, resumed
 
 # ---- a new run --------------------------------------------------------------------------------
 
@@ -32,6 +32,7 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         ("--batch-size two", "a whole number of 1 or more, not 'two'"),
         ("--steps 1" + "0" * 400, "a whole number of at most 9223372036854775807, not"),
         ("--lr nan", "a number above 0, not 'nan'"),
+        ("--st\x1b[31m 4", "unrecognized arguments: --st\\x1b[31m 4"),
         ("--seed 4294967296", "a whole number of at most 4294967295, not"),
         ("--clip inf", "a number of 0 or more, not 'inf'"),
         ("--data caf\udce9.txt", "--data: b'caf\\xe9.txt' is a name that is not UTF-8"),
@@ -191,6 +192,19 @@ def test_run_goes_on_with_its_own_settings_and_data_alone(tmp_path, tokens, stop
         seed = folders.read_description(folder)["settings"]["seed"]
         more = f"--seed {seed} --init-seed {seed} --data-seed {seed} --hidden 32 --tokens 192"
         assert train_pythia.main([*argv, *more.split()]) == 0
+
+
+def test_flags_that_repeat_a_setting_or_are_free_are_taken(tmp_path):
+    words = "--model tiny --grad-accum 3 --seed 5 --data-seed 6"
+    own, config = complete(parse(words.split()), False), ndl.PythiaConfig()
+    state = {"settings": own.to_json(), "step": 1}
+    saved = SimpleNamespace(path=tmp_path, state=state, configuration=lambda: config)
+    more = "--global-batch-size 48 --init-seed 5 --data-seed 6 --save-every 7 --keep log"
+    made = resumed(parse(more.split()), saved, tmp_path)
+    assert (made.save_every, made.keep, made.grad_accum, made.data_seed) == (7, "log", 3, 6)
+    for flag, value in ("--global-batch-size", 16), ("--data-seed", 5), ("--init-seed", 6):
+        with pytest.raises(CheckpointError, match=f"{flag} is {value}, but the run has"):
+            resumed(parse([flag, str(value)]), saved, tmp_path)
 
 
 def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):

@@ -98,6 +98,14 @@ def test_current_folder_goes_on_by_its_name(tmp_path, monkeypatch):
         assert folders.again(Path(words)) == wanted
 
 
+def test_checkpoint_named_from_its_own_folder_resumes_its_run(tmp_path, run, monkeypatch):
+    assert run("a") == 0
+    monkeypatch.chdir(tmp_path / "runs" / "a" / "checkpoints")
+    folder, lock, found = folders.resume("step_4.safetensors", tmp_path, None)
+    assert (folder, lock.path) == (tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "lock")
+    assert found.state["step"] == 4
+
+
 def test_resume_of_a_mistyped_name_starts_anew_and_names_the_runs_there_are(tmp_path, run, capsys):
     assert run("base") == 0
     (tmp_path / "runs" / "empty").mkdir()

@@ -43,7 +43,7 @@ def queue(log, step, loss):
         (143_000, 9, 1_119_000, "9/143000 loss 3.63 1.1M tok/s left 39:43:11 |"),
     ],
 )
-def test_bar_fits_80_columns(tmp_path, monkeypatch, now, steps, done, speed, begins):
+def test_bar_fits_80_columns(tmp_path, monkeypatch, now, capsys, steps, done, speed, begins):
     ends = pty.openpty()
     fcntl.ioctl(ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(ends[1], "w", encoding="utf-8") as terminal:
@@ -52,11 +52,12 @@ def test_bar_fits_80_columns(tmp_path, monkeypatch, now, steps, done, speed, beg
         for step in range(1, done + 1):
             now[0] += 1.0  # a step a second
             queue(log, step, 3.6312)
-        log.finish()
+        log.finish(val_loss=3.5)
+        assert f"step {done}/{steps}  held-out loss 3.5000\n" in capsys.readouterr().out
         os.set_blocking(ends[0], False)
         os.read(ends[0], 1 << 20)
         log._bar.refresh()
-        line = os.read(ends[0], 1000).decode().strip("\r")
+        line = os.read(ends[0], 1000).decode().strip("\r").rpartition("\r")[2]
         log.close()
     os.close(ends[0])
     assert line.startswith(begins) and len(line) <= 80
@@ -103,8 +104,9 @@ def test_plain_lines_are_some_forty_with_the_first_of_a_start_and_the_last(tmp_p
         queue(log, step, 2.0)
     log.finish()
     log.close()
-    shown = re.findall(r"^step (\d+)/103 ", capsys.readouterr().out, re.MULTILINE)
-    assert [*map(int, shown)] == [5, *range(6, 103, 3), 103]
+    shown = re.findall(r"^step (\d+)/103 .* ([\d.]+) GiB ", capsys.readouterr().out, re.MULTILINE)
+    assert [int(step) for step, _ in shown] == [5, *range(6, 103, 3), 103]
+    assert all(float(memory) > 0 for _, memory in shown)  # this process has some 100 MiB
 
 
 def test_figure_of_several_runs(tmp_path, monkeypatch, capsys):

@@ -58,6 +58,7 @@ def test_stopped_run_goes_on_from_its_newest_checkpoint(run, look):
 
 
 def test_run_that_is_at_work_or_done_is_not_resumed(run, look):
+    (run / "metrics.jsonl").touch()  # of a run that has just begun
     lock = Lock(run)
     said = look()
     assert f"ok: process {os.getpid()} on {os.uname().nodename} works in {run}\n" in said

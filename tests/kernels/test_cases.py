@@ -134,6 +134,14 @@ def test_element_is_right_within_its_tolerance():
             assert (difference(got, expected, dtype, tolerance) is None) == right
 
 
+def test_wrong_elements_are_counted_and_the_largest_error_is_told():
+    said = difference(F([[1, 3], [9, 2]]), F([[1, 2], [2, 2]]), "float32", None)
+    assert said == (
+        "2 of 4 elements are wrong, the first at [0, 1]: 3.0, expected 2.0; the largest error is 7 "
+        "(tolerance: 0.0001 absolute, 0.0001 relative)"
+    )
+
+
 # ---- time ----------------------------------------------------------------------------------------
 
 

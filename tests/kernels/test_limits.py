@@ -96,6 +96,7 @@ def test_launch_at_a_limit_fits():
 def test_report_has_sizes_and_the_occupancy_of_the_device():
     kernel = {"shared_bytes": 1000, "registers": 40, "local_bytes": 16}
     report = checked(kernel, DEVICE, (1, (100, 2), 24))
+    assert limits.of_arch("100f").arch == 100
     assert ASKED[-1] == (200, 24) and report.blocks_per_sm == 6 and report.resident == 792
     assert report.occupancy == 6 * 224 / 2048  # threads in warps
     assert (report.grid, report.block, report.threads) == ((1, 1, 1), (100, 2, 1), 200)

@@ -563,6 +563,13 @@ def test_sanitizer_explains_a_fault_and_finds_errors(pool, fake_sanitizer):
             assert_next_is_right(pool)
 
 
+def test_run_under_the_sanitizer_may_take_longer(pool, fake_sanitizer, monkeypatch):
+    monkeypatch.setattr(pool, "timeout", SHORT)
+    source = f"def slow(grid, block): time.sleep({2 * SHORT})"
+    for more, status in ({}, "timeout"), ({"sanitizer": "racecheck"}, "ok"):
+        assert pool.run(source, "slow", 1, 1, [], **more).status == status
+
+
 def test_missing_sanitizer_is_named(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "find_tool", lambda name: None)
     assert "no compute-sanitizer here" in run(pool, "fails", 0, explain=True).explanation

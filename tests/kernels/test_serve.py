@@ -331,6 +331,10 @@ def test_health_and_statistics_have_each_gpu(client, pool, tmp_path, monkeypatch
             status, answer, _ = client.ask("GET", "/health")
             expected = {"device": 0, "set_aside": None, "ready": 1, **figures}
             assert (status, answer["devices"]) == (200, [expected])
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(serve, "SMI_SECONDS", 0.3)
+    status, answer, _ = client.ask("GET", "/health")
+    assert status == 200 and "timed out after 0.3 s" in answer["devices"][0]["why"]
     status, answer, _ = client.ask("GET", "/statistics")
     device = {"device": 0, "name": "H", "faults": 2, "restarts": 5, "set_aside": None}
     assert answer["devices"] == [device] and answer["median_seconds"].keys() == {"queued", "ran"}
@@ -424,7 +428,8 @@ def test_wrong_flags_are_named(capsys, monkeypatch):
         with naming(flags), pytest.raises(SystemExit):
             program.main(["serve", *flags.split()])
         assert flags.split()[0].rstrip("=") in capsys.readouterr().err
-    assert program.parser().parse_args(["serve", "--devices", "cpu"]).devices == []
+    for text, numbers in ("cpu", []), ("0,3", [0, 3]):
+        assert program.parser().parse_args(["serve", "--devices", text]).devices == numbers
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     assert program.main(["serve"]) == 1
     assert "needs aiohttp and msgspec" in capsys.readouterr().err
