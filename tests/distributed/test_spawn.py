@@ -144,8 +144,9 @@ time.sleep(600)
 """
     process = launch(code, deadline=0.2, margin=1.0)
     _, err = process.communicate(timeout=60)
-    said = "ended with code 9\nneedle: ranks that do not end by themselves: 0, 2: SIGKILL\n"
-    assert process.returncode == 9 and err == f"needle: rank 1 {said}"
+    killed = "needle: ranks that do not end by themselves: 0, 2: SIGKILL"
+    assert process.returncode == 9 and err == f"needle: rank 1 ended with code 9\n{killed}\n"
+    assert f"| `{killed}` |" in (ROOT / "docs/many_gpus.md").read_text()
     for pid in pids_of(tmp_path):
         wait_until_gone(pid)
 
