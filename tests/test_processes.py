@@ -9,7 +9,14 @@ import sys
 import pytest
 from harness import naming, wait_until_gone
 
-from needle.processes import command_line, ends_within, kill, signal_name, start
+from needle.processes import (
+    command_line,
+    ends_within,
+    kill,
+    signal_name,
+    start,
+    unwound_by_sigterm,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +48,13 @@ def test_kill_reaches_what_the_child_started():
 def test_signals_between_the_real_time_ones_are_named_by_their_number():
     named = signal.SIGKILL, signal.SIGRTMIN, signal.SIGRTMIN + 1
     assert [*map(signal_name, named)] == ["SIGKILL", "SIGRTMIN", f"signal {signal.SIGRTMIN + 1}"]
+
+
+def test_sigterm_unwinds_the_block_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), unwound_by_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_command_is_spelt_as_it_reaches_this_environment(tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ import train_pythia
 from small_runs import checkpoint_of, flags, lines_of, without
 
 import needle as ndl
-from needle.distributed.group import Group
+from needle.distributed.environment import Place
+from needle.distributed.group import ALONE
 from needle.models import gpt_neox
 from needle.training import run as run_parts
 from needle.training.settings import FIELDS, option, parse
@@ -88,9 +89,9 @@ def test_seeds_of_weights_and_of_data_are_apart(tmp_path, tokens):
 # ---- the command that goes on -----------------------------------------------------------------
 
 
-def run_of(folder, words=""):
-    """A run of one process and this command line, in so far as its command needs it."""
-    parallel = SimpleNamespace(group=Group())
+def run_of(folder, words="", place=ALONE):
+    """A run of this command line, in so far as its command needs it."""
+    parallel = SimpleNamespace(group=SimpleNamespace(place=place))
     return SimpleNamespace(
         settings=parse(shlex.split(words)), parallel=parallel, folder=Path(folder)
     )
@@ -119,6 +120,20 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
         named = args.resume if args.name is None else f"{args.out}/{args.name}"
         assert (named, args.wandb) == (folder, "-project")
         assert f"--init={folder}" in run_parts.advice_to_go_on(run) or folder[0] != "-"
+
+
+def test_command_that_goes_on_starts_as_many_ranks(monkeypatch):
+    monkeypatch.setattr(run_parts, "command_line", lambda word: ["needle", word])
+    train, own = "needle train --resume auto --name a", "--supervise --hang-seconds 7.5"
+    for launcher, plain, watched in (
+        ("needle", f"{train} --gpus 4", f"{train} --gpus 4 {own}"),
+        ("mpirun", f"mpirun -n 4 {train}", f"needle supervise -- mpirun -n 4 {train}"),
+        ("torchrun", f"torchrun {train}", f"needle supervise -- torchrun {train}"),
+    ):
+        run = run_of("runs/a", "--hang-seconds 7.5", Place(0, 4, 0, 4, launcher))
+        for supervised, wanted in (False, plain), (True, watched):
+            monkeypatch.setattr(run_parts, "supervised", lambda is_so=supervised: is_so)
+            assert run_parts.resume_command(run) == wanted
 
 
 # ---- losses that are not finite ---------------------------------------------------------------

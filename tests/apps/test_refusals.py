@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import generate
@@ -16,6 +17,7 @@ import needle as ndl
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import train_tokenizer
 from needle.data.__main__ import main as data_main
+from needle.distributed.environment import Place
 from needle.training import evaluate
 from needle.training import folder as folders
 from needle.training.replay import bank, verify
@@ -135,6 +137,9 @@ def test_what_a_model_or_its_ranks_cannot_do_is_named():
     ):
         with pytest.raises(ValueError, match=said):
             train_pythia.check(complete(Settings(**given), False, 2), plain, ndl.cpu())
+    rank, said = Place(1, 2, 1, 2, "mpirun"), "supervisor of its own: .*, needle supervise -- mpirun"
+    with pytest.raises(ValueError, match=said):
+        train_pythia.join(parse(["--supervise"]), [], rank, Path("train.py"))
 
 
 # ---- a run that goes on -----------------------------------------------------------------------
@@ -195,15 +200,20 @@ def test_run_goes_on_with_its_own_settings_and_data_alone(tmp_path, tokens, stop
 
 
 def test_flags_that_repeat_a_setting_or_are_free_are_taken(tmp_path):
-    words = "--model tiny --grad-accum 3 --seed 5 --data-seed 6"
+    words = "--model tiny --grad-accum 3 --seed 5 --data-seed 6 --schedule wsd"
     own, config = complete(parse(words.split()), False), ndl.PythiaConfig()
     state = {"settings": own.to_json(), "step": 1}
     saved = SimpleNamespace(path=tmp_path, state=state, configuration=lambda: config)
     more = "--global-batch-size 48 --init-seed 5 --data-seed 6 --save-every 7 --keep log"
     made = resumed(parse(more.split()), saved, tmp_path)
     assert (made.save_every, made.keep, made.grad_accum, made.data_seed) == (7, "log", 3, 6)
-    for flag, value in ("--global-batch-size", 16), ("--data-seed", 5), ("--init-seed", 6):
-        with pytest.raises(CheckpointError, match=f"{flag} is {value}, but the run has"):
+    for flag, value, has in (
+        ("--global-batch-size", 16, "48"),
+        ("--data-seed", 5, "6"),
+        ("--init-seed", 6, "5"),
+        ("--steps", 9, "600, where its wsd schedule ends"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{flag} is {value}, but the run has {has}"):
             resumed(parse([flag, str(value)]), saved, tmp_path)
 
 

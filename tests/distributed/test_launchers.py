@@ -68,7 +68,7 @@ def submit(tmp_path):
     return submitted
 
 
-def test_slurm_flags_reach_the_app_with_a_key_for_each_job(submit):
+def test_slurm_flags_reach_the_app_with_a_key_for_each_job(submit, tmp_path):
     keys = set()
     for _ in range(2):
         code, srun, scontrol = submit(0, "--data", "a b", "--name", "mine")
@@ -78,6 +78,11 @@ def test_slurm_flags_reach_the_app_with_a_key_for_each_job(submit):
         ]
         keys.add(srun[-1])
     assert len(keys) == 2
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for there in False, True:  # without PYTHON
+        if there:
+            (tmp_path / ".venv" / "bin" / "python").touch(0o755)
+        assert submit(0, PYTHON=None)[1][2] == (".venv/bin/python" if there else "python3")
     assert submit(0, NEEDLE_RANKS_KEY="of the user")[1][-3:] == ["of", "the", "user"]
 
 
@@ -101,3 +106,7 @@ def test_slurm_job_requeues_at_the_end_of_its_time_and_after_75(
     ):
         done, _, scontrol = submit(code, SLURM_RESTART_COUNT=restarts, **end)
         assert (done, scontrol) == (code, "requeue 17 " * again), end
+
+
+def test_slurm_job_without_a_limit_of_time_ends_when_it_is_done(submit):
+    assert submit(0, squeue_says="NONE")[2] == ""
