@@ -15,6 +15,7 @@ from needle.processes import (
     kill,
     signal_name,
     start,
+    terminal_bar,
     unwound_by_sigterm,
 )
 
@@ -55,6 +56,12 @@ def test_sigterm_unwinds_the_block_alone():
     with pytest.raises(SystemExit, match="143"), unwound_by_sigterm():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_terminal_without_tqdm_has_no_bar(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert terminal_bar(total=3) is None
 
 
 def test_command_is_spelt_as_it_reaches_this_environment(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from small_runs import assert_same_run, checkpoint_of, flags, without
 
 import needle as ndl
 from needle.data import DataError
-from needle.files import FileError
+from needle.files import FileError, Lock
 from needle.training import folder as folders
 from needle.training.export import main as hf
 
@@ -96,6 +96,16 @@ def test_current_folder_goes_on_by_its_name(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / folder)
         wanted = ["--resume", "auto", "--name", "a", "--out", str(tmp_path)]
         assert folders.again(Path(words)) == wanted
+
+
+def test_auto_passes_over_a_newer_run_that_has_not_saved(tmp_path, run):
+    """And leaves its folder to others."""
+    assert run("old") == 0
+    (tmp_path / "runs" / "new" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "new" / "config.json").write_text('{"saved": false}')
+    folder, lock, found = folders.resume("auto", tmp_path / "runs", None)
+    assert (folder.name, found.state["step"], lock.held) == ("old", 6, True)
+    assert Lock(tmp_path / "runs" / "new").held
 
 
 def test_checkpoint_named_from_its_own_folder_resumes_its_run(tmp_path, run, monkeypatch):

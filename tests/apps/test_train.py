@@ -68,16 +68,19 @@ def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, caps
     at = next(i for i in range(5, len(plain)) if plain[i].isalnum())  # no escape
     stops = "--stop", "not written", "--stop", plain[at]
     assert continuation(folder, *greedy, *stops) == plain[: plain.index(plain[at], 4)] + "\n"
-    likeliest = continuation(folder, "--temperature", "0")
-    for words in ("--top-k", "1"), ("--top-p", "1e-9"):
-        assert continuation(folder, *words) == likeliest
     monkeypatch.setattr("sys.stdin", io.StringIO("def "))
-    assert continuation(folder, "--temperature", "0", "--prompt", "-") == likeliest
+    assert continuation(folder, "--seed", "1", "--prompt", "-") == seeded
     there = tmp_path / "there"
     model.save_pretrained(there)
     assert continuation(there, "--seed", "1") == seeded
     (there / "tokenizer.json").unlink()
     assert "no tokenizer.json lies with it; give --tokenizer" in continuation(there, code=1)
+    beside = "--tokenizer", folder / "tokenizer.json"
+    assert continuation(there, "--seed", "1", *beside) == seeded
+    load, made = generate.load_model, []
+    monkeypatch.setattr(generate, "load_model", lambda *given: made.append(load(*given)) or made[0])
+    continuation(folder, "--dtype", "bfloat16")
+    assert made[0][0].config.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])

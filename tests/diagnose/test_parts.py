@@ -71,6 +71,18 @@ def test_rank_whose_launcher_shows_it_one_gpu_takes_that(monkeypatch, capsys):
         assert ("FAILED: there is no cuda(1): CUDA shows cuda()" in told) == (is_asked == "1")
 
 
+@pytest.mark.parametrize("built, driver", [(True, "13.0"), (True, None), (False, "13.0")])
+def test_gpu_that_cannot_be_used_fails_where_backend_and_driver_are_there(
+    monkeypatch, capsys, built, driver
+):
+    monkeypatch.setenv("NEEDLE_REQUIRE_CUDA", "0")
+    found = {"built": built, "driver": driver, "usable": False, "problem": "it is lost"}
+    monkeypatch.setattr(facts, "cuda", lambda: found)
+    facts.examine("", "0")
+    said = capsys.readouterr().out
+    assert ("cuda()         FAILED: it is lost" in said) == (built and driver is not None)
+
+
 def test_launcher_that_contradicts_itself_is_a_bad_call(monkeypatch, capsys):
     find = environment.find
     monkeypatch.setattr(environment, "find", lambda: find({"RANK": "1"}))

@@ -77,6 +77,7 @@ def test_mpirun():
     assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)
     assert place.launcher == "mpirun" and place.job == "prterun-vm-25743@1"
     assert place.host == "127.0.0.1" and 61440 <= place.port <= 65535  # all on one machine
+    assert find(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-vm-25744@1"}).port != place.port
     spread = find(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8"})
     assert spread.host is spread.port is None
     told = find(OPEN_MPI | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})

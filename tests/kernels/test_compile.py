@@ -277,6 +277,18 @@ def test_toolkit_of_a_variable_goes_first_and_cuda_home_before_cuda_path(monkeyp
         assert roots == first == wanted
 
 
+def test_program_of_the_toolkit_goes_before_that_of_the_path(monkeypatch, tmp_path):
+    for folder in "home/bin", "path":
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "tool").touch(0o755)
+    monkeypatch.setattr(toolkit, "toolkit_roots", lambda: [("$CUDA_HOME", tmp_path / "home")])
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert toolkit.find_tool("tool") == str(tmp_path / "home/bin/tool")
+    (tmp_path / "home/bin/tool").unlink()
+    assert toolkit.find_tool("tool") == str(tmp_path / "path/tool")
+    assert toolkit.find_tool("other") is None
+
+
 def test_missing_nvrtc_names_its_packages(monkeypatch):
     def missing(name):
         raise OSError(name)
