@@ -109,14 +109,16 @@ def _srun(environ: Mapping[str, str]) -> Place | None:
     step, job, node = _numbers(environ, "srun", names)
     if step >= FIRST_OWN_STEP:
         return None
-    tasks = "SLURM_STEP_TASKS_PER_NODE"  # 8(x2),4
+    tasks, nodes = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"  # 8(x2),4 and node[1-3]
+    _require(environ, "srun", [*names, tasks])
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[tasks])
     counts = [count for count, times in runs for _ in range(int(times or 1))]
     names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", tasks]
     ranks = _ranks({**environ, tasks: counts[node]}, "srun", names)
     host, port = _master(environ)
     if host is None:
-        host, port = first_host(environ["SLURM_STEP_NODELIST"]), PORTS + job % 4096
+        _require(environ, "srun", [*names, nodes])
+        host, port = first_host(environ[nodes]), PORTS + job % 4096
     start = f"slurm.{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     return Place(*ranks, "srun", host, port, start)
 
@@ -141,12 +143,19 @@ def _refuse_traces(environ: Mapping[str, str]) -> None:
 # ---- reading variables --------------------------------------------------------------------------
 
 
-def _numbers(environ: Mapping[str, str], launcher: str, names: list[str]) -> tuple[int, ...]:
+def _require(environ: Mapping[str, str], launcher: str, names: list[str]) -> str:
+    """Return the remedy where a variable is wrong. Raise ValueError if one is not set."""
     remedy = f"{launcher} sets {', '.join(names)}; unset all of them to run one process alone"
     for name in names:
         if name not in environ:
             there = next(other for other in names if other in environ)
             raise ValueError(f"{there}={environ[there]}, but {name} is not set: {remedy}")
+    return remedy
+
+
+def _numbers(environ: Mapping[str, str], launcher: str, names: list[str]) -> tuple[int, ...]:
+    remedy = _require(environ, launcher, names)
+    for name in names:
         if not re.fullmatch(r"[0-9]{1,10}", environ[name]):
             raise ValueError(f"{name}={environ[name]!r}: must be a whole number: {remedy}")
     return tuple(int(environ[name]) for name in names)

@@ -119,6 +119,8 @@ def test_the_innermost_launcher_knows_the_ranks():
         (TORCHRUN, {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
         (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_RANK=2"]),
         (HYDRA, {"MPI_LOCALRANKID": None, "MPI_LOCALNRANKS": None}, ["PMI_RANK=2", "rest"]),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": None}, ["SLURM_STEP_TASKS_PER_NODE is not set"]),
+        (SRUN, {"SLURM_STEP_NODELIST": None}, ["SLURM_STEP_NODELIST is not set", "srun sets"]),
         (SRUN, {"SLURM_PROCID": "12"}, ["SLURM_PROCID=12", "SLURM_STEP_NUM_TASKS=12"]),
         (SRUN, {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_TASKS_PER_NODE=4"]),
         ({}, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK"]),
