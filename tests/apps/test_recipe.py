@@ -107,6 +107,19 @@ def test_sequences_of_a_step_follow_batch_and_accumulation():
         assert (settings.batch_size, settings.grad_accum) == (batch, accumulate), words
 
 
+def test_values_at_their_limits_are_taken():
+    for words in (
+        "--steps 6 --warmup 6",
+        "--steps 3 --warmup 9 --schedule constant",  # it may stop within its warmup
+        "--steps 10 --warmup 8 --schedule wsd",
+        "--steps 10 --warmup 0 --schedule wsd --decay-share 1",
+        "--seed 4294967295 --init-seed 0",
+    ):
+        settings = settings_of(words)
+        for flag, value in zip(words.split()[::2], words.split()[1::2]):
+            assert str(getattr(settings, flag[2:].replace("-", "_"))) in (value, f"{value}.0"), words
+
+
 # ---- a run ------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from needle.distributed.environment import Place
 from needle.training import evaluate
 from needle.training import folder as folders
 from needle.training.replay import bank, verify
-from needle.training.settings import Settings, complete, parse, resumed
+from needle.training.settings import Settings, complete, located, parse, resumed
 
 # ---- a new run --------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         ("--model gpt", "pythia-70m"),
         ("--stepps 4", "unrecognized arguments: --stepps 4; there is --steps"),
         ("--device tpu", "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
-        ("--name a/b", "a name for a folder"),
+        *((f"--name {name}", "a name for a folder") for name in ("a/b", ".a", "..")),
         ("--steps 2 --tokens 9", "not allowed with"),
         ("--keep 1,x", "'x' is no whole"),
         *((f"{flag}=", f"argument {flag}: an empty name ('')") for flag in ("--data", "--resume")),
@@ -197,6 +197,12 @@ def test_run_goes_on_with_its_own_settings_and_data_alone(tmp_path, tokens, stop
         seed = folders.read_description(folder)["settings"]["seed"]
         more = f"--seed {seed} --init-seed {seed} --data-seed {seed} --hidden 32 --tokens 192"
         assert train_pythia.main([*argv, *more.split()]) == 0
+
+
+def test_paths_of_a_run_stay_when_it_goes_on_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = located(parse("--init a --data b/../c --tokenizer d".split()))
+    assert (kept.init, kept.data, kept.tokenizer) == tuple(str(tmp_path / name) for name in "acd")
 
 
 def test_flags_that_repeat_a_setting_or_are_free_are_taken(tmp_path):

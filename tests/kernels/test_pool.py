@@ -314,6 +314,7 @@ def test_wrong_calls_name_the_argument_and_cost_no_process(pool):
         (ValueError, "reference: 6 for 1 cases", judge, {"reference": X}),
         (ValueError, "tolerance: must be a number", judge, {"tolerance": "x"}),
         (TypeError, "trials: must be a whole number", judge, {"trials": 2.5}),
+        (ValueError, "trials: must be 1 or more", judge, {"trials": 0}),
     ):
         with naming(said), pytest.raises(error, match=said):
             call(**more)
@@ -333,6 +334,7 @@ def test_wrong_arguments_of_a_pool_are_named(monkeypatch, tmp_path):
         ("devices", [2], ValueError, "there is no 2: CUDA_VISIBLE_DEVICES=5,GPU-6"),
         ("devices", [-1], ValueError, "0 or more, not -1"),
         ("timeout", float("inf"), ValueError, "above 0"),
+        ("timeout", 0, ValueError, "above 0"),
         ("timeout", "1", ValueError, "number of seconds"),
         ("spares", -1, ValueError, "0 or more"),
         ("memory", 0, ValueError, "1 or more"),

@@ -197,6 +197,16 @@ def test_folder_that_cannot_be_written_ends_the_run_if_another_works_there(run, 
     assert not (tmp_path / "held" / "faults.jsonl").exists()
 
 
+def test_folder_that_gets_free_in_time_is_written_and_gone_on_in(run, tmp_path, monkeypatch):
+    """A process of the failed command may need a while to end."""
+    monkeypatch.setattr(supervise, "REAP_SECONDS", 30.0)
+    folder = tmp_path / "held"
+    folder.mkdir()
+    threading.Timer(1.0, Lock(folder).release).start()
+    body = f"say('x')\nif attempt: sys.exit(0)\nwrite(PATH + '.run', {str(folder)!r}); sys.exit(75)"
+    assert run(body)[:2] == (0, ["x", "x"]) and len(faults_of(folder)) == 1
+
+
 # ---- signals ------------------------------------------------------------------------------------
 
 PATIENT = """
