@@ -117,7 +117,8 @@ def test_values_at_their_limits_are_taken():
     ):
         settings = settings_of(words)
         for flag, value in zip(words.split()[::2], words.split()[1::2]):
-            assert str(getattr(settings, flag[2:].replace("-", "_"))) in (value, f"{value}.0"), words
+            taken = str(getattr(settings, flag[2:].replace("-", "_")))
+            assert taken in (value, f"{value}.0"), words
 
 
 # ---- a run ------------------------------------------------------------------------------------

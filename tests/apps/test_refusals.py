@@ -137,8 +137,8 @@ def test_what_a_model_or_its_ranks_cannot_do_is_named():
     ):
         with pytest.raises(ValueError, match=said):
             train_pythia.check(complete(Settings(**given), False, 2), plain, ndl.cpu())
-    rank, said = Place(1, 2, 1, 2, "mpirun"), "supervisor of its own: .*, needle supervise -- mpirun"
-    with pytest.raises(ValueError, match=said):
+    rank = Place(1, 2, 1, 2, "mpirun")
+    with pytest.raises(ValueError, match="of its own: .*, needle supervise -- mpirun"):
         train_pythia.join(parse(["--supervise"]), [], rank, Path("train.py"))
 
 

@@ -23,16 +23,7 @@ import safetensors.numpy
 from fake_pool import SECONDS, SOURCE, FakePool
 from harness import ROOT, in_thread, naming, run, state_of, wait_for
 
-from needle.kernels import (
-    Case,
-    KernelExecResult,
-    Out,
-    Problem,
-    Random,
-    Reference,
-    Result,
-    Timing,
-)
+from needle.kernels import Case, KernelExecResult, Out, Problem, Random, Reference, Result, Timing
 from needle.kernels import __main__ as program
 
 web = pytest.importorskip("aiohttp.web", reason="no aiohttp (pip install aiohttp): no service")
