@@ -158,6 +158,31 @@ def test_rate_follows_the_edit(tmp_path, parent):
             assert found == rates[:3] + wanted
 
 
+def test_edits_of_the_rate_follow_one_another():
+    edits = [{"do": "rate", "steps": steps, "factor": 0.5} for steps in ([2, 4], [3, 5])]
+    rates = replays.Replay("", None, 0, 0, 6, edits).rates(lambda step: 1.0)
+    assert [rates(step) for step in range(1, 7)] == [1, 0.5, 0.25, 0.25, 0.5, 1]
+
+
+def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here):
+    for name, steps in ("a", 6), ("long", 8):
+        words = EVERY, "--schedule constant --warmup 0"
+        assert train_pythia.main(flags(tmp_path, tokens, name, *words, steps=steps)) == 0
+    run = ndl.open_run(tmp_path / "runs" / "a")
+    run.replay(6, steps=2, name="b", flags=CPU)
+    assert_same_run(tmp_path, "b", "long", step=8)
+    with pytest.raises(DataError, match="--from 6: .* take one of 0 to 5"):
+        run.replay(6)
+
+
+def test_replay_has_the_name_and_the_tokenizer_of_its_parent(tmp_path, texts, here):
+    assert train_pythia.main(flags(tmp_path, texts, "a", EVERY)) == 0
+    runs, text = tmp_path / "runs", (tmp_path / "runs" / "a" / "tokenizer.json").read_text()
+    for name in "a-replay", "a-replay-2":
+        folder = replays.make_folder(replays.planned(runs / "a", 2, None, []), runs, None)
+        assert folder == runs / name and (folder / "tokenizer.json").read_text() == text
+
+
 def test_decay_of_a_stable_run_gives_the_bits_of_wsd(tmp_path, tokens, here):
     for name, more in ("wsd", "wsd --decay-share 0.5"), ("stable", "constant"):
         words = EVERY, "--warmup 1 --schedule", more
@@ -182,21 +207,23 @@ def test_moments_and_weights_are_those_that_the_edit_names(tmp_path, tokens, her
         slot, own = ("weights", name) if name[:10] != "optimizer." else name[10:].split(".", 1)
         if slot in ("m", "v") and own.startswith("layers.1."):
             words[name] = (), 0
-        if slot in ("weights", "master") and own.startswith("embed_"):
+        if own.startswith("final_" if slot in ("m", "v") else "embed_"):
             words[name] = (), x
     rewrite(checkpoint_of(tmp_path, "by_hand", 2), words=words)
     assert train_pythia.main(["--resume", str(checkpoint_of(tmp_path, "by_hand", 2))]) == 0
     edits = [
         {"do": "moments", "to": "zero", "parts": "layers.1.*"},
+        {"do": "moments", "from": str(other), "parts": "final_*"},
         {"do": "weights", "from": str(other), "parts": "embed_*"},
     ]
     ndl.open_run(tmp_path / "runs" / "a").replay(2, edits, name="b", flags=CPU)
     assert_same_run(tmp_path, "b", "by_hand")
-    assert len(words) == 24 + 2 * (1 + (dtype == "bfloat16"))
+    assert len(words) == 24 + 4 + 2 * (1 + (dtype == "bfloat16"))
 
 
 def test_errors_are_named_and_leave_nothing(tmp_path, parent):
     (tmp_path / "bad.toml").write_text("[[edit]]\ndo = 'lose'\n")
+    weights = str(ndl.save_checkpoint(parent.model(), None, 0, 1.0, tmp_path / "w.safetensors"))
     drop = lambda **where: [{"do": "drop", "where": where}]
     there = {path.name for path in (tmp_path / "runs").iterdir()}
     for arguments, says in (
@@ -207,6 +234,7 @@ def test_errors_are_named_and_leave_nothing(tmp_path, parent):
         ((2, [{"do": "rate", "steps": [5, 9], "factor": 2}]), "steps .5, 9.: there are 3 to 6"),
         ((2, [{"do": "moments", "to": "zero", "parts": "x*"}]), "'x.' names no parameter"),
         ((2, [{"do": "weights", "parts": "*", "from": "none"}]), "none: no such file"),
+        ((2, [{"do": "moments", "from": weights}]), "w.safetensors has no such moments of"),
         ((2, [3]), "edits: edit 1 is no table: 3"),
         ((2, tmp_path / "bad.toml"), "bad.toml: edit 1, do: must be one of drop,"),
         ((2, tmp_path / "none.toml"), "none.toml: cannot be read: No such file"),
