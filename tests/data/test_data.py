@@ -23,6 +23,19 @@ def test_batches_in_order():
         assert {part.dtype for batch in loader for part in batch} == {dtype}
 
 
+def test_dataset_of_ones_own_may_give_one_array_and_without_a_size_one_batch():
+    class Squares(data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return np.full(2, index**2)
+
+    loader = data.DataLoader(Squares(), batch_size=None)
+    ((batch,),) = loader
+    assert len(loader) == 1 and batch.numpy().tolist() == [[0, 0], [1, 1], [4, 4]]
+
+
 def test_shuffle_is_one_numpy_shuffle():
     dataset = data.NDArrayDataset(np.arange(10.0))
     loader = data.DataLoader(dataset, batch_size=3, shuffle=True)

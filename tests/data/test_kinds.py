@@ -185,8 +185,8 @@ def test_packed_by_zstandard(written, tokenizer, monkeypatch):
 
 def test_tokens_are_told_by_their_bytes_and_flat_ones_by_name(tmp_path):
     for start in (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xff\xff\xff", b"PAR1\x15\0"):
-        (tmp_path / "x.bin").write_bytes(start + IDS.astype("<u2").tobytes())
-        data = open_data(tmp_path / "x.bin")
+        (tmp_path / "x.BIN").write_bytes(start + IDS.astype("<u2").tobytes())
+        data = open_data(tmp_path / "x.BIN")
         assert np.concatenate([data.train, data.held_out]).tobytes().startswith(start)
     (tmp_path / "d").mkdir()
     for name, ids in ("a", IDS[:700]), ("b.bin", IDS[700:]):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from token_files import TEXTS, json_lines
+from token_files import TEXTS, json_lines, write_megatron
 
 from needle.checkpoint import Checkpoint, list_checkpoints
-from needle.data import Prefetch, __main__, megatron
+from needle.data import Prefetch, __main__, megatron, open_run_data
 from needle.data.text import train_tokenizer
 from needle.models import pythia
 
@@ -56,16 +56,32 @@ def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
 
 
 def test_inspect(tmp_path, inputs, capsys):
-    assert run(tmp_path, inputs, "x") == 0
+    assert run(tmp_path, inputs, "x.bin") == 0
     capsys.readouterr()
     tokenizer = ["--tokenizer", str(tmp_path / "tokenizer.json")]
     assert __main__.main(["inspect", str(tmp_path / "x"), *tokenizer]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Megatron, 60 documents" in out and "'document 0: " in out and "held out" in out
     assert __main__.main(["inspect", inputs[0]]) == 0
-    assert "a.jsonl: JSON lines: 30 documents" in " ".join(capsys.readouterr().out.split())
+    size = sum(len(text.encode()) for text in TEXTS[:30])
+    said = f"a.jsonl: JSON lines: 30 documents, {size:,} bytes of UTF-8 in 1 file(s)"
+    assert said in " ".join(capsys.readouterr().out.split())
     assert __main__.main(["inspect", str(tmp_path / "nothing")]) == 1
     assert "no such file" in capsys.readouterr().err
+
+
+def test_inspect_tells_the_range_of_all_ids_and_the_sizes_of_documents(tmp_path, capsys):
+    ids = np.zeros(100_000, np.uint16)
+    ids[[94_999, -1]] = 7, 9
+    np.save(tmp_path / "x.npy", ids)
+    write_megatron(tmp_path / "m", [[1] * size for size in (3, 9, 6)])
+    for name, *wanted in (
+        ("x.npy", "train on: 95,000 tokens ids: 0 to 7", "held out: 5,000 tokens ids: 0 to 9"),
+        ("m", "documents: 3, of 3 to 9 tokens, 6.0 on average ids: 1 to 1"),
+    ):
+        assert __main__.main(["inspect", str(tmp_path / name)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert all(words in said for words in wanted), said
 
 
 # ---- view --------------------------------------------------------------------------------------
@@ -108,7 +124,7 @@ def test_view_shows_each_step_of_a_run_that_was_killed_and_went_on(
     most = None
     for more in [], ["--steps", "30"]:
         assert train_pythia.main([*where, "--resume", "auto", *more]) == 0
-    view = ["view", str(folder), "--step"]
+    view, epoch = ["view", str(folder), "--step"], len(open_run_data(folder)[1])
     for step in range(1, 31):
         capsys.readouterr()
         assert __main__.main([*view, str(step)]) == 0
@@ -116,7 +132,13 @@ def test_view_shows_each_step_of_a_run_that_was_killed_and_went_on(
         rows = np.concatenate(drawn[2 * step - 2 : 2 * step])
         np.testing.assert_array_equal(shown_ids(out), rows, err_msg=f"step {step}")
         assert "three" in out  # the text stands beside the ids
+        at, said = divmod(2 * step - 2, epoch), " ".join(out.split())
+        assert f"step {step} (batch {step - 1} counted from 0): 6 sequences of 16 tokens" in said
+        assert "epoch {}, micro-batch {} ".format(*at) in said
     last = Checkpoint(list_checkpoints(folder / "checkpoints")[0]).state["data"]
     assert last["epoch"] >= (0 if kind == "text" else 2)
-    assert __main__.main([*view, "30", "--save", str(tmp_path / "rows.npy")]) == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), rows)
+    capsys.readouterr()
+    assert __main__.main([*view, "30", "--rows", "2"]) == 0
+    np.testing.assert_array_equal(shown_ids(capsys.readouterr().out), rows[:2])
+    assert __main__.main([*view, "30", "--save", str(tmp_path / "rows")]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "rows"), rows)

@@ -55,6 +55,10 @@ def test_passes_are_the_fewest_that_hold_the_samples():
         assert megatron.passes_for(samples, tokens, 4) == passes
 
 
+def test_ids_have_the_type_that_gpt_neox_chooses():
+    assert [megatron.best_dtype(size) for size in (65_499, 65_500)] == ["<u2", "<i4"]
+
+
 def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
     documents, _ = documents_of(RANDOM.randint(1, 50, 40))
     write_megatron(tmp_path / "x", documents)

@@ -86,6 +86,15 @@ def test_of_twenty_documents_the_last_is_held_out_and_of_fewer_the_end(
         assert train == "".join(text + end for n, text in enumerate(texts) if n % 20 != 19)
 
 
+def test_texts_of_the_standard_library_are_its_sources_without_tests(tmp_path, monkeypatch):
+    wanted, others = ["os.py", "json/a.py"], ["empty.py", "notes.txt", "json/tests/b.py"]
+    for name in *wanted, *others, "test/c.py", "site-packages/d.py", "json/__pycache__/e.py":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.py" else "import os\n")
+    monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert text.standard_library() == [tmp_path / name for name in wanted]
+
+
 # ---- tokenizers --------------------------------------------------------------------------------
 
 
@@ -109,6 +118,9 @@ def test_tokenizers_unlike_pythias(tmp_path, tokenizer):
     data = open_data(tmp_path / "a.jsonl", words)
     assert data.train.tolist() == found.tolist()
     assert data.train.dtype == np.int32 and data.vocab_size == 70_001
+    (tmp_path / "b.txt").write_text(" \n")
+    with pytest.raises(DataError, match="words.json: no token of this tokenizer is in the inputs"):
+        __main__.prepare([str(tmp_path / "b.txt")], str(words), str(tmp_path / "y"))
     with naming("a text that it cannot encode"):
         words = word_tokenizer(tmp_path, {"one": 0})
         with pytest.raises(DataError, match="the tokenizer cannot encode a text, .*'one two'"):

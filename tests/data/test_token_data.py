@@ -92,6 +92,9 @@ def test_nanogpt(tmp_path):
         assert "nanoGPT's train.bin and val.bin" in data.source
         np.testing.assert_array_equal(data.train[:], IDS)
         np.testing.assert_array_equal(data.held_out[:], IDS[:100])
+    (tmp_path / "odd.bin").write_bytes(b"three")
+    with pytest.raises(DataError, match="odd.bin: 5 bytes are no whole number of uint16 tokens"):
+        open_data(tmp_path / "odd.bin")
     data = open_data(tmp_path / "val.bin")
     assert "flat uint16, 100 uint16 tokens" in data.source and len(data.train) == 95
 
