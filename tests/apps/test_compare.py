@@ -138,6 +138,10 @@ def test_probe_of_text_and_tokens_is_cut_into_documents(tmp_path, tokens):
     np.save(tmp_path / "x.npy", flat)
     assert [x.tolist() for x in read_documents(tmp_path / "x.npy", tokenizer, 300)] == texts
     assert [x.tolist() for x in read_documents(tmp_path / "x.npy", None, 300)] == [flat.tolist()]
+    for name in "train", "val":  # nanoGPT's, of which both are the probe
+        (tmp_path / "n").mkdir(exist_ok=True)
+        flat.tofile(tmp_path / "n" / f"{name}.bin")
+    assert [x.tolist() for x in read_documents(tmp_path / "n", tokenizer, 300)] == 2 * texts
     for path, given, limit, says in (
         ("x.jsonl", None, 300, "is text, and the run has no tokenizer"),
         ("x.npy", tokenizer, 4, "x.npy: offset .*is outside the vocabulary of 4"),

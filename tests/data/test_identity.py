@@ -145,7 +145,7 @@ def changing(monkeypatch, change):
 def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
     """Of a text that changes meanwhile, and of two that tokenise one at once."""
     with monkeypatch.context() as patch:
-        changing(patch, lambda: (folder / "1.txt").write_text("other"))
+        changing(patch, lambda: (folder / "1.txt").write_text(LINE.upper() * 99))
         with pytest.raises(DataError, match="t: changed while it was read"):
             open_data(folder, tokenizer)
     assert not list((tmp_path / "cache").iterdir())
@@ -154,6 +154,17 @@ def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
         found = [*pool.map(lambda _: words(open_data(folder / "0.txt", tokenizer)), range(2))]
     assert found[0] == found[1] == LINE * 99
     assert len([*(tmp_path / "cache").iterdir()]) == 1
+
+
+def test_cache_lies_where_the_environment_says_else_at_home(tmp_path, monkeypatch):
+    for name, value, place in (
+        ("XDG_CACHE_HOME", str(tmp_path / "xdg"), "cache"),  # NEEDLE_CACHE goes before
+        ("NEEDLE_CACHE", "", "xdg/needle"),
+        ("XDG_CACHE_HOME", "", ".cache/needle"),
+    ):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv(name, value)
+        assert readers.cache_dir() == tmp_path / place
 
 
 def test_cache_that_cannot_be_is_named(tmp_path, tokenizer, folder, monkeypatch):
