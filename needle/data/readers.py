@@ -222,10 +222,10 @@ def cached_text(
     """The folder with the tokens of these files, which are made where the cache has none.
     tokenizer: None trains one of `vocab_size` tokens."""
     made_by = f"{vocab_size}" if tokenizer is None else [tokenizer.to_str(), tokenizer.eos_token_id]
+    states = _states(files)
     folder = _folder(files, made_by)
     if folder.is_dir():
         return folder
-    states = _states(files)
     print(wrapped(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -136,19 +136,21 @@ def test_text_is_tokenised_once_and_again_when_bytes_or_their_order_change(
     assert said(folder)[1]
 
 
-def changing(monkeypatch, change):
-    """Have `change` happen while a text is tokenised."""
-    real = readers._tokenise
-    monkeypatch.setattr(readers, "_tokenise", lambda *given: (real(*given), change()))
+def changing(monkeypatch, change, name="_tokenise"):
+    """Have `change` happen while a text is tokenised, or hashed."""
+    real = getattr(readers, name)
+    monkeypatch.setattr(readers, name, lambda *given: (real(*given), change())[0])
 
 
 def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
     """Of a text that changes meanwhile, and of two that tokenise one at once."""
-    with monkeypatch.context() as patch:
-        changing(patch, lambda: (folder / "1.txt").write_text(LINE.upper() * 99))
-        with pytest.raises(DataError, match="t: changed while it was read"):
-            open_data(folder, tokenizer)
-    assert not list((tmp_path / "cache").iterdir())
+    for number, name in enumerate(("_tokenise", "content_hash")):
+        with monkeypatch.context() as patch:
+            text = f"{number}{LINE[1:]}" * 99
+            changing(patch, lambda text=text: (folder / "1.txt").write_text(text), name)
+            with pytest.raises(DataError, match="t: changed while it was read"):
+                open_data(folder, tokenizer)
+        assert not list((tmp_path / "cache").iterdir())
     changing(monkeypatch, lambda: time.sleep(0.3))  # the other is at it too
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(lambda _: words(open_data(folder / "0.txt", tokenizer)), range(2))]
