@@ -35,10 +35,11 @@ def edits(tmp_path):
 
 
 @pytest.fixture
-def parent(tmp_path, documents, here):
-    """A run of 6 steps on 9 documents of 10 tokens."""
+def parent(tmp_path, documents, here, request):
+    """A run of 6 steps on 9 documents of 10 tokens, with the flags of a parameter."""
     data, _ = documents("data", [10] * 9)
-    assert train_pythia.main(flags(tmp_path, data, "run", EVERY)) == 0
+    more = getattr(request, "param", "")
+    assert train_pythia.main(flags(tmp_path, data, "run", EVERY, more)) == 0
     return ndl.open_run(tmp_path / "runs" / "run")
 
 
@@ -72,6 +73,7 @@ def test_bank_has_the_models_of_single_replays(tmp_path, parent, edits):
         )
         told = ndl.open_run(folder / "runs" / name)
         assert len(told.metrics["loss"]) == 6 and (told.folder / "replay.json").exists()
+    assert [path.parent.name for path in folder.glob("runs/*/checkpoints")] == ["base"]
     # Another bank, in two parts, from a step without a checkpoint of the run, is made twice.
     for name in "odd", "even":
         assert made(parent, edits, name, "--part", "2/2", start=3) == 0
@@ -139,6 +141,8 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
     assert made(parent, edits, "bank") == 1
     assert "or other edits" in capsys.readouterr().err
     (edits / "a.toml").write_text(FILES["a.toml"])
+    assert made(parent, edits, "bank", "--steps", "3") == 1
+    assert "other steps" in capsys.readouterr().err
     retell(parent.folder, 5, loss=9.0)
     assert made(parent, edits, "new") == 1 and made(parent, edits, "new", "--no-control") == 0
     assert "without edits, a replay differs from" in capsys.readouterr().err
@@ -146,6 +150,12 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
     assert made(parent, edits, "bank") == 1
     assert "is working in this folder" in capsys.readouterr().err
     lock.release()
+
+
+def test_bank_of_the_current_folder_has_its_name(parent, edits, monkeypatch, capsys):
+    monkeypatch.chdir(parent.folder)
+    assert bank.main([".", "--from", "2", "--edits", str(edits), "--dry-run"]) == 0
+    assert f"{parent.folder}-bank: 3 replays from step 2 to 6" in capsys.readouterr().out
 
 
 def test_bank_ends_soon_after_a_replay_that_failed(parent, edits, monkeypatch):
@@ -175,6 +185,7 @@ def gradient(model, loss, inputs, targets):
     return {name: p.grad.numpy().astype(np.float64) for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("parent", ["--grad-accum 2"], indirect=True)
 def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, capsys):
     assert made(parent, edits, "bank") == 0
     folder = tmp_path / "runs" / "bank"
@@ -213,13 +224,13 @@ def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, 
     of_texts["all"] = {n: (of_texts[0][n] * 19 + of[2][n] * 4) / 23 for n in of[0]}
     for number, name in enumerate(FILES):
         change, edited = Replay("", None, 2, 2, 6, known["edits"][number]), batches.copy()
-        change.begin(data, edited, 1)
+        change.begin(data, edited, 2)
         plain, loss, own = batches.copy(), change.loss(model.loss), dict.fromkeys(of_texts, 0.0)
-        for step in range(3, 7):
+        for step in np.repeat(range(3, 7), 2):
             a = gradient(model, model.loss, *plain.next())
             b = gradient(model, loss, *edited.next())
             for text, c in of_texts.items():
-                own[text] += rates[step - 1] * sum(((a[n] - b[n]) * c[n]).sum() for n in a)
+                own[text] += rates[step - 1] * sum(((a[n] - b[n]) * c[n]).sum() for n in a) / 2
         for text in of_texts:
             with naming(name, text):
                 wanted = pytest.approx(own[text], rel=1e-3, abs=1e-9)

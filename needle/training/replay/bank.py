@@ -140,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     add("--from", dest="start", type=whole(0), required=True, metavar="STEP", help=text)
     add("--edit", type=path, metavar="FILE", help="edits (docs/replay.md); none: equal")
     add("--steps", type=whole(1), metavar="N", help="to train (default: to the end)")
-    add("--name", type=run_name, help="of the new run's folder (default: RUN-replay)")
+    add("--name", type=run_name, help="of the new folder (default: RUN-replay, RUN-bank)")
     add("--out", type=path, help="where it is written (default: beside RUN)")
     add("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
     add("--dry-run", action="store_true", help="check the edits and print the plan")
@@ -180,12 +180,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = ("part", "jobs") if args.edits is None else ("edit", "launch")
     if given := [f"--{name}" for name in others if getattr(args, name)]:
         top.error(f"{', '.join(given)}: {'needs' if args.edits is None else 'not with'} --edits")
-    out = args.out or args.run.resolve().parent
+    place = args.run.resolve()  # "." has no name
+    out = args.out or place.parent
     if args.edits is None:
         single(args, out, flags)
         return 0
     args.part, args.jobs = args.part or (1, 1), args.jobs or 1
-    bank = out / (args.name or f"{args.run.name}-bank")
+    bank = out / (args.name or f"{place.name}-bank")
     base = planned(args.run, args.start, args.steps, [])
     facts = describe(base, args.edits, bank)
     edits = facts["edits"]
