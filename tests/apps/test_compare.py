@@ -126,6 +126,9 @@ def test_floor_is_that_of_a_run_which_does_not_repeat(runs, probe, capsys):
     assert {row["step"] for row in found["loss"]} == {6}
     words = runs[1].folder, runs[0].folder, "--probe", probe[0], "--no-floor"
     assert "floor" not in compared(capsys, *words)
+    a = str(runs[0].folder)
+    found = compared(capsys, a, a, "--probe", probe[0], "--no-floor")
+    assert found["fork"] == [{"run": a, "step": None, "differs": []}]
 
 
 def test_probe_of_text_and_tokens_is_cut_into_documents(tmp_path, tokens):

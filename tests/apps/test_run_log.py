@@ -19,6 +19,7 @@ from needle.backend_ndarray import full
 from needle.files import Lock
 from needle.training import log as logs
 from needle.training import plot as plots
+from needle.training.peaks import peak
 
 pytest.importorskip("tqdm")
 
@@ -154,6 +155,38 @@ def test_figure_of_several_runs(tmp_path, monkeypatch, capsys):
     for word in "no", ".":
         said = f"{word}: no step yet, or not a run\n"
         assert plots.main([word]) == 1 and capsys.readouterr().err.endswith(said)
+
+
+def test_figures_of_compare_show_the_last_step_by_document_and_effects_over_predictions(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    shape = {"kind": "loss", "run": "b"}
+    rows = [
+        {**shape, "step": step, "document": text, "difference": step * size}
+        for step in (2, 4)
+        for text, size in ((0, 1), (1, 3), ("all", 2))
+    ]
+    effects = [
+        {"kind": "effect", "document": text, "predicted": 5, "difference": size}
+        for text, size in ((0, 6), ("all", 7))
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        plots.draw_differences(rows, tmp_path / "a.svg")
+        plots.draw_effects(effects, tmp_path / "b.svg")
+    axes = [axes for number in pyplot.get_fignums() for axes in pyplot.figure(number).axes]
+    pyplot.close("all")
+    shown = [[line.get_xydata().tolist() for line in one.lines] for one in axes]
+    assert shown == [[[[2, 4], [4, 8]]], [[[0, 4], [1, 12]]], [[[5, 6]], [[5, 7]]]]
+    assert axes[1].get_title() == "step 4"
+
+
+def test_peaks_are_those_of_the_first_name_that_fits():
+    names = "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "Tesla T4"
+    assert [peak(name, "memory") for name in names] == [2.0e12, 3.35e12, None]
 
 
 def test_plot_needs_no_backend_of_a_notebook(tmp_path):

@@ -22,7 +22,7 @@ batch_size = 2
 seq_len = 16
 steps = 5
 save_every = 0
-eval_every = 0
+eval_every = 2
 prove = 2
 
 [[model]]
@@ -59,6 +59,8 @@ def test_suite_trains_its_models_with_cards_and_a_page(tmp_path, tokens, listed,
         assert head[2] == name and "- gpt_neox\n" in head[1]
         manifest = hashlib.sha256((run.folder / "manifest.json").read_bytes()).hexdigest()
         assert f"| `{manifest}` |" in text and "| 29,568 |" in text
+        loss = f"{run.metrics['val_loss'][-1]:.4f}"
+        assert f"| {steps[-1]} of 2 x 16 tokens |" in text and f"| {loss} nats a token |" in text
         assert f"`{manifest}`" in (out / "README.md").read_text()
     assert run.settings["schedule"] == "wsd"
     # A stranger follows the page.
@@ -112,6 +114,15 @@ def test_example_of_the_page_is_read(tmp_path):
     found = suite.read_suite(tmp_path / "x.toml")
     assert [*found] == ["small", "wide"] and found["wide"][-2:] == ["--lr", "0.0005"]
     assert found["small"][:3] == ["--keep", "log", "--keep-optimizer"]
+    with open(tmp_path / "x.toml", "a") as file:
+        file.write("keep_optimizer = false\n")
+    assert "--keep-optimizer" not in suite.read_suite(tmp_path / "x.toml")["wide"]
+
+
+def test_page_names_the_repository_unless_it_is_a_path(monkeypatch):
+    for origin, told in ("https://x.org/needle", "https://x.org/needle"), ("/x/y", "REPOSITORY"):
+        monkeypatch.setattr(suite, "git", lambda *words, origin=origin: origin)
+        assert f"    git clone {told} needle &&" in suite.page("pair", {})
 
 
 def test_bad_lists_are_named(tmp_path, listed, capsys):

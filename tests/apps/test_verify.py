@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import TOKENS, chain, checkpoint_of, flags, read_tensors, retell, rewrite, run_until
+from small_runs import (
+    TOKENS,
+    chain,
+    checkpoint_of,
+    flags,
+    read_tensors,
+    retell,
+    rewrite,
+    run_until,
+    without,
+)
 
 from needle.training import open_run
 from needle.training.replay import replays, verify
@@ -94,9 +104,12 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
     code, wrong, told = verdicts(folder, "--steps", "2:5")
     assert (code, wrong) == (4, {"steps 3 to 5": "undecided"})
     monkeypatch.setattr(replays, "train", lambda *_: pytest.fail("it trains"))
-    assert verdicts(folder, "--full", "--dry-run") == (0, {}, {})
-    plan = json.loads((folder.parent.parent / "verdicts.json").read_text())["plan"]
-    assert plan["intervals"] == [[0, 6]] and plan["steps"] == 6
+    retell(folder, 6, seconds=600.0)
+    for words, first in (["--full"], 0), (["--steps", "2:6"], 2):
+        assert verdicts(folder, *words, "--dry-run") == (0, {}, {})
+        plan = json.loads((folder.parent.parent / "verdicts.json").read_text())["plan"]
+        assert plan["intervals"] == [[first, 6]] and plan["steps"] == 6 - first
+        assert plan["seconds"] == 100 * plan["steps"]
 
 
 def flip(folder, name):
@@ -364,6 +377,34 @@ def test_run_that_was_killed_is_verified(tmp_path, tokens, here, monkeypatch, ve
     code, wrong, _ = verdicts(tmp_path / "runs" / "b")
     assert (code, wrong) == (4, {"steps": "undecided"})
     assert verdicts(tmp_path / "runs" / "b", "--full")[:2] == (0, {})
+
+
+def test_constant_run_that_went_on_with_more_steps_is_verified(tmp_path, tokens, here, verdicts):
+    words = flags(tmp_path, tokens, "a", KEEP, "--schedule constant --warmup 0", steps=4)
+    assert train_pythia.main(words) == 0
+    assert train_pythia.main([*words, "--resume", "auto", "--steps", "6"]) == 0
+    assert verdicts(tmp_path / "runs" / "a")[:2] == (0, {})
+
+
+def test_first_steps_of_a_run_whose_weights_are_gone_are_undecided(
+    tmp_path, tokens, folder, verdicts
+):
+    argv = without(flags(tmp_path, tokens, "b", KEEP, "--init", folder, steps=4), "--model")
+    assert train_pythia.main(argv) == 0
+    assert verdicts(tmp_path / "runs" / "b")[:2] == (0, {})
+    shutil.rmtree(folder)
+    code, wrong, told = verdicts(tmp_path / "runs" / "b")
+    assert (code, wrong) == (4, {ONE: UNDECIDED})
+    assert told[ONE]["text"] == f"the first model is that of {folder}, which is not here"
+
+
+def test_bits_of_another_commit_are_undecided_and_equal_ones_name_it(folder, verdicts, monkeypatch):
+    edit_json(folder / "manifest.json", commit="a" * 40)
+    monkeypatch.setattr(verify.proofs, "commit", lambda: "b" * 40)
+    forged()(folder)
+    code, wrong, told = verdicts(folder)
+    assert code == 4 and wrong[THREE] == (UNDECIDED, "commit", 4)
+    assert f"begun by commit {'a' * 40}, this is {'b' * 40}" in told[ONE]["text"]
 
 
 def test_replay_with_edits_is_verified_with_them(folder, verdicts):
