@@ -9,6 +9,8 @@ from small_runs import checkpoint_of
 import needle as ndl
 from needle.checkpoint import weights_path
 from needle.training.keep import keeps
+from needle.training.run import is_kept, keeps_weights
+from needle.training.settings import complete, parse
 
 
 def test_steps_follow_the_pattern_before_the_dots():
@@ -29,6 +31,13 @@ def test_steps_follow_the_pattern_before_the_dots():
     for text in ("", "a", "1,2,", "2,1", "...", "0,...", "1,2,4,9,...", "-1", "1,...,...", "1.5"):
         with naming(repr(text)), pytest.raises(ValueError):
             keeps(text)
+
+
+def test_recipe_keeps_whole_checkpoints_and_keep_the_weights_of_others():
+    for more, third in ("", (False, True)), ("--keep-optimizer", (True, False)):
+        settings = complete(parse(f"--recipe pythia --keep 2,3 {more}".split()), False)
+        found = [(is_kept(settings, step), keeps_weights(settings, step)) for step in (2, 3, 5)]
+        assert found == [(True, False), third, (False, False)]
 
 
 def test_kept_weights_are_those_of_their_steps(tmp_path, run):

@@ -139,6 +139,9 @@ def test_export_and_import_overwrite_nothing_without_being_asked(tmp_path, run, 
     assert hf(["export", str(runs / "a"), str(out)]) == 0
     (out / "notes.txt").write_text("mine")
     assert hf(["import", str(out), str(file)]) == 0
+    half = str(tmp_path / "half.safetensors")
+    assert hf(["import", str(out), half, "--dtype", "bfloat16"]) == 0
+    assert ndl.load_checkpoint(half)[0].config.dtype == "bfloat16"
     of_run, before = "the folder of a run", contents(tmp_path)
     for direction, target, reason in (
         *(("export", runs / "a" / part, of_run) for part in ("", "checkpoints")),

@@ -198,10 +198,11 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     (run / "tokenizer.json").unlink()
     np.save(tmp_path / "ids.npy", tokens(100))
     ids = tmp_path / "ids.npy"
-    code, out, err = command(capsys, run, "--data", ids, "--split train --dtype bfloat16")
-    assert code == 0, err
-    assert "tokens          94\n" in out and "bits per byte" not in out
-    assert "bfloat16" in err
+    for split, count in ("train", 94), ("held-out", 4):
+        code, out, err = command(capsys, run, "--data", ids, f"--split {split} --dtype bfloat16")
+        assert code == 0, err
+        assert f"tokens          {count}\n" in out and "bits per byte" not in out
+        assert "bfloat16" in err
     # Tokens that a tokenizer made for the occasion gives would mean nothing to the model.
     code, out, err = command(capsys, run, "--data", tmp_path / "text.txt")
     assert code == 1 and out == "" and "is text, and no tokenizer.json lies with" in err
@@ -227,6 +228,7 @@ def test_errors_are_named(run, tmp_path, monkeypatch, capsys):
         ("run --data nowhere", "nowhere"),
         ("run --data text.txt --seq-len 99", "max_seq_len"),
         ("run --data text.txt --limit 1", "fewer than two tokens"),
+        ("run --data text.txt --end-of-text no", "--end-of-text no: "),
         ("run --data text.txt --per-token no/x.npy", "no/x.npy: there is no such folder"),
         ("run --data text.txt --device cuda:99", "99 is not in 0 ... 63"),
     ):
