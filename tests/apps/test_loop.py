@@ -15,7 +15,8 @@ import train_pythia
 from harness import DEVICES
 from small_runs import flags, lines_of
 
-from needle import Tensor
+from needle import CudaError, CudaFatalError, Tensor
+from needle.distributed.environment import Place
 from needle.distributed.group import Group
 from needle.models import Pythia
 from needle.processes import collecting
@@ -148,10 +149,33 @@ def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatc
     monkeypatch.setattr(sessions, "beat", lambda: beats.append(run.model.training))
     assert sessions.evaluate(run)["val_loss"] > 0
     assert beats == [False] * EPOCH and run.model.training
+    monkeypatch.setitem(sessions.EVAL_TOKENS, "cpu", 3 * BATCH * TIME)
+    for most in 3, 2:  # by the tokens, then by the batches
+        beats.clear()
+        assert sessions.evaluate(run) and len(beats) == most
+        monkeypatch.setattr(sessions, "EVAL_BATCHES", 2)
     length = run.settings.seq_len
     for sequences, found in (1, False), (2, True):  # the last of them lacks a target
         run.data.held_out = run.data.train.between(0, sequences * length)
         assert bool(sessions.evaluate(run)) is found
+
+
+def test_errors_have_their_words_and_exit_codes():
+    for error, said, code in (
+        (CudaFatalError("x"), "the GPU is lost: x\nstart again with --resume auto", 75),
+        (CudaError("x"), "x\n(where memory ran out: --recompute, or a smaller", 1),
+        (MemoryError(), "out of memory\n(where memory ran out", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+    ):
+        text, found = sessions.outcome(error)
+        assert text.startswith(said) and found == code
+    assert sessions.outcome(BrokenPipeError()) is sessions.outcome(TypeError()) is None
+
+
+def test_supervisor_of_a_single_rank_is_refused(tmp_path):
+    place = Place(rank=1, size=2, local_rank=1, local_size=2, launcher="mpirun")
+    with pytest.raises(ValueError, match="start all under one, needle supervise -- mpirun"):
+        sessions.join(parse(["--supervise"]), [], place, tmp_path)
 
 
 def test_source_of_ranks_is_the_program_the_package_and_its_core(tmp_path, monkeypatch):

@@ -108,6 +108,8 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             complete(Settings(**settings), False, ranks)
+    with pytest.raises(ValueError, match="--graph: not together with --context-parallel"):
+        train_pythia.check(Settings(graph=True, context_parallel=2), ndl.PythiaConfig(), ndl.cpu())
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "folder").mkdir()
     np.save(tmp_path / "float.npy", np.zeros(99))

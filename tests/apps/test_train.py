@@ -2,16 +2,19 @@
 
 import io
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import generate
 import numpy as np
 import pytest
 import train_pythia
-from small_runs import checkpoint_of, flags, lines_of, numbers_of, run_until
+from harness import naming
+from small_runs import checkpoint_of, flags, lines_of, numbers_of, proofs_of, run_until
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
+from needle.data import megatron
 from needle.data.__main__ import main as data
 from needle.files import printable
 from needle.training import evaluate
@@ -19,7 +22,7 @@ from needle.training import folder as folders
 from needle.training import plot as plots
 from needle.training import run as run_parts
 from needle.training.export import main as hf
-from needle.training.settings import Settings, complete, parse
+from needle.training.settings import Settings, complete, data_of, parse
 
 # ---- a whole run ------------------------------------------------------------------------------
 
@@ -54,6 +57,9 @@ def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, caps
     ids = np.asarray(held_out[: 16 * rows + 1], np.int64)
     inputs, targets = ids[:-1].reshape(rows, 16), ids[1:].reshape(rows, 16)
     assert lines[-1]["val_loss"] == pytest.approx(model(inputs, targets)[1].item(), rel=1e-5)
+    size = ndl.data.token_bytes(model.tokenizer)[targets].sum() / targets.size  # of a token
+    bits = lines[-1]["val_loss"] / np.log(2) / size
+    assert lines[-1]["val_bits_per_byte"] == pytest.approx(bits, rel=1e-9)
 
     def continuation(where, *more, code=0):
         fixed = "--max-new-tokens 9 --device cpu".split()
@@ -81,6 +87,27 @@ def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, caps
     monkeypatch.setattr(generate, "load_model", lambda *given: made.append(load(*given)) or made[0])
     continuation(folder, "--dtype", "bfloat16")
     assert made[0][0].config.dtype == "bfloat16"
+
+
+def test_run_on_preshuffled_rows_has_no_held_out_loss_and_a_sample(
+    tmp_path, documents, monkeypatch
+):
+    monkeypatch.setattr(megatron, "ROW_LENGTH", 17)
+    data, rows = documents("rows", [17] * 12)
+    assert train_pythia.main(flags(tmp_path, data, "a")) == 0
+    assert not any("val_loss" in line for line in lines_of(tmp_path, "a"))
+    sample = (tmp_path / "runs" / "a" / "sample.txt").read_text().split()
+    assert [*map(int, sample[:16])] == rows[0][:16].tolist()
+
+
+def test_run_goes_on_with_other_evaluations_saves_and_proofs(tmp_path, run, tokens, monkeypatch):
+    run_until(monkeypatch, 3, flags(tmp_path, tokens, "a"))
+    more = "--eval-every 4 --save-every 5 --prove 3 --keep 3 --keep-optimizer"
+    assert run("a", "--resume auto", more) == 0
+    assert [x["step"] for x in lines_of(tmp_path, "a") if "val_loss" in x] == [4, 6]
+    assert [*proofs_of(tmp_path, "a")] == [2, 3, 5, 6]
+    assert ndl.open_run(tmp_path / "runs" / "a").steps == [2, 3, 5, 6]
+    assert checkpoint_of(tmp_path, "a", 3).exists()
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
@@ -201,3 +228,29 @@ def test_defaults_follow_device_and_model():
     assert (auto.model, auto.steps) == ("tiny", 600)
     given = Settings(batch_size=2, seq_len=16, grad_accum=3, warmup=0, tokens=97)
     assert complete(given, on_gpu=False).steps == 2
+
+
+def test_settings_at_their_limits_are_taken():
+    for words, said in (
+        ("--schedule wsd --steps 10 --warmup 8", None),
+        ("--schedule constant --steps 10 --warmup 11", None),
+        ("--fp8 --context-parallel 2 --batch-size 1 --seq-len 32", None),
+        ("--fp8 --context-parallel 2 --batch-size 1 --seq-len 16", "16 / --context-parallel 2, "),
+    ):
+        with naming(words), pytest.raises(ValueError, match=said) if said else nullcontext():
+            complete(parse(words.split()), on_gpu=False, ranks=2)
+
+
+def test_vocabulary_is_that_of_the_preset_the_flag_or_the_tokenizer():
+    for words, of_tokenizer, of_model in (
+        ("--model pythia-70m", 50_257, 50_304),
+        ("--vocab-size 300", 300, 300),
+        ("", 64, 64),
+    ):
+        settings = complete(parse(words.split()), on_gpu=False)
+        assert data_of(settings)["vocab_size"] == of_tokenizer
+        assert run_parts.model_config(settings, of_tokenizer).vocab_size == of_model
+    raised = [run_parts.model_config(settings, needed).vocab_size for needed in (65, 128, 129)]
+    assert raised == [128, 128, 256]
+    longer = complete(Settings(config={"model": "pythia", "max_seq_len": 64}, seq_len=16), False)
+    assert run_parts.model_config(longer).max_seq_len == 64
