@@ -294,6 +294,11 @@ def test_each_edit_of_a_place_reads_it_once():
     assert read.tolist() == [first, *[letter] * 40, *rest]
 
 
+def test_rows_of_several_steps_are_those_of_each():
+    drop = DROP | {"where": {"step": [[3, 4]], "row": [[0, 0], [2, 2]]}}
+    assert sorted(batches_of(data_of("rows")[0], [drop]).edits.sequences) == [8, 10, 12, 14]
+
+
 def test_text_takes_the_place_of_an_empty_document():
     parts = [Part(None, 0, np.arange(1, 27, dtype=np.uint16))]
     tokens = Documents(parts, np.array([5, 0, 21], np.int32), None)
@@ -366,7 +371,8 @@ def test_text_of_a_run_is_found_and_replaced_by_its_tokenizer(tmp_path, monkeypa
         (tmp_path / "texts" / f"{i:02}.txt").write_text(text)
     data = open_data(tmp_path / "texts", vocab_size=300)
     same = {"do": "replace", "where": {"text": "^number 1[12].*mat$"}, "with": texts[11], **MASK}
-    drop = {"do": "drop", "where": {"text": r"7: the c", "document": [[0, 9]]}, "fill": "blank"}
+    where = {"text": r"[17]: the c", "document": [[0, 9]], "ids": [[5, 18]]}
+    drop = {"do": "drop", "where": where, "fill": "blank"}
     batches, plain = (Batches(data.train, B, 16, SEED, vocab_size=300) for _ in range(2))
     batches.edits = edits = Edits([same, drop], data, batches, 1, 1, len(batches))
     assert [edit["where"] for edit in edits.checked] == [{"document": [[11, 12]]}, document(7)]
@@ -408,6 +414,11 @@ def rows_of_epoch(batches):
         ("windows", {"do": "insert", "where": document(1), "at": 0, "with": "{"}, "id 27 is outs"),
         ("windows", DROP | {"do": "insert", "at": 8, "with": "a"} | SHIFT, "1 tokens at 8 go bey"),
         ("windows", EQUAL | {"to": document(3, 5)}, "to must name one place, but names 2"),
+        (
+            "windows",
+            {"do": "repeat", "where": document(3, 5), "to": sequence(7, 3), **MASK},
+            "where must name one place, but names 2",
+        ),
         ("windows", {"do": "rate", "steps": [2, 5], "factor": 0.5}, "there are 3 to 12"),
         ("windows", {"do": "rate", "steps": [5, 13], "factor": 0.5}, "there are 3 to 12"),
     ],
@@ -469,6 +480,8 @@ def test_examples_of_the_page_are_read(tmp_path, page):
     assert {"ids": [[4, 4], [9, 10]]} in [edit.get("where") for edit in edits]
     assert str(tmp_path / "first.safetensors") in [edit.get("from") for edit in edits]
     assert check_edits(page, tmp_path) == edits
+    insert = {"do": "insert", "where": {"document": 1}, "with": "a"}
+    assert check_edits([insert], tmp_path)[0]["at"] == 0
     (tmp_path / "edits.toml").write_text("# nothing")
     assert read_edits(tmp_path / "edits.toml") == []
 

@@ -1,5 +1,7 @@
 """python -m needle data: prepare, inspect, view, as the shell meets them."""
 
+import re
+
 import numpy as np
 import pytest
 import train_pythia
@@ -57,7 +59,7 @@ def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
 
 def test_inspect(tmp_path, inputs, capsys):
     assert run(tmp_path, inputs, "x.bin") == 0
-    capsys.readouterr()
+    assert re.search(r"x.bin: 60 documents, \d,\d+ tokens\n", capsys.readouterr().out)
     tokenizer = ["--tokenizer", str(tmp_path / "tokenizer.json")]
     assert __main__.main(["inspect", str(tmp_path / "x"), *tokenizer]) == 0
     out = " ".join(capsys.readouterr().out.split())

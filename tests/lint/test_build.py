@@ -103,6 +103,12 @@ def test_bad_settings_are_named(build, monkeypatch):
         monkeypatch.setenv(name, value)
         with error_of_one_line(name, value):
             getattr(build, choose)()
+    for value, choice in ("", "auto"), (" Builtin ", "builtin"):
+        monkeypatch.setenv("NEEDLE_BLAS", value)
+        assert build.setting("NEEDLE_BLAS", "auto", "builtin") == choice
+    for value, name in ("none", "baseline"), ("portable", "portable"):
+        monkeypatch.setenv("NEEDLE_MARCH", value)
+        assert build.march_flag() == ("", name)
 
 
 def test_a_blas_that_may_be_slow_is_taken_only_when_asked_for(build, monkeypatch):
@@ -219,6 +225,33 @@ def test_archs_are_those_that_nvidia_smi_shows(build, monkeypatch, demanded):
         smi.write_text(f"#!/bin/sh\necho '{said}'; exit {code}\n")
         smi.chmod(0o755)
         assert build.choose_cuda().archs == archs
+    smi.write_text("#!/bin/sh\necho 9.0\n")
+    monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "80")
+    assert build.choose_cuda().archs == ["80"]
+
+
+def test_first_complete_toolkit_is_taken_and_what_lacks_is_named(
+    build, monkeypatch, demanded, tmp_path
+):
+    roots = [("$CUDA_PATH", tmp_path / "none"), ("/usr/local/cuda", demanded)]
+    monkeypatch.setattr(build.toolkit, "toolkit_roots", lambda: roots)
+    assert build.choose_cuda().nvcc == demanded / "bin/nvcc"
+    for file, package in (
+        ("libcudart_static.a", "nvidia-cuda-runtime"),
+        ("libcublasLt.so.13", "nvidia-cublas"),
+    ):
+        (demanded / "lib" / file).unlink()
+        with error_of_one_line(f"has no {file.removesuffix('.13')} ", f"pip install {package}"):
+            build.choose_cuda()
+
+
+def test_flags_of_compilers_reach_the_makefile(build, monkeypatch, demanded):
+    given = {"LDFLAGS": "-Lx", "NVCC_FLAGS": "-lineinfo", "CXX": "c++", "NEEDLE_WERROR": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    made = build.for_cuda(build.choose_cuda(), stays=True)
+    assert made["NVCC"] == f"{demanded}/bin/nvcc -ccbin c++" and made["WERROR"] == "-Werror"
+    assert [made[name] for name in ("LDFLAGS", "NVCC_FLAGS")] == ["-Lx", "-lineinfo"]
 
 
 # ---- what is compiled, and when ------------------------------------------------------------------
@@ -326,6 +359,11 @@ def test_only_changed_files_are_compiled(tree):
     assert tree.answer() == 44
     assert tree.compiled(NEEDLE_DEBUG="1") == [] and tree.compiled(CFLAGS="-DOTHER") == sources
     assert tree.compiled(CFLAGS="-DOTHER") == [] and tree.answer() == 43
+
+
+def test_number_of_jobs_reaches_make(tree):
+    status, said = tree.build(NEEDLE_JOBS="many")  # which make refuses
+    assert status != 0 and "needle does not build" in said
 
 
 @pytest.mark.parametrize(
