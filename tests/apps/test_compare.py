@@ -117,6 +117,12 @@ def test_compare_gives_losses_kl_and_distances(tmp_path, runs, probe, capsys):
     assert float(rows[-1]["distance"]) == weights[6, "all"]["distance"]
 
 
+def test_floor_is_of_the_last_steps_that_a_checkpoint_precedes(runs, probe, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "CONTROL", 2)
+    found = compared(capsys, runs[0].folder, "--probe", probe[0])
+    assert found["floor"][0]["text"] == "steps 5 to 6 again: 0, equal bits"
+
+
 def test_floor_is_that_of_a_run_which_does_not_repeat(runs, probe, capsys):
     retell(runs[0].folder, 3, loss=runs[0].metrics["loss"][2] + 0.5)
     found = compared(capsys, runs[1].folder, runs[0].folder, "--probe", probe[0])

@@ -112,6 +112,13 @@ def test_manifest_is_canonical_and_describes_the_first_model(tmp_path, tokens):
     assert (folder / "manifest.json").read_text() == text
 
 
+def test_commit_has_a_plus_where_files_were_changed_since(monkeypatch):
+    for head, status, wanted in (("abc", "", "abc"), ("abc", "M x", "abc+"), ("", "", None)):
+        said = {"rev-parse": head, "status": status}
+        monkeypatch.setattr(proofs, "git", lambda word, *_, said=said: said[word])
+        assert proofs.commit() == wanted
+
+
 def test_proofs_are_equal_after_a_kill_and_a_resume(tmp_path, tokens, monkeypatch):
     more = "--prove 1 --save-every 3"
     assert train_pythia.main(flags(tmp_path, tokens, "whole", more)) == 0

@@ -267,6 +267,33 @@ def test_control_finds_a_parent_that_does_not_repeat(tmp_path, parent):
     assert [line["lr"] for line in numbers_of(tmp_path, "b")][2:] == [0.0]
 
 
+def test_control_ends_at_its_limit(parent, monkeypatch):
+    monkeypatch.setattr(replays, "CONTROL", 2)
+    retell(parent.folder, 5, loss=9.0)
+    replay = replays.planned(parent.folder, 2, None, [EDITS["a rate"][0]])
+    _, told = replays.begun(replay, parent.folder.parent, "b", flags=CPU)
+    assert told == "control: 2 steps without edits have equal bits"
+
+
+def test_control_and_training_get_the_words_of_launch_and_other_flags(
+    tmp_path, parent, monkeypatch
+):
+    (tmp_path / "e.toml").write_text("[[edit]]\ndo = 'rate'\nsteps = [3, 3]\nvalue = 0.0\n")
+    train, told, launch = replays.train, [], "mpirun -n 2"
+
+    def watched(folder, *rest):
+        told.append(rest[:2])
+        return train(folder, *rest)
+
+    monkeypatch.setattr(replays, "train", watched)
+    monkeypatch.setattr(replays, "become_training", lambda _, *rest: told.append(rest))
+    edit = ["--edit", str(tmp_path / "e.toml")]
+    assert command(str(parent.folder), "--from", "2", *edit, "--launch", launch, *CPU) == 0
+    assert told == [(launch, CPU)] * 2
+    words = replays.training(tmp_path / "b", launch, CPU)
+    assert words[:3] == ["mpirun", "-n", "2"] and words[-2:] == CPU
+
+
 def test_replay_without_its_first_checkpoint_does_not_begin_anew(tmp_path, tokens, parent, capsys):
     begun = replays.planned(parent.folder, 3, None, [EDITS["a rate"][0]])
     folder = replays.make_folder(begun, tmp_path / "runs", "b")

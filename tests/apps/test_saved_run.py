@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from functools import partial
 
 import generate
 import numpy as np
@@ -79,7 +80,8 @@ def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
         run.model,
     ):
         assert (load()(ids)[0].numpy() == wanted).all()
-    assert ndl.Pythia.from_pretrained(folder, dtype="bfloat16").config.dtype == "bfloat16"
+    for load in partial(ndl.Pythia.from_pretrained, folder), run.model:
+        assert load(dtype="bfloat16").config.dtype == "bfloat16"
 
     files[-1].write_bytes(files[-1].read_bytes()[:-1])  # the one before is the newest whole one
     assert ndl.load_checkpoint(folder)[2:] == ndl.load_checkpoint(files[-2])[2:]
@@ -191,6 +193,14 @@ ndl.Pythia.from_pretrained(name, revision="step7")
     done = python("import sys; sys.modules['huggingface_hub'] = None\n" + code, **hub)
     said = r"EleutherAI/pythia-70m: no such file.*pip install 'needle-lm\[hf\]'"
     assert re.search(said, done.stderr)
+
+
+def test_run_without_a_step_has_empty_metrics(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    metrics = ndl.open_run(tmp_path).metrics
+    assert {name: x.shape for name, x in metrics.items()} == dict.fromkeys(
+        ("step", "tokens", "loss"), (0,)
+    )
 
 
 @pytest.mark.parametrize("text", ["{}", '{"settings": 3}', '{"settings": {}, "model": []}'])

@@ -1,5 +1,6 @@
 """apps/train_pythia.py and apps/generate.py as a person meets them: runs, and how they go on."""
 
+import hashlib
 import io
 import json
 from contextlib import nullcontext
@@ -44,6 +45,9 @@ def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, caps
     assert steps == ["step_6", "step_4"]
     config = json.loads((folder / "config.json").read_text())
     assert config["settings"]["lr"] == 3e-3 and config["saved"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    assert manifest["tokenizer"] == digest
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     last = checkpoint_of(tmp_path, "a", 6)
     model, optimizer, epoch, loss = train_pythia.load_checkpoint(last)

@@ -81,9 +81,8 @@ def test_windows_score_each_token_once():
 def test_perplexity():
     model, text = small(), tokens(53)
     for seq_len, stride, row_length in (24, 24, 53), (10, 4, 53), (10, 1, 53), (6, 3, 10):
-        scores = evaluate.perplexity(
-            model, text, seq_len, stride, batch_size=3, row_length=row_length, per_token=True
-        )
+        told, sizes = [], dict(batch_size=3, row_length=row_length, per_token=True)
+        scores = evaluate.perplexity(model, text, seq_len, stride, **sizes, progress=told.append)
         wanted = np.full(len(text), np.nan)
         for row in range(0, len(text), row_length):  # rows stand alone; the last is shorter
             for first, last, n in evaluate.windows(len(text[row:][:row_length]), seq_len, stride):
@@ -92,10 +91,13 @@ def test_perplexity():
         with naming(seq_len, stride, row_length):
             np.testing.assert_allclose(scores.per_token, wanted, rtol=0, atol=2e-5)
             assert scores.tokens == np.isfinite(wanted).sum() == 53 - -(-53 // row_length)
+            assert sum(told) == scores.tokens
             assert scores.text_bytes is scores.bits_per_byte is None
             assert math.isclose(scores.nats, np.nansum(wanted), rel_tol=1e-6)
             assert math.isclose(scores.perplexity, math.exp(np.nanmean(wanted)), rel_tol=1e-5)
     assert evaluate.perplexity(model, text).per_token is None
+    far = evaluate.Scores(1, 800.0, 0, None)  # of a special token, which has no text
+    assert far.perplexity == math.inf and far.bits_per_byte is None
 
 
 def test_foreign_tokens_are_named_by_place(tmp_path):
