@@ -66,6 +66,15 @@ def test_command_that_lacks_a_package_or_is_interrupted_says_so_in_a_line(capsys
     assert main() == 130 and capsys.readouterr().err == "needle paint: interrupted\n"
 
 
+def test_make_names_an_interpreter_that_is_not_there_or_too_old(tmp_path):
+    code = "import sys; sys.version_info = (3, 9, 1); exec(sys.argv[1])"
+    (tmp_path / "old").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$2\"\n")
+    (tmp_path / "old").chmod(0o755)
+    for name, words in ("none", "apt install python3"), ("old", "needs Python 3.10 or newer"):
+        done = run("make", "-s", "lib", f"PYTHON={tmp_path / name}", "VENV=")
+        assert done.returncode != 0 and words in done.stderr.splitlines()[0], done.stderr
+
+
 def test_lines_of_commands_fit_80_columns(tmp_path):
     """Those of a run from text to an export; text of the model alone goes as it is."""
     (tmp_path / "a.txt").write_text("one two three four five\n" * 400)

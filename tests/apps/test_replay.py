@@ -221,6 +221,24 @@ def test_moments_and_weights_are_those_that_the_edit_names(tmp_path, tokens, her
     assert len(words) == 24 + 4 + 2 * (1 + (dtype == "bfloat16"))
 
 
+def test_moments_are_changed_once_though_the_replay_is_killed(tmp_path, parent, monkeypatch):
+    edits = [{"do": "moments", "to": "zero"}]
+    parent.replay(2, edits, name="whole", flags=CPU)
+    begun = replays.planned(parent.folder, 2, None, edits)
+    folder = replays.make_folder(begun, tmp_path / "runs", "b")
+    run_until(monkeypatch, 5, ["--resume", str(folder), *CPU])
+    assert train_pythia.main(["--resume", str(folder), *CPU]) == 0
+    assert_same_run(tmp_path, "b", "whole")
+
+
+def test_weights_may_be_edited_before_the_first_step(tmp_path, parent):
+    file = str(checkpoint_of(tmp_path, "a", 4))
+    edit = {"do": "weights", "from": file, "parts": "*"}
+    found = parent.replay(0, [edit], steps=1, name="b", flags=CPU).metrics["loss"][0]
+    inputs, targets = ndl.data.open_run_data(parent.folder)[1].next()
+    assert found == pytest.approx(parent.model(4)(inputs, targets)[1].item(), rel=1e-6)
+
+
 def test_errors_are_named_and_leave_nothing(tmp_path, parent):
     (tmp_path / "bad.toml").write_text("[[edit]]\ndo = 'lose'\n")
     weights = str(ndl.save_checkpoint(parent.model(), None, 0, 1.0, tmp_path / "w.safetensors"))

@@ -158,6 +158,11 @@ def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
     assert len([*(tmp_path / "cache").iterdir()]) == 1
 
 
+def test_tokenizer_that_is_trained_has_the_size_that_is_asked_for(folder):
+    for size in 270, 264, 270:
+        assert open_data(folder, vocab_size=size).vocab_size == size
+
+
 def test_cache_lies_where_the_environment_says_else_at_home(tmp_path, monkeypatch):
     for name, value, place in (
         ("XDG_CACHE_HOME", str(tmp_path / "xdg"), "cache"),  # NEEDLE_CACHE goes before

@@ -81,10 +81,23 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
         done = run_clean(python, "-c", "from needle import _C; print(_C.__file__)", cwd=root)
         assert done.stdout.startswith(str(root)), done.stderr
         words = ["generate", "--prompt", "import os", ""]
-        done = run_clean(root / ".venv/bin/needle", *words, cwd=tmp_path)
-        assert done.stdout == f"{words}\n", done.stderr
+        (link := tmp_path / f"{root.name}-needle").symlink_to(root / ".venv/bin/needle")
+        for program in root / ".venv/bin/needle", link:
+            done = run_clean(program, *words, cwd=tmp_path)
+            assert done.stdout == f"{words}\n", done.stderr
         done = run_clean(python, "-c", "import needle", cwd=tmp_path)
         assert "ModuleNotFoundError" in done.stderr
+
+
+def test_clean_removes_what_was_built_alone(tree):
+    kept = [".venv/lib/__pycache__/a.pyc", "runs/a/config.json", "needle/core.py"]
+    gone = ["build/a.o", "dist/a.whl", "needle/_C.so", "needle/_C.pyi", "needle/ops/__init__.pyi"]
+    for name in *kept, *gone, "needle/__pycache__/b.pyc":
+        (tree.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree.root / name).touch()
+    assert run("make", "-s", "clean", "VENV=.venv", cwd=tree.root).returncode == 0
+    assert all((tree.root / name).exists() for name in kept)
+    assert not [name for name in (*gone, "needle/__pycache__") if (tree.root / name).exists()]
 
 
 def test_an_offline_machine_builds_and_trains(tree):
