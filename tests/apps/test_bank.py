@@ -1,8 +1,10 @@
 """needle replay --edits: a bank of replays; needle compare --edits: their effects on a probe."""
 
 import json
+import os
 import re
 import shutil
+import threading
 import time
 
 import numpy as np
@@ -175,6 +177,27 @@ def test_bank_ends_soon_after_a_replay_that_failed(parent, edits, monkeypatch):
     monkeypatch.setattr(bank, "_train", fails)
     assert made(parent, edits, "bank", "--jobs", "2", "--no-control") == 1
     assert "subset_1" in begun and len(begun) < 10
+
+
+@pytest.mark.parametrize("device, wanted", [([], {"cuda:0", "cuda:1"}), (CPU, {"cpu"})])
+def test_jobs_of_a_bank_take_the_gpus_in_turn_and_share_the_cores(
+    parent, edits, monkeypatch, device, wanted
+):
+    told, both = {}, threading.Barrier(3)
+
+    def train(folder, name, replay, flags):
+        if name != "base":
+            both.wait(10)  # three at a time
+            told[name] = flags[-1]
+
+    monkeypatch.setattr(bank, "_train", train)
+    monkeypatch.setattr(bank, "visible_gpus", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    words = ["--from", "0", "--edits", str(edits), "--jobs", "3", "--no-control", *device]
+    assert bank.main([str(parent.folder), *words]) == 0
+    assert len(told) == 3 and {*told.values()} == wanted
+    assert os.environ["OMP_NUM_THREADS"] == str(max(len(os.sched_getaffinity(0)) // 3, 1))
 
 
 def gradient(model, loss, inputs, targets):

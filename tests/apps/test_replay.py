@@ -1,6 +1,7 @@
 """needle replay: the null edit, edits and their effects, errors by name."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -175,12 +177,16 @@ def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here)
         run.replay(6)
 
 
-def test_replay_has_the_name_and_the_tokenizer_of_its_parent(tmp_path, texts, here):
+def test_replay_has_the_name_and_the_tokenizer_of_its_parent(tmp_path, texts, here, monkeypatch):
     assert train_pythia.main(flags(tmp_path, texts, "a", EVERY)) == 0
     runs, text = tmp_path / "runs", (tmp_path / "runs" / "a" / "tokenizer.json").read_text()
     for name in "a-replay", "a-replay-2":
         folder = replays.make_folder(replays.planned(runs / "a", 2, None, []), runs, None)
         assert folder == runs / name and (folder / "tokenizer.json").read_text() == text
+        own, theirs = (checkpoint_of(tmp_path, one, 2).read_bytes() for one in (name, "a"))
+        assert own == theirs
+        refuse = OSError(errno.EXDEV, "Invalid cross-device link")  # the second is on another disk
+        monkeypatch.setattr(os, "link", Mock(side_effect=refuse))
 
 
 def test_decay_of_a_stable_run_gives_the_bits_of_wsd(tmp_path, tokens, here):

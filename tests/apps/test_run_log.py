@@ -197,6 +197,14 @@ def test_plot_needs_no_backend_of_a_notebook(tmp_path):
     assert done.stdout.endswith("0\n") and (tmp_path / "loss.png").exists(), done.stderr
 
 
+def test_without_matplotlib_it_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 2.0}\n')
+    assert plots.plot(tmp_path) == "no loss.png: the package matplotlib is not installed"
+    assert plots.main([str(tmp_path)]) == 1
+    assert "needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
 STEP = {"step": 2, "tokens": 64, "loss": 8.0}
 DAMAGED = [b"", b"{half", b"\xff\xfe", b"\x00", b"[]", b"3", b"null", b"[" * 100_000]
 DAMAGED += [b'{"loss": 1.5}', b'{"step": 1.5, "tokens": 64, "loss": 8.0}']

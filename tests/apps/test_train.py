@@ -258,3 +258,5 @@ def test_vocabulary_is_that_of_the_preset_the_flag_or_the_tokenizer():
     assert raised == [128, 128, 256]
     longer = complete(Settings(config={"model": "pythia", "max_seq_len": 64}, seq_len=16), False)
     assert run_parts.model_config(longer).max_seq_len == 64
+    sparse = run_parts.model_config(complete(parse(["--sparse", "local", "--window", "8"]), False))
+    assert (sparse.sparse_pattern, sparse.sparse_window) == ("local", 8)

@@ -47,6 +47,11 @@ def test_samples_walk_the_shuffled_documents(sizes, seq_len, seed, passes):
     expected = [(0, 0), *walk[seq_len::seq_len]]
     np.testing.assert_array_equal(sample_idx, expected)
     assert sorted(shuffle_idx) == list(range(len(sample_idx) - 1))
+    # Of documents between others.
+    more, last = np.concatenate([[7, 0], sizes, [3]]).astype(np.int32), 2 + len(sizes)
+    others = sample_order(more, 2, last, seq_len, seed, passes)
+    for got, wanted in zip(others, (doc_idx + 2, sample_idx, shuffle_idx)):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_passes_are_the_fewest_that_hold_the_samples():

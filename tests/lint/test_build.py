@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -149,6 +150,18 @@ def test_cuda_is_found_demanded_or_left_out(build, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "notes", [])
     monkeypatch.setenv("NEEDLE_CUDA", "0")
     assert build.choose_cuda() == "NEEDLE_CUDA=0" and build.notes == []
+
+
+def test_core_is_told_how_it_was_built():
+    facts = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["facts"]
+    core = {"COMPILER": "gcc 1", "MARCH_NAME": "native", "BLAS": "built-in"}
+    cuda = SimpleNamespace(version="13.0", archs=["80", "90a"])
+    for given, *wanted in (
+        ("NEEDLE_CUDA=0", 'CUDA ""', 'LEFT_OUT ": NEEDLE_CUDA=0 when it was built"'),
+        (cuda, 'CUDA "13.0"', 'CUDA_ARCHS "80 90a"', 'LEFT_OUT ""'),
+    ):
+        text = facts("0.1", core, given)
+        assert 'NEEDLE_BUILD_MARCH "native"' in text and all(word in text for word in wanted)
 
 
 # ---- a stand-in toolkit --------------------------------------------------------------------------
