@@ -37,6 +37,8 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         ("--st\x1b[31m 4", "unrecognized arguments: --st\\x1b[31m 4"),
         ("--seed 4294967296", "a whole number of at most 4294967295, not"),
         ("--clip inf", "a number of 0 or more, not 'inf'"),
+        ("--decay-share 1.5", "a number of at most 1, not '1.5'"),
+        ("--seed 4294967296", "a whole number of at most 4294967295, not '4294967296'"),
         ("--data caf\udce9.txt", "--data: b'caf\\xe9.txt' is a name that is not UTF-8"),
         ("--dtype float8", "'float32', 'bfloat16'"),
         ("--model gpt", "pythia-70m"),

@@ -307,6 +307,24 @@ def test_text_takes_the_place_of_an_empty_document():
     assert batches_of(data, [edit]).edits.documents[1].read().tolist() == [1, 2]
 
 
+def test_plan_tells_of_edits_of_data_and_of_training_together():
+    drop, rate = DROP | {"where": sequence(5, 0)}, {"do": "rate", "steps": [4, 9], "factor": 2}
+    for edits, lines in (
+        (
+            [drop, rate],
+            ["1 edit(s) reach 1 sequences, 5 tokens, in 1 of", "edits act on steps 4 to 9;"],
+        ),
+        (
+            [drop, {"do": "moments", "to": "zero"}],
+            ["1 edit(s) reach", "edits act on steps 3 to 12;"],
+        ),
+        ([rate], ["edits act on steps 4 to 9;", "every batch is byte-equal"]),
+    ):
+        said = batches_of(data_of("windows")[0], edits).edits.describe()
+        with naming(edits):
+            assert all(line.startswith(start) for line, start in zip(said, lines))
+
+
 def test_words_in_the_place_of_a_sequence_get_no_end_of_text():
     data = data_of("windows")[0]
     rows = rows_of(batches_of(data)).reshape(LAST, ROWS, T + 1)[FIRST - 1]

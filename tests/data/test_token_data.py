@@ -15,6 +15,7 @@ def test_megatron_of_every_type(tmp_path):
     documents, _ = documents_of(RANDOM.randint(1, 30, 40))
     for dtype in ("u1", "i1", "<i2", "<i4", "<i8", "<u2"):
         write_megatron(tmp_path / "x.1", documents, dtype)
+        write_megatron(tmp_path / ".hidden", documents, dtype)
         for name in ("x.1", "x.1.bin", "x.1.idx", ""):
             with naming(dtype, name):
                 data = open_data(tmp_path / name)
@@ -110,6 +111,11 @@ def test_npy(tmp_path):
             assert len(data.held_out) == 1500 // 20
             batch, _ = Batches(data.train, 4, 16, vocab_size=60).next()
             assert batch.dtype.isnative and batch.max() < 60
+    (tmp_path / "two").mkdir()
+    for name, dtype in ("a", "<u2"), ("b", "<i4"):
+        np.save(tmp_path / "two" / f"{name}.npy", IDS.astype(dtype))
+    with pytest.raises(DataError, match="files of several types .*a.npy: uint16, .*b.npy: int32"):
+        open_data(tmp_path / "two")
     np.save(path, IDS)
     content = path.read_bytes()
     for shape in (b"-150,", b"9999,", b"2, 75"):
