@@ -151,9 +151,12 @@ def test_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
         evaluation,
         ("needle.training.export", ["export", run, tmp_path / "out"]),
         ("train_pythia", [*argv, "--name", "y", "--recompute"]),
+        ("needle.training.replay.bank", [run, "--from", "4", "--dry-run"]),
+        ("needle.training.replay.compare", [run, "--probe", tokens, "--device", "cpu"]),
     )
     assert "--recompute: a Bigram cannot compute layers again" in " ".join(text.split())
-    assert codes == "00011" and "perplexity" in text and "Traceback" not in text, text
+    assert "steps 1 to 6 again: 0, equal bits" in text and '"kind": "weights"' in text
+    assert codes == "0001100" and "perplexity" in text and "Traceback" not in text, text
     assert "a Bigram has no weight_mapping" in text and len(numbers_of(tmp_path, "x")) == 6
     codes, text = commands([], ("train_pythia", ["--resume", run]), evaluation)
     assert codes == "11" and f"--import {file}" in text

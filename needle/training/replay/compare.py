@@ -17,10 +17,11 @@ import numpy as np
 from needle import models, nn
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import Device, NDArray, choose_device, full
-from needle.command import Parser, path, reporting, whole
+from needle.command import Parser, flag_words, path, reporting, whole
 from needle.data import DataError, open_run_data
 from needle.data.readers import read_documents
 from needle.files import read_json, replace_text
+from needle.models.registry import IMPORT, imported
 from needle.training.evaluate import load_model, windows
 from needle.training.plot import draw_differences, draw_effects, figure
 from needle.training.replay.proofs import differing
@@ -240,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
     text = f"do not train {CONTROL} steps of the first RUN again"
     add("--no-floor", action="store_true", help=text)
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX")
+    add("--import", dest="own", type=imported, metavar="FILE", help=IMPORT)
     return top
 
 
@@ -256,7 +258,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     steps = shared_steps(runs, args.every)
     texts = read_documents(args.probe, runs[0].tokenizer, runs[0].config.vocab_size)
     if not args.no_floor:
-        yield noise_floor(runs[0], ["--device", args.device])
+        own = [] if args.own is None else flag_words("--import", args.own)
+        yield noise_floor(runs[0], ["--device", args.device, *own])
     for run in runs[1:]:
         found = differing(runs[0].folder, run.folder)
         step = min(found, default=None)
