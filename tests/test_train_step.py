@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 
+import bench
 import pytest
 import train_step
 from harness import ROOT, run
@@ -36,6 +37,13 @@ def test_beside_torch(dtype):
     out = said(PROGRAM, *SMALL.split(), "--baseline", "eager", "--dtype", dtype).stdout
     assert re.search(rf"(?m)^  torch \S+, eager +{SPREAD} ms, {SPREAD} tokens/s", out), out
     assert re.search(rf"(?m)^  needle's speed over the baseline's: {SPREAD}$", out), out
+
+
+def test_sides_take_turns_and_are_told_by_their_median():
+    told: list[str] = []
+    sides = {name: lambda name=name: told.append(name) or len(told) for name in "ab"}
+    assert bench.in_turns(sides, 2) == {"a": [1, 3], "b": [2, 4]}
+    assert bench.spread([3, 1, 8], ".1f") == "3.0 (1.0 to 8.0)"
 
 
 def test_discarded_rounds():

@@ -108,6 +108,13 @@ def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch, ca
     assert re.search(says, capsys.readouterr().err)
 
 
+def test_suite_names_the_model_whose_training_fails(tmp_path, listed, monkeypatch, capsys):
+    monkeypatch.setattr(replays, "train", lambda *_: 1)
+    assert suite.main([str(listed)]) == 1
+    says = "pair.toml: model small: .*/small: ended before step 5, with exit code 1"
+    assert re.search(says, capsys.readouterr().err)
+
+
 def test_example_of_the_page_is_read(tmp_path):
     page = (ROOT / "docs/replay.md").read_text()
     (tmp_path / "x.toml").write_text(re.search(r"^```toml\n(\[flags.*?)^```", page, re.M | re.S)[1])
