@@ -300,10 +300,11 @@ def resume_command(run: Run) -> str:
 
 def advice_to_go_on(run: Run) -> str:
     """Return how to train the model of a finished run further."""
-    if run.settings.schedule == "constant":
+    end = f"{run.settings.schedule} schedule" if run.replay is None else "replay"
+    if end == "constant schedule":
         return f"More --steps go on: {resume_command(run)} --steps N"
     return (
-        f"The {run.settings.schedule} schedule ends there; a new run goes on from its weights: "
+        f"The {end} ends there; a new run goes on from its weights: "
         f"{shlex.join(flag_words('--init', run.folder))}"
     )
 

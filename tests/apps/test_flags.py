@@ -99,7 +99,7 @@ def run_of(folder, words="", place=ALONE):
     """A run of this command line, in so far as its command needs it."""
     parallel = SimpleNamespace(group=SimpleNamespace(place=place))
     return SimpleNamespace(
-        settings=parse(shlex.split(words)), parallel=parallel, folder=Path(folder)
+        settings=parse(shlex.split(words)), parallel=parallel, folder=Path(folder), replay=None
     )
 
 

@@ -166,13 +166,17 @@ def test_edits_of_the_rate_follow_one_another():
     assert [rates(step) for step in range(1, 7)] == [1, 0.5, 0.25, 0.25, 0.5, 1]
 
 
-def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here):
+def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here, capsys):
     for name, steps in ("a", 6), ("long", 8):
         words = EVERY, "--schedule constant --warmup 0"
         assert train_pythia.main(flags(tmp_path, tokens, name, *words, steps=steps)) == 0
     run = ndl.open_run(tmp_path / "runs" / "a")
     run.replay(6, steps=2, name="b", flags=CPU)
     assert_same_run(tmp_path, "b", "long", step=8)
+    capsys.readouterr()
+    assert train_pythia.main(["--resume", str(tmp_path / "runs" / "b"), "--steps", "9", *CPU]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "all 8 steps are done. The replay ends there; a new run goes on from its wei" in said
     with pytest.raises(DataError, match="--from 6: .* take one of 0 to 5"):
         run.replay(6)
 
