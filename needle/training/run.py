@@ -300,11 +300,11 @@ def resume_command(run: Run) -> str:
 
 def advice_to_go_on(run: Run) -> str:
     """Return how to train the model of a finished run further."""
-    end = f"{run.settings.schedule} schedule" if run.replay is None else "replay"
-    if end == "constant schedule":
+    if run.replay is None and run.settings.schedule == "constant":
         return f"More --steps go on: {resume_command(run)} --steps N"
+    what = "replay" if run.replay is not None else f"{run.settings.schedule} schedule"
     return (
-        f"The {end} ends there; a new run goes on from its weights: "
+        f"The {what} ends there; a new run goes on from its weights: "
         f"{shlex.join(flag_words('--init', run.folder))}"
     )
 
