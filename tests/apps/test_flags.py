@@ -17,7 +17,7 @@ from needle.distributed.environment import Place
 from needle.distributed.group import ALONE
 from needle.models import gpt_neox
 from needle.training import run as run_parts
-from needle.training.settings import FIELDS, located, option, parse
+from needle.training.settings import FIELDS, option, parse
 
 # ---- flags ------------------------------------------------------------------------------------
 
@@ -39,12 +39,6 @@ def test_help_is_a_screen_of_flags_and_help_all_has_every_one_with_defaults(caps
     for topic in "model", "data", "training", "output":
         assert f"\n{topic}:\n" in screen and f"\n{topic}:\n" in every
     assert every.count("(default") >= 20 and "sequences a micro-batch (default: tiny 16" in every
-
-
-def test_paths_of_flags_hold_from_every_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = located(parse("--init a --data b --tokenizer c".split()))
-    assert [found.init, found.data, found.tokenizer] == [str(tmp_path / name) for name in "abc"]
 
 
 # ---- shapes and seeds -------------------------------------------------------------------------

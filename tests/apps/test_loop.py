@@ -16,7 +16,6 @@ from harness import DEVICES
 from small_runs import flags, lines_of
 
 from needle import CudaError, CudaFatalError, Tensor
-from needle.distributed.environment import Place
 from needle.distributed.group import Group
 from needle.models import Pythia
 from needle.processes import collecting
@@ -170,12 +169,6 @@ def test_errors_have_their_words_and_exit_codes():
         text, found = sessions.outcome(error)
         assert text.startswith(said) and found == code
     assert sessions.outcome(BrokenPipeError()) is sessions.outcome(TypeError()) is None
-
-
-def test_supervisor_of_a_single_rank_is_refused(tmp_path):
-    place = Place(rank=1, size=2, local_rank=1, local_size=2, launcher="mpirun")
-    with pytest.raises(ValueError, match="start all under one, needle supervise -- mpirun"):
-        sessions.join(parse(["--supervise"]), [], place, tmp_path)
 
 
 def test_source_of_ranks_is_the_program_the_package_and_its_core(tmp_path, monkeypatch):
