@@ -56,6 +56,15 @@ def files_of(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.is_file()}
 
 
+def test_documents_of_a_file_of_ids_are_those_of_a_subset(tmp_path, parent, edits):
+    (tmp_path / "some.txt").write_text("3\n5\n")
+    drop = f"[[edit]]\ndo = 'drop'\nwhere = {{ ids = '{tmp_path / 'some.txt'}' }}\n"
+    (edits / "b.toml").write_text(drop)
+    assert made(parent, edits, "bank", "--no-control") == 0
+    subsets = json.loads((tmp_path / "runs/bank/subsets.json").read_text())
+    assert subsets == [[1], [3, 5], [7]]
+
+
 def test_bank_has_the_models_of_single_replays(tmp_path, parent, edits):
     assert made(parent, edits, "bank") == 0
     folder = tmp_path / "runs" / "bank"

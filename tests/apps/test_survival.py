@@ -166,6 +166,8 @@ def test_what_the_system_refuses_is_said_and_costs_no_finished_step(
                     patch.setattr(*parts())
                     assert run(name, more) == 1
                 assert re.search(said, capsys.readouterr().err, re.DOTALL)
+                if kept := re.search("step (.) of 6, and s", said):
+                    assert checkpoint_of(tmp_path, name, int(kept[1])).exists()
                 assert run(name, more, "--resume auto") == 0
                 assert_same_run(tmp_path, name, f"whole{evaluates}")
                 assert Log(tmp_path / "runs" / name / "metrics.jsonl").broken == []

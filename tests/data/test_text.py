@@ -37,10 +37,11 @@ def test_cut_does_not_depend_on_how_a_file_is_read(blocks, size):
 
 
 def test_characters_are_not_cut_by_the_blocks_of_a_file(tmp_path, capsys):
-    whole = "\ufeff" + "aé漢🙂\n" * 300_000  # 3.3 MB: several blocks, each cut within a character
+    # 3.9 MB: several blocks, each cut within a character. Ends of lines stay as they are.
+    whole = "\ufeff" + "\raé漢🙂\r\n" * 300_000
     (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(whole.encode(), 1))
-    (tmp_path / "bad.txt").write_bytes(whole.encode()[:-2])  # ends within a character
+    (tmp_path / "bad.txt").write_bytes(whole.encode()[:-3])  # ends within a character
     (tmp_path / "late.txt").write_bytes(whole.encode() + b"\0")
     found = list(text.documents(text_files(tmp_path)))
     assert "".join(part for part, _ in found) == 2 * whole[1:]

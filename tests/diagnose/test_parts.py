@@ -1,6 +1,7 @@
 """Which parts a rank runs; one that hangs is killed, and named by what it tried. (One that dies:
 test_machine.py.)"""
 
+import os
 import time
 
 import pytest
@@ -81,6 +82,13 @@ def test_gpu_that_cannot_be_used_fails_where_backend_and_driver_are_there(
     facts.examine("", "0")
     said = capsys.readouterr().out
     assert ("cuda()         FAILED: it is lost" in said) == (built and driver is not None)
+
+
+def test_threads_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
+    for value, told in ("", "3"), ("7", "7 (OMP_NUM_THREADS)"):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert facts.collect()["threads"] == told
 
 
 def test_launcher_that_contradicts_itself_is_a_bad_call(monkeypatch, capsys):

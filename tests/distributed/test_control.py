@@ -148,6 +148,12 @@ control.close()
         assert rank.end() == (0, ["ready", "[0, 1]"], "")
 
 
+def test_ranks_that_have_come_wait_for_others_longer_than_the_deadline(start):
+    body = "if rank == 2: time.sleep(3.0)\n" + MEET
+    for rank in start(body, 3, deadline=1.0, seconds=30.0):
+        assert rank.end() == met(3)
+
+
 def test_ranks_in_different_collectives_end_with_1(start):
     begin = "control = join()\ncontrol.step = 7\ncontrol.gather('losses', 1)\n"
     for body, name in [

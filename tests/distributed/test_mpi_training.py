@@ -54,6 +54,14 @@ def test_ranks_drop_the_same_elements(runs):
 
 
 @pytest.mark.slow
+def test_ranks_train_in_bfloat16(runs):
+    runs.steps = 3
+    for name, ranks in ("one", 0), ("two", 2):
+        runs.run(name, ranks, "--dtype", "bfloat16")
+    assert runs.written("two") == runs.written("one")
+
+
+@pytest.mark.slow
 def test_messages_above_the_limit_are_sent_in_parts(runs, alone):
     """Counts of MPI are 32 bits: a longer array goes as several messages."""
     runs.run("a", 2, MOST="1000")
