@@ -122,7 +122,7 @@ def test_closed_pipe_saves_the_last_step(tmp_path, tokens):
         child.stdout.close()
         assert child.wait(60) == 0
     [saved] = list_checkpoints(folder_of(tmp_path, "a"))
-    assert Checkpoint(saved).state["step"] == len(lines_of(tmp_path, "a")) >= 1
+    assert Checkpoint(saved).state["step"] == len(lines_of(tmp_path, "a")) < 20_000
 
 
 # ---- refusals of the system ---------------------------------------------------------------------
