@@ -107,6 +107,13 @@ def test_sequences_of_a_step_follow_batch_and_accumulation():
         assert (settings.batch_size, settings.grad_accum) == (batch, accumulate), words
 
 
+def test_step_is_cut_into_a_number_of_micro_batches_that_suits_the_ranks():
+    for sequences, ranks, batch in (16, 1, 16), (16, 2, 8), (12, 2, 6), (24, 4, 6), (48, 3, 16):
+        given = parse(["--model", "tiny", "--global-batch-size", str(sequences)])
+        settings = complete(given, on_gpu=False, ranks=ranks)
+        assert (settings.batch_size, settings.grad_accum) == (batch, sequences // batch)
+
+
 def test_values_at_their_limits_are_taken():
     for words in (
         "--steps 6 --warmup 6",
