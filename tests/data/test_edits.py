@@ -239,7 +239,15 @@ ENDS = [
 ]
 
 
+# A repeat is of the data as they were.
+REPEAT = [
+    DROP | {"where": document(3)},
+    {"do": "repeat", "where": document(3), "to": sequence(7, 3), **MASK},
+]
+
+
 @given(cases())
+@example(("packed", tuple(SIZES), REPEAT, 60))
 @example(("windows", tuple(SIZES), [*ENDS, DROP | SHIFT], 1))
 @example(("packed", tuple(SIZES), [*ENDS, DROP | SHIFT], 60))
 @example(("rows", tuple(SIZES), ENDS, 1))

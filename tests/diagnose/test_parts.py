@@ -42,6 +42,14 @@ def test_part_that_ends_with_an_error_is_a_failure(monkeypatch):
     assert "FAILED: its process ended with 3 at gelu float32" in lines[1]
 
 
+def test_variables_of_a_part_go_before_those_of_the_user(monkeypatch):
+    monkeypatch.setenv("NEEDLE_TRACE", "1")
+    monkeypatch.setattr(parts, "CODE", "import os; print(os.environ['NEEDLE_TRACE'])")
+    lines = []
+    parts.run("a", "b", seconds=60.0, say=lines.append, NEEDLE_TRACE="0")
+    assert lines == ["0"]
+
+
 def test_text_of_several_lines_is_shown_in_one(capsys):
     report.failed("cuda()", "it says:\n  two\nlines.", "mend it")
     assert capsys.readouterr().out == (

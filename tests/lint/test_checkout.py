@@ -38,7 +38,9 @@ def tree(tmp_path):
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
     made.write("needle/__init__.py", "from needle import core\n\ncore.find()\ncore.load()\n")
-    made.write("needle/command.py", "import sys\n\ndef main():\n    print(sys.argv[1:])\n")
+    made.write(
+        "needle/command.py", "import sys\n\ndef main():\n    print(sys.argv[1:])\n    return 3\n"
+    )
     shutil.copy(ROOT / "needle/core.py", made.root / "needle/core.py")
     for file in ("Makefile", "checkout.py"):
         shutil.copy(ROOT / file, made.root)
@@ -84,7 +86,7 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
         (link := tmp_path / f"{root.name}-needle").symlink_to(root / ".venv/bin/needle")
         for program in root / ".venv/bin/needle", link:
             done = run_clean(program, *words, cwd=tmp_path)
-            assert done.stdout == f"{words}\n", done.stderr
+            assert (done.stdout, done.returncode) == (f"{words}\n", 3), done.stderr
         done = run_clean(python, "-c", "import needle", cwd=tmp_path)
         assert "ModuleNotFoundError" in done.stderr
 
