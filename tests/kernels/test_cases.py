@@ -65,6 +65,7 @@ def test_wrong_arguments_are_named():
         (ValueError, "Random: a size of its shape: must be 0 or more", lambda: Random((2, -1))),
         (ValueError, "Random: seed: must be 0 or more", lambda: Random(3, seed=-1)),
         (ValueError, "high", lambda: Random(3, "int8", low=0, high=129).array(0, 0)),
+        (TypeError, r"args\[0\]: complex64 is no", lambda: Launch(Case(1, 1, [np.complex64(1)]))),
         (ValueError, "low", lambda: Random(3, "uint8", low=-1).array(0, 0)),
         *((ValueError, "tolerance: must be a number, or", lambda given=given: both(given))
           for given in ("x", (1, "x"), (1, 2, 3), (), (-1e-4, 0), (0, NAN), INF)),
@@ -92,6 +93,8 @@ def test_reference_gives_one_output_and_keeps_its_own_sizes():
     launch = Launch(Case(1, 1, [Random(9), Out(())]))
     launch.expect(lambda x: x.sum(), None)  # a number of NumPy's
     assert [right.shape for right in launch.right] == [()]
+    launch.expect(lambda x: _C.array(x), None)  # one array, not one for each row
+    assert [right.shape for right in launch.right] == [(9,)]
     own = Reference("", "", grid=7, shared=0).of(Case(1, (2, 3), [], 9))
     assert (own.grid, own.block, own.shared) == (7, (2, 3), 0)
 
@@ -140,6 +143,14 @@ def test_wrong_elements_are_counted_and_the_largest_error_is_told():
         "2 of 4 elements are wrong, the first at [0, 1]: 3.0, expected 2.0; the largest error is 7 "
         "(tolerance: 0.0001 absolute, 0.0001 relative)"
     )
+    for got, expected, place, worst in (
+        (F(3.0), F(1.0), "[0]", "2"),  # a number
+        (F([INF, 3.0]), F([1.0, 1.0]), "[0]", "2"),  # of those that are finite
+        (F([0.0, NAN]), F([0.0, 1.0]), "[1]", "nan"),
+    ):
+        with naming(got):
+            said = difference(got, expected, "float32", None)
+            assert f"the first at {place}: " in said and f"largest error is {worst} (" in said
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -164,11 +175,20 @@ def test_time_that_cannot_be_is_an_error_and_others_get_hints():
         (30.0, {"local_bytes": 48}, "", "spilling: 48 bytes"),
         (30.0, {"warm": False}, "", "the first of its code"),
         (30.0, {"touched": 1 << 30}, "", "not all of them can have been read"),
+        (30.0, {"touched": 151_000_000}, "", "not all of them can have been read"),
+        (30.0, {"touched": 149_000_000}, "", ""),  # 1.24 times the rate of filling
     ):
         with naming(us, more):
             found = judged([us], **more)
             assert reason in found.reason and found.valid == (found.reason == "") == (reason == "")
             assert hint in " ".join(found.hints) and (hint or reason or not found.hints)
+
+
+def test_calls_are_timed_as_long_as_the_time_lasts_but_one_at_least():
+    clock = object.__new__(timing.Clock)
+    clock.flushes, clock.timed = 1, lambda call: call()
+    assert clock.measure(lambda: lambda: 5.0, 0.0) == [5.0]
+    assert clock.measure(lambda: lambda: 5.0, 60.0) == [5.0] * timing.MOST_CALLS
 
 
 def test_time_is_the_median_between_the_quartiles_and_the_rate_is_that_of_all_arrays():

@@ -1,6 +1,7 @@
 """needle/kernels/compile.py and toolkit.py: names, logs, options, and the resources of kernels."""
 
 import ctypes
+import json
 import re
 
 import pytest
@@ -226,6 +227,9 @@ def test_resources_are_those_of_the_source():
             assert entry.max_threads == threads
             assert 4 <= entry.registers <= 255
     assert Compiled.unpack(more.pack()) == more
+    sent = json.loads(json.dumps(more.pack() | {"cubin": ""})) | {"cubin": more.cubin}
+    assert Compiled.unpack(sent) == more
+    assert Compiled.unpack(sent)["fixed"].check(1, (128, 2)).block == (128, 2, 1)
     for arch in ("80", "90a", "100", "120"):
         assert build(SIZED, arch=arch, options=["-DSIZE=25"])["f"].check(2, 32).shared_bytes == 100
     assert b".debug_line" in compiled.cubin and b"kernel.cu" in compiled.cubin
@@ -297,3 +301,7 @@ def test_missing_nvrtc_names_its_packages(monkeypatch):
     monkeypatch.setattr(toolkit.ctypes, "CDLL", missing)
     with pytest.raises(RuntimeError, match="no NVRTC.*pip install nvidia-cuda-nvrtc"):
         toolkit.find_toolkit.__wrapped__()
+    for only in "libnvrtc.so.13", "libnvrtc.so.12":  # of a system without the developer's link
+        there = lambda name, only=only: name == only or missing(name)
+        monkeypatch.setattr(toolkit.ctypes, "CDLL", there)
+        assert str(toolkit.find_toolkit.__wrapped__().nvrtc) == only

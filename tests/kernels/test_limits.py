@@ -103,6 +103,9 @@ def test_report_has_sizes_and_the_occupancy_of_the_device():
     assert (report.registers, report.shared_bytes, report.local_bytes) == (40, 1024, 16)
     alone = checked(kernel, None, (793, 200, 0, None, True))  # on every GPU of the architecture
     assert alone.blocks_per_sm is alone.occupancy is alone.resident is None and alone.cooperative
+    for arch in "90ab", "9", "sm_90", 90:
+        with naming(arch), pytest.raises(V, match=r'arch: must be one as "90a" or "80", not '):
+            limits.of_arch(arch)
     for kind in (tuple, list, np.array):
         with naming(kind):
             report = checked({}, H, (kind([4, 2]), kind([32]), np.int32(8)))

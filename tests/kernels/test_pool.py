@@ -345,6 +345,10 @@ def test_wrong_arguments_of_a_pool_are_named(monkeypatch, tmp_path):
     (tmp_path / "control").touch()
     with pytest.raises(RuntimeError, match="MPS is on .*a fault ends the work"):
         FakePool(devices=[0])
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "")  # as if it were unset
+    monkeypatch.chdir(tmp_path)
+    if not os.path.exists("/tmp/nvidia-mps/control"):
+        FakePool(devices=[]).close()
 
 
 def test_pool_without_a_gpu_says_so():
@@ -465,9 +469,12 @@ def test_process_that_outlives_sigkill_holds_its_device(monkeypatch):
         assert_next_is_right(pool)
 
 
-def test_cleanup_asks_idle_processes(pool):
+def test_cleanup_asks_idle_processes(pool, monkeypatch):
     wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
     assert pool.cleanup() >= 0 and pool.cleanup() == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(process.Process, "ask", lambda *_: {"freed": 8})
+        assert pool.cleanup() == 16
     assert_next_is_right(pool)
 
 

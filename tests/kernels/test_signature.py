@@ -60,6 +60,21 @@ def test_symbol_has_the_types_of_its_parameters():
     assert [q.kind for q in pairs.parameters] == ["bytes", "array"]
     plain = Signature.of_symbol("scale", layout[:3])
     assert str(plain) == "scale(8 bytes, 8 bytes, 4 bytes)"
+    looks_mangled = Signature.of_symbol("_Z5scalePKfPfi", layout[:1])  # a name of C
+    assert str(looks_mangled) == "scale(8 bytes)"
+
+
+def test_type_is_unknown_where_it_does_not_fit_its_size_and_const_is_read_alone():
+    for text, size, kind, written in (
+        ("float*", 4, "unknown", False),
+        ("int", 8, "unknown", False),
+        ("ns::Pair<int>::Mine", 12, "bytes", False),
+        ("float const volatile*", 8, "array", False),
+        ("float volatile*", 8, "array", True),
+    ):
+        with naming(text):
+            found = read_type(text, 0, size)
+            assert (found.kind, found.size, found.written) == (kind, size, written)
 
 
 # ---- arguments -----------------------------------------------------------------------------------
