@@ -31,12 +31,19 @@ def test_show_config_prints_its_result():
         assert f"cuda()         not usable: {ndl.cuda().reason()}" in printed
 
 
+def test_show_config_has_the_gpus_behind_the_cpu(monkeypatch):
+    monkeypatch.setattr(facts, "gpus", lambda: [ndl.cpu()])  # one that is none
+    assert len(ndl.show_config(io.StringIO())["devices"]) == 2
+
+
 def test_driver_speaks_the_cuda_of_its_number(monkeypatch):
     for number, version in (13000, "13.0"), (12080, "12.8"):
         tell = lambda place, number=number: setattr(place._obj, "value", number)
         driver = SimpleNamespace(cuDriverGetVersion=tell)
         monkeypatch.setattr(facts.ctypes, "CDLL", lambda name, driver=driver: driver)
         assert facts.driver_version() == version
+    driver.cuDriverGetVersion = lambda place: 3  # not initialized
+    assert facts.driver_version() is None
 
 
 def test_diagnosis_of_a_cpu_prints_the_facts_and_every_op():

@@ -59,9 +59,11 @@ def test_stopped_run_goes_on_from_its_newest_checkpoint(run, look):
 
 def test_run_that_is_at_work_or_done_is_not_resumed(run, look):
     (run / "metrics.jsonl").touch()  # of a run that has just begun
+    (run / "faults.jsonl").write_bytes(b'{"op": "\xff' + b"x" * 400)
     lock = Lock(run)
     said = look()
     assert f"ok: process {os.getpid()} on {os.uname().nodename} works in {run}\n" in said
+    assert f'the last line of faults.jsonl: {{"op": "\ufffd{"x" * 291}\n' in said  # 300 characters
     assert "it is at work; SIGTERM" in said and "--resume" not in said
     lock.release()
     save(run, 9)

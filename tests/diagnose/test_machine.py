@@ -141,6 +141,15 @@ def test_gpus_that_cuda_does_not_count_fail_and_parts_do_not(seen, smi):
     assert not any("FAILED" in line for line in parts + unusable)
 
 
+def test_gpu_that_is_wanted_is_shown_alone_and_one_of_unknown_memory_is_right(seen, smi):
+    """A GPU that shares the host's memory tells none of its own."""
+    memory = dict.fromkeys(("memory.free", "memory.total", "memory.used"), "[N/A]")
+    (line,) = seen(smi({}, memory), uuid="GPU-1")
+    assert line.startswith("GPU 1          ok: NVIDIA Pretend, [N/A] of [N/A] MiB")
+    (line,) = seen('{"gpu": [], "compute-apps": []}')
+    assert line.startswith("GPUs           note: their state is not known")
+
+
 def test_gpus_that_are_hidden_on_purpose_are_not_missed(seen, smi, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert not any("FAILED" in line for line in seen(smi({}, {}), "1"))

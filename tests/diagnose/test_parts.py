@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from harness import wait_until_gone
+from harness import naming, wait_until_gone
 
 from needle.diagnose import __main__ as program
 from needle.diagnose import facts, parts, report
@@ -34,12 +34,47 @@ def test_hang_is_killed_at_its_deadline_with_what_it_started(monkeypatch):
 
 
 def test_part_that_ends_with_an_error_is_a_failure(monkeypatch):
-    code = "print('... gelu float32'); print('half a line', end=''); raise SystemExit(3)"
+    code = "import os; print('... gelu float32'); os.write(1, b'\\xff\\n\\n'); "
+    code += "print('half a line', end=''); raise SystemExit(3)"
     monkeypatch.setattr(parts, "CODE", code)
     lines: list[str] = []
     assert parts.run("cuda()", "device", seconds=60, say=lines.append) == (1, None)
-    assert lines[0] == "half a line"
-    assert "FAILED: its process ended with 3 at gelu float32" in lines[1]
+    assert lines[:-1] == ["\ufffd", "half a line"]
+    assert "FAILED: its process ended with 3 at gelu float32" in lines[-1]
+
+
+def test_error_of_a_part_is_a_line_and_a_traceback_where_nobody_expects_it():
+    for words, said, is_expected in (
+        (["server", "ftp://a"], "GET ftp://a/health: ValueError: it must begin", True),
+        (["server", "http://127.0.0.1:1"], ":1/health: ConnectionRefusedError: ", True),
+        (["folder"], "its start: TypeError: examine() missing", False),
+    ):
+        with naming(said):
+            lines: list[str] = []
+            assert parts.run("part", *words, seconds=60, say=lines.append) == (1, None)
+            assert said in lines[-1] and (len(lines) == 1) == is_expected
+            assert is_expected or lines[0].startswith("Traceback")
+
+
+def test_facts_that_fail_end_nothing_and_are_heard_of_each_rank(monkeypatch):
+    """nvidia-smi may show GPUs that CUDA does not count."""
+    begun, said = [], []
+
+    def run(label, part, *words, say, **more):
+        begun.append((label, more["seconds"]))
+        for line in ("cuda() fine", "cuda() FAILED: lost") if part == "facts" else ():
+            say(line)
+        return part == "facts", None
+
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(program.shutil, "which", lambda name: "/bin/nvidia-smi")
+    args = program.parser().parse_args(["--run", "runs/a"])
+    for rank, heard in (0, ["cuda() fine", "cuda() FAILED: lost"]), (1, ["cuda() FAILED: lost"]):
+        assert program.examine(args, Place(rank, 2, rank, 2, "torchrun"), said.append) == 1
+        assert said == heard and ("cpu()", 60.0) in begun
+        assert (("GPUs", 60.0) in begun) == (("run", 600.0) in begun) == (rank == 0)
+        begun.clear()
+        said.clear()
 
 
 def test_variables_of_a_part_go_before_those_of_the_user(monkeypatch):
@@ -97,6 +132,18 @@ def test_threads_are_those_that_this_process_may_use(monkeypatch):
     for value, told in ("", "3"), ("7", "7 (OMP_NUM_THREADS)"):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
         assert facts.collect()["threads"] == told
+
+
+def test_settings_are_those_of_needle_and_its_libraries(monkeypatch):
+    names = "NEEDLE_A", "OPENBLAS_A", "OMP_A", "CUDA_A", "CUBLAS_A", "CUBLASLT_A"
+    for name in *names, "MY_CUDA_A":
+        monkeypatch.setenv(name, "1")
+    found = facts.collect()
+    assert {name for name in found["settings"] if name.endswith("_A")} == {*names}
+    for debug in False, True:
+        found["build"]["debug"] = debug
+        built = dict(facts.rows(found))["built with"]
+        assert built.endswith(", a debug build: indices are checked") == debug
 
 
 def test_launcher_that_contradicts_itself_is_a_bad_call(monkeypatch, capsys):
