@@ -293,6 +293,7 @@ def test_rank_that_does_not_come_is_named(start):
             "rank 1: x is None, at rank 0 'y'",
         ),
         ("join({'lr': rank // 2})", 4, "rank 2: lr is 1, at rank 0 0"),
+        ("join({'lr': 1, 'z': 2} if rank else {'lr': 1})", 2, "rank 1: z is 2, at rank 0 None"),
         ("join(size=2 + rank)", 2, "rank 1: the number of ranks is 3, at rank 0 2"),
     ],
 )

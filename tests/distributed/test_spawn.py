@@ -70,6 +70,7 @@ def test_each_rank_knows_its_place(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     monkeypatch.setenv(HEARTBEAT, "/tmp/steps")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(7))
     made, other = spawn.environments(3), find(spawn.environments(3)[0])
     places = [find(environ) for environ in made]
     assert [(p.rank, p.size, p.local_rank, p.local_size) for p in places] == [
@@ -77,8 +78,8 @@ def test_each_rank_knows_its_place(monkeypatch):
     ]
     [(launcher, port, job, key)] = {(p.launcher, p.port, p.job, p.key) for p in places}
     assert launcher == "needle" and len(key) == 64 and other.job != job and other.key != key
-    threads = int(made[0]["OMP_NUM_THREADS"])
-    assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 3)
+    assert made[0]["OMP_NUM_THREADS"] == "2"
+    assert spawn.environments(8)[7]["OMP_NUM_THREADS"] == "1"
     assert [environ.get(HEARTBEAT) for environ in made] == ["/tmp/steps", None, None]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert {environ["OMP_NUM_THREADS"] for environ in spawn.environments(2)} == {"5"}
@@ -87,14 +88,16 @@ def test_each_rank_knows_its_place(monkeypatch):
 def test_rank_0_prints_and_the_stderr_of_others_is_labelled(launch):
     code = """
 print(f"out {rank}")
+if rank: os.write(2, b"\\x1b[31m \\xfe\\n")
 sys.stderr.write(f"one of {rank}\\n\\ntwo \\xff without an end" + "x" * 300_000 * rank)
 """
     process = launch(code, 2)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err.count("x")) == (0, "out 0\n", 300_000)
+    assert (process.returncode, out, err.count("x")) == (0, "out 0\n", 300_001)
     lines = {*err.replace("x", "").replace("end", "end\n").splitlines()} - {""}
     ending = "two \xff without an end"
-    assert lines == {"one of 0", ending, "rank 1: one of 1", f"rank 1: {ending}"}
+    odd = "rank 1: \\1b[31m \ufffd"  # \x1b, and a byte that is no text
+    assert lines == {"one of 0", ending, odd, "rank 1: one of 1", f"rank 1: {ending}"}
 
 
 @pytest.mark.parametrize("later, code", [(4, 3), (75, 75)])
