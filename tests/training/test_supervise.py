@@ -95,6 +95,8 @@ def test_other_exit_codes_are_passed_on(run, tmp_path, capfd):
         ("die(signal.SIGTERM)", 143, "killed by SIGTERM"),  # not from us
         ("sys.exit(128 + 9)", 137, "killed by SIGKILL"),  # of a launcher's rank
         ("sys.exit(128 + 7)", 135, "killed by SIGBUS"),  # a file of tokens shrank
+        ("sys.exit(128 + 4)", 132, "killed by SIGILL"),
+        ("sys.exit(128 + 8)", 136, "killed by SIGFPE"),
         ("time.sleep(60)", 134, "nothing finished for 1 s"),
         ("die(signal.SIGSTOP)", 134, "nothing finished for 1 s"),
         ("signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(60)", 137, "nothing finished"),
@@ -144,6 +146,8 @@ def test_command_line_gives_the_command_and_its_seconds(monkeypatch):
     words = ["train", "--steps", "9", "--", "x"]
     for flags, seconds in ([], 300.0), (["--hang-seconds", "7.5"], 7.5):
         assert supervise.main([*flags, "--", *words]) == (words, seconds)
+    with pytest.raises(SystemExit, match="2"):
+        supervise.main(["--hang-seconds", "0", "--", *words])
 
 
 # ---- the end ------------------------------------------------------------------------------------
@@ -161,11 +165,11 @@ def test_command_line_gives_the_command_and_its_seconds(monkeypatch):
 def test_three_failures_without_a_further_step_end_the_run(
     run, capfd, monkeypatch, steps, code, failures
 ):
-    """The third try of each row has NEEDLE_SYNC; pauses double."""
+    """The third try of each row has NEEDLE_SYNC; pauses double, the words to go on do not."""
     paused = []
     monkeypatch.setattr(Supervisor, "_pause", lambda self, seconds: paused.append(seconds))
     body = f"""
-say(os.environ.get("NEEDLE_SYNC"))
+say(os.environ.get("NEEDLE_SYNC"), *sys.argv[1:])
 step = {steps}[attempt]
 if step is not None: beat(step)
 sys.exit(0 if step == 99 else 75)
@@ -173,8 +177,10 @@ sys.exit(0 if step == 99 else 75)
     done, said, faults = run(body)
     assert done == code and [fault["step"] for fault in faults] == steps[:failures]
     row, reached, pauses = 0, -1, [0.0, *paused, 0.0]
-    for step, sync, pause in zip(steps, said, pauses):
-        assert sync == ("1" if row == 2 else "None") and pause == [0.0, 0.01, 0.02][row]
+    for step, words, pause in zip(steps, said, pauses):
+        sync = "1" if row == 2 else "None"
+        assert words == (f"{sync} --again ." if words is not said[0] else sync)
+        assert pause == [0.0, 0.01, 0.02][row]
         step = -1 if step is None else step
         row, reached = row + 1 if step <= reached else 1, max(step, reached)
     ended = "ended: 3 failures without a further step"
@@ -246,7 +252,7 @@ def test_signal_is_passed_on_once_and_ends_the_run(run, tmp_path, number, code):
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("name", ["mpirun", "mpiexec"])
+@pytest.mark.parametrize("name", ["mpirun", "mpiexec", "orterun", "prterun"])
 def test_signal_to_the_supervisor_of_mpirun_is_passed_on_as_sigusr1(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     mpirun = tmp_path / name
