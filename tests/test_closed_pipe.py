@@ -59,6 +59,15 @@ def test_program_whose_output_is_closed_ends_as_by_sigpipe(monkeypatch, words):
     assert (done.returncode, done.stderr) == (EXIT_CLOSED_PIPE, b"") == (141, b"")
 
 
+def test_program_whose_errors_are_not_read_ends_as_by_sigpipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "needle", "trian"]
+    with open(writer, "w") as closed:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=closed, timeout=120)
+    assert (done.returncode, done.stdout) == (EXIT_CLOSED_PIPE, b"")
+
+
 def test_program_whose_other_pipe_breaks_says_so():
     code = """
 import os, sys

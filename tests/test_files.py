@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import in_thread, run
+from harness import in_thread, naming, run
 
 from needle import files
 from needle.files import FileError, Lock, remove_leftovers, replacing
@@ -70,6 +70,8 @@ def test_left_overs_of_a_killed_writer_are_removed(tmp_path):
     for name in ("kept.tmp", ".kept"):
         (tmp_path / name).write_text("x")
     (tmp_path / ".folder.tmp").mkdir()
+    (tmp_path / ".of two\nlines.tmp").touch()
+    (tmp_path / ".link.tmp").symlink_to(tmp_path / ".folder.tmp")
     remove_leftovers(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".folder.tmp", ".kept", "kept.tmp"]
 
@@ -145,10 +147,27 @@ def test_control_characters_are_printed_as_escapes():
 
 
 def test_error_of_writing_gets_the_name_of_its_file_unless_it_has_one():
-    for given, name in (OSError(28, "No space"), "a"), (OSError(28, "No space", "b"), "b"):
+    for given, name, number in (
+        (OSError(28, "No space"), "a", 28),
+        (OSError(28, "No space", "b"), "b", 28),
+        (OSError("No space"), "a", errno.EIO),  # as libraries raise it
+    ):
         with pytest.raises(OSError, match="No space") as raised, files.naming("a"):
             raise given
-        assert raised.value.filename == name
+        assert (raised.value.filename, raised.value.errno) == (name, number)
+
+
+def test_file_that_holds_no_json_or_toml_is_named(tmp_path):
+    path = tmp_path / "a"
+    for read, content, said in (
+        (files.read_json, b"[" * 100_000, "no JSON: "),
+        (files.read_json, b"\xff", "no JSON: "),
+        (files.read_json, b"[1]", "must hold a JSON object, not list"),
+        (files.read_toml, b"a = '\xff'", "no TOML: "),
+    ):
+        path.write_bytes(content)
+        with naming(said), pytest.raises(FileError, match=f"^{path}: {said}"):
+            read(path)
 
 
 def test_settings_of_a_user_without_a_home_are_refused(monkeypatch):
@@ -169,6 +188,7 @@ def test_secret_is_made_once_and_is_its_users_alone(tmp_path):
     made = [in_thread(files.read_secret, path, "token") for _ in range(8)]
     (token,) = {one.result(60) for one in made}  # one of them wrote it
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(token) >= 40
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert files.read_secret(tmp_path / "other", "token") != token
     assert os.listdir(path.parent) == ["token"]
     for mode in (0o640, 0o604, 0o777):

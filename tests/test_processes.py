@@ -58,7 +58,9 @@ def test_sigterm_unwinds_the_block_alone():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_terminal_without_tqdm_has_no_bar(monkeypatch):
+def test_output_that_is_no_terminal_and_one_without_tqdm_have_no_bar(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert terminal_bar(total=3) is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert terminal_bar(total=3) is None

@@ -3,6 +3,7 @@
 import re
 import sys
 
+import pytest
 from harness import PACKAGE, ROOT, naming, run
 
 from needle import command
@@ -39,6 +40,7 @@ def test_the_help_of_make_is_two_columns():
 
 def test_words_before_any_command_print_help_and_version(capsys):
     for words, said in (
+        ([], command.usage()),
         (["-h"], command.usage()),
         (["--help"], command.usage()),
         (["help"], command.usage()),
@@ -51,6 +53,20 @@ def test_words_before_any_command_print_help_and_version(capsys):
 def test_line_is_broken_between_words_and_not_within_a_flag():
     begin, end = "x " * 29 + "needle train", "--no-graph --name a"
     assert command.wrapped(f"{begin} {end}") == f"{begin}\n  {end}"
+    path = "/a" * 60
+    assert command.wrapped(f"read {path} here") == f"read\n  {path}\n  here"
+
+
+def test_unknown_flag_is_printed_without_its_escapes_and_with_one_like_it(capsys):
+    parser = command.Parser(prog="p", allow_abbrev=False)
+    parser.add_argument("--data")
+    for word, said in (
+        ("--dada=/a/b/c/d/e", "--dada=/a/b/c/d/e; there is --data"),
+        ("--\x1bm", r"--\x1bm"),
+    ):
+        with naming(word), pytest.raises(SystemExit):
+            parser.parse_args([word])
+        assert capsys.readouterr().err.endswith(f"unrecognized arguments: {said}\n")
 
 
 def test_command_that_lacks_a_package_or_is_interrupted_says_so_in_a_line(capsys, monkeypatch):
