@@ -295,6 +295,14 @@ def test_text_ends_where_the_files_or_the_flag_say(tmp_path, capsys):
             assert capsys.readouterr().out == printable(f"the cat{wanted}\n")
 
 
+def test_model_of_the_command_has_the_dtype_and_the_device_of_its_flags(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(generate, "load_model", lambda *words: given.append(words) or (None, None))
+    assert generate.main("a --device cpu --dtype bfloat16".split()) == 1
+    assert given == [("a", ndl.cpu(), "bfloat16")]
+    assert "a: no tokenizer.json lies with it; give --tokenizer" in capsys.readouterr().err
+
+
 def test_flags_of_the_command_are_those_of_generate(tmp_path, capsys):
     """Each of them changes the text."""
     model = model_of(vocab_size=280)

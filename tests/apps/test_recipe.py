@@ -12,7 +12,7 @@ from small_runs import flags as small_flags
 
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.training.keep import keeps
-from needle.training.settings import PUBLISHED, changes, complete, parse
+from needle.training.settings import PUBLISHED, changes, complete, located, parse
 
 
 def flags(tmp_path, tokens, *more, **options):
@@ -126,6 +126,14 @@ def test_values_at_their_limits_are_taken():
         for flag, value in zip(words.split()[::2], words.split()[1::2]):
             taken = str(getattr(settings, flag[2:].replace("-", "_")))
             assert taken in (value, f"{value}.0"), words
+
+
+def test_paths_stay_when_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = located(parse("--init w --data d --tokenizer t.json".split()))
+    assert [given.init, given.data, given.tokenizer] == [
+        str(tmp_path / name) for name in ("w", "d", "t.json")
+    ]
 
 
 # ---- a run ------------------------------------------------------------------------------------

@@ -98,6 +98,12 @@ def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
         log.close()
 
 
+def test_numbers_are_written_short():
+    numbers = 950.2, 1_500, 10_000, 17_100, 1.1e6
+    assert [*map(logs.short, numbers)] == ["950", "1.5k", "10k", "17k", "1.1M"]
+    assert [*map(logs.clock, (5.4, 102, 7_302))] == ["0:05", "1:42", "2:01:42"]
+
+
 def test_plain_lines_are_some_forty_with_the_first_of_a_start_and_the_last(tmp_path, now, capsys):
     log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 4, 103, 32, 1.0, None)
     for step in range(5, 104):

@@ -246,6 +246,8 @@ def test_vocabulary_is_that_of_the_preset_the_flag_or_the_tokenizer():
         settings = complete(parse(words.split()), on_gpu=False)
         assert data_of(settings)["vocab_size"] == of_tokenizer
         assert run_parts.model_config(settings, of_tokenizer).vocab_size == of_model
+    of_file = complete(Settings(config={"model": "pythia", "vocab_size": 99}), on_gpu=False)
+    assert data_of(of_file)["vocab_size"] == 99
     raised = [run_parts.model_config(settings, needed).vocab_size for needed in (65, 128, 129)]
     assert raised == [128, 128, 256]
     longer = complete(Settings(config={"model": "pythia", "max_seq_len": 64}, seq_len=16), False)
