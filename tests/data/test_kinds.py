@@ -49,7 +49,7 @@ REFUSED = [
     *(({"a.txt": text.encode()}, NOT_LINES) for text in (
         json.dumps(ARRAY), json.dumps(ARRAY, indent=1), json.dumps(ARRAY[0], indent=1),
         '{"name": "x", "version": "1"}\n', "[1, 2, 3]\n", '{"data": [{"text": "one"}]}',
-        '{"level": 1}\n{"level": 2}\n',
+        '{"level": 1}\n{"level": 2}\n', json.dumps(ARRAY * (1 << 16), indent=1),
     )),
     ({**INFO, "x/train/0.arrow": b"\xff\xff\xff\xff\x30\0\0\0"}, "0.arrow: a .*load_from_disk"),
     ({**INFO, "x/train/f.feather": b"ARROW1\0\0"}, "f.feather: a .*load_dataset..arrow"),

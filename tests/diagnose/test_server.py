@@ -48,6 +48,8 @@ def test_health_is_shown_and_the_token_goes_to_the_address_alone(monkeypatch, ca
         line = f'server         ok: {url}/health answers HTTP 200: {{"status": "ok"}}\n'
         assert capsys.readouterr().out.count(line) == 2
         assert all(text.startswith("GET /health HTTP/1.1") for text in seen)
+        server.examine(url + "/kernels")  # behind a proxy
+        assert seen.pop().startswith("GET /kernels/health HTTP/1.1")
         found = [re.findall("Authorization: (.*)\r", text) for text in seen]
         assert found == [["Bearer kept"], ["Bearer secret"]]
 

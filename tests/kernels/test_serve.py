@@ -292,8 +292,12 @@ def test_full_queue_refuses_jobs_and_health_answers(client, pool, monkeypatch):
     _, counts, _ = client.ask("GET", "/statistics")
     queue = {"running": 1, "waiting": 2, "most_running": 1, "most_waiting": 2}
     assert (counts["queue"], counts["refused"]["429"]) == (queue, refused + 1)
+    time.sleep(0.3)
     go.set()
-    assert [one.result(60)[0] for one in sent] == [200] * 3
+    answers = [one.result(60) for one in sent]
+    assert [status for status, _ in answers] == [200] * 3
+    seconds = sorted((answer["seconds"] for _, answer in answers), key=lambda one: one["queued"])
+    assert all(one["ran"] < one["queued"] for one in seconds[1:])
     assert client.evaluate(SIMPLE)[0] == 200
 
 

@@ -52,7 +52,7 @@ def test_symbol_has_the_types_of_its_parameters():
     assert [s.kind, n.kind, p.kind] == ["float", "int", "bytes"] and p.size == 12
     assert [q.offset for q in signature.parameters] == [at for at, _ in layout]
     assert str(signature).startswith("scale<__nv_bfloat16>(__nv_bfloat16 const*")
-    for name, written in ("float volatile*", True), ("float const volatile*", False):
+    for name, written in ("float volatile*", True), ("float const (*) [4][8]", False):
         volatile = read_type(name, 0, 8)
         assert (volatile.kind, volatile.dtype, volatile.written) == ("array", "float32", written)
     pairs = Signature.of_symbol("_Z1f4PairIPKfiEPS_IS1_iE", [(0, 16), (16, 8)])

@@ -379,6 +379,19 @@ def test_number_of_jobs_reaches_make(tree):
     assert status != 0 and "needle does not build" in said
 
 
+def test_editable_install_builds_into_the_checkout(tree):
+    """As pip does: it tells the command after its options."""
+    code = """import runpy
+from setuptools.command.build_ext import build_ext
+options = build_ext.finalize_options
+build_ext.finalize_options = lambda self: (options(self), setattr(self, "editable_mode", True))
+runpy.run_path("setup.py", run_name="__main__")
+"""
+    env = {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none"}
+    built = run(sys.executable, "-W", "ignore", "-c", code, "-q", "build_ext", cwd=tree.root, **env)
+    assert built.returncode == 0 and tree.answer() == 42, built.stderr
+
+
 @pytest.mark.parametrize(
     "file, text, said",
     [

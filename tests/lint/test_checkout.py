@@ -27,6 +27,13 @@ from needle import _C
 print(_C.__file__)
 """
 
+COMMAND = """import os, sys
+
+def main():
+    print(sys.argv[1:] or os.getpid())
+    return 3
+"""
+
 
 @pytest.fixture
 def tree(tmp_path):
@@ -38,9 +45,7 @@ def tree(tmp_path):
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
     made.write("needle/__init__.py", "from needle import core\n\ncore.find()\ncore.load()\n")
-    made.write(
-        "needle/command.py", "import sys\n\ndef main():\n    print(sys.argv[1:])\n    return 3\n"
-    )
+    made.write("needle/command.py", COMMAND)
     shutil.copy(ROOT / "needle/core.py", made.root / "needle/core.py")
     for file in ("Makefile", "checkout.py"):
         shutil.copy(ROOT / file, made.root)
@@ -87,6 +92,8 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
         for program in root / ".venv/bin/needle", link:
             done = run_clean(program, *words, cwd=tmp_path)
             assert (done.stdout, done.returncode) == (f"{words}\n", 3), done.stderr
+            with subprocess.Popen([program], stdout=subprocess.PIPE, text=True) as child:
+                assert child.stdout.read() == f"{child.pid}\n"  # it gets the signals
         done = run_clean(python, "-c", "import needle", cwd=tmp_path)
         assert "ModuleNotFoundError" in done.stderr
 
