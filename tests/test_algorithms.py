@@ -83,3 +83,18 @@ def answers_of(table: str, gpu: str, version: int) -> dict:
 )
 def test_an_answer_is_listed_if_it_wins_both_rounds(first, other, answer):
     assert algorithms.fastest([list(first), list(other)]) == answer
+
+
+def test_answers_replace_the_rows_of_their_products_and_of_other_versions():
+    gpu, product, other = "NVIDIA H200", LISTED, (*LISTED[:8], 1)
+    rows = [
+        algorithms.row(gpu, 130100, product, 3),
+        algorithms.row(gpu, 130100, other, 4),
+        algorithms.row(gpu, 130000, other, 5),
+        algorithms.row("NVIDIA H100", 130000, product, 6),
+    ]
+    table = "\n".join(["// about", *rows, "#undef ALGORITHM", ""])
+    for answer, new in (7, [algorithms.row(gpu, 130100, product, 7)]), (0, []):
+        found = algorithms.renewed(table, gpu, 130100, {product: answer})
+        lines = ["// about", rows[1], rows[3], *new, "#undef ALGORITHM"]
+        assert found.splitlines() == lines and found.endswith("\n")

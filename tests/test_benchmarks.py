@@ -1,0 +1,72 @@
+"""What benchmarks share: flags, devices, sizes; and benchmarks/kernels.py on the CPU."""
+
+import sys
+from types import SimpleNamespace
+
+import bench
+import kernels
+import pytest
+from harness import naming
+
+import needle as ndl
+from needle import _C, testing
+
+
+def test_flags_take_the_type_of_their_default_and_choices():
+    parser = bench.parser(
+        "about",
+        ("--count", 4, "N", "so many"),
+        ("--sizes", [4, 16], "B", ""),
+        ("--names", [str], "NAME", ""),
+        ("--alone", bool, None, ""),
+        ("--kind", "a", None, "", "a", "b"),
+    )
+    wanted = {"count": 4, "sizes": [4, 16], "names": None, "alone": False, "kind": "a"}
+    assert vars(parser.parse_args([])) == wanted
+    words = "--count 5 --sizes 1 2 --names x --alone --kind b".split()
+    wanted = {"count": 5, "sizes": [1, 2], "names": ["x"], "alone": True, "kind": "b"}
+    assert vars(parser.parse_args(words)) == wanted
+    assert "so many (default: 4)" in parser.format_help()
+    for words in ["--kind", "c"], ["--count", "x"]:
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args(words)
+
+
+def test_device_and_dtype_follow_each_other_unless_they_are_named(monkeypatch):
+    parser = bench.parser("", bench.DEVICE, bench.DTYPE)
+    monkeypatch.setattr(bench, "need_gpu", lambda: "the GPU")
+    for words, has_gpu, wanted in (
+        ("", False, (ndl.cpu(), "float32")),
+        ("", True, ("the GPU", "bfloat16")),
+        ("--device cpu", True, (ndl.cpu(), "float32")),
+        ("--device cpu --dtype bfloat16", True, (ndl.cpu(), "bfloat16")),
+        ("--dtype float32", True, ("the GPU", "float32")),
+    ):
+        gpu = SimpleNamespace(enabled=lambda has=has_gpu: has)
+        monkeypatch.setattr(ndl, "cuda", lambda gpu=gpu: gpu)
+        args = parser.parse_args(words.split())
+        with naming(words, has_gpu):
+            assert (bench.device_of(args), args.dtype) == wanted
+
+
+def test_calls_of_a_sample_fill_its_time():
+    for each, count in (2.0, 3), (50.0, 1):  # milliseconds
+        assert bench.repeats_for(6.0, lambda call, n, each=each: n * each, print) == count
+
+
+def test_kernels_are_those_named_in_their_size_and_dtype(monkeypatch, capsys):
+    copy, samples = testing.copy_case, []
+    some = {name: testing.OPS[name] for name in ("exp", "expm1", "add", "assign", "fill")}
+    monkeypatch.setattr(testing, "OPS", some)
+    monkeypatch.setattr(testing, "copy_case", lambda op, shape: copy(op, (min(8, *shape),) * 2))
+    monkeypatch.setattr(bench, "repeats_for", lambda *_: samples.append(0) or 1)
+    timer = lambda call, count: samples.append(call()) or 1.0
+    monkeypatch.setattr(bench, "needle_timer", lambda device: timer)
+    words = "--device cpu --only exp fill --size 8 --rounds 3 --dtype bfloat16"
+    monkeypatch.setattr(sys, "argv", ["kernels.py", *words.split()])
+    kernels.main()
+    about, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert "; bfloat16; " in about
+    assert [row.split()[:2] for row in rows] == [["exp", "8x8"], ["expm1", "8x8"], ["fill", "8x8"]]
+    assert len(samples) == 5 * 4  # of the copy and of an empty launch too
+    assert {x.dtype for x in samples if isinstance(x, _C.NDArray)} == {"bfloat16"}
