@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from needle import data
+import needle as ndl
+from needle import _C, data
 
 
 def test_batches_in_order():
@@ -18,6 +19,10 @@ def test_batches_in_order():
         assert [len(b[1].numpy()) for b in batches] == [4, 4, 2]
         np.testing.assert_array_equal(np.concatenate([b[0].numpy() for b in batches]), x)
         np.testing.assert_array_equal(np.concatenate([b[1].numpy() for b in batches]), y)
+    for made in _C.array(x, "float32"), ndl.Tensor(x):
+        ((batch,),) = data.DataLoader(data.NDArrayDataset(made), batch_size=None)
+        np.testing.assert_array_equal(batch.numpy(), x)
+        assert not batch.requires_grad
     for more, dtype in ({}, "float32"), ({"dtype": "bfloat16"}, "bfloat16"):
         loader = data.DataLoader(dataset, batch_size=4, **more)
         assert {part.dtype for batch in loader for part in batch} == {dtype}
@@ -34,6 +39,11 @@ def test_dataset_of_ones_own_may_give_one_array_and_without_a_size_one_batch():
     loader = data.DataLoader(Squares(), batch_size=None)
     ((batch,),) = loader
     assert len(loader) == 1 and batch.numpy().tolist() == [[0, 0], [1, 1], [4, 4]]
+    Squares.__getitem__ = lambda self, index: [index, index**2]
+    for batch in data.DataLoader(Squares(), batch_size=None):
+        assert [part.numpy().tolist() for part in batch] == [[0, 1, 2], [0, 1, 4]]
+    empty = data.DataLoader(data.NDArrayDataset(np.zeros((0, 2))), batch_size=None)
+    assert len(empty) == 0 and [*empty] == []
 
 
 def test_shuffle_is_one_numpy_shuffle():

@@ -50,6 +50,17 @@ def test_fingerprint_sees_one_byte_in_place_and_borders_of_documents(tmp_path):
             assert open_data(copy).fingerprint == before
             overwrite(file, 60_001, bytes([byte ^ 1]))
             assert open_data(path).fingerprint != before
+    ids = np.arange(40_000, dtype="<u2")
+    for dtype in "<u2", ">u2":  # other ids of the same bytes
+        np.save(tmp_path / f"{dtype}.npy", ids.view(dtype))
+    one, other = (open_data(tmp_path / f"{dtype}.npy").fingerprint for dtype in ("<u2", ">u2"))
+    assert one.split("-")[1] == other.split("-")[1] and one != other
+    found = set()
+    for place in 10_000, 20_000:  # of which another part is held out
+        ids[:place].tofile(tmp_path / "train.bin")
+        ids[place:].tofile(tmp_path / "val.bin")
+        found.add(open_data(tmp_path / "train.bin").fingerprint)
+    assert len(found) == 2
     for name, cuts in ("a", [500, 1000]), ("b", [501, 1000]):
         write_megatron(tmp_path / name, np.split(IDS, cuts))
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
@@ -112,7 +123,7 @@ def folder(tmp_path):
 
 
 def test_text_is_tokenised_once_and_again_when_bytes_or_their_order_change(
-    tmp_path, tokenizer, folder, capsys
+    tmp_path, tokenizer, folder, monkeypatch, capsys
 ):
     file, lines = folder / "1.txt", tmp_path / "a.jsonl"
     lines.write_text('{"text": "one two three four"}\n' * 99)
@@ -133,6 +144,8 @@ def test_text_is_tokenised_once_and_again_when_bytes_or_their_order_change(
     moved = (folder / "0.txt").read_bytes()[-28:]  # a border of documents
     (folder / "1.txt").write_bytes(moved + (folder / "1.txt").read_bytes())
     os.truncate(folder / "0.txt", 98 * 28)
+    assert said(folder)[1] and not said(folder)[1]
+    monkeypatch.setattr("tokenizers.__version__", "another")
     assert said(folder)[1]
 
 

@@ -11,10 +11,12 @@ from harness import naming
 from token_files import IDS, json_lines
 
 from needle.data import DataError, __main__, kinds, load_tokenizer, open_data, open_documents
+from needle.data.readers import open_tokens
 
 TWO = json_lines(["one", "two\n"])
 LONG = json_lines(["三 " * 500, "three"])
 BOM = "\ufeff".encode()
+NULLS = b'null\nnull\n{"text": "one"}\n'
 EMPTY = b'{"text": ""}\n{"text": null}\nnull\n\n'
 pack = gzip.compress
 
@@ -24,12 +26,18 @@ LINES = [  # whatever their name
     *(({"a.json": start + TWO}, ["one", "two\n"]) for start in (BOM, b"\n \n", b"null\n")),
     ({"a.json": b'{"id": 3, "text": null}\n' + TWO}, ["one", "two\n"]),
     *(({name: LONG}, ["三 " * 500, "three"]) for name in ("a.txt", "lines")),
+    ({"a.txt": LONG.replace(b'"text":', b'"text" :')}, ["三 " * 500, "three"]),
+    ({"nulls.jsonl": NULLS}, ["one"]),
+    ({"bom": BOM + json_lines(["one"])}, ["one"]),
     ({"b.json.gz": pack(LONG)}, ["三 " * 500, "three"]),
 ]
 TEXTS = [
     ({"braces.c": b"{ int x = 3; }\n{ }\n"}, ["{ int x = 3; }\n{ }\n"]),
+    ({"a.md": b"{} is a dict\n"}, ["{} is a dict\n"]),
+    ({"a.py": b"{\n" + b'"text":\n' * 200}, ["{\n" + '"text":\n' * 200]),
     ({"deep.json": b"[" * 5000}, ["[" * 5000]),
     ({"list.md": b"[1] Knuth, 1973\n"}, ["[1] Knuth, 1973\n"]),
+    ({"nulls.txt": NULLS}, [NULLS.decode()]),
     ({"PAR1": b"PAR1 is a gene\n"}, ["PAR1 is a gene\n"]),
     ({"a.txt.gz": pack("ünï".encode())}, ["ünï"]),
     ({"bom.txt": BOM + b"one"}, ["one"]),
@@ -43,7 +51,7 @@ ARRAY, NOT_LINES = (
     "JSON, but not one object a",
 )
 NOT_TEXT = "a.dat: not text: empty, not UTF-8, or with zero bytes; token files"
-SHARD = np.array([20240520, 1, 99], "<i4").tobytes()
+SHARDS = [np.array([head, 1, 99], "<i4").tobytes() for head in (20240520, 20240801)]
 INFO = {"x/train/dataset_info.json": b'{\n  "citation": ""\n}'}  # of datasets.save_to_disk
 REFUSED = [
     *(({"a.txt": text.encode()}, NOT_LINES) for text in (
@@ -54,11 +62,13 @@ REFUSED = [
     ({**INFO, "x/train/0.arrow": b"\xff\xff\xff\xff\x30\0\0\0"}, "0.arrow: a .*load_from_disk"),
     ({**INFO, "x/train/f.feather": b"ARROW1\0\0"}, "f.feather: a .*load_dataset..arrow"),
     ({**INFO, "x/train/t.parquet": b"PAR1\x15\x04"}, "t.parquet: a .*load_dataset..parquet"),
-    ({**INFO, "x/train/shard.bin": SHARD}, "shard.bin: a .*llm.c.*fromfile.*512"),
+    *(({**INFO, "x/train/shard.bin": head}, "shard.bin: a .*llm.c.*512") for head in SHARDS),
     *(({"a.dat": content}, NOT_TEXT) for content in (b"\xff\xfe", b"a\0b", BOM)),
     ({"a.txt.gz": pack(b"one" * 99)[:-9]}, "a.txt.gz: cannot be unpacked"),
     ({"caf\udce9.txt": b"some text\n"}, r"\\xe9.*a name that is not UTF-8; rename it"),
-    *(({name: b"{\n{\n"}, "line at offset 0: no obj") for name in ("a.jsonl", "a.ndjson.gz")),
+    *(({f"a.{end}": b"{\n{\n"}, "line at offset 0: no obj") for end in (
+        "jsonl", "ndjson.gz", "JSONL", "jsonl.zst",
+    )),
 ]  # fmt: skip
 # A line of JSON lines, behind a good one.
 BAD_LINES = [
@@ -149,14 +159,16 @@ def test_empty_documents_and_files_that_are_no_text_are_counted(written, tokeniz
     files = {"a.jsonl": EMPTY + b'{"text": "one"}\n' + EMPTY, "b.txt": b"", "c.txt": BOM}
     files |= {"d.txt": b"two", "e.png": b"\x89PNG\0", "f.txt.gz": pack(b"\xff\xfe")}
     (folder,) = written(files)
-    for read in lambda: open_data(folder, tokenizer), lambda: prepare(folder, tokenizer):
-        read()
+    # Where a tokenizer is trained the folder is read twice.
+    for read, *more in (open_data, tokenizer), (open_data,), (prepare, tokenizer):
+        read(folder, *more)
         error = capsys.readouterr().err
         assert all(len(line) <= 80 or " " not in line.strip() for line in error.splitlines())
         error, first = " ".join(error.split()), f"{folder / 'a.jsonl'}: the line at offset 0"
         assert f"left out: 8 empty document(s); the first: {first} " in error
         said = "2 file(s) that are not UTF-8 or hold zero bytes"
         assert f"{said}; the first: {folder / 'e.png'}" in error
+        assert error.count("left out: 8 ") == error.count(said) == 1
 
 
 def test_field_of_json_lines_may_be_named(written, tokenizer, capsys):
@@ -192,6 +204,8 @@ def test_tokens_are_told_by_their_bytes_and_flat_ones_by_name(tmp_path):
     for name, ids in ("a", IDS[:700]), ("b.bin", IDS[700:]):
         with open(tmp_path / "d" / name, "wb") as file:
             np.save(file, ids)
+    (tmp_path / "d" / "notes").mkdir()
+    (tmp_path / "d" / "notes" / "a.txt").write_text("text")
     for path in tmp_path / "d", tmp_path / "d" / "*":
         data = open_data(path)
         assert ".npy, 2 files" in data.source
@@ -199,6 +213,20 @@ def test_tokens_are_told_by_their_bytes_and_flat_ones_by_name(tmp_path):
     (tmp_path / "d" / "c.txt").write_text("text")
     with pytest.raises(DataError, match="files of several kinds: .npy, text"):
         open_data(tmp_path / "d" / "*")
+    assert open_tokens(tmp_path / "d") is None  # a folder of texts, which leaves the others out
+
+
+def test_folder_that_cannot_be_read_is_named(written, tokenizer, monkeypatch):
+    folder, scan = written({"a.txt": b"one", "shut/b.txt": b"two"})[0], os.scandir
+
+    def refuse(path):
+        if str(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="shut: cannot be read: Permission denied"):
+        open_data(folder, tokenizer)
 
 
 def test_linked_files_and_folders_are_read_and_circles_are_named(written, tokenizer):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import naming
+from harness import naming, overwrite
 from token_files import IDS, RANDOM, documents_of, write_megatron
 
 from needle.data import Batches, DataError, Documents, open_data
@@ -30,6 +30,12 @@ def test_megatron_of_every_type(tmp_path):
         open_data(tmp_path)
     write_megatron(tmp_path / "y", [[1, 2], [], [3]])
     with pytest.raises(DataError, match="y.idx: document 1 .offset 38. is empty"):
+        open_data(tmp_path / "y")
+    write_megatron(tmp_path / "y", [])
+    with pytest.raises(DataError, match="y.idx: 42 bytes, .* and one sequence at least"):
+        open_data(tmp_path / "y")
+    overwrite(tmp_path / "y.idx", 9, b"\2")
+    with pytest.raises(DataError, match="y.idx: its first 34 bytes are no index of version 1"):
         open_data(tmp_path / "y")
 
 
@@ -62,26 +68,26 @@ def test_published_shards_need_not_be_joined(tmp_path, last):
     """EleutherAI counts 00000-of-00002 to 00002-of-00002, others to 00001-of-00002; rows cross from
     one shard into the next."""
     rows = RANDOM.randint(0, 60, (7, 2049))
-    write_megatron(tmp_path / "document", rows)
-    content = (tmp_path / "document.bin").read_bytes()
-    expected = open_data(tmp_path / "document").fingerprint
-    (tmp_path / "document.bin").unlink()
+    write_megatron(tmp_path / "doc[1]", rows)
+    content = (tmp_path / "doc[1].bin").read_bytes()
+    expected = open_data(tmp_path / "doc[1]").fingerprint
+    (tmp_path / "doc[1].bin").unlink()
     cuts = [0, 10_002, 20_000, len(content)]
-    files = [tmp_path / f"document-{i:05}-of-{last:05}.bin" for i in range(3)]
+    files = [tmp_path / f"doc[1]-{i:05}-of-{last:05}.bin" for i in range(3)]
     for path, low, high in zip(files, cuts, cuts[1:]):
         path.write_bytes(content[low:high])
-    (tmp_path / "document-notes.bin").write_bytes(b"other")
-    for name in ("document", "document.idx", files[0].name, files[2].name, ""):
+    (tmp_path / "doc[1]-notes.bin").write_bytes(b"other")
+    for name in ("doc[1]", "doc[1].idx", files[0].name, files[2].name, ""):
         data = open_data(tmp_path / name)
         assert data.fingerprint == expected and "preshuffled rows" in data.source
         ids, _ = Batches(data.train, 7, 2048).next()
         np.testing.assert_array_equal(ids, rows[:, :-1])
     files[2].write_bytes(content[20_000:-2])
-    with pytest.raises(DataError, match=r"document-\*.bin: ends at offset 28,684, .* truncated"):
-        open_data(tmp_path / "document")
+    with pytest.raises(DataError, match=r"doc\[1\]-\*.bin: ends at offset 28,684, .* truncated"):
+        open_data(tmp_path / "doc[1]")
     files[1].unlink()
-    with pytest.raises(DataError, match=r"document-\*.bin: ends at .*, or a shard is missing"):
-        open_data(tmp_path / "document")
+    with pytest.raises(DataError, match=r"doc\[1\]-\*.bin: ends at .*, or a shard is missing"):
+        open_data(tmp_path / "doc[1]")
 
 
 def test_nanogpt(tmp_path):
