@@ -450,8 +450,13 @@ def test_export_and_import(tmp_path, capsys):
     assert_equal(read, model)
     assert read.tokenizer.to_str() == bpe().to_str()
     assert optimizer is None and epoch == 0 and np.isnan(loss)
+    (tmp_path / "back").mkdir()
     assert shell.main(["export", str(again), str(tmp_path / "back")]) == 0
     assert_same_files(folder, tmp_path / "back")
+    (tmp_path / "other.json").write_text(bpe().to_str().replace("<|endoftext|>", "<end>"))
+    words = ["--tokenizer", str(tmp_path / "other.json"), "--overwrite"]
+    assert shell.main(["export", str(again), str(tmp_path / "back"), *words]) == 0
+    assert "<end>" in (tmp_path / "back" / "tokenizer.json").read_text()
     words = ["--dtype", "bfloat16", "--overwrite"]
     assert shell.main(["import", str(folder), str(again), *words]) == 0
     assert load_checkpoint(again)[0].config.dtype == "bfloat16"

@@ -153,7 +153,9 @@ def test_export_and_import_overwrite_nothing_without_being_asked(tmp_path, run, 
     ):
         words = [direction, {"export": str(runs / "a"), "import": str(out)}[direction], str(target)]
         with naming(direction, target):
-            assert hf(words) == 1 and reason in capsys.readouterr().err
+            assert hf(words) == 1
+            error = capsys.readouterr().err
+            assert error.startswith(f"needle {direction}: ") and reason in error
             assert contents(tmp_path) == before
             assert hf([*words, "--overwrite"]) == (reason != "--overwrite")
             capsys.readouterr()

@@ -87,8 +87,9 @@ def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
     assert ndl.load_checkpoint(folder)[2:] == ndl.load_checkpoint(files[-2])[2:]
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 3; there are "):
         run.model(3)
-    with pytest.raises(TypeError, match="x: step must be a whole number, not '6'"):
-        run.model("6")
+    for step in "6", True, 6.0:
+        with pytest.raises(TypeError, match=f"x: step must be a whole number, not {step!r}"):
+            run.model(step)
     assert run.checkpoint(np.int64(run.steps[0])).path == files[0]
 
 

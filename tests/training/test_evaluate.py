@@ -118,6 +118,7 @@ def test_rows_and_sizes_that_cannot_be_are_refused():
         ([1] * 25, [1], "max_seq_len"),
         ([1, VOCABULARY], [1], "outside the vocabulary"),
         ([1, 2], [-1], "outside the vocabulary"),
+        ([1, 2], [VOCABULARY], "target 300 is outside the vocabulary"),
     ):
         with naming(inputs, targets), pytest.raises(ValueError, match=message):
             list(evaluate.score(small(), [(inputs, targets)]))
@@ -189,6 +190,12 @@ def test_command(run, tmp_path, capsys):
     evaluate.load_model(run)[0].save_pretrained(tmp_path / "exported", run / "tokenizer.json")
     code, out, err = command(capsys, tmp_path / "exported", "--data", text, sizes)
     assert code == 0 and json.loads(out) == said, err
+    ndl.data.train_tokenizer(iter([TEXT]), 270).save(str(tmp_path / "other.json"))
+    other = ndl.data.load_tokenizer(tmp_path / "other.json").encode(TEXT).ids
+    code, out, err = command(
+        capsys, run, "--data", text, sizes, "--tokenizer", tmp_path / "other.json"
+    )
+    assert code == 0 and json.loads(out)["tokens"] == len(other) - 1 > said["tokens"], err
 
 
 def _encode(run) -> list[int]:
@@ -248,6 +255,7 @@ def test_errors_are_named(run, tmp_path, monkeypatch, capsys):
 
 def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(run):
     model = evaluate.load_model(run)[0]
+    assert not model.training
     loaded, beside = evaluate.load_model(run, dtype="bfloat16")
     assert loaded.config.dtype == loaded.embed_in.weight.dtype == "bfloat16"
     assert loaded.tokenizer is beside and beside.to_str() == model.tokenizer.to_str()
