@@ -52,6 +52,7 @@ def test_archs_are_parsed(build):
         ("9.0", ["90a"]),
         ("sm_90a, 8.6;compute_120 12.1", ["86", "90a", "120", "121"]),
         ("10.3 90 90a", ["90a", "103"]),
+        ("100f", ["100f"]),
         ("all", ["80", "89", "90a", "100", "120"]),
         ("", []),
     ):
@@ -128,6 +129,40 @@ def test_a_blas_that_may_be_slow_is_taken_only_when_asked_for(build, monkeypatch
     for wanted, chosen in ("auto", "scipy-openblas32"), ("builtin", "built-in"):
         monkeypatch.setenv("NEEDLE_BLAS", wanted)
         assert build.find_blas()[0] == chosen
+    # What stays on this machine looks where the package lies now, too.
+    monkeypatch.setenv("NEEDLE_BLAS", "scipy")
+    for stays in True, False:
+        assert ("rpath,/site-packages/scipy_openblas32/lib" in build.find_blas(stays)[2]) == stays
+
+
+def test_library_has_cblas_if_a_probe_links(build, monkeypatch):
+    assert not build.links("-lm")
+    for command, found in ("true -m64", True), ("false", False):
+        monkeypatch.setenv("CC", command)
+        assert build.links("-lm") == found
+
+
+def test_reason_of_the_driver_why_no_gpu_can_be_used(build, monkeypatch):
+    for error, count, said in (
+        (100, 0, "shows no GPU (error 100): see nvidia-smi"),
+        (0, 0, "shows no GPU (none): see nvidia-smi"),
+        (0, 2, None),
+    ):
+        driver = SimpleNamespace(cuInit=lambda flags, error=error: error)
+        driver.cuDeviceGetCount = lambda place, n=count: setattr(place._obj, "value", n) or 0
+        monkeypatch.setattr(build.ctypes, "CDLL", lambda name, driver=driver: driver)
+        why = build.missing_gpu()
+        assert why is None if said is None else said in why
+
+
+def test_machine_that_cannot_build_is_named(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    with error_of_one_line(f"Python.h of Python {version} is missing: apt install python{version}"):
+        build.python_includes()
+    monkeypatch.setattr(sys, "platform", "win32")
+    with error_of_one_line("needle needs Linux, and this is win32: on Windows it builds in WSL 2"):
+        runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
 
 
 def test_cuda_is_found_demanded_or_left_out(build, monkeypatch, tmp_path):
@@ -152,7 +187,8 @@ def test_cuda_is_found_demanded_or_left_out(build, monkeypatch, tmp_path):
     assert build.choose_cuda() == "NEEDLE_CUDA=0" and build.notes == []
 
 
-def test_core_is_told_how_it_was_built():
+def test_core_is_told_how_it_was_built(build, monkeypatch):
+    monkeypatch.setattr(build, "output_of", lambda *words: "")  # without git
     facts = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["facts"]
     core = {"COMPILER": "gcc 1", "MARCH_NAME": "native", "BLAS": "built-in"}
     cuda = SimpleNamespace(version="13.0", archs=["80", "90a"])
@@ -161,7 +197,8 @@ def test_core_is_told_how_it_was_built():
         (cuda, 'CUDA "13.0"', 'CUDA_ARCHS "80 90a"', 'LEFT_OUT ""'),
     ):
         text = facts("0.1", core, given)
-        assert 'NEEDLE_BUILD_MARCH "native"' in text and all(word in text for word in wanted)
+        assert 'NEEDLE_BUILD_MARCH "native"' in text and 'COMMIT "unknown"' in text
+        assert all(word in text for word in wanted)
 
 
 # ---- a stand-in toolkit --------------------------------------------------------------------------
@@ -357,9 +394,10 @@ def search_path(library: Path) -> list[str]:
 
 def test_only_changed_files_are_compiled(tree):
     sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/python/module.c", "csrc/status.c"]
-    assert tree.compiled() == sources
+    assert tree.compiled(MAKEFLAGS="n") == sources  # of another make, above this one
     assert tree.answer() == 42
     assert tree.build() == (0, "")
+    assert f"needle: {sources[0]}\n" in tree.build("-fi")[1]
     assert tree.compiled() == []
     tree.write("csrc/needle.h", DEBUG_ANSWER)
     assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/python/module.c"]

@@ -109,6 +109,17 @@ def test_clean_removes_what_was_built_alone(tree):
     assert not [name for name in (*gone, "needle/__pycache__") if (tree.root / name).exists()]
 
 
+def test_bench_ends_with_the_first_benchmark_that_fails(tree):
+    (tree.root / "benchmarks").mkdir()
+    tree.write("benchmarks/a.py", "import sys; sys.exit(len(sys.argv) == 2)  # __main__\n")
+    tree.write("benchmarks/b.py", "print('b')  # __main__\n")
+    tree.write("benchmarks/c.py", "print('c')\n")
+    words = ["make", "-s", "-o", "lib", "-o", ".venv/.needle/train", "bench", "VENV=.venv"]
+    for more, code, said in ([], 0, "b\n"), (["ARGS=x"], 2, ""):
+        done = run(*words, *more, cwd=tree.root)
+        assert (done.returncode, done.stdout) == (code, said), done.stderr
+
+
 def test_an_offline_machine_builds_and_trains(tree):
     """An interpreter with NumPy and setuptools alone, and a pip that reaches no index."""
     python = tree.root / ".venv/bin/python"
