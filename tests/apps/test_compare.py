@@ -124,7 +124,7 @@ def test_floor_is_of_the_last_steps_that_a_checkpoint_precedes(runs, probe, caps
 
 
 def test_floor_is_that_of_a_run_which_does_not_repeat(runs, probe, capsys):
-    retell(runs[0].folder, 3, loss=runs[0].metrics["loss"][2] + 0.5)
+    retell(runs[0].folder, 3, loss=runs[0].metrics["loss"][2] - 0.5)
     found = compared(capsys, runs[1].folder, runs[0].folder, "--probe", probe[0])
     assert found["floor"][0]["run"] == str(runs[0].folder)  # the replay's parent
     assert found["floor"][0]["floor"] == pytest.approx(0.5)

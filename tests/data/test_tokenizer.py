@@ -71,6 +71,7 @@ TWO_ENDS, NO_END = {"eos_token_id": [2, 1]}, {"eos_token": None}
         (UNKNOWN, {"tokenizer_config": BY_TOKEN}, (1,), 0, None),
         (UNKNOWN, {"special_tokens_map": {"eos_token": "<c>"}}, (2,), 2, None),
         (UNKNOWN, {"config": BY_ID}, (1,), 0, 2),
+        (UNKNOWN, {"config": {"eos_token_id": True}}, (), None, None),
         (UNKNOWN, {"generation_config": TWO_ENDS, "config": BY_ID}, (2, 1), 0, 2),
         (UNKNOWN, {"generation_config": TWO_ENDS, "tokenizer_config": BY_TOKEN}, (1, 2), 0, None),
         (["</s>", *UNKNOWN], {"tokenizer_config": NO_END, "config": TWO_ENDS}, (2, 1), None, None),
@@ -109,6 +110,17 @@ def test_damaged_files_beside_a_tokenizer_are_named(tmp_path):
         (path.parent / "tokenizer_config.json").write_bytes(content)
         with naming(content), pytest.raises(DataError, match="/tokenizer_config.json: "):
             load_tokenizer(path)
+
+
+def test_what_is_no_tokenizer_is_refused_at_once(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for given, error, said in (
+        (3, TypeError, "the path of a tokenizer.json, not 3"),
+        (tmp_path / "none", DataError, "none: no such tokenizer file; give a tokenizer.json"),
+        (tmp_path, DataError, "tokenizer.json: not a tokenizer.json: "),
+    ):
+        with naming(given), pytest.raises(error, match=said):
+            load_tokenizer(given)
 
 
 # ---- truncation and padding ----------------------------------------------------------------------
