@@ -123,8 +123,11 @@ def test_bank_that_was_killed_goes_on(tmp_path, parent, edits, monkeypatch):
 
 
 def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
-    assert made(parent, edits, "bank", "--dry-run") == 0
-    assert not (tmp_path / "runs" / "bank").exists()
+    for more, place in ([], "runs"), (["--out", tmp_path / "others"], "others"):
+        assert made(parent, edits, "bank", "--dry-run", *more) == 0
+        said = f"{tmp_path / place / 'bank'}: 3 replays from step 2 to 6\n"
+        assert said in capsys.readouterr().out
+        assert not (tmp_path / place / "bank").exists()
     assert made(parent, edits, "bank") == 0
     (edits / "d.toml").write_text("[[edit]]\ndo = 'drop'\nwhere = { document = 99 }\n")
     empty = tmp_path / "empty"

@@ -314,10 +314,10 @@ def test_control_and_training_get_the_words_of_launch_and_other_flags(
         return train(folder, *rest)
 
     monkeypatch.setattr(replays, "train", watched)
-    monkeypatch.setattr(replays, "become_training", lambda _, *rest: told.append(rest))
-    edit = ["--edit", str(tmp_path / "e.toml")]
-    assert command(str(parent.folder), "--from", "2", *edit, "--launch", launch, *CPU) == 0
-    assert told == [(launch, CPU)] * 2
+    monkeypatch.setattr(replays, "become_training", lambda *given: told.append(given))
+    words = ["--edit", str(tmp_path / "e.toml"), "--out", str(tmp_path / "others"), "--name", "c"]
+    assert command(str(parent.folder), "--from", "2", *words, "--launch", launch, *CPU) == 0
+    assert told == [(launch, CPU), (tmp_path / "others" / "c", launch, CPU)]
     words = replays.training(tmp_path / "b", launch, CPU)
     assert words[:3] == ["mpirun", "-n", "2"] and words[-2:] == CPU
 
