@@ -58,6 +58,8 @@ def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
 
 
 def test_inspect(tmp_path, inputs, capsys):
+    assert run(tmp_path, inputs[:1], "y.idx") == 0 and (tmp_path / "y.bin").exists()
+    capsys.readouterr()
     assert run(tmp_path, inputs, "x.bin") == 0
     assert re.search(r"x.bin: 60 documents, \d,\d+ tokens\n", capsys.readouterr().out)
     tokenizer = ["--tokenizer", str(tmp_path / "tokenizer.json")]
@@ -72,7 +74,8 @@ def test_inspect(tmp_path, inputs, capsys):
     assert "no such file" in capsys.readouterr().err
 
 
-def test_inspect_tells_the_range_of_all_ids_and_the_sizes_of_documents(tmp_path, capsys):
+def test_inspect_tells_the_range_of_ids_and_the_sizes_of_documents(tmp_path, monkeypatch, capsys):
+    """Of all ids, and of many in stretches spread evenly."""
     ids = np.zeros(100_000, np.uint16)
     ids[[94_999, -1]] = 7, 9
     np.save(tmp_path / "x.npy", ids)
@@ -84,6 +87,9 @@ def test_inspect_tells_the_range_of_all_ids_and_the_sizes_of_documents(tmp_path,
         assert __main__.main(["inspect", str(tmp_path / name)]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert all(words in said for words in wanted), said
+    monkeypatch.setattr(__main__, "SCANNED", 640)
+    assert __main__.main(["inspect", str(tmp_path / "x.npy")]) == 0
+    assert "ids: 0 to 7 (in 640 of them)" in capsys.readouterr().out
 
 
 # ---- view --------------------------------------------------------------------------------------
@@ -142,5 +148,8 @@ def test_view_shows_each_step_of_a_run_that_was_killed_and_went_on(
     capsys.readouterr()
     assert __main__.main([*view, "30", "--rows", "2"]) == 0
     np.testing.assert_array_equal(shown_ids(capsys.readouterr().out), rows[:2])
+    train_tokenizer(iter(["z"]), 300).save(str(tmp_path / "other.json"))
+    assert __main__.main([*view, "30", "--tokenizer", str(tmp_path / "other.json")]) == 0
+    assert "three" not in capsys.readouterr().out
     assert __main__.main([*view, "30", "--save", str(tmp_path / "rows")]) == 0
     np.testing.assert_array_equal(np.load(tmp_path / "rows"), rows)
