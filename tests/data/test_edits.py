@@ -563,6 +563,7 @@ def test_bad_value_and_unknown_key_are_named(tmp_path, page):
     "text, says",
     [
         ("[[edit]", "no TOML"),
+        ("edit = 3", "must hold tables .* but holds an edit that is no table"),
         ("name = 3", "must hold tables .* but holds name"),
         ("do = 'drop'", "where: is needed by drop"),
         ("do = 'replace'\nwhere = {step = 1}", "with, with_ids, with_document: exactly one"),
@@ -585,6 +586,7 @@ def test_bad_value_and_unknown_key_are_named(tmp_path, page):
         ("do = 'repeat'\nwhere = {step = 1}\nto = {document = 2}", "to: .* table of step, row"),
         ("do = 'reorder'\nwhere = {step = 1, row = 2}\nseed = 1", "where: .* table of step, but"),
         ("do = 'rate'\nsteps = [5, 3]\nfactor = 2", r"steps: must be \[first, last\], from 1 on"),
+        ("do = 'rate'\nsteps = [0, 3]\nfactor = 2", r"steps: must be \[first, last\], from 1 on"),
         ("do = 'rate'\nsteps = [1, 3]\nfactor = 2\nto = 0", "exactly one of them is needed"),
         ("do = 'weights'\nparts = '*'\nfrom = 'none'", "from: .*none: no such file"),
     ],
