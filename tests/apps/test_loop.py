@@ -153,6 +153,8 @@ def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatc
         beats.clear()
         assert sessions.evaluate(run) and len(beats) == most
         monkeypatch.setattr(sessions, "EVAL_BATCHES", 2)
+    monkeypatch.setitem(sessions.EVAL_TOKENS, "cpu", 1)  # fewer than a batch has
+    assert sessions.evaluate(run)["val_loss"] > 0
     length = run.settings.seq_len
     for sequences, found in (1, False), (2, True):  # the last of them lacks a target
         run.data.held_out = run.data.train.between(0, sequences * length)

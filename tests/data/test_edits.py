@@ -412,6 +412,17 @@ def test_text_of_a_run_is_found_and_replaced_by_its_tokenizer(tmp_path, monkeypa
     )
 
 
+def test_reserve_text_without_an_end_of_text_begins_anywhere_and_goes_round():
+    ids, begins = np.arange(1, 10, dtype=np.uint16), set()
+    data = TokenData(data_of("windows")[0].train, FlatTokens([Part(None, 0, ids)]), "windows")
+    for seed in range(9):
+        edit = DROP | {"where": sequence(3, 0), "fill": "reserve", "seed": seed}
+        row = batches_of(data, [edit]).edits.sequences[2 * ROWS].read().tolist()
+        assert row == [(row[0] - 1 + i) % 9 + 1 for i in range(T + 1)]
+        begins.add(row[0])
+    assert len(begins) > 1
+
+
 def rows_of_epoch(batches):
     return [batches.next_rows() for _ in range(len(batches))]
 
@@ -469,6 +480,9 @@ def test_edit_whose_documents_no_step_reads_is_an_error():
     assert plan(range(len(documents)))["rows"] == ROWS
     with pytest.raises(DataError, match=r"edit 2 \(drop\): no step from 1 to 1 reads"):
         plan(range(len(documents)), unread)
+    (read, *_) = {*range(len(documents))} - {*unread}
+    swap = {"do": "swap", "where": document(unread[0]), "to": document(read), **MASK}
+    assert Edits([swap], data, batches, MICRO, 1, 1).plan()["steps"] == 1
 
 
 def test_data_without_documents_a_tokenizer_or_held_out_tokens_are_errors():
