@@ -1,17 +1,13 @@
-"""benchmarks/train_step.py: a run of each mode, and what a run must be to count; what
-benchmarks/kernels.py chooses."""
+"""benchmarks/train_step.py: a run of each mode, and what a run must be to count."""
 
 import argparse
 import re
 import sys
 
 import bench
-import kernels
 import pytest
 import train_step
 from harness import ROOT, run
-
-from needle.testing import OPS
 
 PROGRAM = str(ROOT / "benchmarks" / "train_step.py")
 SMALL = "--device cpu --model tiny --batch-size 2 --seq-len 16 --load 0 --blocks 2 --steps 2"
@@ -48,17 +44,6 @@ def test_sides_take_turns_and_are_told_by_their_median():
     sides = {name: lambda name=name: told.append(name) or len(told) for name in "ab"}
     assert bench.in_turns(sides, 2) == {"a": [1, 3], "b": [2, 4]}
     assert bench.spread([3, 1, 8], ".1f") == "3.0 (1.0 to 8.0)"
-
-
-def test_kernels_are_those_whose_names_contain_one_of_the_words(monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "prepared", lambda *_: (int, 1))
-    monkeypatch.setattr(bench, "needle_timer", lambda device: lambda call, count: 1.0)
-    words = "kernels.py --device cpu --only softmax layernorm_pair --rounds 1"
-    monkeypatch.setattr(sys, "argv", words.split())
-    kernels.main()
-    found = {line.split()[0] for line in capsys.readouterr().out.splitlines()[3:]}
-    wanted = {name for name in OPS if "softmax" in name or "layernorm_pair" in name}
-    assert found == {name for name in wanted if kernels.case_of(name, 4096)} != set()
 
 
 def test_discarded_rounds():
