@@ -135,7 +135,8 @@ def test_threads_are_those_that_this_process_may_use(monkeypatch):
 
 
 def test_settings_are_those_of_needle_and_its_libraries(monkeypatch):
-    names = "NEEDLE_A", "OPENBLAS_A", "OMP_A", "CUDA_A", "CUBLAS_A", "CUBLASLT_A"
+    libraries = "NEEDLE", "OPENBLAS", "OMP", "CUDA", "CUBLAS", "CUBLASLT"
+    names = [f"{library}_A" for library in libraries]
     for name in *names, "MY_CUDA_A":
         monkeypatch.setenv(name, "1")
     found = facts.collect()
