@@ -105,7 +105,7 @@ def test_ops_are_compared_as_they_compute_by_default_and_with_full_for_longer(mo
 
 
 def test_rank_whose_launcher_shows_it_one_gpu_takes_that(monkeypatch, capsys):
-    """A user who asks for that number has none."""
+    """With --device 1 it is a failure: CUDA numbers that GPU 0."""
     monkeypatch.setattr(facts, "gpus", lambda: ["cuda()"])
     monkeypatch.setattr(facts, "cuda", lambda: {"built": False, "driver": None, "usable": True})
     for is_asked, chosen in ("0", '["cuda()"]'), ("1", "[]"):
