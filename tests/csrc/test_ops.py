@@ -78,11 +78,11 @@ def check_views(case, layout: str, device) -> None:
     choices += [{o.name: layout} for o in free] if first and case.op not in ("adamw",) else []
     is_product = any(o.mode == "IN_MATRIX" for o in arrays)
     for dtype in FLOATS if is_product else ["float32"]:
-        values = prepare(case, dtype)
-        plain = None if is_product else call(case, values, dtype, device)
+        values = plain = None
         for layouts in choices:
             if layout == "broadcast":  # what must stay a list of blocks or a table keeps its values
                 layouts = {n: v for n, v in layouts.items() if n not in UNREPEATED}
+            if values is None or layout == "broadcast":  # which changes what is computed with
                 values = prepare(case, dtype, layouts)
                 plain = None if is_product else call(case, values, dtype, device)
             viewed = call(case, values, dtype, device, layouts)
