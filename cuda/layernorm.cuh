@@ -38,9 +38,11 @@ __device__ __forceinline__ void row_statistics(const Vec<T> (&xs)[count], int co
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < count; i++) {
+        if ((i * group + lane) * N < columns) {
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            sum += to_float(xs[i].v[k]);
+            for (int k = 0; k < N; k++) {
+                sum += to_float(xs[i].v[k]);
+            }
         }
     }
     mean = group_sum<group>(sum) * inverse;
