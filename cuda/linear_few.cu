@@ -7,8 +7,9 @@
  *
  * Precision: float32 sums, in an order that the shape of w decides: a row has the same bits beside
  * any others. From 5 rows on decode_projections sums 16 bits in another one (tiles_kernel), again
- * the same beside any others. Parallel: a block owns LANES vectors of columns, its threads share the depth:
- * LANES neighbours read a row of w, and the groups meet through shuffles and shared memory.
+ * the same beside any others. Parallel: a block owns LANES vectors of columns, or several such tiles
+ * (wide_kernel), its threads share the depth: LANES neighbours read a row of w, and the groups meet
+ * through shuffles and shared memory.
  * Bytes: w once; x once a block, into shared memory; normalised there by a warp a row.
  */
 #include "decode.h"
@@ -77,6 +78,46 @@ __device__ __forceinline__ void sum_and_scatter(float (&v)[SIZE], int &first, bo
     }
 }
 
+/* A warp's sums over its groups into sums, [warps][SIZE][LANES]. */
+template <int LANES, int SIZE>
+__device__ __forceinline__ void leave_sums(float (&acc)[SIZE], float *sums) {
+    constexpr int kept = SIZE * LANES >= 32 ? SIZE * LANES / 32 : 1;
+    const int tid = (int)threadIdx.x;
+    int at = 0;
+    bool writes = true;
+    sum_and_scatter<SIZE, LANES>(acc, at, writes);
+#pragma unroll
+    for (int i = 0; i < kept; i++) {
+        if (writes) {
+            sums[(tid / 32 * SIZE + at + i) * LANES + tid % LANES] = acc[i];
+        }
+    }
+}
+
+/* The thread's result, over all warps. */
+template <int SIZE> __device__ __forceinline__ float whole_sum(const float *sums) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < warps; s++) {
+        sum += sums[s * SIZE + threadIdx.x];
+    }
+    return sum;
+}
+
+/* x, and zeros up to ROWS, into shared memory, for all threads. */
+template <int ROWS, class T>
+__device__ __forceinline__ void stage_rows(const T *x, T *xs, int rows, int depth) {
+    constexpr int N = Vec<T>::size;
+    for (int i = (int)threadIdx.x * N; i < ROWS * depth; i += threads * N) {
+        Vec<T> part = {};
+        if (i < rows * depth) {
+            part = load16(x + i);
+        }
+        *(Vec<T> *)(xs + i) = part;
+    }
+    __syncthreads();
+}
+
 /* Weight and bias of the norm into shared memory, for all threads. */
 template <class T>
 __device__ __forceinline__ void stage_scales(const Product<T> &p, T *scales, int depth) {
@@ -113,7 +154,6 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     constexpr int N = Vec<T>::size, SIZE = ROWS * N, groups = threads / LANES;
     /* A thread's part of up to ND_STEP_COLUMNS rows of w is 4 vectors. */
     constexpr int unroll = ROWS > 1 || NORM ? 4 : 8;
-    constexpr int kept = SIZE * LANES >= 32 ? SIZE * LANES / 32 : 1;
     const Product<T> &p = products.of[NORM && blockIdx.x >= products.of[1].first_block];
     const T *w = p.w;
     const int64_t columns = p.columns;
@@ -160,14 +200,11 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
             normalize_row(parts, scales, xs + r * depth, depth, warp_lane, eps);
         }
     }
-    for (int i = tid * N; !NORM && i < ROWS * depth; i += threads * N) {
-        Vec<T> part = {};
-        if (i < rows * depth) {
-            part = load16(x + i);
-        }
-        *(Vec<T> *)(xs + i) = part;
+    if constexpr (NORM) {
+        __syncthreads();
+    } else {
+        stage_rows<ROWS>(x, xs, rows, depth);
     }
-    __syncthreads();
 
     float acc[SIZE] = {};
     for (int base = tid / LANES; base < depth && column < columns; base += groups * unroll) {
@@ -187,23 +224,89 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
             }
         }
     }
-    int at = 0;
-    bool writes = true;
-    sum_and_scatter<SIZE, LANES>(acc, at, writes);
-#pragma unroll
-    for (int i = 0; i < kept; i++) {
-        if (writes) {
-            sums[(tid / 32 * SIZE + at + i) * LANES + lane] = acc[i];
-        }
-    }
+    leave_sums<LANES>(acc, sums);
     __syncthreads();
     if (has_own) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int s = 0; s < warps; s++) {
-            sum += sums[s * SIZE * LANES + tid];
+        put<T>(p.finish, row, own, columns,
+               whole_sum<SIZE * LANES>(sums) + (to_float(bias) + to_float(residual)));
+    }
+}
+
+/* ---- many columns ----------------------------------------------------------------------------- */
+/* A block takes tiles of LANES vectors in turn. Each thread has STAGES vectors of w on their way
+ * through shared memory, in the order in which it multiplies them, also those of its next tiles.
+ * Sums are those of few_kernel with as many lanes. */
+constexpr int wide_lanes = 8, wide_stages = 8;
+
+template <class T, int ROWS>
+__global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
+    wide_kernel(const T *x, const __grid_constant__ Product<T> p, int rows, int depth, int tiles,
+                bool ahead) {
+    await_previous(ahead);
+    constexpr int LANES = wide_lanes, STAGES = wide_stages, N = Vec<T>::size, SIZE = ROWS * N;
+    constexpr int groups = threads / LANES;
+    const int64_t columns = p.columns;
+    extern __shared__ float4 shared[];
+    uint4 *ring = (uint4 *)shared;                    /* [STAGES][threads] */
+    float *sums = (float *)(ring + STAGES * threads); /* [warps][ROWS N][LANES] */
+    T *xs = (T *)(sums + warps * SIZE * LANES);       /* [ROWS][depth] */
+    const int tid = (int)threadIdx.x, lane = tid % LANES, group = tid / LANES;
+    int coming_tile = (int)blockIdx.x, coming = group, stage = 0; /* the next vector to fetch */
+    auto fetch = [&](int to) {
+        const int64_t column = ((int64_t)coming_tile * LANES + lane) * N;
+        const bool inside = coming_tile < tiles && column < columns && coming < depth;
+        copy_async16(shared_address(ring + to * threads + tid),
+                     p.w + (inside ? coming * columns + column : 0), inside);
+        copy_async_commit();
+        coming += groups;
+        if (coming - group >= depth) {
+            coming = group;
+            coming_tile += (int)gridDim.x;
         }
-        put<T>(p.finish, row, own, columns, sum + (to_float(bias) + to_float(residual)));
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+        fetch(s);
+    }
+    if (ahead) {
+        await_previous();
+    }
+    stage_rows<ROWS>(x, xs, rows, depth);
+
+    const int row = group / N;
+    for (int tile = (int)blockIdx.x; tile < tiles; tile += (int)gridDim.x) {
+        const int64_t own = ((int64_t)tile * LANES + lane) * N + group % N;
+        const bool has_own = row < rows && own < columns;
+        T bias = {}, residual = {};
+        if (has_own && p.finish.b) {
+            bias = checked((const T *)p.finish.b + own);
+        }
+        if (has_own && p.finish.r) {
+            residual = checked((const T *)p.finish.r + row * columns + own);
+        }
+        float acc[SIZE] = {};
+        for (int k = group; k - group < depth; k += groups) {
+            copy_async_wait<STAGES - 1>();
+            float factors[N];
+            to_floats<T>(ring[stage * threads + tid], factors);
+            fetch(stage);
+            stage = (stage + 1) % STAGES;
+#pragma unroll
+            for (int r = 0; r < ROWS && k < depth; r++) {
+                const float x_k = to_float(xs[r * depth + k]);
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    acc[r * N + n] += x_k * factors[n];
+                }
+            }
+        }
+        leave_sums<LANES>(acc, sums);
+        __syncthreads();
+        if (has_own) {
+            put<T>(p.finish, row, own, columns,
+                   whole_sum<SIZE * LANES>(sums) + (to_float(bias) + to_float(residual)));
+        }
+        __syncthreads(); /* sums are read */
     }
 }
 
@@ -325,11 +428,25 @@ nd_status few(const char *op, int device, const nd_array *x, Products<T> product
         return cuda_launch(op, device, few_kernel<T, ROWS, LANES, NORM>, blocks, threads, bytes,
                            data_of<T>(x), products, (int)x->shape[0], depth, (float)eps, ahead);
     };
-    /* Whole lines of w where that leaves enough blocks, else sectors. */
-    const int64_t lines = products.of[0].columns * (int64_t)sizeof(T) / 128;
+    /* Whole lines of w where that leaves enough blocks, else sectors, or their halves where w is deep;
+     * up to ND_STEP_COLUMNS as decode_projections has them. */
     if constexpr (!NORM) {
-        if (lines >= 2 * cuda_device_limits(device)->processors) {
-            return launch(Constant<8>());
+        const cuda_limits *limits = cuda_device_limits(device);
+        const int64_t vectors = products.of[0].columns * (int64_t)sizeof(T) / 16;
+        const int64_t blocks = 2 * limits->processors;
+        if (vectors >= wide_lanes * blocks) {
+            const size_t bytes = 16 * threads * wide_stages +
+                                 sizeof(float) * warps * ROWS * Vec<T>::size * wide_lanes +
+                                 sizeof(T) * ROWS * depth;
+            if (bytes > limits->block_shared) {
+                return launch(Constant<wide_lanes>()); /* the same sums */
+            }
+            return cuda_launch(op, device, wide_kernel<T, ROWS>, (unsigned)blocks, threads, bytes,
+                               data_of<T>(x), products.of[0], (int)x->shape[0], depth,
+                               (int)ceil_div<int64_t>(vectors, wide_lanes), ahead);
+        }
+        if (2 * vectors <= blocks && depth > ND_STEP_COLUMNS) {
+            return launch(Constant<1>());
         }
     }
     return launch(Constant<2>());

@@ -310,7 +310,7 @@ CASES = [
     *cases_of(
         linear_fwd,
         lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=None, r=None),
-        {"257x31x1100-no-bias": (257, 31, 1100), "2x16x17000-no-bias": (2, 16, 17_000)},
+        {"257x31x1100-no-bias": (257, 31, 1100), "2x72x34008-no-bias": (2, 72, 34_008)},
         lambda n, k, m: k,
     ),
     *cases_of(
@@ -420,9 +420,23 @@ CASES = [
     ),
     *cases_of(
         decode_output,
-        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m), r=normal(n, m)),
-        [(9, 31, 7), (4, 2560, 512), (0, 8, 8), *FEW],
-        lambda n, k, m: k,
+        lambda n, k, m, b, r: draw(
+            x=normal(n, k),
+            w=normal(k, m),
+            b=normal(m) if b else None,
+            r=normal(n, m) if r else None,
+        ),
+        {
+            f"{n}x{k}x{m}-{b}-{r}": (n, k, m, b, r)
+            for n, k, m, b, r in [
+                *((n, k, m, 1, 1) for n, k, m in [(9, 31, 7), (4, 2560, 512), (0, 8, 8), *FEW]),
+                (1, 72, 34_008, 1, 1),
+                (3, 512, 1024, 0, 0),
+                (1, 8, 264, 1, 0),
+                (31, 257, 31, 0, 1),
+            ]
+        },
+        lambda n, k, *more: k,
     ),
     *cases_of(
         layernorm_pair_bwd,

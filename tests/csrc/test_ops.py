@@ -184,11 +184,12 @@ def test_recorded_step_of_a_layer_has_the_bits_of_one_that_is_not(rows):
     """A recorded one reads its weights ahead, as does the next step: what is between them waits."""
     gpu = device_of("cuda")
     shapes = [(rows, 512), *[(512,)] * 4, (512, 1536), (1536,), (512, 2048), (2048,)]
-    shapes += [(2560, 512), (512,)]
+    shapes += [(2560, 512), (512,), (512, 34_000)]
     rng = rng_of("recorded", shapes)
     made = [to_ndarray(rng.standard_normal(s) * s[0] ** -0.5, "bfloat16", gpu) for s in shapes]
-    x, *norms, w_qkv, b_qkv, w1, b1, w, b = made
+    x, *norms, w_qkv, b_qkv, w1, b1, w, b, head = made
     both, first = _C.empty((rows, 2560), x.dtype, gpu), x + 0.0
+    logits = _C.empty((rows, 34_000), x.dtype, gpu)
 
     def step():
         for _ in range(5):
@@ -196,16 +197,19 @@ def test_recorded_step_of_a_layer_has_the_bits_of_one_that_is_not(rows):
             packed = _C.decode_projections(x, *norms, 1e-5, *of, 1, both[:, 512:])
             both[:, :512] = packed[:, :512]
             x[:] = _C.decode_output(both, w, b, x)
+            logits[:] = _C.decode_output(x, head, None, None)
+            x[:] = x + logits[:, :512]
 
     step()
-    wanted = x + 0.0
+    wanted = x + 0.0, logits + 0.0
     x[:] = first
     graph = _C.Graph(gpu, step)
-    assert_same_bits(x, wanted)
-    for _ in range(3):
-        x[:] = first
-        graph.replay()
-        assert_same_bits(x, wanted)
+    for replays in range(4):
+        if replays:
+            x[:] = first
+            graph.replay()
+        for got, bits in zip((x, logits), wanted, strict=True):
+            assert_same_bits(got, bits)
 
 
 @pytest.mark.cuda

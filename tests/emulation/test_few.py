@@ -11,7 +11,11 @@ pytestmark = pytest.mark.slow
 
 
 @both_types
-@pytest.mark.parametrize("n, k, m", [(1, 8, 8), (2, 264, 72), (3, 512, 24), (4, 1288, 16)])
+@pytest.mark.parametrize(
+    "n, k, m",
+    [(1, 8, 8), (2, 264, 72), (3, 512, 24), (4, 1288, 16)]
+    + [(1, 8, 384), (2, 200, 1000), (4, 72, 520)],  # several tiles a block
+)
 def test_output(compiled, n, k, m, is_half):
     x, w, b, r = drawn(is_half, ((n, k), 1), ((k, m), k**-0.5), ((m,), 1), ((n, m), 1))
     y = poison((n, m))
