@@ -18,10 +18,11 @@ pytestmark = pytest.mark.slow
 )
 def test_output(compiled, n, k, m, is_half):
     x, w, b, r = drawn(is_half, ((n, k), 1), ((k, m), k**-0.5), ((m,), 1), ((n, m), 1))
-    y = poison((n, m))
-    call(compiled("few", "output"), x, w, b, r, y, n, k, m, is_half, 1)
     wanted = from_16(x, is_half) @ from_16(w, is_half) + from_16(b, is_half) + from_16(r, is_half)
-    close(y, wanted, is_half, "y")
+    for seed in 1, 4:  # of the warps that are slow
+        y = poison((n, m))
+        call(compiled("few", "output"), x, w, b, r, y, n, k, m, is_half, seed)
+        close(y, wanted, is_half, "y")
 
 
 @both_types
