@@ -317,6 +317,42 @@ def test_views_of_a_constant_follow_it_into_the_graph():
             np.testing.assert_array_equal(w.grad.numpy(), [6, 10])
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_writes_through_a_view_that_followed_are_of_the_graph(view):
+    """The view is of a constant that gets gradients after it was taken."""
+    of, place = VIEWS[view]
+    for write, slope in (
+        (lambda part, leaf: operator.imul(part, 5), 5),
+        (lambda part, leaf: part.__setitem__(..., 7.0), 0),
+        (lambda part, leaf: part.fill_(0), 0),
+        (lambda part, leaf: operator.iadd(part[..., :], leaf.sum() * 0), 1),
+    ):
+        leaf, x = Tensor(np.ones((3, 4))), ndl.ones(3, 4)
+        part = of(x)
+        assert not part.requires_grad
+        x += leaf * 2
+        assert part.requires_grad
+        write(part, leaf)
+        assert part.requires_grad and not part.is_leaf()
+        x.sum().backward()
+        wanted = np.full((3, 4), 2.0)
+        wanted[place] *= slope
+        np.testing.assert_array_equal(leaf.grad.numpy(), wanted)
+
+
+def test_views_of_what_zero_made_a_constant_are_written_in_place():
+    w = Tensor([1.0, 2.0])
+    h = w * 2
+    part = h[:1]
+    h.zero_()
+    part.fill_(3)
+    part[0] = 4
+    assert h.tolist() == [4, 0] and h.is_leaf() and not h.requires_grad
+    h += w * 4
+    h.sum().backward()
+    np.testing.assert_array_equal(w.grad.numpy(), [4, 4])
+
+
 # ---- a Tensor as an object of Python -------------------------------------------------------------
 
 

@@ -226,13 +226,16 @@ def take_place(view: Any) -> Any:
     return base
 
 
-def joins_the_graph(view: Any) -> bool:
-    """True if the constant that `view` is a view of came into the graph, by an assignment of what
-    has gradients: the view comes too."""
-    _, base = view.viewed
-    joins = base.op is not None or base.viewed is not None and joins_the_graph(base)
-    joins = joins and shares_memory(view, base)  # or it is a copy
-    if joins:
+class InTheGraph:
+    """`requires_grad` of a value that has none of its own: True for a view of a constant from when
+    that came into the graph, by an assignment of what has gradients. The view comes too."""
+
+    def __get__(self, view: Any, owner: type) -> bool:
+        if view is None or view.viewed is None:
+            return False
+        _, base = view.viewed
+        if not (base.requires_grad and base.op is not None and shares_memory(view, base)):
+            return False  # or it is a copy
         take_place(view)
         view.requires_grad, view.writes = True, _C.writes()
-    return joins
+        return True

@@ -240,12 +240,9 @@ class Operators(Generic[Result]):
     def zero_(self) -> Result:
         """Set all elements to 0, in place: they depend on nothing then, as `w.grad.zero_()`."""
         self.fill_(0)
-        base, views = views_below(self)
+        base, _ = views_below(self)
         if base.op is not None and base.cached_data.size == self.cached_data.size:
-            for x in views:
-                x.viewed = x.op, x.inputs[0]
-            for x in (base, *views):
-                x.op, x.inputs, x.requires_grad = None, (), False
+            base.op, base.inputs, base.requires_grad = None, (), False
         return self  # type: ignore[return-value]
 
     def masked_fill(self, mask: Any, value: Any) -> Result:

@@ -30,13 +30,7 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import operators
 from needle.autograd.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
-from needle.autograd.graph import (
-    Accumulators,
-    arrays_of,
-    checked_order,
-    find_topo_sort,
-    joins_the_graph,
-)
+from needle.autograd.graph import Accumulators, InTheGraph, arrays_of, checked_order, find_topo_sort
 from needle.autograd.operators import Operators
 from needle.backend_ndarray import given_device, ones, zeros
 
@@ -216,7 +210,7 @@ class Value:
     kept: Sequence[NDArray] = ()  # ... and the arrays in its attributes ...
     writes: int = 0  # ... after so many writes
     assigned: int = 0  # so many writes before the last x[...] = y of the graph
-    requires_grad: bool = False
+    requires_grad: bool = InTheGraph()  # type: ignore[assignment]
     grad: Any = None
     trained: bool = False  # an nn.Parameter
     has_grad_buffer: bool = False  # of nn.flatten_parameters: gradients are added up in raw_grad
@@ -261,7 +255,7 @@ class Value:
             raise
         if mode.enabled:
             for x in inputs:
-                if x.requires_grad or x.viewed is not None and joins_the_graph(x):
+                if x.requires_grad:
                     value.op = op
                     value.inputs = inputs
                     value.operands = operands
@@ -272,6 +266,8 @@ class Value:
             else:
                 if op.is_view:
                     value.viewed = op, inputs[0]
+                else:
+                    value.requires_grad = False
         return value
 
 

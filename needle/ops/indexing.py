@@ -586,7 +586,9 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     for name in (*GRAPH[:-1], "requires_grad"):
         setattr(base, name, getattr(new, name))
     for node in (base, *path):
-        node.writes, node.grad, node.requires_grad = new.writes, None, True
+        node.writes, node.grad = new.writes, None
+    for view in path:
+        view.requires_grad = True
     assigned((base, *path), base.cached_data.written)
 
 

@@ -96,6 +96,7 @@ def make_tuple(*args: Tensor) -> TensorTuple:
 
 class TensorTupleGetItem(TensorOp):
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -208,6 +209,7 @@ def moveaxis(a: Tensor, source: int, destination: int) -> Tensor:
 
 class Split(TensorTupleOp):
     reads_inputs = reads_result = False
+    is_view = True
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
