@@ -72,8 +72,9 @@ def check_tensors(op: str, **operands: Any) -> None:
             raise not_a_tensor(op, name, x)
 
 
-def rows_of(x: NDArray) -> NDArray:
-    """Return x as (N, last axis) with the leading axes merged, a view where strides allow it."""
+def rows_of(x: Any) -> Any:
+    """Return x, an array or a Tensor, as (N, last axis) with the leading axes merged, a view where
+    strides allow it."""
     return x.reshape((math.prod(x.shape[:-1]), *x.shape[-1:]))
 
 

@@ -14,8 +14,7 @@ from needle.ops.shape import transpose
 
 def _right_slope(g: Tensor, x: Tensor, like: Tensor) -> Tensor:
     if x.ndim > 2 and like.ndim == 2:
-        rows = reshape(x, (-1, x.shape[-1]))
-        return matmul(transpose(rows), reshape(g, (-1, g.shape[-1])))
+        return matmul(transpose(rows_of(x)), rows_of(g))
     return matmul(transpose(x), g)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from needle import _C
 from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
-from needle.backend_ndarray import Axes, ones
+from needle.backend_ndarray import Axes, ones, zeros
 from needle.ops.broadcast import astype, differentiable, reshape, spread, summation
 from needle.ops.common import (
     LARGEST,
@@ -108,7 +108,7 @@ def _shifted(a: NDArray, axes: Any, most: float = math.inf) -> tuple[NDArray, ND
     """(m, e, s): m the maximum over `axes`, kept, finite for -inf and up to `most`, e = exp(a - m),
     s = sum e, all in float32. A slice of only -inf has e = 0 and s = 0, one with inf NaN."""
     a = a.astype("float32")
-    m = a.max(axes, True)
+    m = a.max(axes, True) if a.size else zeros(kept_shape(a.shape, axes), "float32", a.device)
     m = _C.minimum(_C.maximum(m, -LARGEST), most)
     e = _C.exp(_C.subtract(a, m))
     return m, e, e.sum(axes, True)

@@ -237,6 +237,31 @@ def test_reductions_keep_axes_as_numpy_does(name):
                 np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["softmax", "logsoftmax", "logsumexp"])
+def test_softmax_of_nothing_is_pytorchs(name):
+    """Empty, and the logarithm of an empty sum -inf; without a row, too."""
+    for shape, axis in (((3, 0), 1), ((0, 3), 0), ((0, 3), 1), ((0,), -1)):
+        x = Tensor(np.ones(shape))
+        y = getattr(ops, name)(x, axis)
+        y.sum().backward()
+        reduced = np.full(np.sum(np.ones(shape), axis).shape, -np.inf)
+        wanted = reduced if name == "logsumexp" else np.ones(shape)
+        np.testing.assert_array_equal(y.numpy(), wanted)
+        assert x.grad.shape == shape
+
+
+def test_products_of_no_elements_have_gradients():
+    for a, b in (
+        ((2, 0, 3), (3, 4)), ((0, 2, 3), (3, 4)), ((2, 3, 0), (0, 4)), ((2, 3, 4), (4, 0)),
+        ((0, 3), (3, 4)), ((2, 0), (0, 3)), ((0, 2, 3), (0, 3, 4)), ((2, 3, 0), (0,)),
+    ):  # fmt: skip
+        with naming(a, b):
+            x, y = Tensor(np.ones(a)), Tensor(np.ones(b))
+            (x @ y).sum().backward()
+            np.testing.assert_array_equal(x.grad.numpy(), np.zeros(a))
+            np.testing.assert_array_equal(y.grad.numpy(), np.zeros(b))
+
+
 def test_integers_are_rounded_to_tens():
     values = [0, 4, 5, 14, 15, 25, 35, 44, 250, 149, 151]
     for dtype in ("int32", "int64", "uint8"):
