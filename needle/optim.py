@@ -232,9 +232,7 @@ class _PerParameter(Optimizer):
             if decay:
                 g = g + decay * p.cached_data
             new, *kept = self._updated(i, p, g, t, own.get("lr", self.lr))
-            new = new.astype(p.dtype)
-            flat = p.has_grad_buffer  # its place is in the buffer of all
-            changes.append((p.cached_data, ..., new) if flat else (vars(p), "cached_data", new))
+            changes.append((p.cached_data, ..., new.astype(p.dtype)))
             changes += [(self.state[slot], i, array) for slot, array in zip(self.slots, kept)]
         commit(changes)
 

@@ -148,6 +148,20 @@ def test_a_parameter_of_any_strides_takes_the_same_steps(kind, dtype, device):
         assert_same_bits(p, q)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_steps_are_seen_by_all_that_shares_a_parameters_memory(kind, device):
+    module = Two(device)
+    module.tied = nn.Parameter(module.matrix.data)
+    views = module.matrix.data[1:], module.matrix.detach().T, module.tied
+    give(module, {**gradients(0), "tied": np.zeros(SHAPES["matrix"])})
+    before = module.matrix.numpy()
+    getattr(optim, kind)([module.matrix, module.bias], lr=0.1).step()
+    after = module.matrix.numpy()
+    assert (after != before).all()
+    for view, wanted in zip(views, (after[1:], after.T, after)):
+        np.testing.assert_array_equal(view.numpy(), wanted)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_master_weights(dtype, device):
     """Updates far below half an ulp of the parameter add up in the float32 master weights."""
