@@ -302,6 +302,18 @@ def test_assignment_to_a_leaf_and_its_views_is_refused():
             exec(text, names)
 
 
+@pytest.mark.parametrize("name", [*SIGNS, "matmul"])
+def test_augmented_assignment_of_what_is_no_operand_is_refused(name):
+    apply, leaf = getattr(operator, "i" + name.removesuffix("_")), Tensor([1.0])
+    for tensor in (ndl.ones(1), leaf * 1):
+        for other in ("a", None, object()):
+            with naming(other), pytest.raises(TypeError):
+                apply(tensor, other)
+            with naming(other), pytest.raises(TypeError):
+                tensor.mul_(other)
+            assert tensor.tolist() == [1]
+
+
 def test_views_of_a_constant_follow_it_into_the_graph():
     for write in (
         lambda x, row, other, y: operator.iadd(row, y),

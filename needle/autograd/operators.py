@@ -63,10 +63,14 @@ def augmented(name: str) -> Callable[..., Any]:
 
     def method(self: Any, other: Any):
         is_tensor = isinstance(other, Operators)
-        if mode.enabled and (self.requires_grad or is_tensor and other.requires_grad):
-            return self._updated(getattr(self, f"__{name}__")(other))
-        result = operator_of_arrays(self.cached_data, other.cached_data if is_tensor else other)
-        return result if result is NotImplemented else self
+        in_graph = mode.enabled and (self.requires_grad or is_tensor and other.requires_grad)
+        if in_graph:
+            result = getattr(self, f"__{name}__")(other)
+        else:
+            result = operator_of_arrays(self.cached_data, other.cached_data if is_tensor else other)
+        if result is NotImplemented:
+            raise TypeError(f"in place: a Tensor cannot be combined with {type(other).__name__}")
+        return self._updated(result) if in_graph else self
 
     return method
 
@@ -78,7 +82,8 @@ def cast(dtype: str) -> Callable[..., Any]:
 
 def _one_by_one(given: tuple) -> tuple:
     """Return whole numbers that were given one by one, or as one sequence."""
-    return given if len(given) != 1 or isinstance(given[0], int) else tuple(given[0])
+    alone = len(given) != 1 or isinstance(given[0], (int, np.integer))
+    return given if alone else tuple(given[0])
 
 
 class Operators(Generic[Result]):
