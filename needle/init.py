@@ -19,7 +19,7 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import full as full_array
-from needle.backend_ndarray import given_device
+from needle.backend_ndarray import given_device, listed
 
 _meta: contextvars.ContextVar[bool] = contextvars.ContextVar("meta", default=False)
 
@@ -232,7 +232,7 @@ def arange(
 
 def full(shape: int | Sequence[int], fill_value: float, **place: Any) -> Tensor:
     """Every element `fill_value`. place: device, dtype and requires_grad of `constant`."""
-    return constant(*((shape,) if isinstance(shape, int) else shape), c=fill_value, **place)
+    return constant(*listed(shape), c=fill_value, **place)
 
 
 def eye(

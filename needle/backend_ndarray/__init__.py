@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from needle import _C
 from needle._C import Device, NDArray, all_devices, array, cpu
 from needle.backend_ndarray import array_methods  # noqa: F401  which adds methods to NDArray
@@ -162,8 +164,9 @@ def commit(changes: Iterable[tuple[Any, Any, Any]]) -> None:
         place[key] = value
 
 
-def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    return (shape,) if isinstance(shape, int) else tuple(shape)
+def listed(given: Any) -> tuple[Any, ...]:
+    """Return whole numbers, of Python or NumPy, of which one may be given alone."""
+    return (given,) if isinstance(given, (int, np.integer)) else tuple(given)
 
 
 def as_bytes(array: NDArray) -> NDArray:
@@ -175,7 +178,7 @@ def empty(
     shape: int | Sequence[int], dtype: str = "float32", device: Device | None = None
 ) -> NDArray:
     """A C-contiguous array whose elements are undefined."""
-    return _C.empty(_shape(shape), dtype, given_device(device))
+    return _C.empty(listed(shape), dtype, given_device(device))
 
 
 def full(

@@ -10,6 +10,7 @@ from typing import Any
 
 from needle import init, ops
 from needle.autograd.tensor import FLOATS, Tensor
+from needle.backend_ndarray import listed
 from needle.ops import *  # noqa: F403
 
 
@@ -38,7 +39,8 @@ def layer_norm(
     x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Tensor:
     """ops.layer_norm over the last axis, of size `shape`, by default without weight and bias."""
-    if tuple(shape) != x.shape[-1:]:
+    shape = listed(shape)
+    if shape != x.shape[-1:]:
         raise ValueError(f"layer_norm: normalises the last axis, {x.shape[-1:]}, not {shape}")
     like = {"device": x.device, "dtype": x.dtype}
     weight = init.ones(*shape, **like) if weight is None else weight

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from needle._C import Device, NDArray
 from needle.autograd.tensor import FLOATS, Tensor, TensorOp, Value
 from needle.backend_ndarray import Axes, zeros
@@ -116,7 +118,7 @@ def differentiable(
                 given += tuple(more)
             if reduces:
                 given = (given[0], axes_of(shown, *given[:2]), *given[2:])
-            elif is_sequence and not isinstance(given[count], int):
+            elif is_sequence and not isinstance(given[count], (int, np.integer)):
                 given = (*given[:count], tuple(given[count]), *given[count + 1 :])
             return kind(*given[count:])(*given[:count])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from needle.autograd import Tensor
+from needle.backend_ndarray import listed
 from needle.ops.broadcast import broadcast_to, reshape, summation
 from needle.ops.common import normal_axis
 from needle.ops.matmul import matmul
@@ -47,8 +48,7 @@ def tensordot(a: Tensor, b: Tensor, axes: Any = 2) -> Tensor:
     if len(axes) != 2:
         raise ValueError(f"tensordot: axes must be a number or ([of a], [of b]), not {axes}")
     left, right = (
-        [normal_axis("tensordot", i, x.ndim) for i in ([of] if isinstance(of, int) else of)]
-        for of, x in zip(axes, (a, b))
+        [normal_axis("tensordot", i, x.ndim) for i in listed(of)] for of, x in zip(axes, (a, b))
     )
     if len({*left}) != len(left) or len({*right}) != len(right):
         raise ValueError(f"tensordot: an axis is named twice in {axes}")

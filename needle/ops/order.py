@@ -132,6 +132,10 @@ def bincount(a: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Te
     >>> print(ndl.bincount(ndl.tensor([1, 3, 1])))
     [0 2 0 1]
     """
+    if a.ndim != 1 or a.dtype in FLOATS:
+        raise ValueError(
+            f"bincount: a must be a vector of whole numbers, but is {a.dtype} of shape {a.shape}"
+        )
     found = np.bincount(a.numpy(), None if weights is None else weights.numpy(), minlength)
     return const(_C.array(found, "int64" if weights is None else "float32", a.device))
 

@@ -14,7 +14,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from needle.backend_ndarray import Axes, full
+from needle.backend_ndarray import Axes, full, listed
 from needle.ops.broadcast import broadcast_to, differentiable, reshape, summation
 from needle.ops.common import (
     axes_or_dim,
@@ -245,7 +245,7 @@ def split_sizes(a: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[T
     """
     axis = normal_axis("split", axis, a.ndim)
     n = a.shape[axis]
-    if isinstance(sizes, int):
+    if isinstance(sizes, (int, np.integer)):
         if sizes < 1:
             raise ValueError(f"split: the size must be 1 or more, but is {sizes}")
         sizes = [min(sizes, n - at) for at in range(0, max(n, 1), sizes)]
@@ -294,7 +294,7 @@ def tile(a: Tensor, reps: int | Sequence[int]) -> Tensor:
     [[1. 2. 1. 2.]
      [1. 2. 1. 2.]]
     """
-    times = (reps,) if isinstance(reps, int) else tuple(reps)
+    times = listed(reps)
     times = (1,) * (a.ndim - len(times)) + times
     a = reshape(a, (1,) * (len(times) - a.ndim) + a.shape)
     for axis, count in enumerate(times):
@@ -317,7 +317,11 @@ def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
     axis = normal_axis("repeat", axis, a.ndim)
     if isinstance(repeats, (Tensor, NDArray)):
         repeats = repeats.numpy()
-    return index_select(a, axis, np.repeat(np.arange(a.shape[axis]), repeats))
+    try:
+        places = np.repeat(np.arange(a.shape[axis]), repeats)
+    except ValueError as error:
+        raise ValueError(f"repeat: {repeats} repeats along axis {axis}: {error}") from None
+    return index_select(a, axis, places)
 
 
 def chunk(a: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
@@ -341,14 +345,15 @@ def roll(a: Tensor, shifts: int | Sequence[int], axes: Axes = None) -> Tensor:
     """
     if axes is None:
         return reshape(roll(reshape(a, (a.size,)), shifts, 0), a.shape)
-    listed = (axes,) if isinstance(axes, int) else tuple(axes)
-    steps = (shifts,) * len(listed) if isinstance(shifts, int) else tuple(shifts)
-    for step, axis in zip(steps, listed, strict=True):
+    steps, axes = listed(shifts), listed(axes)
+    if len(steps) not in (1, len(axes)):
+        raise ValueError(f"roll: {len(steps)} shifts for {len(axes)} axes")
+    for step, axis in zip(itertools.cycle(steps), axes):
         axis = normal_axis("roll", axis, a.ndim)
         n = a.shape[axis]
         if n:
             a = concatenate(split_sizes(a, [n - step % n, step % n], axis)[::-1], axis)
-    return a if listed else a.clone()
+    return a if axes else a.clone()
 
 
 def pad(a: Tensor, widths: Any, value: float = 0) -> Tensor:
@@ -358,7 +363,10 @@ def pad(a: Tensor, widths: Any, value: float = 0) -> Tensor:
     >>> print(ndl.pad(ndl.Tensor([1, 2]), (1, 2), value=9))
     [9. 1. 2. 9. 9.]
     """
-    pairs = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist()
+    try:
+        pairs = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist()
+    except ValueError as error:
+        raise ValueError(f"pad: widths {widths} for {a.ndim} axes: {error}") from None
     if any(n < 0 for pair in pairs for n in pair):
         raise ValueError(f"pad: widths must be 0 or more, but are {widths}")
     shape = tuple(n + before + after for n, (before, after) in zip(a.shape, pairs))

@@ -262,6 +262,42 @@ def test_products_of_no_elements_have_gradients():
             np.testing.assert_array_equal(y.grad.numpy(), np.zeros(b))
 
 
+def test_numbers_of_numpy_serve_as_sizes_axes_and_counts():
+    for text in (
+        "x.reshape(N(24))", "x.view(N(24))", "ops.reshape(x, N(24))", "x.reshape(N(2), N(12))",
+        "x.split(N(1), N(1))[1]", "x.chunk(N(2), N(2))[1]", "x.unbind(N(1))[2]",
+        "x[N(1), N(0):N(2)]", "x.sum((N(1), N(2)))", "x.max(dim=N(1))[1]", "x.topk(N(2), N(1))[0]",
+        "x.flip(N(1))", "ops.roll(x, N(1))", "ops.roll(x, N(1), N(2))",
+        "ops.roll(x, (N(1), N(2)), (N(1), N(2)))", "ops.tile(x, N(2))", "ops.repeat(x, N(2), N(1))",
+        "x.unsqueeze(N(0))", "x.flatten(N(0), N(1))", "x.permute(N(2), N(0), N(1))",
+        "x.expand(N(2), N(3), N(4))", "ops.tril(x, N(1))", "ops.pad(x, N(1))",
+        "ops.tensordot(x, x, (N(1), N(1)))", "ndl.full(N(3), 1)", "ndl.zeros(N(3))",
+        "ndl.backend_ndarray.zeros(N(3))", "nn.functional.layer_norm(x, N(4))", "ndl.eye(N(3))",
+    ):  # fmt: skip
+        with naming(text):
+            x = Tensor(np.arange(24.0).reshape(2, 3, 4))
+            got, wanted = (
+                eval(text, {"N": kind, "x": x, "ops": ops, "ndl": ndl, "nn": nn})
+                for kind in (np.int64, int)
+            )
+            np.testing.assert_array_equal(got.numpy(), wanted.numpy())
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: ops.roll(x, (1, 2), 0), "roll: 2 shifts for 1 axes"),
+        (lambda x: ops.pad(x, (1, 2, 3)), r"pad: widths \(1, 2, 3\) for 2 axes"),
+        (lambda x: ops.repeat(x, [1, 2, 3], 0), r"repeat: \[1, 2, 3\] repeats along axis 0"),
+        (lambda x: ops.bincount(x), "bincount: a must be a vector of whole numbers"),
+        (lambda x: ops.bincount(ndl.tensor([[1]])), r"but is int64 of shape \(1, 1\)"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_named_with_the_function(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(Tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
 def test_integers_are_rounded_to_tens():
     values = [0, 4, 5, 14, 15, 25, 35, 44, 250, 149, 151]
     for dtype in ("int32", "int64", "uint8"):
