@@ -220,6 +220,11 @@ class Value:
     in_grad_buffer: bool = False  # the `grad` of such a Parameter: its data is that buffer
     viewed: tuple[Op, Value] | None = None  # of a view of a constant: its op and that constant
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the graph: a copy, and what is unpickled, is a leaf."""
+        graph = ("op", "inputs", "operands", "kept", "writes", "assigned", "viewed")
+        return {name: value for name, value in vars(self).items() if name not in graph}
+
     def realize_cached_data(self) -> Any:
         """The result. Everything is computed at once, so this is `cached_data`."""
         return self.cached_data

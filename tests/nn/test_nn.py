@@ -303,6 +303,25 @@ def pickled(value):
 
 
 COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+
+
+@COPIES
+def test_a_copy_of_what_was_computed_is_a_leaf(copied):
+    leaf, constant = Tensor([[1.0, 2.0]]), ndl.ones(2, 2)
+    (leaf * leaf).sum().backward()
+    for x in (
+        leaf, leaf * 2, leaf.T, leaf[0], (leaf * 2).unbind(1)[0], leaf.grad,
+        constant[0], constant.reshape(4), constant.T, ndl.tensor([1, 2])[1:],
+    ):  # fmt: skip
+        twin = copied(x)
+        assert twin.is_leaf() and twin.requires_grad == x.requires_grad and twin.dtype == x.dtype
+        np.testing.assert_array_equal(twin.numpy(), x.numpy())
+        with ndl.no_grad():
+            twin += 1
+        assert (twin.numpy() == x.numpy() + 1).all()
+    assert copied(leaf).grad.tolist() == [[2, 4]]
+
+
 INPUT = np.random.default_rng(1).standard_normal((3, 4))
 
 
