@@ -205,7 +205,7 @@ class Operators(Generic[Result]):
     def expand(self, *shape: Any) -> Result:
         """Broadcast to a shape, in which -1 keeps an axis: PyTorch's broadcast_to."""
         sizes = _one_by_one(shape)
-        own = (1,) * (len(sizes) - self.ndim) + self.shape
+        own = (-1,) * (len(sizes) - self.ndim) + self.shape
         return ops.broadcast_to(self, [m if n == -1 else n for n, m in zip(sizes, own)])
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Result, ...]:
