@@ -444,8 +444,9 @@ class Embedding(Module):
         return ops.embedding(x, self.weight)
 
 
-class SoftmaxLoss(_Function, function=ops.cross_entropy):
-    """The mean cross-entropy of logits (B, classes) for classes y (B,), a float32 scalar.
+class SoftmaxLoss(_Function, function=ops.cross_entropy, reduction="mean", ignore_index=-100):
+    """ops.cross_entropy: by default the mean over logits (B, classes) for classes y (B,), a float32
+    scalar.
 
     >>> loss = nn.SoftmaxLoss()(ndl.zeros(5, 10), [0, 1, 2, 3, 4])
     >>> round(loss.item(), 4)  # log 10

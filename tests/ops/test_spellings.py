@@ -143,7 +143,9 @@ nn.KLDivLoss()(x, p) = (p * (np.log(p) - x)).mean() ; nn.Sigmoid()(x) = 1 / (1 +
 nn.SiLU()(x) = x / (1 + np.exp(-x)) ; nn.RMSNorm(4)(x) = x / np.sqrt((x**2).mean(1)[:, None] + 1e-6)
 nn.LayerNorm(4)(x) = (x - x.mean(1)[:, None]) / np.sqrt(x.var(1)[:, None] + 1e-5)
 nn.Residual(nn.ReLU())(x) = x + np.maximum(x, 0) ; nn.Flatten()(t) = t.reshape(2, -1)
-nn.SoftmaxLoss()(x, r) = nll.mean() ; nn.GELU("tanh")(x) = gelu_tanh(x) ; nn.GELU()(x) = gelu(x)
+nn.SoftmaxLoss()(x, r) = nll.mean() ; nn.CrossEntropyLoss(reduction="sum")(x, r) = nll.sum()
+nn.CrossEntropyLoss("none", 0)(x, r) = np.where(r == 0, 0, nll) ; nn.GELU()(x) = gelu(x)
+nn.GELU("tanh")(x) = gelu_tanh(x)
 x.half().element_size() = 2 ; x.T.stride() = (1, 4) ; x.T.stride(-1) = 4 ; ndl.is_tensor(x) = True
 x.data_ptr() - x[1].data_ptr() = -16 ; x.stride() = (4, 1)
 ndl.arange(5) = np.arange(5) ; ndl.arange(1, 4) = np.arange(1, 4) ; ndl.arange(3.0) = np.arange(3.0)
