@@ -218,13 +218,14 @@ def test_values_of_no_float_dtype_need_no_gradient_and_change_in_place(dtype):
     assert same is x and x.numpy().tolist() == [1, 0, 1]
 
 
-STEPS = {  # what an augmented assignment of h gives, and its derivative
-    "add": (lambda h, y: h + y, lambda h, y: 1),
-    "sub": (lambda h, y: h - y, lambda h, y: 1),
-    "mul": (lambda h, y: h * y, lambda h, y: y),
-    "truediv": (lambda h, y: h / y, lambda h, y: 1 / y),
-    "mod": (lambda h, y: h % y, lambda h, y: 1),
-    "floordiv": (lambda h, y: h // y, lambda h, y: 0),
+STEPS = {  # what an augmented assignment of h gives, and its derivatives
+    "add": (lambda h, y: h + y, lambda h, y: 1, lambda h, y: 1),
+    "sub": (lambda h, y: h - y, lambda h, y: 1, lambda h, y: -1),
+    "mul": (lambda h, y: h * y, lambda h, y: y, lambda h, y: h),
+    "truediv": (lambda h, y: h / y, lambda h, y: 1 / y, lambda h, y: -h / y**2),
+    "pow": (lambda h, y: h**y, lambda h, y: y * h ** (y - 1), lambda h, y: h**y * np.log(h)),
+    "mod": (lambda h, y: h % y, lambda h, y: 1, lambda h, y: -(h // y)),
+    "floordiv": (lambda h, y: h // y, lambda h, y: 0, lambda h, y: 0),
 }
 VIEWS = {
     "itself": (lambda h: h, np.s_[:]),
@@ -241,11 +242,11 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", STEPS)
 def test_augmented_assignment_in_the_graph_has_its_gradient(name, view):
-    """Beside a number, a constant and a Tensor; seen by all that is computed later."""
+    """Beside a number, a constant and a leaf; seen by all that is computed later."""
     of, place = VIEWS[view]
     start, weights = np.arange(1.0, 13).reshape(3, 4), np.arange(12.0).reshape(3, 4) - 4
-    forward, slope = STEPS[name]
-    for y in 2.5, Tensor(2.5, requires_grad=False):
+    forward, slope, slope_of_y = STEPS[name]
+    for y in 2.5, Tensor(2.5, requires_grad=False), Tensor(2.5):
         leaf = Tensor(start)
         h = leaf * 3
         part = of(h)
@@ -253,10 +254,13 @@ def test_augmented_assignment_in_the_graph_has_its_gradient(name, view):
         assert after is part
         wanted, slopes = start * 3, np.full(start.shape, 3.0)
         slopes[place] = 3 * slope(wanted[place], 2.5)
+        of_y = np.sum(weights[place] * slope_of_y(wanted[place], 2.5))
         wanted[place] = forward(wanted[place], 2.5)
         np.testing.assert_allclose(h.numpy(), wanted, rtol=1e-6)
         (h * Tensor(weights, requires_grad=False)).sum().backward()
-        np.testing.assert_allclose(leaf.grad.numpy(), slopes * weights, rtol=1e-6)
+        np.testing.assert_allclose(leaf.grad.numpy(), slopes * weights, rtol=1e-5)
+        if isinstance(y, Tensor) and y.requires_grad:
+            np.testing.assert_allclose(0 if y.grad is None else y.grad.numpy(), of_y, rtol=1e-5)
         leaf.grad = None
         (part * part).sum().backward()
         slopes = slopes * (2 * wanted)
@@ -279,8 +283,24 @@ def test_augmented_assignment_of_a_sum_gives_both_their_gradients():
     np.testing.assert_array_equal(b.grad.numpy(), [-36])
     h = a * 1
     h *= a * 2  # the gradient of the factor reads h as it was
-    with pytest.raises(RuntimeError, match="operand 0 was written to"):
+    h **= 2
+    h *= h
+    h.clamp_(0, 100)
+    a.grad = None
+    h.sum().backward()  # 16 a^8, of 2 beyond the limit
+    np.testing.assert_array_equal(a.grad.numpy(), [128, 0])
+
+
+def test_writes_to_no_elements_are_of_their_own_tensor():
+    """The memory of empty arrays has one address."""
+    for write in (
+        lambda h: operator.iadd(h, 1), lambda h: h.__setitem__(..., h * 2), lambda h: h.fill_(2),
+    ):  # fmt: skip
+        leaf = Tensor(np.ones((0, 2)))
+        h = leaf * 2
+        write(h)
         h.sum().backward()
+        assert leaf.grad is None or leaf.grad.shape == (0, 2)
 
 
 def test_assignment_to_a_leaf_and_its_views_is_refused():

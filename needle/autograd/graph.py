@@ -126,10 +126,12 @@ def checked_order(outputs: Sequence[Any]) -> list[Any]:
 
 
 def memory_of(*values: Any) -> Iterator[int]:
-    """Yield the address of the memory of each array in NDArrays, Values, tuples and None."""
+    """Yield the address of the memory of each array with elements in NDArrays, Values, tuples and
+    None."""
     for value in values:
         if isinstance(value, NDArray):
-            yield value._handle.ptr()
+            if value.size:  # the address of no elements says nothing
+                yield value._handle.ptr()
         elif hasattr(value, "cached_data"):
             yield from memory_of(value.cached_data)
         elif value is not None:

@@ -140,6 +140,13 @@ class Operators(Generic[Result]):
                 f"in place: the result is {new.dtype}, which a Tensor of {self.dtype} cannot hold; "
                 "write x = x ... or astype() first"
             )
+        op, inputs = new.op, new.inputs
+        if op is not None and any(
+            x is self and op.reads_inputs and op.reads_input(i, new) for i, x in enumerate(inputs)
+        ):  # the gradient is to read what is overwritten
+            before = self.clone()
+            new.inputs = tuple(before if x is self else x for x in inputs)
+            new.operands = [x.cached_data for x in new.inputs]
         return self.fill_(new)
 
     def __contains__(self, element: Any) -> bool:
