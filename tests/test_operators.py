@@ -235,6 +235,7 @@ VIEWS = {
     "flat": (lambda h: h.reshape(-1), np.s_[:]),
     "of a tuple": (lambda h: ops.split(h, 0)[2], np.s_[2]),
     "reversed": (lambda h: h.flip(0)[:1], np.s_[-1:]),
+    "a diagonal": (lambda h: ops.diagonal(h, 1), np.s_[[0, 1, 2], [1, 2, 3]]),
     "an axis more": (lambda h: h.unsqueeze(0).transpose(0, 1)[0], np.s_[0]),
 }
 

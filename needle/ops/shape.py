@@ -14,7 +14,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from needle.backend_ndarray import Axes, full, listed
+from needle.backend_ndarray import Axes, full, listed, zeros
 from needle.ops.broadcast import broadcast_to, differentiable, reshape, summation
 from needle.ops.common import (
     axes_or_dim,
@@ -397,17 +397,38 @@ def triu(a: Tensor, k: int = 0) -> Tensor:
     return where(_triangle("triu", a, k - 1), False, a)
 
 
+@differentiable("Diagonal", lambda g, like: _on_diagonal(g, like.shape), view=True)
+def _diagonal(a: NDArray) -> NDArray:
+    """The main diagonal of the last two axes."""
+    *steps, down, right = a.strides
+    return a.as_strided((*a.shape[:-2], min(a.shape[-2:])), (*steps, down + right))
+
+
+@differentiable("OnDiagonal", lambda g: _diagonal(g))
+def _on_diagonal(a: NDArray, shape: tuple[int, ...]) -> NDArray:
+    """Zeros of a shape with `a` on the main diagonal: the inverse in gradient of `_diagonal`."""
+    out = zeros(shape, a.dtype, a.device)
+    out.as_strided(a.shape, (*out.strides[:-2], sum(out.strides[-2:])))[...] = a
+    return out
+
+
 def diagonal(a: Tensor, k: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
-    """The k-th diagonal above the main one of the matrices of two axes, as the last axis."""
+    """The k-th diagonal above the main one of the matrices of two axes, as the last axis: a view.
+
+    >>> x = ndl.zeros(2, 3)
+    >>> ndl.diagonal(x, 1).fill_(5)
+    Tensor([5., 5.], dtype=float32, device=cpu())
+    >>> print(x)
+    [[0. 5. 0.]
+     [0. 0. 5.]]
+    """
     if a.ndim < 2:
         raise ValueError(f"diagonal: a must have 2 axes or more, but is {a.shape}")
     pair = [normal_axis("diagonal", axis, a.ndim) for axis in (axis1, axis2)]
     if pair[0] == pair[1]:
         raise ValueError(f"diagonal: axis1 and axis2 are both {axis1}")
-    a = permute(a, [*pair, *(i for i in range(a.ndim) if i not in pair)])
-    rows, columns = a.shape[:2]
-    places = np.arange(max(0, min(rows + min(k, 0), columns - max(k, 0))))
-    return moveaxis(a[places - min(k, 0), places + max(k, 0)], 0, -1)
+    a = permute(a, [*(i for i in range(a.ndim) if i not in pair), *pair])
+    return _diagonal(a[..., max(-k, 0) :, max(k, 0) :])
 
 
 def diag(a: Tensor, k: int = 0) -> Tensor:
@@ -420,7 +441,7 @@ def diag(a: Tensor, k: int = 0) -> Tensor:
     if a.ndim > 2:
         raise ValueError(f"diag: a must be a vector or a matrix, but is {a.shape}")
     if a.ndim != 1:
-        return diagonal(a, k)
+        return diagonal(a, k).clone()
     places, n = np.arange(a.size), a.size + abs(k)
     out = const(full((n, n), 0, a.dtype, a.device))
     out[places - min(k, 0), places + max(k, 0)] = a
