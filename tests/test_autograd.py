@@ -314,6 +314,18 @@ def test_no_grad():
         assert (x * 2).requires_grad == enabled
 
 
+def test_no_grad_of_a_generator_concerns_its_body_alone():
+    x = Tensor([1.0])
+
+    @ndl.no_grad()
+    def steps(count):
+        for _ in range(count):
+            yield (x * 2).requires_grad
+
+    seen = [(inside, (x * 2).requires_grad) for inside in steps(2)]
+    assert seen == [(False, True), (False, True)]
+
+
 def test_no_grad_concerns_the_calling_thread_alone():
     with ndl.no_grad(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(autograd.is_grad_enabled).result(60)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
+from collections.abc import Iterator
 from contextlib import ContextDecorator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Entered = TypeVar("Entered", bound="_Set")
 
@@ -29,6 +32,24 @@ class _Set(ContextDecorator):
 
     def __exit__(self, *exc: object) -> None:
         mode.enabled = mode.before.pop()
+
+    def __call__(self, function: Any) -> Any:
+        """Decorate a function; of a generator the body, not what runs between its steps."""
+        if not inspect.isgeneratorfunction(function):
+            return super().__call__(function)
+
+        @functools.wraps(function)
+        def steps(*args: Any, **words: Any) -> Iterator[Any]:
+            rest = function(*args, **words)
+            while True:
+                with self:
+                    try:
+                        step = next(rest)
+                    except StopIteration:
+                        return
+                yield step
+
+        return steps
 
 
 class no_grad(_Set):
