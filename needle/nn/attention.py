@@ -61,6 +61,8 @@ class Attention(Module):
         out_std: float | None = None,
     ) -> None:
         super().__init__()
+        if features % heads:
+            raise ValueError(f"Attention: features {features} are no multiple of heads {heads}")
         self.heads, self.head_dim = heads, features // heads
         self.query_key_value = Linear(features, 3 * features, bias, device, dtype, in_std)
         self.dense = Linear(features, features, bias, device, dtype, out_std)

@@ -50,8 +50,11 @@ def layer_norm(
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """ops.attention of q, k and v (B, H, T, D)."""
+    """ops.attention of q, k and v (B, H, T, D); is_causal: query i sees keys j <= i, of as many or
+    more."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if is_causal:
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     return ops.attention(q, k, v, is_causal, scale).transpose(1, 2)
 
 

@@ -187,6 +187,7 @@ F.cosine_similarity(x, y, eps=99) = (x * y).sum(1) / 99**2
 F.layer_norm(x, (4,), y[0], y[1], 0) = (x - x.mean(1)[:, None]) / x.std(1)[:, None] * y[0] + y[1]
 F.scaled_dot_product_attention(q, q, q, scale=0)[..., 0, :] = q.mean(2)
 F.scaled_dot_product_attention(q, q, q, True)[..., 0, :] = q[..., 0, :]
+F.scaled_dot_product_attention(q[..., :1, :], q, q, True) = q[..., :1, :]
 nn.RMSNorm(4, 9)(x) = x / np.sqrt((x**2).mean(1)[:, None] + 9)
 nn.BatchNorm1d(4, 9)(x) = (x - x.mean(0)) / np.sqrt(x.var(0) + 9)
 """
@@ -314,6 +315,7 @@ REFUSED = [
     ("F.embedding([True], x)", TypeError, "must be whole numbers"),
     ("F.nll_loss(x, ndl.tensor([0, 1, -1]))", ValueError, "number below 0"),
     ("F.pad(x, (1,))", ValueError, "needs pairs"),
+    ("nn.Attention(8, 3)", ValueError, "features 8 are no multiple of heads 3"),
     ("F.pad(x, (1, 1), 'reflect')", ValueError, "the mode 'constant'"),
     ("F.cross_entropy(x, [0, 1, 2], reduction='x')", ValueError, "reduction must be"),
     ("F.mse_loss(x, x[0])", ValueError, "mse_loss: target is"),
@@ -340,7 +342,7 @@ REFUSED = [
 
 
 def test_what_is_refused_says_what_is_wrong():
-    names = {"F": nn.functional, "ndl": ndl, "np": np}
+    names = {"F": nn.functional, "ndl": ndl, "nn": nn, "np": np}
     for text, error, message in REFUSED:
         names |= {"x": ndl.ones(3, 4), "i": ndl.tensor([1, 2], dtype="uint8")}
         names |= {"w": ndl.ones(4, 5), "b": ndl.ones(4)}
