@@ -5,6 +5,7 @@ import needle.nn.functional as F
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def layer_norm(
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, *, scale: float | None = None
 ) -> Tensor:
     """ops.attention of q, k and v (B, H, T, D); is_causal: query i sees keys j <= i, of as many or
     more."""
@@ -84,7 +85,7 @@ def nll_loss(input: Tensor, target: Any, ignore_index: int = -100) -> Tensor:
     array or list, is not `ignore_index`; 0 with no row left."""
     given = target if isinstance(target, Tensor) else init.tensor(target, device=input.device)
     classes = given.reshape(-1, 1)
-    counts = classes != ignore_index
+    counts = classes != operator.index(ignore_index)
     if bool((counts & (classes < 0)).any()):
         raise ValueError("nll_loss: target has a number below 0, which is no class")
     picked = input.gather(1, classes * counts) * counts

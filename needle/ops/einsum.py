@@ -11,7 +11,7 @@ import numpy as np
 from needle.autograd import Tensor
 from needle.backend_ndarray import listed
 from needle.ops.broadcast import broadcast_to, reshape, summation
-from needle.ops.common import normal_axis
+from needle.ops.common import check_tensors, normal_axis
 from needle.ops.matmul import matmul
 from needle.ops.shape import permute
 
@@ -73,6 +73,7 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     >>> print(ndl.einsum("ij,j->i", x, ndl.Tensor([1, 1])), ndl.einsum("ii", x))
     [3. 7.] 5.0
     """
+    check_tensors("einsum", **{f"operand {i}": x for i, x in enumerate(operands)})
     terms, output = _parsed(subscripts, [x.ndim for x in operands])
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands):

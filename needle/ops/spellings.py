@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from needle.autograd.operators import Operators, augmented, cast, of_arrays, reflected, updating
+from needle.ops.common import check_tensors
 
 
 class Spelling(NamedTuple):
@@ -270,10 +271,12 @@ def words_of(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def with_other_words(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function called `name`, which takes the other words too, if there are any."""
+    """Return the function called `name`, which takes the other words too, if there are any; then an
+    operand `a` that is no Tensor is refused by that name."""
     words = words_of(function)
     if not words:
         return function
+    takes_a = "a" in inspect.signature(function).parameters
 
     @functools.wraps(function)
     def called(*args: Any, **given: Any) -> Any:
@@ -282,7 +285,12 @@ def with_other_words(function: Callable[..., Any], name: str) -> Callable[..., A
                 both = " and ".join(sorted((words[other], other)))
                 raise TypeError(f"{name}: {both} are the same: give one of them")
             given[words[other]] = given.pop(other)
-        return function(*args, **given)
+        try:
+            return function(*args, **given)
+        except AttributeError:
+            if takes_a:
+                check_tensors(name, a=args[0] if args else given.get("a"))
+            raise
 
     return called
 

@@ -315,6 +315,14 @@ REFUSED = [
     ("F.embedding([True], x)", TypeError, "must be whole numbers"),
     ("F.nll_loss(x, ndl.tensor([0, 1, -1]))", ValueError, "number below 0"),
     ("F.pad(x, (1,))", ValueError, "needs pairs"),
+    ("F.nll_loss(x, [0, 1, 2], x)", ValueError, "one element"),
+    ("ndl.einsum('ij', [x])", TypeError, "einsum: operand 0 must be a Tensor"),
+    ("F.scaled_dot_product_attention(x, x, x, None, 0.0)", TypeError, "positional"),
+    *((f"ndl.{call}", TypeError, f"{call.partition('(')[0]}: a must be a Tensor, but is list")
+      for call in (
+          "median([1])", "sort([1])", "argmax([1])", "cumsum([1], 0)", "var([1])", "pad([1], 1)",
+          "max([1], dim=0)", "roll([1], 1)", "tril([[1]])", "squeeze([1])", "chunk([1], 1)",
+          "gather([1], 0, [0])", "clip([1], 0)", "topk([1], 1)", "index_select([1], 0, [0])")),
     ("nn.Attention(8, 3)", ValueError, "features 8 are no multiple of heads 3"),
     ("F.pad(x, (1, 1), 'reflect')", ValueError, "the mode 'constant'"),
     ("F.cross_entropy(x, [0, 1, 2], reduction='x')", ValueError, "reduction must be"),
