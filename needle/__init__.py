@@ -43,6 +43,7 @@ from needle.backend_ndarray import cuda, default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
 from needle.init import (
     arange,
+    as_tensor,
     constant,
     eye,
     from_dlpack,
@@ -75,7 +76,7 @@ float32, float16, bfloat16, uint8, uint16, int32, int64 = (
     "float32", "float16", "bfloat16", "uint8", "uint16", "int32", "int64"
 )  # fmt: skip
 inf, nan, pi, newaxis = _np.inf, _np.nan, _np.pi, None
-array = asarray = as_tensor = tensor
+array, asarray = tensor, as_tensor
 set_printoptions = _np.set_printoptions
 empty, empty_like, from_numpy = zeros, zeros_like, from_dlpack
 inference_mode = no_grad

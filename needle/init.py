@@ -199,7 +199,8 @@ def tensor(
     requires_grad: bool = False,
 ) -> Tensor:
     """PyTorch's constructor: integers become int64, truth values bool, others float32, unless
-    `dtype` says otherwise, without gradient. `Tensor`, the course's, makes float32 with one.
+    `dtype` says otherwise, without gradient. `Tensor`, the course's, makes float32 with one. The
+    data are copied; `as_tensor` shares the memory of a Tensor.
 
     >>> print(ndl.tensor([2, 0]), ndl.tensor([True]), ndl.tensor([1, 0.5]))
     [2 0] [ True] [1.  0.5]
@@ -207,7 +208,19 @@ def tensor(
     if not isinstance(data, (Tensor, NDArray)):
         kind = np.asarray(data).dtype.kind
         dtype = dtype or {"i": "int64", "u": "int64", "b": "bool"}.get(kind)
-    return Tensor(data, device, dtype, requires_grad)
+    given = data.cached_data if isinstance(data, Tensor) else data
+    return Tensor(given, device, dtype, requires_grad)
+
+
+def as_tensor(
+    data: Any,
+    dtype: str | None = None,
+    device: Device | str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """`tensor` over the memory of a Tensor, unless dtype or device change."""
+    make = Tensor if isinstance(data, Tensor) else tensor
+    return make(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def arange(

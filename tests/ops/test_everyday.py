@@ -262,6 +262,22 @@ def test_products_of_no_elements_have_gradients():
             np.testing.assert_array_equal(y.grad.numpy(), np.zeros(b))
 
 
+def test_constructors_share_memory_as_pytorchs_do():
+    for make, shares in (
+        (ndl.tensor, False), (ndl.array, False), (ndl.as_tensor, True), (ndl.asarray, True),
+        (Tensor, True), (nn.Parameter, True),
+    ):  # fmt: skip
+        with naming(make.__name__):
+            given = ndl.zeros(2)
+            made = make(given)
+            with ndl.no_grad():
+                made += 1
+            assert given.tolist() == [shares, shares]
+            assert make(np.zeros(2)).tolist() == make([0.0, 0.0]).tolist() == [0, 0]
+    whole = ndl.as_tensor([1, 2])
+    assert whole.dtype == "int64" and ndl.as_tensor(whole, "float32").dtype == "float32"
+
+
 def test_numbers_of_numpy_serve_as_sizes_axes_and_counts():
     for text in (
         "x.reshape(N(24))", "x.view(N(24))", "ops.reshape(x, N(24))", "x.reshape(N(2), N(12))",
