@@ -23,6 +23,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -236,8 +237,8 @@ def stream_text(
     """
     tokenizer = load_tokenizer(tokenizer)
     ends = tokenizer.stops if end is None else (end,)
-    text = _Text(tokenizer, stop_strings, ends)
     ids = [_encoded(tokenizer, prompt, ends)]
+    text = _Text(tokenizer, stop_strings, ends, ids[0])
     for drawn in stream(model, ids, max_new_tokens, stop=ends, **options):
         yield text.push(int(drawn[0]))
         if text.done:
@@ -270,8 +271,8 @@ def generate_text(
         raise TypeError("generate_text: prompts must be a list of strings, not one string")
     tokenizer = load_tokenizer(tokenizer)
     ends = tokenizer.stops if end is None else (end,)
-    texts = [_Text(tokenizer, stop_strings, ends) for _ in prompts]
     ids = [_encoded(tokenizer, p, ends) if isinstance(p, str) else p for p in prompts]
+    texts = [_Text(tokenizer, stop_strings, ends, row) for row in ids]
     for drawn in stream(model, ids, max_new_tokens, stop=ends, **options):
         for text, token in zip(texts, drawn):
             text.push(int(token))
@@ -287,18 +288,31 @@ def _encoded(tokenizer: Tokenizer, prompt: str, ends: tuple[int, ...]) -> list[i
 
 
 class _Text:
-    """The text of one row as its tokens come."""
+    """The text of one row as its tokens come. They are decoded behind the prompt's last character:
+    the decoder of many tokenizers drops a space at the beginning."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_strings: Sequence[str], ends: tuple[int, ...]
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        ends: tuple[int, ...],
+        prompt: Sequence[int],
     ) -> None:
         if isinstance(stop_strings, str) or not all(stop_strings):
             raise ValueError(
                 f"stop_strings must be a list of strings that are not empty, not {stop_strings!r}"
             )
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stop_strings), ends
+        self.prompt = prompt
         self.tokens: list[int] = []
         self.text, self.shown, self.done = "", 0, False
+
+    @functools.cached_property
+    def before(self) -> list[int]:
+        """The last tokens of the prompt that are a text: a character has four of them at most."""
+        last = ([int(i) for i in self.prompt[-n:]] for n in range(1, 5))
+        ends = ((ids, self.tokenizer.decode(ids)[-1:]) for ids in last)
+        return next((ids for ids, end in ends if end not in ("", "\ufffd")), [])
 
     def push(self, token: int) -> str:
         """The text that this token adds, in whole characters."""
@@ -306,7 +320,8 @@ class _Text:
             self.done = True
             return ""
         self.tokens.append(token)
-        self.text = self.tokenizer.decode(self.tokens)
+        start = len(self.tokenizer.decode(self.before))
+        self.text = self.tokenizer.decode(self.before + self.tokens)[start:]
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True

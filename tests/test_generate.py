@@ -9,6 +9,7 @@ import shutil
 import generate
 import numpy as np
 import pytest
+import tokenizers
 from harness import device_of, live_bytes, naming
 from harness import small_pythia as model_of
 
@@ -388,6 +389,30 @@ def test_stop_strings(says, stops, chunks, text, monkeypatch):
     assert [chunk for chunk in got if chunk] == chunks
     whole = generation.generate_text(None, Letters(), ["x"], 9, stop_strings=stops, end=26)
     assert whole == [text]
+
+
+@pytest.mark.parametrize("prompt", ["the cat", "", "the caf\xe9"])
+def test_text_has_the_space_that_its_tokenizer_drops_at_a_beginning(monkeypatch, prompt):
+    """As that of Llama, and one whose tokens are words."""
+    corpus, pre, decoders = ["the cat sat "] * 9, tokenizers.pre_tokenizers, tokenizers.decoders
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    pieces.pre_tokenizer = pre.Metaspace(prepend_scheme="always")
+    strip = decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    pieces.decoder = decoders.Sequence([decoders.ByteFallback(), *strip])
+    names = ["<end>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=names)
+    pieces.train_from_iterator(corpus, trainer)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="?"))
+    words.pre_tokenizer = pre.WhitespaceSplit()
+    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["<end>", "?"])
+    words.train_from_iterator(corpus, trainer)
+    for made in pieces, words:
+        tokenizer = ndl.data.load_tokenizer(made, "<end>")
+        drawn = tokenizer.encode("sat the cat").ids
+        monkeypatch.setattr(generation, "stream", lambda *args, **more: iter([[i] for i in drawn]))
+        text = " sat the cat"[not prompt :]
+        assert "".join(generation.stream_text(None, tokenizer, prompt, 9)) == text
+        assert generation.generate_text(None, tokenizer, [prompt], 9) == [text]
 
 
 def test_token_0_ends_a_text(monkeypatch):
