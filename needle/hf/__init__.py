@@ -167,6 +167,18 @@ def refuse_run(folder: Path) -> None:
             raise FileError(f"{folder}: is the folder of a run, or in one: choose another")
 
 
+def mapping_of(model_class: type, config: Any) -> Any:
+    """Returns the weight_mapping of a model. ValueError for one that transformers cannot compute."""
+    mapping = getattr(model_class, "weight_mapping", None)
+    if mapping is None:
+        raise ValueError(
+            f"save_pretrained: a {model_class.__name__} has no weight_mapping, the names that "
+            "transformers gives its fields and tensors; save it with save_checkpoint"
+        )
+    mapping.config_to_hf(config)
+    return mapping
+
+
 def save(
     model: Any, folder: str | os.PathLike, tokenizer: Any = None, shard_size: int = SHARD_SIZE
 ) -> list[Path]:
@@ -178,14 +190,8 @@ def save(
     FileError where a file cannot be, and for the folder of a run.
     """
     folder, config = named(folder), model.config
-    mapping = getattr(type(model), "weight_mapping", None)
-    if mapping is None:
-        raise ValueError(
-            f"save_pretrained: a {type(model).__name__} has no weight_mapping, the names that "
-            "transformers gives its fields and tensors; save it with save_checkpoint"
-        )
+    mapping = mapping_of(type(model), config)
     refuse_run(folder)
-    mapping.config_to_hf(config)  # refuses before anything is read or written
     if wrong := config.misfits(model):
         raise ValueError(
             "save_pretrained: the model is not what its configuration makes, and transformers "

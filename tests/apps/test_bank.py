@@ -143,6 +143,11 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
             assert made(parent, folder, name, *more) == 1
             assert says in capsys.readouterr().err
     assert not (tmp_path / "runs" / "new").exists()
+    config = parent.folder / "config.json"
+    written = config.read_text()
+    config.write_text(written.replace('"dtype"', '"attention_only": true, "dtype"'))
+    assert made(parent, edits, "new") == 1 and "has no MLPs" in capsys.readouterr().err
+    config.write_text(written)
     wrong = [["--part", text] for text in ("0/2", "3/2", "1", "x")]
     for more in *wrong, ["--edit", edits / "a.toml"], ["--launch", "mpirun"]:
         with pytest.raises(SystemExit, match="2"):

@@ -126,6 +126,14 @@ def test_example_of_the_page_is_read(tmp_path):
     assert "--keep-optimizer" not in suite.read_suite(tmp_path / "x.toml")["wide"]
 
 
+def test_commands_of_the_page_are_words_for_a_shell(listed, tmp_path):
+    listed.write_text(listed.read_text().split("[[model]]")[0] + "[[model]]\nname = 'a b'\n")
+    assert suite.main([str(listed)]) == 0
+    text = (tmp_path / "pair" / "README.md").read_text()
+    assert "\n    needle verify 'runs/a b' --steps 4:5 --data DATA\n" in text
+    assert "| [a b](models/a%20b) |" in text
+
+
 def test_page_names_the_repository_unless_it_is_a_path(monkeypatch):
     for origin, told in ("https://x.org/needle", "https://x.org/needle"), ("/x/y", "REPOSITORY"):
         monkeypatch.setattr(suite, "git", lambda *words, origin=origin: origin)
@@ -143,6 +151,7 @@ def test_bad_lists_are_named(tmp_path, listed, capsys):
         (text + "warmup = 10", "pair.toml: model long: --warmup 10: "),
         (text + "data = 'none.txt'", "pair.toml: model long: "),
         (text + "tokenizer = 'none.json'", "pair.toml: model long: "),
+        (text + "no_mlp = true", "pair.toml: model long: save_pretrained: this model has no MLPs"),
     ):
         listed.write_text(content)
         assert suite.main([str(listed)]) == 1
@@ -157,3 +166,8 @@ def test_bad_lists_are_named(tmp_path, listed, capsys):
         err = capsys.readouterr().err
         assert says in err and re.search(r"pair.toml: model (long|../x)$", err, re.M)
     assert not (tmp_path / "pair").exists()
+    listed.rename(tmp_path / "pair")
+    with pytest.raises(SystemExit, match="2"):
+        suite.main([str(tmp_path / "pair")])
+    assert "--out: " in capsys.readouterr().err and suite.main(["."]) == 1
+    assert ".: cannot be read: Is a directory" in capsys.readouterr().err

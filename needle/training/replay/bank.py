@@ -27,7 +27,7 @@ from needle.data.edits import read_edits
 from needle.distributed.group import visible_gpus
 from needle.files import Lock, printable, read_json, replace_text
 from needle.processes import unwound_by_sigterm
-from needle.training.folder import check_free
+from needle.training.folder import check_free, described_config
 from needle.training.replay import replays
 from needle.training.replay.proofs import differing
 from needle.training.replay.replays import CONTROL, Replay, check, finish, make_folder, planned
@@ -41,6 +41,8 @@ def describe(base: Replay, folder: Path, bank: Path) -> dict[str, Any]:
     """Return what bank.json holds. base: without edits. DataError for edits that name nothing, and
     where there is a run, or a bank of another run or of other edits."""
     check_free(bank)
+    config = described_config(Path(base.parent) / "config.json")
+    hf.mapping_of(config.model_class, config)  # of models that transformers opens
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise DataError(f"{folder}: there is no file of edits (*.toml) in it")

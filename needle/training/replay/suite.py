@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from needle import hf
 from needle.backend_ndarray import choose_device, cpu
@@ -50,7 +52,8 @@ def check(name: str, flags: list[str], out: Path) -> int:
     check_new(given)
     settings = complete(given, not choose_device(given.device).is_host, given.gpus or 1)
     if given.init is None:
-        model_config(settings)
+        config = model_config(settings)
+        hf.mapping_of(config.model_class, config)  # of a model that transformers opens
     if settings.tokenizer is not None:
         load_tokenizer(settings.tokenizer)
     if given.data is not None and is_text(given.data):
@@ -145,10 +148,11 @@ def page(title: str, runs: dict[str, SavedRun]) -> str:
     rows, commands = [], []
     for name, run in runs.items():
         facts, steps = facts_of(run), whole_steps(run.folder)
-        cells = [f"[{name}](models/{name})", *(facts[key] for key in keys)]
+        cells = [f"[{name}]({quote(f'models/{name}')})", *(facts[key] for key in keys)]
         rows.append(f"| {' | '.join(cells)} |")
         interval = f"{steps[-2]}:{steps[-1]}"
-        commands.append(f"    needle verify runs/{name} --steps {interval} --data DATA")
+        run_folder = shlex.quote(f"runs/{name}")
+        commands.append(f"    needle verify {run_folder} --steps {interval} --data DATA")
     origin = git("remote", "get-url", "origin")
     origin = origin if ":" in origin else "REPOSITORY"  # no path of this machine
     texts = {"rows": "\n".join(rows), "commands": "\n".join(commands)}
@@ -168,9 +172,12 @@ def parser() -> argparse.ArgumentParser:
 
 @reporting("needle suite")
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    out = (args.out or args.file.with_suffix("")).resolve()
+    top = parser()
+    args = top.parse_args(argv)
     models, steps, runs = read_suite(args.file), {}, {}
+    if args.out is None and not args.file.suffix:
+        top.error(f"--out: {args.file} has no suffix to leave out: name a folder")
+    out = (args.out or args.file.with_suffix("")).resolve()
 
     def begin(name: str) -> None:
         steps[name] = check(name, models[name], out)
