@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_type_hints
 
 from needle import models
 from needle.backend_ndarray import check_device_name
@@ -430,12 +430,17 @@ def check_new(given: Settings) -> None:
     _need(given, "window", "sparse")
     _need(given, "keep_optimizer", "keep")
     if given.config and given.model:
-        _parser().error("argument --config: not allowed with argument --model")
+        refuse_flag("config", "not allowed with argument --model")
 
 
 def _need(settings: Settings, name: str, needed: str) -> None:
     if getattr(settings, name) and not getattr(settings, needed):
-        _parser().error(f"argument {option(name)}: needs {option(needed)}")
+        refuse_flag(name, f"needs {option(needed)}")
+
+
+def refuse_flag(name: str, reason: str) -> NoReturn:
+    """End the program with exit code 2, for the flag of a setting."""
+    _parser().error(f"argument {option(name)}: {reason}")
 
 
 # ---- a new run ---------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def here(monkeypatch):
     """Replays train in this process."""
 
     def train(folder, launch, flags, quiet=True):
-        return train_pythia.main([*again(folder), *flags])
+        return train_pythia.main([*flags, *again(folder)])
 
     def become_training(folder, launch, flags):
         raise SystemExit(train(folder, launch, flags))

@@ -149,7 +149,7 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
     assert made(parent, edits, "new") == 1 and "has no MLPs" in capsys.readouterr().err
     config.write_text(written)
     wrong = [["--part", text] for text in ("0/2", "3/2", "1", "x")]
-    for more in *wrong, ["--edit", edits / "a.toml"], ["--launch", "mpirun"]:
+    for more in *wrong, ["--resume", "auto"], ["--edit", edits / "a.toml"], ["--launch", "mpirun"]:
         with pytest.raises(SystemExit, match="2"):
             made(parent, edits, "new", *more)
     with pytest.raises(SystemExit, match="2"):

@@ -416,6 +416,9 @@ def test_replay_with_edits_is_verified_with_them(folder, verdicts):
     code, wrong, told = verdicts(verify_folder)
     assert (code, wrong) == (0, {}) and told["steps 3 to 4"]["text"].startswith("2 line(s), 2")
     assert verdicts(verify_folder, "--full")[:2] == (0, {})
+    shutil.copytree(verify_folder, bare := folder.parent / "bare")
+    shutil.rmtree(bare / "checkpoints")  # as of a bank's replay
+    assert verdicts(bare)[0] == 4 and verdicts(bare, "--full")[:2] == (0, {})
     file = verify_folder / "replay.json"
     file.write_text(file.read_text().replace("0.5", "0.25"))
     code, wrong, _ = verdicts(verify_folder)
@@ -438,9 +441,11 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
         with naming(words):
             found, err, _ = verdicts(folder, *words)
             assert found == code and (says is None or re.search(says, " ".join(err.split()))), err
-    for words in (["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"]):
+    for words in (["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"],
+                  ["--name", "b"], ["--out", "x"], ["--resume", "auto"]):  # fmt: skip
         with naming(words), pytest.raises(SystemExit, match="2"):
             verify.main([str(folder), *words])
+    assert verdicts(folder, "--steps", "0:2", "--out", "runs")[:2] == (0, {})
     assert "none/config.json: cannot be read" in verdicts(tmp_path / "none")[1]
     (folder / "manifest.json").write_text("{")
     assert "manifest.json: no JSON" in verdicts(folder)[1]

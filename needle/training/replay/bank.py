@@ -32,7 +32,7 @@ from needle.training.replay import replays
 from needle.training.replay.proofs import differing
 from needle.training.replay.replays import CONTROL, Replay, check, finish, make_folder, planned
 from needle.training.saved_run import open_run
-from needle.training.settings import parse, run_name
+from needle.training.settings import run_name
 
 # ---- the files of a bank -----------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = ("part", "jobs") if args.edits is None else ("edit", "launch")
     if given := [f"--{name}" for name in others if getattr(args, name)]:
         top.error(f"{', '.join(given)}: {'needs' if args.edits is None else 'not with'} --edits")
-    parse(["--resume", str(args.run), *flags])  # --import registers the run's model here too
+    replays.passed_on(flags)  # --import registers the run's model here too
     place = args.run.resolve()  # "." has no name
     out = args.out or place.parent
     if args.edits is None:

@@ -189,7 +189,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 def noise_floor(run: SavedRun, flags: Sequence[str]) -> Row:
     """Measure how far a repetition differs: train some steps of a run again, of a replay with edits
     those of its parent. RuntimeError where that fails."""
-    replay = read_replay(run.folder, max(whole_steps(run.folder)))
+    replay = read_replay(run.folder)
     if replay is not None and replay.edits:
         run = open_run(replay.parent)
     last = int(max(run.metrics["step"], default=0))

@@ -55,6 +55,7 @@ from needle.training.folder import (
     read_settings,
 )
 from needle.training.replay.proofs import Log, differing, to_text
+from needle.training.settings import Settings, parse, refuse_flag
 
 CONTROL = 20  # steps that are repeated without edits before a replay
 # By slot of the optimizer, or `weights`, before the names of parameters in a checkpoint.
@@ -159,9 +160,9 @@ def _write(buffer: NDArray, start: int, at: int, value: np.ndarray) -> None:
 # ---- the folder of a replay --------------------------------------------------------------------
 
 
-def read_replay(folder: Path, step: int) -> Replay | None:
-    """Return what makes the run in a folder a replay; None of any other run. step: steps done.
-    DataError where the folder was not made whole."""
+def read_replay(folder: Path, step: int | None = None) -> Replay | None:
+    """Return what makes the run in a folder a replay; None of any other run. step: steps done, from
+    where it is to go on. DataError where it cannot, as in a folder that was not made whole."""
     file = folder / "replay.json"
     try:
         replay = Replay(**read_json(file))
@@ -169,7 +170,7 @@ def read_replay(folder: Path, step: int) -> Replay | None:
         return None
     except TypeError as error:
         raise DataError(f"{file}: not of a replay: {error}") from error
-    if step < replay.base:
+    if step is not None and step < replay.base:
         raise DataError(
             f"{folder}: a replay that lacks its first checkpoint: remove it, begin again"
         )
@@ -196,7 +197,7 @@ def planned(parent: Path, start: int, steps: int | None, edits: list[dict]) -> R
             f"--steps {steps}: the {settings['schedule']} schedule of {parent} ends at step "
             f"{last}: give {last - start} or less"
         )
-    if (of := read_replay(parent, last)) is not None and of.edits:
+    if (of := read_replay(parent)) is not None and of.edits:
         raise DataError(f"{parent}: a replay with edits: replay {of.parent}, with all edits")
     base = max(step for step in whole_steps(parent) if step <= start)
     manifest = None
@@ -242,11 +243,21 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
 # ---- the training of a replay -------------------------------------------------------------------
 
 
+def passed_on(flags: Sequence[str]) -> Settings:
+    """Parse flags of needle train with which a run is trained again. One that names another folder
+    ends the program with exit code 2."""
+    given = parse(flags)
+    for name in ("resume", "out", "name"):
+        if getattr(given, name) != getattr(Settings, name):
+            refuse_flag(name, "the steps are trained in a folder of their own")
+    return given
+
+
 def training(folder: Path, launch: str, flags: Sequence[str]) -> list[str]:
     """Return the command that trains the run in a folder to its end, as `needle train --resume
     auto`. launch: the words before it, as "mpirun -n 2"."""
     program = [*shlex.split(launch), sys.executable, str(find("apps/train_pythia.py"))]
-    return [*program, *again(folder), *flags]
+    return [*program, *flags, *again(folder)]
 
 
 def train(folder: Path, launch: str, flags: Sequence[str], quiet: bool) -> int:

@@ -25,9 +25,9 @@ from needle.safetensors import read_header
 from needle.training.folder import check_state, described_config, read_description, read_settings
 from needle.training.log import clock
 from needle.training.replay import proofs
-from needle.training.replay.replays import Replay, read_replay, trained
+from needle.training.replay.replays import Replay, passed_on, read_replay, trained
 from needle.training.run import products_of
-from needle.training.settings import FREE, Settings, parse, word
+from needle.training.settings import FREE, Settings, word
 
 EQUAL, DIFFERS, UNDECIDED = "equal", "differs", "undecided"
 CODES = {DIFFERS: 3, UNDECIDED: 4, EQUAL: 0}  # exit codes; the first that occurs counts
@@ -64,7 +64,7 @@ class Claims:
         self.states: dict[int, dict[str, Any]] = {}  # of whole checkpoints, each of its step
         self.compared: set[int] = set()  # their steps, and those of damaged ones
         self.good = {0}  # steps from which a repetition can begin
-        self.replay = read_replay(folder, max(self.files, default=0))
+        self.replay = read_replay(folder)
         fixed = self.settings.get("schedule") != "constant"  # else a run may go on
         self.until = self.settings["steps"] if fixed else max(self.lines, default=0)
         if not self.description.get("data"):
@@ -374,7 +374,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parser().parse_known_args(argv)
     args.seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
-    claims = Claims(args.run, parse(["--resume", str(args.run), *flags]))
+    claims = Claims(args.run, passed_on(flags))
     intervals = intervals_of(claims, args)
     line = claims.lines.get(max(claims.lines, default=0), {})
     count = sum(last - first for first, last in intervals)
