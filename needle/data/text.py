@@ -10,7 +10,9 @@ bounded by GROUP and the longest line of JSON, whatever a packed file unpacks to
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -222,15 +224,21 @@ def _groups(parts: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 def token_bytes(tokenizer: Any) -> np.ndarray:
     """int32 (V,): how many bytes of text each id stands for; 0 for special tokens. Bits per byte of
     a text are the sum of its losses over ln 2 and the sum of these."""
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     lengths = np.zeros(max(vocabulary.values()) + 1, np.int32)
     alphabet = set(tokenizers_package().pre_tokenizers.ByteLevel.alphabet())
-    is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
+    decoder = repr(tokenizer.decoder)
+    size = lambda ids: len(tokenizer.decode(ids).encode())
+    # Decoders drop a space at the beginning of a text: a token is decoded behind another one.
+    plain = (i for i in sorted(vocabulary.values()) if tokenizer.decode([i]).isalnum())
+    before = [] if tokenizer.decoder is None else [*itertools.islice(plain, 1)]
     for token, index in vocabulary.items():
-        if is_byte_level and alphabet.issuperset(token):
+        if index in added:
+            lengths[index] = 0 if added[index].special else len(token.encode())
+        elif "ByteLevel" in decoder and alphabet.issuperset(token):
             lengths[index] = len(token)  # in the byte-level alphabet a character is a byte
+        elif "ByteFallback" in decoder and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            lengths[index] = 1
         else:
-            lengths[index] = len(tokenizer.decode([index]).encode())
-    for index in tokenizer.get_added_tokens_decoder():
-        lengths[index] = 0
+            lengths[index] = size([*before, index]) - size(before)
     return lengths

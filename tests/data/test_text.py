@@ -134,3 +134,25 @@ def test_tokens_that_were_added_count_and_stand_for_no_bytes(tmp_path):
     made.add_special_tokens(["<sep>", "<pad>"])
     assert id_limit(made) == 7
     np.testing.assert_array_equal(text.token_bytes(made), [1, 3, 5, 6, 5, 0, 0])
+
+
+def test_bytes_of_tokens_are_those_of_the_text(tokenizer):
+    """Spaces that a decoder drops at a beginning, bytes of a character, and added tokens, of which
+    GPT-NeoX's tokenizer has runs of spaces."""
+    said, decoders = "the cat  caf\xe9 the", tokenizers.decoders
+    names = [*(f"<0x{i:02X}>" for i in range(256)), *"theca", "\u2581", "\u2581t"]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    merges = [("\u2581", "t")]
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True)
+    pieces = tokenizers.Tokenizer(model)
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    strip = decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    pieces.decoder = decoders.Sequence([decoders.ByteFallback(), *strip])
+    ids = pieces.encode(said).ids
+    assert text.token_bytes(pieces)[ids].sum() == len(f" {said}".encode())
+    spaces = tokenizers.Tokenizer.from_file(str(tokenizer))
+    spaces.add_tokens(["  ", "\xe9"])
+    spaces.add_special_tokens(["<sep>"])
+    ids = spaces.encode(f"{said}<sep>").ids
+    assert spaces.token_to_id("  ") in ids
+    assert text.token_bytes(spaces)[ids].sum() == len(said.encode())
