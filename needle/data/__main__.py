@@ -21,7 +21,7 @@ from needle.data.text import documents, tokenise
 from needle.data.tokenizer import id_limit, load_tokenizer
 from needle.data.tokens import DataError, Documents, to_ids
 from needle.files import named, naming, printable, replacing
-from needle.processes import program
+from needle.processes import program, unwound_by_sigterm
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, in 64 stretches spread over the file
 
@@ -171,6 +171,7 @@ def show_step(args: argparse.Namespace) -> None:
 
 
 @reporting("needle data")
+@unwound_by_sigterm()
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.command == "prepare":

@@ -1,6 +1,8 @@
 """python -m needle data: prepare, inspect, view, as the shell meets them."""
 
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -55,6 +57,10 @@ def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
             assert said in capsys.readouterr().err
         found = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
         assert found == there
+    monkeypatch.setattr(megatron, "write_index", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit, match="143"):
+        run(tmp_path, inputs, "y")
+    assert {*tmp_path.rglob("*")} == {*there}
 
 
 def test_inspect(tmp_path, inputs, capsys):
