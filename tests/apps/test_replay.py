@@ -249,6 +249,14 @@ def test_weights_may_be_edited_before_the_first_step(tmp_path, parent):
     assert found == pytest.approx(parent.model(4)(inputs, targets)[1].item(), rel=1e-6)
 
 
+def test_weights_of_a_run_are_those_that_it_had_when_the_replay_began(tmp_path, parent):
+    other = checkpoint_of(tmp_path, "other", 1)
+    ndl.save_checkpoint(parent.model(2), None, 0, 1.0, other)
+    edit = {"do": "weights", "from": str(other.parent.parent), "parts": "*"}
+    replay, _ = replays.check(replays.planned(parent.folder, 2, None, [edit]))
+    assert replay.edits == [{**edit, "from": str(other)}]
+
+
 def test_errors_are_named_and_leave_nothing(tmp_path, parent):
     (tmp_path / "bad.toml").write_text("[[edit]]\ndo = 'lose'\n")
     weights = str(ndl.save_checkpoint(parent.model(), None, 0, 1.0, tmp_path / "w.safetensors"))

@@ -325,7 +325,8 @@ def refuse(parent: str, found: dict[int, dict[str, tuple[Any, Any]]]) -> None:
 
 def check(replay: Replay) -> tuple[Replay, list[str]]:
     """Find the places of the edits. Return the replay that names them, and the plan in lines.
-    DataError for an edit that names nothing."""
+    DataError for an edit that names nothing. A run that an edit names becomes its newest checkpoint
+    now: the run may go on."""
     parent = Path(replay.parent)
     data, batches, settings = open_run_data(parent)
     if replay.base:  # its position knows the order of the data
@@ -335,13 +336,15 @@ def check(replay: Replay) -> tuple[Replay, list[str]]:
     model = described_config(parent / "config.json").meta_model(cpu())
     sizes = {name: p.size for name, p in model.named_parameters()}
     lines = edits.describe()
-    for edit in edits.checked:
+    file = lambda edit: {"from": str(find_checkpoint(edit["from"]).path)} if "from" in edit else {}
+    checked = [edit | file(edit) for edit in edits.checked]
+    for edit in checked:
         values = values_of(edit, sizes)
         if edit["do"] in TRAINING:
             says, count = [f"{key} {edit[key]}" for key in edit if key != "do"], len(values) // 2
             says += [f"{count} parameters, before step {replay.start + 1}"] if count else []
             lines.append(f"{edit['do']}: {', '.join(says)}")
-    return dataclasses.replace(replay, edits=edits.checked), lines
+    return dataclasses.replace(replay, edits=checked), lines
 
 
 def begun(
