@@ -164,8 +164,10 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, c
     other = flags(tmp_path, tokens, "c", "--hidden 16")
     assert train_pythia.main(other) == 0
     a, b, c = (tmp_path / "runs" / name for name in "abc")
+    (c / "metrics.jsonl").unlink()
     for words, code, says in (
         ([a, c], 1, "c: its model has another shape than"),
+        ([c], 1, "c/metrics.jsonl: no line of a step: --no-floor"),
         ([a, b, "--every", 5], 1, "no step whose weights all runs have"),
         ([tmp_path / "none"], 1, "none: no run"),
         ([], 2, "give the folders of runs, or a bank by --edits"),

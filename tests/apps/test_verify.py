@@ -441,7 +441,7 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
         with naming(words):
             found, err, _ = verdicts(folder, *words)
             assert found == code and (says is None or re.search(says, " ".join(err.split()))), err
-    for words in (["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"],
+    for words in (["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"], ["--launch", "'"],
                   ["--name", "b"], ["--out", "x"], ["--resume", "auto"]):  # fmt: skip
         with naming(words), pytest.raises(SystemExit, match="2"):
             verify.main([str(folder), *words])

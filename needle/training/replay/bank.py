@@ -30,7 +30,15 @@ from needle.processes import unwound_by_sigterm
 from needle.training.folder import check_free, described_config
 from needle.training.replay import replays
 from needle.training.replay.proofs import differing
-from needle.training.replay.replays import CONTROL, Replay, check, finish, make_folder, planned
+from needle.training.replay.replays import (
+    CONTROL,
+    Replay,
+    check,
+    finish,
+    launcher,
+    make_folder,
+    planned,
+)
 from needle.training.saved_run import open_run
 from needle.training.settings import run_name
 
@@ -144,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=whole(1), metavar="N", help="to train (default: to the end)")
     add("--name", type=run_name, help="of the new folder (default: RUN-replay, RUN-bank)")
     add("--out", type=path, help="where it is written (default: beside RUN)")
-    add("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
+    add("--launch", type=launcher, default="", metavar="WORDS", help='as "mpirun -n 2", before it')
     add("--dry-run", action="store_true", help="check the edits and print the plan")
     text = f"do not repeat up to {CONTROL} steps without edits first"
     add("--no-control", action="store_true", help=text)

@@ -193,6 +193,8 @@ def noise_floor(run: SavedRun, flags: Sequence[str]) -> Row:
     if replay is not None and replay.edits:
         run = open_run(replay.parent)
     last = int(max(run.metrics["step"], default=0))
+    if last == 0:
+        raise DataError(f"{run.folder / 'metrics.jsonl'}: no line of a step: --no-floor")
     start = max(step for step in whole_steps(run.folder) if step == 0 or step + CONTROL <= last)
     again = planned(run.folder, start, min(CONTROL, last - start), [])
     with trained(again, "", flags) as (_, wrong):

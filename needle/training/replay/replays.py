@@ -36,7 +36,7 @@ from needle.checkpoint import (
     list_checkpoints,
     step_of,
 )
-from needle.command import find
+from needle.command import argument_type, find
 from needle.data import Batches, DataError, TokenData
 from needle.data.edited import Edits
 from needle.data.edits import TRAINING
@@ -251,6 +251,13 @@ def passed_on(flags: Sequence[str]) -> Settings:
         if getattr(given, name) != getattr(Settings, name):
             refuse_flag(name, "the steps are trained in a folder of their own")
     return given
+
+
+@argument_type
+def launcher(text: str) -> str:
+    """The type of --launch."""
+    shlex.split(text)  # a ValueError for a quotation that does not close
+    return text
 
 
 def training(folder: Path, launch: str, flags: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from needle.safetensors import read_header
 from needle.training.folder import check_state, described_config, read_description, read_settings
 from needle.training.log import clock
 from needle.training.replay import proofs
-from needle.training.replay.replays import Replay, passed_on, read_replay, trained
+from needle.training.replay.replays import Replay, launcher, passed_on, read_replay, trained
 from needle.training.run import products_of
 from needle.training.settings import FREE, Settings, word
 
@@ -365,7 +365,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=whole(0), metavar="S", help="of --sample (default: random)")
     add("--json", type=path, metavar="FILE", help="write plan and verdicts")
     add("--dry-run", action="store_true", help="print the plan and its price")
-    add("--launch", default="", metavar="WORDS", help='as "mpirun -n 2", before it')
+    add("--launch", type=launcher, default="", metavar="WORDS", help='as "mpirun -n 2", before it')
     return top
 
 
