@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -29,10 +30,11 @@ from needle.data.readers import open_tokens
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Ranks
 from needle.distributed.tree import own_micro_batches
-from needle.files import Lock, described, printable, replace_text
+from needle.files import Lock, described, printable, reading, replace_text
 from needle.models import Config
 from needle.ops import ring_chunks
 from needle.processes import command_line, silence
+from needle.safetensors import read_header
 from needle.training import settings as flags
 from needle.training.evaluate import load_model
 from needle.training.folder import again
@@ -194,7 +196,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
     if run.step > 0 and run.saved == 0:  # a run of no finished step leaves its name to another
         write_description(run)
     beat()
-    forever = lambda step: is_kept(run.settings, step)
+    forever = lambda step: is_kept(run.settings, step) or was_kept(checkpoint_path(folder, step))
     prune_checkpoints(folder, run.step, forever=forever, following=finite_steps_after(run))
 
 
@@ -203,6 +205,17 @@ def is_kept(settings: Settings, step: int) -> bool:
     if settings.keep_optimizer and keeps(settings.keep)(step):
         return True
     return settings.recipe is not None and keeps(flags.PUBLISHED)(step)
+
+
+@functools.cache
+def was_kept(path: Path) -> bool:
+    """True if a checkpoint is kept for good by the settings in it. A resumed run may have others."""
+    try:
+        with reading(path) as file:
+            settings = json.loads(read_header(file)[0]["state"])["settings"]
+        return is_kept(flags.from_json(settings, path), step_of(path))
+    except (ValueError, KeyError):  # damaged, or not of a run
+        return False
 
 
 def keeps_weights(settings: Settings, step: int) -> bool:
