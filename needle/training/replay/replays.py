@@ -188,6 +188,8 @@ def planned(parent: Path, start: int, steps: int | None, edits: list[dict]) -> R
     its end. DataError for a step that it does not have."""
     settings = read_settings(parent)
     last, ends = settings["steps"], settings["schedule"] != "constant"
+    if not ends:  # a run may have gone on behind its --steps
+        last = max([last, *Log(parent / "metrics.jsonl").steps])
     until = last if steps is None else start + steps
     if not 0 <= start <= last - (ends or steps is None):
         said = f"has the steps 0 to {last}: take one of 0 to {last - 1}"
