@@ -92,6 +92,9 @@ def model_config(settings: Settings, needed: int | None = None) -> Config:
         config = models.preset(settings.model, **changes)
     else:
         config = models.model_class(family).config_class.from_dict(changes)
+    if settings.seq_len > config.max_seq_len:
+        said = f"the model of --config reads {config.max_seq_len} at most"
+        raise ValueError(f"--seq-len {settings.seq_len}: {said}")
     if needed is not None and needed > config.vocab_size:
         if settings.vocab_size is not None:
             raise ValueError(

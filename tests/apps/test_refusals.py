@@ -68,6 +68,7 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
     train_tokenizer(iter(["return " * 9]), 262).save(str(small))
     wrong, long = tmp_path / "wrong.toml", "a" * 300
     wrong.write_text("hidden_size = 16\nnum_layer = 3\n")
+    (short := tmp_path / "short.toml").write_text("num_heads = 2\nmax_seq_len = 8\n")
     assert train_pythia.main(flags(tmp_path, tokens, "init", steps=1)) == 0
     capsys.readouterr()
     init = f"--init {tmp_path / 'runs' / 'init'}"
@@ -75,6 +76,7 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
     for data, more, said in (
         (texts, "--heads 3", "hidden_size 32 is not a multiple of num_heads 3"),
         (texts, f"--config {wrong}", "PythiaConfig: unknown fields num_layer; there are vocab_si"),
+        (texts, f"--config {short}", "--seq-len 16: the model of --config reads 8 at most"),
         (texts, f"{init} --seq-len 17", "--seq-len 17: .* reads 16 at most"),
         (texts, init, "no tokenizer.json lies with it, and the data is text: give --t"),
         (tokens, f"{init} --layers 2", "its weights say what --layers would change"),
