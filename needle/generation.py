@@ -86,7 +86,7 @@ def stream(
             f"generate: max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}"
         )
     ids, stop = _ids_and_stop(model, input_ids, stop)
-    stops = np.array(list(stop))
+    stops = np.array(list(stop) if np.iterable(stop) else [None])
     if stops.size and stops.dtype.kind not in "iu":
         raise TypeError(f"generate: stop must be a list of token ids, not {stop!r}")
     check_sampling(temperature, top_k, top_p, repetition_penalty)

@@ -22,8 +22,8 @@ def check_sampling(
     """ValueError that says what is allowed."""
     if not (temperature >= 0 and np.isfinite(temperature)):
         raise ValueError(f"temperature must be a number of 0 or more, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be 1 or more, not {top_k}")
+    if top_k is not None and (not isinstance(top_k, (int, np.integer)) or top_k < 1):
+        raise ValueError(f"top_k must be a whole number of 1 or more, not {top_k!r}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
     if not (repetition_penalty > 0 and np.isfinite(repetition_penalty)):

@@ -461,7 +461,7 @@ def test_refusals():
             for name, values in (
                 ("repetition_penalty", (0.0, float("nan"))),
                 ("temperature", (-1.0, float("nan"))),
-                ("top_k", (0,)),
+                ("top_k", (0, 2.5)),
                 ("top_p", (0.0, 1.5)),
             )
             for value in values
@@ -469,6 +469,7 @@ def test_refusals():
         *(([1], {"max_new_tokens": n}, ValueError, f"{counts} {n}") for n in (2.5, -1, None)),
         ("abc", {}, ValueError, "Pythia has no tokenizer, so it takes ids"),
         ([1], {"stop": "a"}, TypeError, stops),
+        ([1], {"stop": 3}, TypeError, stops),
         ([1], {"stop": ["a"]}, TypeError, stops),
         (3, {}, TypeError, "input_ids must be token ids.*not int"),
         (None, {}, TypeError, "input_ids must be token ids.*not NoneType"),
