@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--step", required=True, **count, help=text)
     text = "a tokenizer.json, to show text too (default: the run's own)"
     add("--tokenizer", metavar="PATH", help=text)
+    add("--data", metavar="PATH", help="where its data lie now (default: where they were)")
     add("--rows", **count, help="show the first N sequences (default: all)")
     text = "write the ids there as .npy, (sequences, seq_len + 1), instead"
     add("--save", metavar="FILE", help=text)
@@ -142,7 +143,7 @@ def show_text(path: Path) -> None:
 
 
 def show_step(args: argparse.Namespace) -> None:
-    data, batches, settings = open_run_data(named(args.run))
+    data, batches, settings = open_run_data(named(args.run), args.data)
     if args.tokenizer is not None:
         data.tokenizer = load_tokenizer(args.tokenizer)
     accumulate = settings["micro_batches"]

@@ -60,14 +60,17 @@ def run_batches(data: TokenData, described: dict, vocab_size: int | None = None)
     return Batches(data.train, *sizes, vocab_size)
 
 
-def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
+def open_run_data(
+    folder: str | os.PathLike, data_path: str | None = None
+) -> tuple[TokenData, Batches, dict]:
     """(data, batches, settings) of the run in `folder`; the settings hold the keys above too. The
-    batches of a replay are those with its edits."""
+    batches of a replay are those with its edits. data_path: where the data lie now (default: where
+    they were)."""
     path, replay = Path(folder) / "config.json", Path(folder) / "replay.json"
     config = read_json(path)
     if not (config.get("data") and config.get("settings")):
         raise DataError(f"{path}: not the config.json of a run: it has no data and settings")
-    described = config["data"]
+    described = config["data"] | ({} if data_path is None else {"path": data_path})
     data = run_data(described, Path(folder), described["fingerprint"])
     batches = run_batches(data, described, described["id_limit"])
     if replay.exists():

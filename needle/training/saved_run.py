@@ -20,13 +20,13 @@ from needle.checkpoint import (
     step_of,
     weights_path,
 )
-from needle.data import Tokenizer, load_tokenizer
+from needle.data import DataError, Tokenizer, load_tokenizer
 from needle.data.edits import check_edits, read_edits
 from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import described_config, read_settings
 from needle.training.log import read_lines
-from needle.training.replay.replays import begun, check, finish, planned
+from needle.training.replay.replays import begun, check, finish, passed_on, planned
 
 
 class SavedRun:
@@ -119,13 +119,17 @@ class SavedRun:
         edit: a file of edits, or a list of them (docs/replay.md), whose paths are then relative to
         the current folder; none: the same bits. steps: to train, by default to the end. name: of
         the new run's folder; one of the same replay goes on. flags: of `needle train`, as
-        ["--device", "cpu"]. DataError for edits that name nothing, and where up to 20 steps without
+        ["--device", "cpu"]. DataError for edits that name nothing, for bad flags, and where up to 20 steps without
         edits differ; RuntimeError where the training fails, whose message is on standard error."""
         if isinstance(edit, (str, os.PathLike)):
             edits = read_edits(edit)
         else:
             edits = check_edits(edit, Path.cwd())
-        replay, _ = check(planned(self.folder, operator.index(step), steps, edits))
+        try:
+            given = passed_on(flags)
+        except SystemExit:  # after its message
+            raise DataError(f"flags: {' '.join(flags)}: not of needle train, or not here") from None
+        replay, _ = check(planned(self.folder, operator.index(step), steps, edits), given.data)
         out = self.folder.resolve().parent
         folder, _ = begun(replay, out, name, flags=flags)
         finish(folder, replay.until, flags=flags)

@@ -184,6 +184,22 @@ def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here,
     assert_same_run(tmp_path, "c", "long", step=8)
 
 
+def test_data_that_were_moved_are_named_by_a_flag(tmp_path, tokens, parent, capsys):
+    moved = str(tokens.rename(tmp_path / "moved.npy"))
+    drop = [{"do": "drop", "where": {"step": 3, "row": 0}}]
+    with pytest.raises(DataError, match="tokens.npy: no such file"):
+        parent.replay(2, drop, name="b", flags=CPU)
+    with pytest.raises(DataError, match="flags: --name c: not of needle train, or not here"):
+        parent.replay(2, drop, flags=["--name", "c"])
+    run = parent.replay(2, drop, steps=1, name="b", flags=[*CPU, "--data", moved])
+    assert run.steps == [2, 3]
+    assert command(str(parent.folder), "--from", "2", "--data", moved, "--dry-run") == 0
+    capsys.readouterr()
+    assert data_main.main(["view", str(run.folder), "--step", "3", "--data", moved]) == 0
+    rows, _ = capsys.readouterr().out.split("---- sequence 1")
+    assert all(int(word) < 0 for word in rows.split("---- sequence 0\n")[1].split()[1:])
+
+
 def test_replay_has_the_name_and_the_tokenizer_of_its_parent(tmp_path, texts, here, monkeypatch):
     assert train_pythia.main(flags(tmp_path, texts, "a", EVERY)) == 0
     runs, text = tmp_path / "runs", (tmp_path / "runs" / "a" / "tokenizer.json").read_text()

@@ -45,9 +45,12 @@ from needle.training.settings import run_name
 # ---- the files of a bank -----------------------------------------------------------------------
 
 
-def describe(base: Replay, folder: Path, bank: Path) -> dict[str, Any]:
-    """Return what bank.json holds. base: without edits. DataError for edits that name nothing, and
-    where there is a run, or a bank of another run or of other edits."""
+def describe(
+    base: Replay, folder: Path, bank: Path, data_path: str | None = None
+) -> dict[str, Any]:
+    """Return what bank.json holds. base: without edits; data_path: as of `check`. DataError for
+    edits that name nothing, and where there is a run, or a bank of another run or of other edits.
+    """
     check_free(bank)
     config = described_config(Path(base.parent) / "config.json")
     hf.mapping_of(config.model_class, config)  # of models that transformers opens
@@ -65,7 +68,7 @@ def describe(base: Replay, folder: Path, bank: Path) -> dict[str, Any]:
     for file in files:
         replay = dataclasses.replace(base, edits=read_edits(file))
         try:
-            edits.append(check(replay)[0].edits)
+            edits.append(check(replay, data_path)[0].edits)
         except DataError as error:
             raise DataError(f"{file}: {error}") from error
     return facts | {"edits": edits}
@@ -165,10 +168,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def single(args: argparse.Namespace, out: Path, flags: Sequence[str]) -> None:
+def single(
+    args: argparse.Namespace, out: Path, flags: Sequence[str], data_path: str | None
+) -> None:
     """Make or go on with the replay of a file of edits."""
     edits = [] if args.edit is None else read_edits(args.edit)
-    replay, lines = check(planned(args.run, args.start, args.steps, edits))
+    replay, lines = check(planned(args.run, args.start, args.steps, edits), data_path)
     if more := replay.start - replay.base:
         where = f"the checkpoint of step {replay.base}" if replay.base else "the first model"
         lines.append(f"it begins with {where}: {more:,} steps more, which --keep-optimizer saves")
@@ -190,16 +195,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = ("part", "jobs") if args.edits is None else ("edit", "launch")
     if given := [f"--{name}" for name in others if getattr(args, name)]:
         top.error(f"{', '.join(given)}: {'needs' if args.edits is None else 'not with'} --edits")
-    replays.passed_on(flags)  # --import registers the run's model here too
+    data_path = replays.passed_on(flags).data  # --import registers the run's model here too
     place = args.run.resolve()  # "." has no name
     out = args.out or place.parent
     if args.edits is None:
-        single(args, out, flags)
+        single(args, out, flags, data_path)
         return 0
     args.part, args.jobs = args.part or (1, 1), args.jobs or 1
     bank = out / (args.name or f"{place.name}-bank")
     base = planned(args.run, args.start, args.steps, [])
-    facts = describe(base, args.edits, bank)
+    facts = describe(base, args.edits, bank, data_path)
     edits = facts["edits"]
     text = f"{bank}: {len(edits)} replays from step {base.start} to {base.until}"
     print(printable(text), flush=True)

@@ -332,12 +332,13 @@ def refuse(parent: str, found: dict[int, dict[str, tuple[Any, Any]]]) -> None:
         raise DataError(f"without edits, a replay differs from {parent}: {text}; {more}")
 
 
-def check(replay: Replay) -> tuple[Replay, list[str]]:
+def check(replay: Replay, data_path: str | None = None) -> tuple[Replay, list[str]]:
     """Find the places of the edits. Return the replay that names them, and the plan in lines.
+    data_path: where the data of the parent lie now.
     DataError for an edit that names nothing. A run that an edit names becomes its newest checkpoint
     now: the run may go on."""
     parent = Path(replay.parent)
-    data, batches, settings = open_run_data(parent)
+    data, batches, settings = open_run_data(parent, data_path)
     if replay.base:  # its position knows the order of the data
         file = checkpoint_path(parent / "checkpoints", replay.base)
         batches.seek(Checkpoint(file).state["data"])
