@@ -408,8 +408,8 @@ def test_text_has_the_space_that_its_tokenizer_drops_at_a_beginning(monkeypatch,
     words.train_from_iterator(corpus, trainer)
     for made in pieces, words:
         tokenizer = ndl.data.load_tokenizer(made, "<end>")
-        drawn = tokenizer.encode("sat the cat").ids
-        monkeypatch.setattr(generation, "stream", lambda *args, **more: iter([[i] for i in drawn]))
+        drawn = [[i] for i in tokenizer.encode("sat the cat").ids]
+        monkeypatch.setattr(generation, "stream", lambda *args, d=drawn, **more: iter(d))
         text = " sat the cat"[not prompt :]
         assert "".join(generation.stream_text(None, tokenizer, prompt, 9)) == text
         assert generation.generate_text(None, tokenizer, [prompt], 9) == [text]

@@ -212,7 +212,7 @@ def is_kept(settings: Settings, step: int) -> bool:
 
 @functools.cache
 def was_kept(path: Path) -> bool:
-    """True if a checkpoint is kept for good by the settings in it. A resumed run may have others."""
+    """True if the settings in a checkpoint keep it for good. Those of the run may be others."""
     try:
         with reading(path) as file:
             settings = json.loads(read_header(file)[0]["state"])["settings"]

@@ -119,8 +119,9 @@ class SavedRun:
         edit: a file of edits, or a list of them (docs/replay.md), whose paths are then relative to
         the current folder; none: the same bits. steps: to train, by default to the end. name: of
         the new run's folder; one of the same replay goes on. flags: of `needle train`, as
-        ["--device", "cpu"]. DataError for edits that name nothing, for bad flags, and where up to 20 steps without
-        edits differ; RuntimeError where the training fails, whose message is on standard error."""
+        ["--device", "cpu"]. DataError for edits that name nothing, for bad flags, and where up to
+        20 steps without edits differ; RuntimeError where the training fails, whose message is on
+        standard error."""
         if isinstance(edit, (str, os.PathLike)):
             edits = read_edits(edit)
         else:

@@ -441,8 +441,9 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
         with naming(words):
             found, err, _ = verdicts(folder, *words)
             assert found == code and (says is None or re.search(says, " ".join(err.split()))), err
-    for words in (["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"], ["--launch", "'"],
-                  ["--name", "b"], ["--out", "x"], ["--resume", "auto"]):  # fmt: skip
+    wrong = [["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"]]
+    wrong += [["--launch", "'"], ["--name", "b"], ["--out", "x"], ["--resume", "auto"]]
+    for words in wrong:
         with naming(words), pytest.raises(SystemExit, match="2"):
             verify.main([str(folder), *words])
     assert verdicts(folder, "--steps", "0:2", "--out", "runs")[:2] == (0, {})
