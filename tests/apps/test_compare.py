@@ -123,6 +123,12 @@ def test_floor_is_of_the_last_steps_that_a_checkpoint_precedes(runs, probe, caps
     assert found["floor"][0]["text"] == "steps 5 to 6 again: 0, equal bits"
 
 
+def test_data_that_were_moved_are_named_by_a_flag(tmp_path, tokens, runs, probe, capsys):
+    moved = tokens.rename(tmp_path / "moved.npy")
+    found = compared(capsys, runs[0].folder, "--probe", probe[0], "--data", moved)
+    assert found["floor"][0]["text"] == "steps 1 to 6 again: 0, equal bits"
+
+
 def test_floor_is_that_of_a_run_which_does_not_repeat(runs, probe, capsys):
     retell(runs[0].folder, 3, loss=runs[0].metrics["loss"][2] - 0.5)
     found = compared(capsys, runs[1].folder, runs[0].folder, "--probe", probe[0])

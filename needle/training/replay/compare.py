@@ -17,7 +17,7 @@ import numpy as np
 from needle import models, nn
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import Device, NDArray, choose_device, full
-from needle.command import Parser, flag_words, path, reporting, whole
+from needle.command import Parser, flag_words, path, path_name, reporting, whole
 from needle.data import DataError, open_run_data
 from needle.data.readers import read_documents
 from needle.files import read_json, replace_text
@@ -100,13 +100,14 @@ def distances(model: models.LanguageModel, reference: models.LanguageModel) -> I
 # ---- a bank ------------------------------------------------------------------------------------
 
 
-def effects(bank: Path, probe: Path, device: Device) -> Iterator[Row]:
+def effects(bank: Path, probe: Path, device: Device, data_path: str | None = None) -> Iterator[Row]:
     """Yield the effect of each file of edits on each document of a probe, the largest first, then
-    the rank correlation of effects and predictions, by document."""
+    the rank correlation of effects and predictions, by document. data_path: where the data of the
+    run lie now."""
     facts, base = read_json(bank / "bank.json"), open_run(bank / "runs" / "base")
     texts = read_documents(probe, base.tokenizer, base.config.vocab_size)
     reference, _ = load_model(bank / "retrained" / "base", device)
-    rows, predictions = [], predicted(facts, base, texts, device)
+    rows, predictions = [], predicted(facts, base, texts, device, data_path)
     for number, (name, prediction) in enumerate(zip(facts["files"], predictions)):
         model, _ = load_model(bank / "retrained" / f"subset_{number}", device)
         for row, one in zip(loss_rows(losses(model, texts, reference)), prediction.tolist()):
@@ -121,7 +122,11 @@ def effects(bank: Path, probe: Path, device: Device) -> Iterator[Row]:
 
 
 def predicted(
-    facts: dict, base: SavedRun, texts: list[np.ndarray], device: Device
+    facts: dict,
+    base: SavedRun,
+    texts: list[np.ndarray],
+    device: Device,
+    data_path: str | None = None,
 ) -> Iterator[np.ndarray]:
     """Yield the predicted differences (documents + 1,) of each list of edits, as docs/replay.md has
     them; the last one is of all. Edits of the rate, moments and weights count as none."""
@@ -148,7 +153,7 @@ def predicted(
     counts = np.array([max(len(ids) - 1, 0) for ids in texts])
     probes = np.stack([*of_texts, np.average(of_texts, 0, counts)])
     rates = dict(zip(base.metrics["step"].tolist(), base.metrics["lr"].tolist()))
-    data, batches, settings = open_run_data(base.folder)
+    data, batches, settings = open_run_data(base.folder, data_path)
     every, start = settings["micro_batches"], facts["start"]
     for edits in facts["edits"]:
         replay = Replay("", None, start, start, facts["until"], edits)
@@ -243,6 +248,8 @@ def parser() -> argparse.ArgumentParser:
     text = f"do not train {CONTROL} steps of the first RUN again"
     add("--no-floor", action="store_true", help=text)
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX")
+    text = "where the data of the run lie now (default: where they were)"
+    add("--data", type=path_name, metavar="PATH", help=text)
     add("--import", dest="own", type=imported, metavar="FILE", help=IMPORT)
     return top
 
@@ -251,7 +258,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     """Yield what is printed of a bank, or of runs, the first of which is the reference."""
     device = choose_device(args.device)
     if args.edits:
-        yield from effects(args.edits, args.probe, device)
+        yield from effects(args.edits, args.probe, device, args.data)
         return
     runs = [open_run(run) for run in args.runs]
     for run in runs[1:]:
@@ -260,7 +267,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     steps = shared_steps(runs, args.every)
     texts = read_documents(args.probe, runs[0].tokenizer, runs[0].config.vocab_size)
     if not args.no_floor:
-        own = [] if args.own is None else flag_words("--import", args.own)
+        given = {"--import": args.own, "--data": args.data}
+        own = [word for k, v in given.items() if v is not None for word in flag_words(k, v)]
         yield noise_floor(runs[0], ["--device", args.device, *own])
     for run in runs[1:]:
         found = differing(runs[0].folder, run.folder)
