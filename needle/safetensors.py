@@ -83,13 +83,14 @@ def _read_header(
     file: BinaryIO, path: Path, size: int, limit: int, data: Any
 ) -> tuple[dict[str, str], list[Entry]]:
     start = file.read(8)
-    if start[:4] == b"PK\3\4" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
-        raise FileError(
-            f"{path}: a pickle, or an archive of torch.save, which holds pickles; needle loads "
-            "none, because a pickle runs code. Save its tensors anew, as safetensors"
-        )
     length = int.from_bytes(start, "little")
     if size < 8 or length > min(size - 8, limit):
+        # A whole file may begin as a pickle does: \x80\2 are the lengths 640 and 66,176.
+        if start[:4] == b"PK\3\4" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
+            raise FileError(
+                f"{path}: a pickle, or an archive of torch.save, which holds pickles; needle loads "
+                "none, because a pickle runs code. Save its tensors anew, as safetensors"
+            )
         raise FileError(
             f"{path}: {size} bytes long, with a header of {length}: truncated, or no safetensors "
             "file"

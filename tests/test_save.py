@@ -232,3 +232,13 @@ def test_header_ends_at_a_multiple_of_eight_bytes():
     for letters in range(1, 9):
         data = safetensors.pack({"n" * letters: np.arange(3.0)})
         assert int.from_bytes(data[:8], "little") % 8 == 0 and len(data) % 8 == 0
+
+
+def test_header_of_any_length_is_read():
+    """Of 640, 896, 1,152 and 1,408 bytes too, lengths that begin as a pickle does."""
+    begins = set()
+    for letters in range(520, 1400, 8):
+        data = safetensors.pack({"n" * letters: np.arange(3.0)})
+        assert [*safetensors.unpack(data, "the bytes")] == ["n" * letters]
+        begins.add(data[:2])
+    assert {b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"} <= begins
