@@ -53,7 +53,8 @@ class NeedleLM(TemplateLM):
     on a machine without a GPU, as it is to `hf`. dtype: float32, bfloat16 or float16, by default
     that of the checkpoint. max_length: tokens of context, at most (and by default) max_seq_len.
     batch_size: a number, or auto. add_bos_token: False keeps the tokenizer from adding special
-    tokens. prefix_token_id: the token for an empty context.
+    tokens; True begins each text with the token that begins one, whatever the tokenizer adds.
+    prefix_token_id: the token for an empty context.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class NeedleLM(TemplateLM):
         self.tokenizer = load_tokenizer(tokenizer or beside, end_of_text)
         self._device = self.model.device
         self._add_special = True if add_bos_token is None else bool(add_bos_token)
+        begin = self.tokenizer.bos_token_id if add_bos_token else None
+        self._begin = [] if begin is None else [begin]
         limit = self.model.config.max_seq_len
         self.max_length = limit if max_length is None else int(max_length)
         if not 1 <= self.max_length <= limit:
@@ -125,7 +128,9 @@ class NeedleLM(TemplateLM):
         if add_special_tokens is None:
             begun = string.startswith(self.tok_decode([self.prefix_token_id], False))
             add_special_tokens = self._add_special and not begun
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
+        begin = self._begin if add_special_tokens else []
+        added = add_special_tokens and not begin
+        return begin + self.tokenizer.encode(string, add_special_tokens=added).ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)

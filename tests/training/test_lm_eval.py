@@ -124,6 +124,26 @@ def test_generate_until(models):
     assert repeated[::-1] == ours
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_add_bos_token_is_that_of_the_harness(folder, begins):
+    from lm_eval.api.registry import get_model
+
+    import needle.training.lm_eval  # noqa: F401  registers it
+
+    options = {"device": "cpu", "batch_size": 4, "add_bos_token": begins}
+    exported = str(folder / "exported")
+    models = [get_model(name)(pretrained=exported, **options) for name in ("needle", "hf")]
+    for text in [*SENTENCES, "", "<|endoftext|>begins with it"]:
+        ours, theirs = (list(model.tok_encode(text)) for model in models)
+        assert ours == theirs and (ours[:1] == [0]) == (begins or text.startswith("<")), text
+    pairs = requests(*[(a, " " + b) for a in SENTENCES for b in SENTENCES[:2]], ("", "x"))
+    ours, theirs = (model.loglikelihood(pairs, disable_tqdm=True) for model in models)
+    np.testing.assert_allclose([a[0] for a in ours], [b[0] for b in theirs], rtol=1e-4)
+    texts = requests(*[(text,) for text in [*SENTENCES, " ".join(SENTENCES)]])
+    ours, theirs = (model.loglikelihood_rolling(texts, disable_tqdm=True) for model in models)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
 def test_sampling_follows_the_seed(models):
     options = {"temperature": 1.0, "do_sample": True, "top_k": 20, "max_gen_toks": 8}
     asked = requests(*[(sentence, options) for sentence in SENTENCES])
