@@ -96,6 +96,7 @@ def generic_attribution_patch(
             _check_same_run(name, clean, x.shape)
             _check_axes(name, x, axes)
             change = ops.astype(clean, "float32") - ops.astype(x, "float32")
+            change = ops.where(clean == x, 0.0, change)  # -inf in both: a key that is not seen
             product = change * ops.astype(x.grad, "float32")
             rest = tuple(axis for axis in range(len(x.shape)) if axis not in axes)
             found.append(ops.summation(product, axes=rest))

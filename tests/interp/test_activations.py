@@ -290,18 +290,21 @@ def test_patches_equal_one_run_after_another(device, parallel, steered):
     close(patching.get_act_patch_resid_pre(model, IDS, clean, last, logits_at=0), first)
 
 
-def test_attribution_is_the_first_order_of_a_patch(device):
-    """The clean run is the corrupted one with a small change."""
+@pytest.mark.parametrize("name, axes", [("z", (1, 2)), ("attn_scores", (1, 2)), ("pre", (2,))])
+def test_attribution_is_the_first_order_of_a_patch(name, axes, device):
+    """The clean run is the corrupted one with a small change. Scores of keys that are not seen are
+    -inf in both."""
     model = small(device)
     _, corrupted = model.run_with_cache(IDS)
     random = np.random.default_rng(3)
     near = type(corrupted)({}, model)
-    for name in ("blocks.0.attn.hook_z", "blocks.1.attn.hook_z"):
-        x = corrupted[name].numpy()
+    for layer in 0, 1:
+        x = corrupted[name, layer].numpy()
         moved = x + 1e-2 * random.standard_normal(x.shape).astype(np.float32)
-        near[name] = Tensor(moved, device=model.device)
-    estimate = patching.generic_attribution_patch(model, IDS, near, metric, "z", (1, 2)).numpy()
-    exact = patching.get_act_patch_attn_head_out_by_pos(model, IDS, near, metric).numpy()
+        near[get_act_name(name, layer)] = Tensor(moved, device=model.device)
+    given = model, IDS, near, metric, name, axes
+    estimate = patching.generic_attribution_patch(*given).numpy()
+    exact = patching.generic_activation_patch(*given).numpy()
     change = exact - metric(model(IDS)[0]).item()
     assert np.abs(change).max() > 1e-3
     close(estimate, change, 0.02)
