@@ -162,7 +162,8 @@ class ActivationCache(dict[str, Tensor]):
         """Return the residual stream before each layer up to `layer` (None: all, and the last
         output), (components, B, T, C). incl_mid: between attention and MLP too, where that exists.
         mlp_input: also what the MLP of `layer` reads. apply_ln: normalise; at the end by the whole
-        final norm, so that `model.embed_out` gives the logits of each layer. pos_slice: of T."""
+        final norm, so that `model.embed_out` gives the logits of each layer. pos_slice: of T, one,
+        a list, a slice, or a tuple of a slice's arguments."""
         end, parts = self._up_to(layer), {}
         for at in range(end):
             parts[f"{at}_pre"] = self["resid_pre", at]
@@ -287,5 +288,6 @@ class ActivationCache(dict[str, Tensor]):
 
 
 def _at(x: Tensor, positions: Positions) -> Tensor:
-    """Take positions of (..., T, C)."""
+    """Take positions of (..., T, C); a tuple has the arguments of a slice."""
+    positions = slice(*positions) if isinstance(positions, tuple) else positions
     return x if positions is None else x[..., positions, :]

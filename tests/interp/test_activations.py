@@ -349,6 +349,7 @@ def test_analyses_are_those_of_transformer_lens(parallel, tmp_path):
             ("accumulated_resid", {}),
             ("accumulated_resid", {"apply_ln": True, "pos_slice": -1}),
             ("accumulated_resid", {"layer": 1, "apply_ln": True}),
+            ("accumulated_resid", {"apply_ln": True, "pos_slice": (1, 4)}),
             ("decompose_resid", {"mode": "attn", "apply_ln": True}),
             ("decompose_resid", {"layer": 1, "incl_embeds": False}),
             ("stack_head_results", {"incl_remainder": True, "apply_ln": True, "pos_slice": 3}),
