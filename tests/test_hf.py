@@ -120,6 +120,8 @@ def test_rotary_in_every_form():
         {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500}, "rotary_pct": 1.0,
          "rotary_emb_base": 7, "partial_rotary_factor": 1.0, "rope_theta": 8},
         {"rotary_pct": 0.5, "rotary_emb_base": 500, "partial_rotary_factor": 1.0, "rope_theta": 8},
+        {"rope_scaling": {"type": "default", "rope_theta": 500}, "rotary_pct": 0.5,
+         "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 7}},
     ]:  # fmt: skip
         config = hf.read_config(Pythia, silent | fields)
         assert (config.rotary_pct, config.rotary_base) == (0.5, 500.0), fields

@@ -56,7 +56,7 @@ def config_from_hf(fields: dict[str, Any]) -> dict[str, Any]:
     if fields.get("attention_bias", True) is not True:
         problems.append("attention_bias is false; needle's attention has biases")
     rotary: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):  # in the order in which transformers reads
+    for name in ("rope_scaling", "rope_parameters"):  # in the order in which transformers reads
         given = fields.get(name) or {}
         kind = given.get("rope_type", given.get("type", "default"))
         if kind != "default":
