@@ -180,6 +180,6 @@ def unpack(data: bytes | bytearray, what: str, header_limit: int = HEADER_LIMIT)
 def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
     """The bytes of NumPy arrays; TypeError for a dtype that safetensors does not have."""
     for name, value in arrays.items():
-        if value.dtype.name not in DTYPE_NAMES:
+        if str(value.dtype) not in DTYPE_NAMES:
             raise TypeError(f"{name}: safetensors has no dtype {value.dtype}")
     return b"".join(chunks(arrays, {}))

@@ -305,6 +305,8 @@ def test_bytes_of_arrays_of_any_strides():
         np.testing.assert_array_equal(found["array"], array)
         np.testing.assert_array_equal(found["before"], [1, 1, 1])
         assert found["none"].shape == (0, 3)
+    with pytest.raises(TypeError, match="swapped: safetensors has no dtype >f4"):
+        pack({"swapped": np.ones(3, ">f4")})
 
 
 def test_file_that_is_cut_or_has_a_flipped_bit_is_refused(saved, monkeypatch):
