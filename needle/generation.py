@@ -435,16 +435,11 @@ class Cache:
     attention i: first over the prompts themselves, which it keeps, and once `filled` is set over
     all positions up to each row's own, one new token a row."""
 
-    def __init__(self, model: Any, batch: int, capacity: int, positions: NDArray) -> None:
-        self.positions, self.filled = positions, False  # positions: int32 (B,), of the tokens fed
-        # Zeros: positions after a row's are never read, but copied with the prompts.
-        shapes = [
-            (batch, attention.heads, capacity, attention.head_dim)
-            for _, attention in model.named_modules()
-            if isinstance(attention, nn.Attention)
-        ]
-        self.keys = [zeros(shape, model.config.dtype, model.device) for shape in shapes]
-        self.values = [zeros(shape, model.config.dtype, model.device) for shape in shapes]
+    def __init__(self, capacity: int, positions: NDArray) -> None:
+        self.capacity, self.filled = capacity, False
+        self.positions = positions  # int32 (B,), of the tokens fed
+        self.keys: dict[int, NDArray] = {}  # by layer: a model may have one twice
+        self.values: dict[int, NDArray] = {}
         self.biases: dict[int, NDArray] = {}  # by layer, see CachedLayer.last_bias
 
     def layer(self, i: int) -> CachedLayer:
@@ -458,20 +453,24 @@ class CachedLayer(NamedTuple):
     i: int
 
     def attend(self, packed: NDArray, cos: NDArray, sin: NDArray, into: NDArray) -> None:
-        keys, values = self.cache.keys[self.i], self.cache.values[self.i]
+        keys, values = self.cache.keys, self.cache.values
         batch, time, heads, _, size = packed.shape
         scale = 1 / math.sqrt(size)
         if self.cache.filled:
             packed = packed.reshape((batch, heads, 3, size))
             into = into.reshape((batch, heads, size))  # a view: T is 1
             positions = self.cache.positions
-            _C.decode_attention(packed, cos, sin, positions, scale, keys, values, into)
+            cached = keys[self.i], values[self.i]
+            _C.decode_attention(packed, cos, sin, positions, scale, *cached, into)
             return
         packed = packed.compact()
         _C.rotary(packed, cos[:time], sin[:time], 2, 1.0)
         q, k, v = qkv_parts(packed)
-        keys[:, :, :time] = k.permute((0, 2, 1, 3))
-        values[:, :, :time] = v.permute((0, 2, 1, 3))
+        for kept, new in (keys, k), (values, v):
+            # Zeros: positions after a row's are never read, but copied with the prompts.
+            shape = batch, heads, self.cache.capacity, size
+            kept[self.i] = zeros(shape, packed.dtype, packed.device)
+            kept[self.i][:, :, :time] = new.permute((0, 2, 1, 3))
         _C.attention_fwd(q, k, v, scale, 1, into)
 
     def last_bias(self, b_o: NDArray, b2: NDArray) -> NDArray:
@@ -494,7 +493,7 @@ class _Decoder:
         self.positions = array(np.array([len(row) - 1 for row in contexts]), "int32", self.device)
         self.logits = full((self.batch, model.config.vocab_size), 0, "float32", self.device)
         capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
-        self.cache = Cache(model, self.batch, capacity, self.positions)
+        self.cache = Cache(capacity, self.positions)
         self.graph: _C.Graph | None = None
 
     def close(self) -> None:

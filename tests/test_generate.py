@@ -72,6 +72,15 @@ def test_the_cache_changes_nothing(shape, device, monkeypatch):
             assert logits.argmax() == drawn[number][len(row) + step]
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_layer_in_two_places_has_a_cache_for_each(parallel, device):
+    model = model_of(device, num_layers=3, use_parallel_residual=parallel)
+    model.layers[2] = model.layers[0]
+    row = model.generate([1, 2, 3], 9, **GREEDY)
+    for end in range(3, 12):
+        assert row[end] == full_logits(model, row[:end]).argmax()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_of_different_lengths_are_as_alone_and_as_padded(dtype, device):
     model = model_of(device, seed=2, dtype=dtype)
