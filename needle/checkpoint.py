@@ -134,6 +134,9 @@ def save(module: Any, optimizer: Any = None, path: Any = None, **extra: Any) -> 
     path = named(path)
     tensors: dict[str, NDArray] = {}
     about = {"model": None, "config": None, "frozen": [], "optimizer": None}
+    taken = {*about, "random_state", "versions", "text_files", "content"} & {*extra}
+    if taken:
+        raise ValueError(f"save: {min(taken)}: in a file that entry is needle's; rename it")
     if is_module:
         about = _state_of(module, optimizer, tensors)
     else:
@@ -190,12 +193,15 @@ def _packed(value: Any, name: str, tensors: dict[str, NDArray]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.name in DTYPES:
         value = _C.array(value, value.dtype.name)
     if isinstance(value, (NDArray, Tensor)):
-        while not name or name in tensors:
+        while name in ("", "__metadata__") or name in tensors:
             name += "_"
         tensors[name] = value.cached_data if isinstance(value, Tensor) else value
         return {"needle.Tensor" if isinstance(value, Tensor) else "needle.NDArray": name}
     below = f"{name}." if name else ""
     if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"save: {name or 'it'} has the key {key!r}: keys must be texts")
         return {key: _packed(item, f"{below}{key}", tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_packed(item, f"{below}{i}", tensors) for i, item in enumerate(value)]

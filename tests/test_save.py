@@ -78,6 +78,18 @@ def test_save_takes_a_module_its_optimizer_and_a_path(tmp_path):
     assert not path.exists()
 
 
+def test_entries_of_ones_own_leave_those_of_needle(tmp_path):
+    model, path = made(), tmp_path / "model.safetensors"
+    ndl.save(model, None, path, step=2, epoch=3, note={"lr": [1]})
+    assert Checkpoint(path).state["note"] == {"lr": [1]} and Checkpoint(path).state["epoch"] == 3
+    before = path.read_bytes()
+    small = Pythia(PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1))
+    for name in ("config", "frozen", "random_state", "versions", "text_files", "content"):
+        with pytest.raises(ValueError, match=f"^save: {name}: in a file that entry is needle's"):
+            ndl.save_checkpoint(small, None, 0, 0.5, path, **{name: {"lr": 1}})
+    assert path.read_bytes() == before
+
+
 def test_dicts_of_arrays_come_back(tmp_path, device):
     model, path = made(), tmp_path / "state.pt"
     first, *rest = model.named_parameters()
@@ -106,7 +118,9 @@ def test_dicts_of_arrays_come_back(tmp_path, device):
     ndl.load(path, other)
     assert_same_arrays(bits(other), {name: a.numpy() for name, a in state.items()})
     clash = {"a.b": Tensor([1]), "a": {"b": Tensor([2]), "": Tensor([3])}}
+    clash["__metadata__"] = Tensor([4])
     found = ndl.load(ndl.save(clash, path))
+    assert found["__metadata__"].item() == 4
     assert (found["a.b"].item(), found["a"]["b"].item(), found["a"][""].item()) == (1, 2, 3)
     assert ndl.load(ndl.save(Tensor([4, 5]), path)).tolist() == [4, 5]
     for dtype in ("float32", "int64", "bool"):
@@ -115,6 +129,7 @@ def test_dicts_of_arrays_come_back(tmp_path, device):
     for wrong, said in (
         ({"net": nn.Linear(2, 2)}, "net is a Linear: save .* or what its state_dict"),
         ({"a": [1, {2}]}, "a.1 is a set"), (np.ones(2), "it is a ndarray"),
+        ({"a": {1: 2, "1": 3}}, "a has the key 1: keys must be texts"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=f"save: {said}"):
             ndl.save(wrong, path)
