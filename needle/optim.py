@@ -66,9 +66,12 @@ class Optimizer:
         self.flat: FlatParameters | None = None
         self.t = 0  # steps done
         self._own: dict[str, dict[str, Any]] = {}  # name: settings of its group
+        self._group: list[int] = []  # of each parameter: the number of its group
         if isinstance(params, FlatParameters):
             self.flat = params
             named = list(zip(params.names, params.parameters))
+            self._group = [0] * len(named)
+            self._own = {name: {} for name in params.names}
         else:
             if isinstance(params, Parameter):
                 raise TypeError(f"{type(self).__name__}: params must be a list, not a Parameter")
@@ -82,7 +85,7 @@ class Optimizer:
 
     def _named(self, params: list) -> list[tuple[str, Tensor]]:
         entries: list[tuple[str | None, Tensor, dict]] = []
-        for item in params:
+        for number, item in enumerate(params):
             group = item if isinstance(item, dict) else {"params": [item]}
             own = {k: v for k, v in group.items() if k != "params"}
             if "params" not in group or not own.keys() <= {*OWN}:
@@ -98,10 +101,11 @@ class Optimizer:
                         f"not {type(p).__name__}"
                     )
                 entries.append((name or getattr(p, "name", None), p, own))
+                self._group.append(number if group is item else 0)
         names = [name for name, _, _ in entries]
         if None in names or len(set(names)) != len(names):
             names = [str(i) for i in range(len(entries))]
-        self._own = {str(name): own for name, (_, _, own) in zip(names, entries) if own}
+        self._own = {str(name): own for name, (_, _, own) in zip(names, entries)}
         return [(str(name), p) for name, (_, p, _) in zip(names, entries)]
 
     def _set(self, betas: tuple[float, float] | None = None, **settings: float) -> None:
@@ -133,18 +137,21 @@ class Optimizer:
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """PyTorch's groups, of parameters with the same settings. `group["lr"] = 0.1` sets the rate
-        of these in the optimizer."""
+        """PyTorch's groups: those given, and of a group the parameters with the same settings.
+        `group["lr"] = 0.1` sets the rate of these alone in the optimizer."""
         groups: list[ParamGroup] = []
-        for name, p in zip(self.names, self.params):
-            own = self._own.get(name, {})
-            group = next((group for group in groups if group.own == own), None)
+        for number, name, p in zip(self._group, self.names, self.params):
+            own = self._own[name]
+            key = (number, dict(own))
+            group = next((group for group in groups if group.key == key), None)
             if group is None:
                 settings = {n: own.get(n, getattr(self, n)) for n in self.hyperparameters}
-                group = ParamGroup(vars(self), own, settings)
+                group = ParamGroup(vars(self), key, settings)
                 groups.append(group)
             group["params"].append(p)
-            group.places.append(own or vars(self))
+            group.own.append(own)
+        for group in groups:
+            group.others = [own for other in groups if other is not group for own in other.own]
         return groups
 
     # -- state
@@ -159,7 +166,7 @@ class Optimizer:
         apart from them everything is plain numbers and strings."""
         state: dict[str, Any] = {"step": self.t, "arrays": self._arrays()}
         state.update({name: getattr(self, name) for name in self.hyperparameters})
-        state["groups"] = {name: dict(own) for name, own in self._own.items()}
+        state["groups"] = {name: dict(own) for name, own in self._own.items() if own}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,7 +186,7 @@ class Optimizer:
         ]
         changes += [(vars(self), name, state[name]) for name in self.hyperparameters]
         if "groups" in state:
-            own_settings = {name: dict(group) for name, group in state["groups"].items()}
+            own_settings = {name: dict(state["groups"].get(name, {})) for name in self.names}
             changes.append((vars(self), "_own", own_settings))
         return [*changes, (vars(self), "t", int(state["step"]))]
 
@@ -192,9 +199,10 @@ class ParamGroup(UserDict):
     """An entry of `param_groups`: "params" and the hyperparameters, which can be set. KeyError for
     another name, ValueError for a value with which no step makes sense."""
 
-    def __init__(self, optimizer: dict, own: dict[str, Any], settings: dict[str, Any]) -> None:
-        self.optimizer, self.own = optimizer, dict(own)
-        self.places: list[dict[str, Any]] = []  # the settings of each parameter
+    def __init__(self, optimizer: dict, key: tuple, settings: dict[str, Any]) -> None:
+        self.optimizer, self.key = optimizer, key
+        self.own: list[dict[str, Any]] = []  # of each parameter: the settings of its group
+        self.others: list[dict[str, Any]] = []  # those of the parameters of other groups
         self.data = {"params": [], **settings}
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -202,8 +210,11 @@ class ParamGroup(UserDict):
             raise KeyError(f"param_groups: {name!r} is none of {[*self.data][1:]}")
         _check("param_groups", name, value)
         self.data[name] = value
-        for place in self.places if name in OWN else [self.optimizer]:
-            place[name] = value
+        if name in OWN and not self.own[0]:  # the others keep what they had of the optimizer
+            for other in self.others:
+                other.setdefault(name, self.optimizer[name])
+        for own in self.own:
+            (own if own and name in OWN else self.optimizer)[name] = value
 
 
 class _PerParameter(Optimizer):
@@ -227,7 +238,7 @@ class _PerParameter(Optimizer):
         for i, (name, p) in enumerate(zip(self.names, self.params)):
             if p.grad is None:
                 continue
-            g, own = p.grad.cached_data.astype("float32"), self._own.get(name, {})
+            g, own = p.grad.cached_data.astype("float32"), self._own[name]
             decay = own.get("weight_decay", self.weight_decay)
             if decay:
                 g = g + decay * p.cached_data
@@ -398,14 +409,13 @@ class AdamW(Optimizer):
     def _launches(self) -> list[tuple[int, int, int, dict]]:
         """(array, start, end, own settings): neighbours in the flat buffer that are set alike go
         together."""
-        usual: dict[str, Any] = {}
-        own = [self._own.get(name, usual) for name in self.names]
+        own = [self._own[name] for name in self.names]
         if self.flat is None:
             return [(i, 0, p.size, own[i]) for i, p in enumerate(self.params)]
         alike = groupby(zip(self.flat.offsets, own), itemgetter(1))
         runs = [(next(group)[0], settings) for settings, group in alike]
         out: list[tuple[int, int, int, dict]] = []
-        for (start, settings), (end, _) in zip(runs, [*runs[1:], (self.flat.size, usual)]):
+        for (start, settings), (end, _) in zip(runs, [*runs[1:], (self.flat.size, {})]):
             start, end = max(start, self._part.start), min(end, self._part.stop)
             if start < end:
                 out.append((0, start, end, settings))

@@ -354,6 +354,43 @@ def test_param_groups_set_the_rates(kind):
             first[name] = value
 
 
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_param_groups_of_equal_rates_stay_apart(kind):
+    """As in a warmup from 0 of groups with rates of their own."""
+    rates = {"matrix": 0.1, "bias": 0.01}
+    made, plain = Two(None), Two(None)
+    groups = lambda module: [{"params": [p], "lr": rates[n]} for n, p in module.named_parameters()]
+    optimizer = getattr(optim, kind)(groups(made))
+    for factor in (0.0, 0.5, 1.0):
+        for group, rate in zip(optimizer.param_groups, rates.values(), strict=True):
+            group["lr"] = factor * rate
+    close(run(made, optimizer), run(plain, getattr(optim, kind)(groups(plain))), 0)
+    unnamed = getattr(optim, kind)([{"params": [p]} for p in made.parameters()], lr=0.1)
+    assert [group["params"] for group in unnamed.param_groups] == [[p] for p in made.parameters()]
+
+
+@pytest.mark.parametrize("kind", RECURRENCES)
+@pytest.mark.parametrize("own", [{}, {"weight_decay": 0.5}])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_param_group_sets_its_own_rate_alone(kind, own, first):
+    module = Two(None)
+    start = values_of(module)
+    groups = [{"params": [module.matrix]}, {"params": [module.bias], **own}]
+    optimizer = getattr(optim, kind)(groups, lr=0.1)
+    rates = lambda: [group["lr"] for group in optimizer.param_groups]
+    optimizer.param_groups[first]["lr"] = 0.0
+    assert rates() == [0.1 * (i != first) for i in range(2)]
+    got = run(module, optimizer, 1)
+    moved = [not np.array_equal(got[name], start[name]) for name in ("matrix", "bias")]
+    assert moved == [i != first for i in range(2)]
+    for group, rate in zip(optimizer.param_groups, (0.3, 0.4)):
+        group["lr"] = rate
+    assert rates() == [0.3, 0.4]
+    again = getattr(optim, kind)(groups, lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in again.param_groups] == [0.3, 0.4]
+
+
 def test_schedules():
     cosine = optim.Cosine(1.0, total=110, warmup=10, floor=0.1)
     assert [cosine(step) for step in (0, 5, 10, 60, 110, 1000)] == pytest.approx(
