@@ -91,7 +91,7 @@ class DataLoader:
         size = self.batch_size or max(len(order), 1)
         for start in range(0, len(order), size):
             indices = order[start : start + size]
-            if isinstance(self.dataset, NDArrayDataset):
+            if type(self.dataset).__getitem__ is NDArrayDataset.__getitem__:
                 columns: Sequence[Any] = self.dataset[indices]
             else:
                 samples = [self.dataset[int(i)] for i in indices]

@@ -67,3 +67,16 @@ def test_sizes_that_cannot_be():
             data.NDArrayDataset(np.ones((3, 2)), np.ones(count))
     with pytest.raises(ValueError, match="needs one array or more"):
         data.NDArrayDataset()
+
+
+def test_a_subclass_of_ndarraydataset_gives_its_own_samples():
+    class Turned(data.NDArrayDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (x[::-1], y) if index % 2 else (x, y)
+
+    x, y = np.arange(8.0).reshape(4, 2), np.arange(4)
+    batches = list(data.DataLoader(Turned(x, y), batch_size=3))
+    np.testing.assert_array_equal(batches[0][0].numpy(), [[0, 1], [3, 2], [4, 5]])
+    np.testing.assert_array_equal(batches[1][0].numpy(), [[7, 6]])
+    assert [batch.numpy().tolist() for _, batch in batches] == [[0, 1, 2], [3]]
