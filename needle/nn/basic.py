@@ -409,9 +409,9 @@ class BatchNorm1d(Module):
             mean = ops.mean(x, 0)
             off = x - mean
             var = ops.mean(off * off, 0)
-            keep = 1 - self.momentum
-            self.running_mean = keep * self.running_mean.data + self.momentum * mean.data
-            self.running_var = keep * self.running_var.data + self.momentum * var.data
+            for running, batch in ((self.running_mean, mean), (self.running_var, var)):
+                kept = running.cached_data
+                kept[...] = (1 - self.momentum) * kept + self.momentum * batch.cached_data
         else:
             off, var = x - self.running_mean, self.running_var
         return self.weight * (off / ops.sqrt(var + self.eps)) + self.bias

@@ -163,10 +163,15 @@ def test_norms(device):
     close(layer(t).numpy(), normed * draw(5, 6) + draw(6, 6))
     assert layer(Tensor(draw(7, 2, 3, 6), device=device)).shape == (2, 3, 6)
     batch = nn.BatchNorm1d(6, momentum=0.2, device=device)
+    held = (*batch.buffers(), *batch.state_dict().values())  # they follow the training
     normed = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
     close(batch(t).numpy(), normed)
     close(batch.running_mean.numpy(), 0.2 * x.mean(0))
     close(batch.running_var.numpy(), 0.8 + 0.2 * x.var(0))
+    for one in (held[0], held[-2]):
+        close(one.numpy(), 0.2 * x.mean(0))
+    for one in (held[1], held[-1]):
+        close(one.numpy(), 0.8 + 0.2 * x.var(0))
     batch.eval()
     close(batch(t).numpy(), (x - 0.2 * x.mean(0)) / np.sqrt(0.8 + 0.2 * x.var(0) + 1e-5))
     assert len(batch.parameters()) == 2
