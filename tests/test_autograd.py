@@ -418,3 +418,30 @@ def test_equal_extremes_share_the_gradient_of_their_row():
         x = Tensor(sign * numbers)
         (getattr(ops, name)(x, axes=1) * Tensor([6.0, 12, 18])).sum().backward()
         np.testing.assert_array_equal(x.grad.numpy(), [[0, 3, 3], [4, 4, 4], [18, 0, 0]], name)
+
+
+@pytest.mark.parametrize("make", [Tensor, nn.Parameter])
+def test_ops_of_ones_own_that_return_something_else_are_named(make):
+    class Double(ndl.autograd.TensorOp):
+        def __init__(self, result=lambda a: a * 2, of=lambda g: g * 2):
+            self.result, self.of = result, of
+
+        def compute(self, a):
+            return self.result(a)
+
+        def gradient(self, out_grad, node):
+            return self.of(out_grad)
+
+    x = make(np.ones((3, 2)))
+    with pytest.raises(TypeError, match="Double.compute: must return NDArray, not ndarray"):
+        Double(lambda a: a.numpy())(x)
+    for of, error, words in (
+        (lambda g: g.sum(0), ValueError, r"of input 0: the shape must be \(3, 2\), but is \(2,\)"),
+        (lambda g: g.numpy(), TypeError, "of input 0: must be a Tensor, not ndarray"),
+        (lambda g: g.cached_data, TypeError, "of input 0: must be a Tensor, not NDArray"),
+    ):
+        with pytest.raises(error, match=f"backward: Double.gradient: {words}"):
+            Double(of=of)(x).sum().backward()
+        assert x.grad is None
+    Double()(x).sum().backward()
+    close(x.grad.numpy(), np.full((3, 2), 2))

@@ -206,6 +206,7 @@ class Value:
     op: Op | None = None
     inputs: Sequence[Value] = ()
     cached_data: Any = None
+    computed: type = NDArray  # the type of `cached_data`
     operands: Sequence[Any] = ()  # the inputs' data, as the op saw it ...
     kept: Sequence[NDArray] = ()  # ... and the arrays in its attributes ...
     writes: int = 0  # ... after so many writes
@@ -252,12 +253,17 @@ class Value:
         value = cls.__new__(cls)
         try:
             operands = [*map(_data_of, inputs)]
-            value.cached_data = op.compute(*operands)
+            data = value.cached_data = op.compute(*operands)
         except AttributeError:
             for i, x in enumerate(inputs):
                 if not isinstance(x, Value):
                     raise not_a_tensor(type(op).__name__, f"operand {i}", x) from None
             raise
+        if not isinstance(data, value.computed):
+            raise TypeError(
+                f"{type(op).__name__}.compute: must return {value.computed.__name__}, "
+                f"not {type(data).__name__}"
+            )
         if mode.enabled:
             for x in inputs:
                 if x.requires_grad:
@@ -278,6 +284,8 @@ class Value:
 
 class TensorTuple(Value):
     """Several Tensors that one op computed (split), or that one op takes (stack)."""
+
+    computed = tuple
 
     def __len__(self) -> int:
         return len(self.cached_data)
@@ -534,13 +542,8 @@ def grads_within(
 
 def _seed(name: str, x: Tensor, given: Any) -> Tensor:
     """Return the gradient of x that a backward begins with: the given one, or ones."""
-    if given is None:
-        return Tensor.from_ndarray(ones(x.shape, x.dtype, x.device))
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name}: must be a Tensor, not {type(given).__name__}")
-    if given.shape != x.shape:
-        raise ValueError(f"{name}: the shape must be {x.shape}, but is {given.shape}")
-    return given
+    _check_gradient(name, x, given)
+    return Tensor.from_ndarray(ones(x.shape, x.dtype, x.device)) if given is None else given
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -600,8 +603,23 @@ def _walk(
                 f"backward: {type(op).__name__}.gradient returned {len(parts)} gradients "
                 f"for {len(inputs)} inputs"
             )
+        for i, (x, part) in enumerate(zip(inputs, parts)):
+            if part is None or not x.requires_grad or isinstance(x, TensorTuple):
+                continue
+            if not isinstance(part, Tensor) or part.cached_data.shape != x.cached_data.shape:
+                _check_gradient(f"backward: {type(op).__name__}.gradient: of input {i}", x, part)
         _give(parts, inputs, pending, buffers)
         del grad, parts
+
+
+def _check_gradient(name: str, x: Tensor, given: Any) -> None:
+    """Raise a TypeError or ValueError of `name` where a gradient is no Tensor of x's shape."""
+    if given is None:
+        return
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: must be a Tensor, not {type(given).__name__}")
+    if given.cached_data.shape != x.cached_data.shape:
+        raise ValueError(f"{name}: the shape must be {x.shape}, but is {given.shape}")
 
 
 def _give(
