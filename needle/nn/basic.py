@@ -246,7 +246,7 @@ class Sequential(ModuleList):
 
     def __init__(self, *modules: Module) -> None:
         for i, module in enumerate(modules):
-            if not callable(module):
+            if not callable(module) or isinstance(module, type):
                 raise TypeError(
                     f"Sequential: part {i} must be a module, but is {type(module).__name__} (of a "
                     "dict: Sequential(*parts.values()))"

@@ -139,7 +139,7 @@ def _neighbours(module: Module) -> dict[str, str]:
     pairs = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        pairs |= {prefix + first: prefix + second for first, second in part.neighbours}
+        pairs |= {prefix + first: prefix + second for first, second in type(part).neighbours}
     return pairs
 
 

@@ -74,7 +74,14 @@ class Parameter(Tensor):
     def grad(self, value: Tensor | None) -> None:
         if value is None:
             self.reset_grad()
-        elif self.has_grad_buffer:
+            return
+        if not isinstance(value, Tensor):
+            raise TypeError(f"Parameter.grad: must be a Tensor, not {type(value).__name__}")
+        if value.shape != self.shape:
+            raise ValueError(
+                f"Parameter.grad: the shape must be {self.shape}, but is {value.shape}"
+            )
+        if self.has_grad_buffer:
             _C.assign(self.grad_buffer, value.cached_data)
         else:
             self._grad = value
@@ -144,6 +151,16 @@ class Module:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.forward is not defined")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """TypeError for a constant in the place of a parameter, which would be trained no more."""
+        if isinstance(value, Tensor) and isinstance(vars(self).get(name), Parameter):
+            if value.op is None and not value.trained:
+                raise TypeError(
+                    f"{type(self).__name__}.{name}: is a Parameter, which a Tensor cannot replace: "
+                    "wrap it in nn.Parameter, or set the parameter's data"
+                )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """The tree of modules, with their settings and the shapes of their parameters."""
@@ -297,7 +314,7 @@ class Module:
     def state_dict(self) -> dict[str, NDArray]:
         """The arrays of parameters and buffers by name. They are the module's own memory, not
         copies."""
-        return {name: value.cached_data for name, value in self.saved().items()}
+        return {name: value.cached_data for name, value in Module.saved(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy arrays (NDArray, Tensor or NumPy, of any dtype and device) into the parameters and

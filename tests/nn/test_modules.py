@@ -117,6 +117,8 @@ def test_buffers_move_and_are_saved(device):
             model.register_buffer(name, value)
     with pytest.raises(TypeError, match="Sequential: part 1 must be a module, but is"):
         nn.Sequential(model, {"a": model})
+    with pytest.raises(TypeError, match="Sequential: part 1 must be a module, but is type"):
+        nn.Sequential(model, nn.ReLU)
     for place in ("int32", "bool"):
         with pytest.raises(TypeError, match="Sequential.to: dtype must be one of float32, "):
             model.to(place)
@@ -143,3 +145,40 @@ def test_a_module_moves_with_its_arrays(device):
     nn.flatten_parameters(model)
     with pytest.raises(ValueError, match="move the module before nn.flatten_parameters"):
         model.to(device)
+
+
+def test_a_constant_does_not_take_the_place_of_a_parameter():
+    layer, values = nn.Linear(2, 3), Tensor(draw(1, 2, 3))
+    with pytest.raises(TypeError, match="Linear.weight: is a Parameter, which a Tensor cannot"):
+        layer.weight = values
+    with ndl.no_grad(), pytest.raises(TypeError, match="Linear.bias: is a Parameter"):
+        layer.bias = layer.bias * 2
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    layer.weight, layer.bias = nn.Parameter(values), None
+    close(layer.weight.numpy(), draw(1, 2, 3))
+    layer.weight = layer.weight * 2  # of an inner loop, in the graph
+    layer(ndl.ones(1, 2)).sum().backward()
+
+
+def test_parameter_grad_takes_a_tensor_of_its_shape():
+    layer = nn.Linear(2, 3)
+    for flat in (None, nn.flatten_parameters):
+        kept = flat and flat(layer)
+        with pytest.raises(TypeError, match="Parameter.grad: must be a Tensor, not ndarray"):
+            layer.weight.grad = np.ones((2, 3))
+        with pytest.raises(ValueError, match=r"the shape must be \(2, 3\), but is \(3,\)"):
+            layer.weight.grad = ndl.ones(3)
+        layer.weight.grad = ndl.ones(2, 3)
+        close(layer.weight.grad.numpy(), np.ones((2, 3)))
+    assert float(kept.grad.sum()) == 6
+
+
+def test_attributes_named_as_methods_of_needle_do_no_harm():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.saved, self.neighbours = nn.Linear(2, 2), [], ndl.ones(2, 2)
+
+    graph = Graph()
+    graph.load_state_dict(graph.state_dict())
+    assert len(nn.flatten_parameters(graph).names) == 2
