@@ -73,8 +73,10 @@ class Optimizer:
             self._group = [0] * len(named)
             self._own = {name: {} for name in params.names}
         else:
-            if isinstance(params, Parameter):
-                raise TypeError(f"{type(self).__name__}: params must be a list, not a Parameter")
+            if isinstance(params, Tensor):
+                raise TypeError(
+                    f"{type(self).__name__}: params must be a list, not a {type(params).__name__}"
+                )
             named = self._named(list(params))
         if not named:
             raise ValueError(f"{type(self).__name__}: there are no parameters")
@@ -93,12 +95,18 @@ class Optimizer:
                     f"{type(self).__name__}: a group has 'params' and may have 'lr' and "
                     f"'weight_decay', but this one has {sorted(group)}"
                 )
-            for member in group["params"]:
+            members = group["params"]
+            for member in [members] if isinstance(members, Tensor) else members:
                 name, p = member if isinstance(member, tuple) else (None, member)
                 if not isinstance(p, Tensor):
                     raise TypeError(
                         f"{type(self).__name__}: params must hold Parameters, "
                         f"not {type(p).__name__}"
+                    )
+                if p.op is not None:
+                    raise ValueError(
+                        f"{type(self).__name__}: params must hold Parameters, not the result of "
+                        f"{type(p.op).__name__}, which would not be trained"
                     )
                 entries.append((name or getattr(p, "name", None), p, own))
                 self._group.append(number if group is item else 0)
@@ -408,16 +416,16 @@ class AdamW(Optimizer):
 
     def _launches(self) -> list[tuple[int, int, int, dict]]:
         """(array, start, end, own settings): neighbours in the flat buffer that are set alike go
-        together."""
-        own = [self._own[name] for name in self.names]
+        together; those that were frozen stay."""
         if self.flat is None:
-            return [(i, 0, p.size, own[i]) for i, p in enumerate(self.params)]
+            return [(i, 0, p.size, self._own[self.names[i]]) for i, p in enumerate(self.params)]
+        own = [self._own[n] if p.requires_grad else None for n, p in zip(self.names, self.params)]
         alike = groupby(zip(self.flat.offsets, own), itemgetter(1))
         runs = [(next(group)[0], settings) for settings, group in alike]
         out: list[tuple[int, int, int, dict]] = []
         for (start, settings), (end, _) in zip(runs, [*runs[1:], (self.flat.size, {})]):
             start, end = max(start, self._part.start), min(end, self._part.stop)
-            if start < end:
+            if settings is not None and start < end:
                 out.append((0, start, end, settings))
         return out
 

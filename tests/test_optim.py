@@ -391,6 +391,30 @@ def test_a_param_group_sets_its_own_rate_alone(kind, own, first):
     assert [group["lr"] for group in again.param_groups] == [0.3, 0.4]
 
 
+def test_a_group_of_one_parameter_is_that_parameter():
+    """Not its rows; and what was computed from parameters is refused: no step would train it."""
+    w = nn.Parameter([1.0, 2.0])
+    assert optim.SGD([{"params": w}]).params == [w]
+    with pytest.raises(TypeError, match="SGD: params must be a list, not a Tensor"):
+        optim.SGD(Tensor([1.0, 2.0]))
+    for params in ([w * 2], [{"params": w * 2}], [w, ("w", w[0])]):
+        with pytest.raises(ValueError, match="params must hold Parameters, not the result of"):
+            optim.SGD(params)
+
+
+def test_flat_parameters_frozen_later_stay():
+    one = Two(None)
+    flat = adamw(nn.flatten_parameters(one))
+    run(one, flat, 2)
+    start = values_of(one)
+    one.bias.requires_grad = False
+    got = run(one, flat, 3, start=2)
+    np.testing.assert_array_equal(got["bias"], start["bias"])
+    assert not np.array_equal(got["matrix"], start["matrix"])
+    one.bias.requires_grad = True
+    assert not np.array_equal(run(one, flat, 1)["bias"], start["bias"])
+
+
 def test_schedules():
     cosine = optim.Cosine(1.0, total=110, warmup=10, floor=0.1)
     assert [cosine(step) for step in (0, 5, 10, 60, 110, 1000)] == pytest.approx(
