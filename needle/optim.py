@@ -49,7 +49,7 @@ class Optimizer:
     `step()` is atomic: whatever needs memory is made before the first change.
 
     Names are those of the pairs or of the flat object, else the ones that the module's
-    `parameters()` gave, else ordinals "0", "1", ...
+    `parameters()` gave, else ordinals "0", "1", ... A list takes a state with ordinals by place.
     """
 
     hyperparameters: tuple[str, ...] = ("lr",)
@@ -184,7 +184,13 @@ class Optimizer:
 
     def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
         """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
-        op, arrays, own = f"{type(self).__name__}.load_state_dict", state["arrays"], self._arrays()
+        op, own = f"{type(self).__name__}.load_state_dict", self._arrays()
+        names = self._names_in(state)
+        split = {key: key.partition(".") for key in state["arrays"]}
+        arrays = {
+            f"{slot}.{names.get(name, name)}": state["arrays"][key]
+            for key, (slot, _, name) in split.items()
+        }
         check_arrays(op, own, arrays)
         for name in ("step", *self.hyperparameters):
             if name not in state:
@@ -194,9 +200,20 @@ class Optimizer:
         ]
         changes += [(vars(self), name, state[name]) for name in self.hyperparameters]
         if "groups" in state:
-            own_settings = {name: dict(state["groups"].get(name, {})) for name in self.names}
+            groups = {names.get(name, name): group for name, group in state["groups"].items()}
+            own_settings = {name: dict(groups.get(name, {})) for name in self.names}
             changes.append((vars(self), "_own", own_settings))
         return [*changes, (vars(self), "t", int(state["step"]))]
+
+    def _names_in(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Map the names of a state to those here, where either are ordinals: a list of parameters
+        has names only if its module was asked for them before."""
+        theirs = {key.partition(".")[2] for key in state["arrays"]}
+        ordinals = [str(i) for i in range(len(self.names))]
+        if self.flat is None and theirs == {*ordinals}:
+            return dict(zip(ordinals, self.names))
+        named = zip(self.params, self.names) if self.names == ordinals else ()
+        return {getattr(p, "name", None): name for p, name in named}
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)}" for name in self.hyperparameters)

@@ -415,6 +415,29 @@ def test_flat_parameters_frozen_later_stay():
     assert not np.array_equal(run(one, flat, 1)["bias"], start["bias"])
 
 
+@pytest.mark.parametrize("kind", RECURRENCES)
+@pytest.mark.parametrize("listed", [0, 1])
+def test_a_list_has_the_same_state_whenever_its_module_is_asked_for_names(kind, listed):
+    """Asked before the optimizer was made in one of two runs, as by load_state_dict or print."""
+    runs = []
+    for i in range(2):
+        module = Two(None)
+        if i == listed:
+            module.parameters()
+        groups = [{"params": [module.bias], "lr": 0.05}, {"params": [module.matrix]}]
+        runs.append((module, getattr(optim, kind)(groups, lr=0.1)))
+    (first, made), (second, again) = runs
+    run(first, made, 3)
+    made.param_groups[0]["lr"] = 0.02
+    second.load_state_dict(first.state_dict())
+    again.load_state_dict(made.state_dict())
+    close(run(second, again, 2, start=3), run(first, made, 2, start=3), 0)
+    flat = optim.AdamW(nn.flatten_parameters(Two(None)))
+    if kind == "AdamW" and listed:
+        with pytest.raises(ValueError, match="m.0 is unexpected"):
+            flat.load_state_dict(made.state_dict())
+
+
 def test_schedules():
     cosine = optim.Cosine(1.0, total=110, warmup=10, floor=0.1)
     assert [cosine(step) for step in (0, 5, 10, 60, 110, 1000)] == pytest.approx(
