@@ -27,7 +27,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import commit, zeros
-from needle.nn import FlatParameters, Parameter
+from needle.nn import FlatParameters
 from needle.nn.module import check_arrays
 from needle.nn.utils import clip_grad_norm, grad_norm  # noqa: F401  names of this file too
 

@@ -97,6 +97,11 @@ class DataLoader:
                 samples = [self.dataset[int(i)] for i in indices]
                 if not isinstance(samples[0], (tuple, list)):
                     samples = [(sample,) for sample in samples]
+                if isinstance(samples[0][0], dict):
+                    raise TypeError(
+                        f"DataLoader: {type(self.dataset).__name__}[{indices[0]}] must be a tuple "
+                        "of arrays, or one array, not a dict"
+                    )
                 columns = [np.stack([_host(x) for x in column]) for column in zip(*samples)]
             yield tuple(
                 Tensor(x, device=self.device, dtype=self.dtype, requires_grad=False)

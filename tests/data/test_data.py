@@ -80,3 +80,15 @@ def test_a_subclass_of_ndarraydataset_gives_its_own_samples():
     np.testing.assert_array_equal(batches[0][0].numpy(), [[0, 1], [3, 2], [4, 5]])
     np.testing.assert_array_equal(batches[1][0].numpy(), [[7, 6]])
     assert [batch.numpy().tolist() for _, batch in batches] == [[0, 1, 2], [3]]
+
+
+def test_samples_that_are_dicts_are_named():
+    class Named(data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return {"x": np.ones(2), "y": index}
+
+    with pytest.raises(TypeError, match=r"DataLoader: Named\[0\] must be a tuple of arrays"):
+        next(iter(data.DataLoader(Named(), batch_size=2)))
