@@ -178,4 +178,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if not (host and port):
         return None, None
-    return host, *_numbers(environ, "the launch", ["MASTER_PORT"])
+    (number,) = _numbers(environ, "the launch", ["MASTER_PORT"])
+    if not 0 < number < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port}: must be a port, from 1 to 65535")
+    return host, number

@@ -114,6 +114,8 @@ def test_the_innermost_launcher_knows_the_ranks():
         (TORCHRUN, {"WORLD_SIZE": "2"}, ["RANK=3", "WORLD_SIZE=2"]),
         (TORCHRUN, {"RANK": "²"}, ["whole number"]),
         (TORCHRUN, {"MASTER_PORT": "http"}, ["MASTER_PORT='http'", "whole number"]),
+        (OPEN_MPI, {"MASTER_ADDR": "a", "MASTER_PORT": "65536"}, ["MASTER_PORT=65536", "to 65535"]),
+        (TORCHRUN, {"MASTER_PORT": "0"}, ["MASTER_PORT=0", "from 1 to"]),
         (TORCHRUN, {"RANK": None}, ["WORLD_SIZE=4", "RANK is not set"]),
         (TORCHRUN, {"LOCAL_RANK": None}, ["RANK=3", "LOCAL_RANK is not set"]),
         (TORCHRUN, {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
