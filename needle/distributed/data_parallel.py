@@ -71,8 +71,7 @@ class DataParallel:
     ) -> None:
         self.group, self.flat, self.optimizer = group, flat, optimizer
         self.context = context
-        ranks = group.rank // context, group.size // context
-        self.own_micro_batches = own_micro_batches(micro_batches, *ranks)
+        self.own_micro_batches = own_micro_batches(micro_batches, group.rank, group.size, context)
         self.shards = shards(flat.size, group.size)
         self._added = 0
         self._aside: list[NDArray] = []  # the sums of finished subtrees, the largest first ...

@@ -44,18 +44,19 @@ def tree_sum(parts: Sequence[NDArray], into: NDArray | None = None) -> NDArray:
     return sums[0]
 
 
-def own_micro_batches(micro_batches: int, rank: int, ranks: int) -> range:
-    """Return the micro-batches of a step that a rank computes. ValueError if `ranks` cannot share
-    so many."""
+def own_micro_batches(micro_batches: int, rank: int, ranks: int, context: int = 1) -> range:
+    """Return the micro-batches of a step that a rank computes; `context` consecutive ranks compute
+    the same ones. ValueError if `ranks` cannot share so many."""
+    rank, groups = rank // context, ranks // context
     fitting = fitting_ranks(micro_batches)
-    if ranks not in fitting:
-        counts = ", ".join(map(str, fitting))
+    if groups not in fitting:
+        counts = ", ".join(str(fit * context) for fit in fitting)
         raise ValueError(
             f"{ranks} ranks cannot share a step of {micro_batches} micro-batches with the bits of "
             f"one: each needs 1, 2, 4, ... of them. {counts} ranks can: change their number, or, "
             "of a new run, --grad-accum"
         )
-    share = micro_batches // ranks
+    share = micro_batches // groups
     return range(rank * share, (rank + 1) * share)
 
 

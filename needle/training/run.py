@@ -163,7 +163,7 @@ def own_batches(ranks: Ranks, settings: Settings, data: TokenData, vocab_size: i
     """Return this rank's share of each step's micro-batches."""
     context, every = settings.context_parallel, settings.grad_accum
     batches = run_batches(data, data_of(settings), vocab_size)
-    own = own_micro_batches(every, ranks.rank // context, ranks.size // context)
+    own = own_micro_batches(every, ranks.rank, ranks.size, context)
     batches.share(own, every, own_columns(batches.seq_len, ranks, context))
     return batches
 

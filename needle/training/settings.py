@@ -502,7 +502,7 @@ def complete(given: Settings, on_gpu: bool, ranks: int = 1) -> Settings:
     if settings.schedule == "wsd" and given.decay_share is None:
         settings.decay_share = DECAY_SHARE
     _check(settings)
-    own_micro_batches(settings.grad_accum, 0, ranks)  # these raise ValueError too
+    own_micro_batches(settings.grad_accum, 0, ranks * context, context)  # ValueError, as below
     ring_chunks(settings.seq_len, 0, context)
     return settings
 
