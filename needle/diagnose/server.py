@@ -15,7 +15,10 @@ from needle.diagnose.report import failed, show, trying
 
 SECONDS = 5.0
 KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-MEND = "start it by `needle serve`, with the same NEEDLE_KERNELS_TOKEN or ..._FILE as here"
+MEND = (
+    "start `needle serve` there, and set NEEDLE_KERNELS_TOKEN_FILE here to its --token-file, by "
+    "default ~/.config/needle/token; its log says why it refuses or is not well"
+)
 
 
 def examine(url: str) -> None:

@@ -65,7 +65,9 @@ def test_any_other_answer_is_a_failure(monkeypatch, capsys):
         with naming(answer), service(answer) as (url, seen):
             server.examine(url)
             said = f"FAILED: {url}/health answers HTTP {answer[:3].decode()}: "
-            assert said in capsys.readouterr().out and len(seen) == 1
+            out = capsys.readouterr().out
+            assert said in out and "NEEDLE_KERNELS_TOKEN_FILE here to its --token-file" in out
+            assert len(seen) == 1
     for answer in b"smtp", b"200 -\r\n\r\n<html>", None:
         with naming(answer), service(answer) as (url, _), pytest.raises(ENDED):
             server.examine(url)
