@@ -155,10 +155,10 @@ class Supervisor:
         """Read the heartbeat. Return the time of its last change, None while there is none."""
         try:
             changed = self._heartbeat.stat().st_mtime_ns
-            text = self._heartbeat.read_text()
+            text = self._heartbeat.read_bytes()
         except FileNotFoundError:
             return None
-        with contextlib.suppress(ValueError):  # half written
+        with contextlib.suppress(ValueError):  # half written, or no number
             self._step = int(text)
         return changed
 

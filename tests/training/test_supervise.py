@@ -136,6 +136,7 @@ def test_silence_is_a_hang_only_after_a_heartbeat(run):
         "beat(0); os.unlink(PATH); time.sleep(3 * float(sys.argv[1]))",
         "beat(0)\nfor _ in range(6):\n    time.sleep(float(sys.argv[1]) / 3); os.utime(PATH)",
         "write(PATH, 'x'); sys.exit(0)",
+        "open(PATH, 'wb').write(bytes([255])); sys.exit(0)",
     ):
         with naming(code):
             assert run(code, str(HANG), hang=HANG) == (0, [], [])
