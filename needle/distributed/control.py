@@ -346,7 +346,7 @@ def _listen(place: Place) -> socket.socket:
 
 def _connect(place: Place, key: bytes, seconds: float, deadline: float) -> Connection:
     host = LOOPBACK if place.is_local else place.host
-    end = time.monotonic() + seconds
+    end, foreign = time.monotonic() + seconds, ""
     while True:
         try:
             sock = socket.create_connection((host, place.port), timeout=PATIENCE)
@@ -358,8 +358,11 @@ def _connect(place: Place, key: bytes, seconds: float, deadline: float) -> Conne
             one.send_bytes(json.dumps([place.job, place.rank]).encode())
             return one
         except FOREIGN as error:
-            if time.monotonic() > end:
-                why = str(error) if isinstance(error, OSError) else "another program or key"
+            if not isinstance(error, OSError):
+                foreign = "another program or key"
+            if time.monotonic() > end:  # rank 0 may have given up a moment before
+                last = str(error) if isinstance(error, OSError) else ""
+                why = ", then ".join(filter(None, (foreign, last)))
                 raise RankError(
                     f"rank {place.rank} did not reach rank 0 at {host}:{place.port} within "
                     f"{seconds:g} s: {why}: does it run, may its machine be reached from here, is "

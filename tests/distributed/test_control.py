@@ -344,6 +344,15 @@ def test_strangers_claim_no_rank_and_end_no_start(start):
         one.close()
 
 
+def test_another_key_is_named_also_after_rank_0_gave_up(start):
+    port = free_port()
+    [first] = start("join()", 2, ranks=(0,), port=port, seconds=1.0)
+    [other] = start("join(key='other')", 2, ranks=(1,), port=port, seconds=3.0)
+    assert first.end()[0] == 75
+    code, _, said = other.end()
+    assert code == 75 and "within 3 s: another program or key, then [Errno 111]" in said, said
+
+
 def test_nothing_is_unpickled_from_one_that_has_the_key(start, tmp_path):
     """It is a rank, and sends as a value what would make a folder."""
     trap, port, made = f"cos\nmkdir\n(V{tmp_path}/sprung\ntR.".encode(), free_port(), []
