@@ -20,7 +20,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -72,14 +71,29 @@ def argument(given: Any, arrays: Mapping[str, Any]) -> Any:
     raise ValueError("an argument is a number, or has exactly one of array, shape, bytes")
 
 
+class JobCase(Struct, forbid_unknown_fields=True):
+    """The fields of a Case, and the names of the arrays that are its right outputs."""
+
+    grid: Any
+    block: Any
+    args: Annotated[list[Any], Meta(max_length=MOST_ARGUMENTS)]
+    shared: int = 0
+    operations: float = 0
+    expected: list[str] | None = None
+
+    def launch(self, arrays: Mapping[str, Any]) -> Case:
+        args = [argument(given, arrays) for given in self.args]
+        return Case(self.grid, self.block, args, self.shared, self.operations)
+
+
 class Job(Struct, forbid_unknown_fields=True):
-    """CUDA with its cases: the fields of a Case, and `expected`. One case without `expected` or
+    """CUDA with its cases. One case without `expected` or
     `reference` is launched once. Otherwise each case is compared with the arrays that `expected`
     names, or with the outputs of another kernel for the same arguments."""
 
     source: str
     entry: Annotated[str, Meta(min_length=1, max_length=1000)]
-    cases: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=64)]
+    cases: Annotated[list[JobCase], Meta(min_length=1, max_length=64)]
     language: Literal["cuda"] = "cuda"
     reference: Reference | None = None
     tolerance: float | Annotated[list[float], Meta(min_length=2, max_length=2)] | None = None
@@ -90,12 +104,8 @@ class Job(Struct, forbid_unknown_fields=True):
     outputs: bool = False
 
     def do(self, pool: Pool, arrays: Mapping[str, Any]) -> Result:
-        expected = [case.pop("expected", None) for case in self.cases]
-        cases = [Case(**case) for case in self.cases]
-        for case in cases:
-            if len(case.args) > MOST_ARGUMENTS:
-                raise ValueError(f"args: at most {MOST_ARGUMENTS}")
-        cases = [replace(case, args=[argument(a, arrays) for a in case.args]) for case in cases]
+        expected = [case.expected for case in self.cases]
+        cases = [case.launch(arrays) for case in self.cases]
         if self.reference is None and expected == [None]:
             (case,) = cases
             way = case.grid, case.block, case.args, case.shared
@@ -129,6 +139,8 @@ async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, A
                 parts[name] = part.file.read()
     if "job" not in parts or parts.keys() - {"job", "arrays"}:
         raise ValueError(f"the parts are job and arrays, not {', '.join(parts) or 'none'}")
+    if isinstance(parts.get("arrays"), str):
+        raise ValueError("arrays: must come as a file, as by curl -F arrays=@arrays.safetensors")
     arrays = unpack(parts["arrays"], "arrays", HEADER_BYTES) if parts.get("arrays") else {}
     return read_job(parts["job"]), arrays
 
@@ -136,6 +148,7 @@ async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, A
 def read_job(text: bytes) -> Job | Problem:
     given = msgspec.json.decode(text)
     if isinstance(given, dict) and "original_model_src" in given:
+        msgspec.convert(given, Problem)  # names a field of another type
         return Problem(**given)
     return msgspec.convert(given, Job)
 
@@ -199,8 +212,10 @@ class Service:
             status, said = 422, str(error)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:  # msgspec's too
             status, said = 400, str(error)
+        except web.RequestPayloadError as error:
+            status, said = 400, f"the body cannot be read: {error}"
         except Exception as error:
-            status, said = 503, str(error)
+            status, said = 503, str(error) or type(error).__name__
             if not self.pool.closed and not isinstance(error, (MemoryError, OSError)):
                 log.exception("%s %s", request.method, ascii(request.path)[:200])
                 status, said = 500, "an error of the service itself: see its log"
@@ -291,7 +306,8 @@ class Service:
     async def reset(self, request: web.Request) -> tuple[int, Any]:
         device = int(request.match_info["id"])
         if device not in self.pool.devices:
-            raise web.HTTPNotFound(text=f"no device {device}; there are {[*self.pool.devices]}")
+            known = [number for number in self.pool.devices if number >= 0]
+            raise web.HTTPNotFound(text=f"no device {device}; there are {known or 'none'}")
         try:
             await asyncio.to_thread(self.pool.reset, device)
         except RuntimeError as error:

@@ -178,6 +178,8 @@ def test_cuda_job_without_a_gpu_is_answered():
     with FakePool(devices=[]) as pool, running(pool) as client:
         answer = client.evaluate(JUDGED | {"reference": REFERENCE})[1]
         assert answer["status"] == "device_lost" and "has no GPU" in answer["message"], answer
+        _, answer, _ = client.ask("POST", "/reset_gpu/0")
+        assert answer["error"] == {"status": 404, "message": "no device 0; there are none"}
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -198,8 +200,11 @@ def test_wrong_jobs_are_refused(client):
         (SIMPLE | {"sanitizer": "memcheck --kill"}, "sanitizer: must be one of"),
         (JUDGED | {"cases": [CASE | {"grid": 1.5, "expected": []}]}, "no array 'x'"),
         (SIMPLE | {"cases": [LAUNCH | {"grid": 1.5}]}, "grid: must be a whole number"),
-        (SIMPLE | {"cases": [LAUNCH | {"args": [1] * 257}]}, "at most 256"),
-        (SIMPLE | {"cases": [LAUNCH | {"other": 1}]}, "'other'"),
+        (SIMPLE | {"cases": [LAUNCH | {"args": [1] * 257}]}, "<= 256 - at `$.cases[0].args`"),
+        (SIMPLE | {"cases": [LAUNCH | {"args": 3}]}, "got `int` - at `$.cases[0].args`"),
+        (SIMPLE | {"cases": [LAUNCH, {}]}, "missing required field `grid` - at `$.cases[1]`"),
+        (SIMPLE | {"cases": [LAUNCH | {"expected": 3}]}, "at `$.cases[0].expected`"),
+        (SIMPLE | {"cases": [LAUNCH | {"other": 1}]}, "unknown field `other` - at `$.cases[0]`"),
         (SIMPLE | {"cases": [LAUNCH | {"expected": ["y"]}]}, "no array 'y' in the safetensors: no"),
         (with_argument({}), "exactly one of array, shape, bytes"),
         (with_argument(None), "exactly one of array, shape, bytes"),
@@ -211,6 +216,7 @@ def test_wrong_jobs_are_refused(client):
         (SIMPLE | {"cases": [LAUNCH | {"expected": []}, LAUNCH]}, "give expected in each"),
         (PROBLEM | {"trials": 1}, "'trials'"),
         (PROBLEM | {"num_perf_trials": 0}, "1 or more"),
+        (PROBLEM | {"num_perf_trials": "9"}, "Expected `int`, got `str` - at `$.num_perf_trials`"),
     ):
         with naming(said):
             status, answer = client.evaluate(job)
@@ -258,6 +264,17 @@ def test_bodies_that_are_no_job_are_refused(client):
             found, answer, _ = client.ask("POST", "/evaluate", body, Content_Type=kind)
             assert found == status and answer["error"]["message"]
             assert (str(BODY) in answer["error"]["message"]) == (status == 413)
+    body, kind = multipart(job=json.dumps(JOB).encode(), arrays=b"x")
+    body = body.replace(b'; filename="arrays"', b"")  # curl -F arrays=x
+    _, answer, _ = client.ask("POST", "/evaluate", body, Content_Type=kind)
+    assert answer["error"] == {
+        "status": 400,
+        "message": "arrays: must come as a file, as by curl -F arrays=@arrays.safetensors",
+    }
+    sent = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
+    _, answer, _ = client.ask("POST", "/evaluate", b"{}", **sent)
+    assert answer["error"]["status"] == 400
+    assert answer["error"]["message"].startswith("the body cannot be read: ")
     assert client.service.counts() == {"running": 0, "waiting": 0}
 
 
@@ -274,6 +291,8 @@ def test_errors_of_the_pool_have_a_status(client, pool, monkeypatch, caplog):
         got, answer = client.evaluate(SIMPLE)
         assert got == status and ("told so" in answer["error"]["message"]) == (status != 500)
     assert "KeyError" in caplog.text
+    monkeypatch.setattr(pool, "run", lambda *_: fails(MemoryError()))  # without a text
+    assert client.evaluate(SIMPLE)[1] == {"error": {"status": 503, "message": "MemoryError"}}
     assert client.service.counts() == {"running": 0, "waiting": 0}
 
 
@@ -465,7 +484,7 @@ def test_job_and_unit_of_the_docs(tmp_path):
     page = (ROOT / "docs/kernels.md").read_text()
     job = serve.read_job(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1].encode())
     assert (job.entry, job.trials, job.outputs) == ("scale<float>", 5, True)
-    args = [serve.argument(given, {"x": X}) for given in job.cases[0]["args"]]
+    args = [serve.argument(given, {"x": X}) for given in job.cases[0].args]
     assert args[0] is X and args[1:] == [Out(1000), 2.0, 1000]
     text = re.search(r"```ini\n(.*?)```", page, re.DOTALL)[1]
     words = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
