@@ -13,7 +13,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -99,6 +99,9 @@ class Compiled:
                 f"when it is asked for: compile(source, entries=[{name!r}])"
             )
         return self.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
 
     def declared(self, name: str, types: str) -> Entry:
         """Return a kernel with the types of a declaration, "const float*, int", for one that is

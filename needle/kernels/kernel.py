@@ -6,6 +6,7 @@ A launch costs what CUDA's own does: arguments are checked and packed in C each 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from needle import _C
@@ -101,6 +102,9 @@ class Module:
 
     def __getitem__(self, name: str) -> Kernel:
         return self.kernel(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.compiled)
 
 
 def arch_of(device: Device) -> str:

@@ -62,6 +62,7 @@ def test_kernels_are_found_by_their_names():
     with pytest.raises(KeyError, match=r"no kernel 'scale<double>': there are scale<float>; .*"
                        r"entries=\['scale<double>'\]"):  # fmt: skip
         one["scale<double>"]
+    assert list(one) == ["scale<float>"] and "scale<double>" not in one and "tile" in every
 
 
 @needs_nvrtc
