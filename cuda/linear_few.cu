@@ -428,8 +428,7 @@ nd_status few(const char *op, int device, const nd_array *x, Products<T> product
         return cuda_launch(op, device, few_kernel<T, ROWS, LANES, NORM>, blocks, threads, bytes,
                            data_of<T>(x), products, (int)x->shape[0], depth, (float)eps, ahead);
     };
-    /* Whole lines of w where that leaves enough blocks, else sectors, or their halves where w is deep;
-     * up to ND_STEP_COLUMNS as decode_projections has them. */
+    /* Whole lines of w where that leaves enough blocks, else sectors. */
     if constexpr (!NORM) {
         const cuda_limits *limits = cuda_device_limits(device);
         const int64_t vectors = products.of[0].columns * (int64_t)sizeof(T) / 16;
@@ -444,9 +443,6 @@ nd_status few(const char *op, int device, const nd_array *x, Products<T> product
             return cuda_launch(op, device, wide_kernel<T, ROWS>, (unsigned)blocks, threads, bytes,
                                data_of<T>(x), products.of[0], (int)x->shape[0], depth,
                                (int)ceil_div<int64_t>(vectors, wide_lanes), ahead);
-        }
-        if (2 * vectors <= blocks && depth > ND_STEP_COLUMNS) {
-            return launch(Constant<1>());
         }
     }
     return launch(Constant<2>());
