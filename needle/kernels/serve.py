@@ -87,9 +87,9 @@ class JobCase(Struct, forbid_unknown_fields=True):
 
 
 class Job(Struct, forbid_unknown_fields=True):
-    """CUDA with its cases. One case without `expected` or
-    `reference` is launched once. Otherwise each case is compared with the arrays that `expected`
-    names, or with the outputs of another kernel for the same arguments."""
+    """CUDA with its cases. One case without `expected` or `reference` is launched once. Otherwise
+    each case is compared with the arrays that `expected` names, or with the outputs of another
+    kernel for the same arguments."""
 
     source: str
     entry: Annotated[str, Meta(min_length=1, max_length=1000)]
