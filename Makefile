@@ -44,9 +44,6 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cpp cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-ifeq ($(MAKELEVEL),0) # the core is compiled while pip installs what it does not need
-MAKEFLAGS += -j2
-endif
 
 .PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck soak bench docs tutorials clean
 .DELETE_ON_ERROR:
@@ -157,12 +154,19 @@ define pytest
 @"$(PY)" -X dev -W error -m pytest -q -W error --tx "$$(nproc)*popen//python=$(PY) -X dev" --dist load
 endef
 
+# The core is compiled while pip installs what it does not need.
+define prepare
+@$(MAKE) --no-print-directory -j2 $(STATE)/test lib
+endef
+
 # Every promise once, in minutes.
-test: $(STATE)/test lib
+test:
+	$(prepare)
 	$(pytest) -m "not slow and not cuda and not parity" $(ARGS)
 
 # And emulated kernels, processes that are killed, ranks, the service, damaged files.
-test-all: $(STATE)/test lib
+test-all:
+	$(prepare)
 	$(pytest) -m "not cuda and not parity" $(ARGS)
 
 # What runs on a GPU asks for one before it builds for minutes.
