@@ -307,6 +307,7 @@ def test_numbers_of_numpy_serve_as_sizes_axes_and_counts():
         (lambda x: ops.repeat(x, [1, 2, 3], 0), r"repeat: \[1, 2, 3\] repeats along axis 0"),
         (lambda x: ops.bincount(x), "bincount: a must be a vector of whole numbers"),
         (lambda x: ops.bincount(ndl.tensor([[1]])), r"but is int64 of shape \(1, 1\)"),
+        (lambda x: x.expand(-1, 2, 2), "axis 0 has the negative size -1"),  # a new axis
     ],
 )
 def test_numbers_that_do_not_fit_are_named_with_the_function(call, message):
