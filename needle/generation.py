@@ -308,11 +308,13 @@ class _Text:
         self.text, self.shown, self.done = "", 0, False
 
     @functools.cached_property
-    def before(self) -> list[int]:
-        """The last tokens of the prompt that are a text: a character has four of them at most."""
+    def before(self) -> tuple[list[int], int]:
+        """The last tokens of the prompt that are a text, and its length: a character has four of
+        them at most."""
         last = ([int(i) for i in self.prompt[-n:]] for n in range(1, 5))
-        ends = ((ids, self.tokenizer.decode(ids)[-1:]) for ids in last)
-        return next((ids for ids, end in ends if end not in ("", "\ufffd")), [])
+        texts = ((ids, self.tokenizer.decode(ids)) for ids in last)
+        found = ((ids, len(text)) for ids, text in texts if text[-1:] not in ("", "\ufffd"))
+        return next(found, ([], 0))
 
     def push(self, token: int) -> str:
         """The text that this token adds, in whole characters."""
@@ -320,8 +322,8 @@ class _Text:
             self.done = True
             return ""
         self.tokens.append(token)
-        start = len(self.tokenizer.decode(self.before))
-        self.text = self.tokenizer.decode(self.before + self.tokens)[start:]
+        before, start = self.before
+        self.text = self.tokenizer.decode(before + self.tokens)[start:]
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
         if found:
             self.text, self.done = self.text[: min(found)], True
