@@ -15,7 +15,7 @@ import numpy as np
 from needle._C import Device, NDArray
 from needle.autograd.grad_mode import mode
 from needle.autograd.graph import views_below
-from needle.backend_ndarray import device_and_dtype
+from needle.backend_ndarray import device_and_dtype, listed
 
 Result = TypeVar("Result")
 ops: Any = None
@@ -82,8 +82,7 @@ def cast(dtype: str) -> Callable[..., Any]:
 
 def _one_by_one(given: tuple) -> tuple:
     """Return whole numbers that were given one by one, or as one sequence."""
-    alone = len(given) != 1 or isinstance(given[0], (int, np.integer))
-    return given if alone else tuple(given[0])
+    return listed(given[0]) if len(given) == 1 else given
 
 
 class Operators(Generic[Result]):
