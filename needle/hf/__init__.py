@@ -168,7 +168,7 @@ def refuse_run(folder: Path) -> None:
 
 
 def mapping_of(model_class: type, config: Any) -> Any:
-    """Returns the weight_mapping of a model. ValueError for one that transformers cannot open."""
+    """Return the weight_mapping of a model. ValueError for one that transformers cannot open."""
     mapping = getattr(model_class, "weight_mapping", None)
     if mapping is None:
         raise ValueError(
