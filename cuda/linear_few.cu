@@ -78,6 +78,20 @@ __device__ __forceinline__ void sum_and_scatter(float (&v)[SIZE], int &first, bo
     }
 }
 
+/* acc[r][n] += xs[r][k] factors[n], unless k is beyond the depth. */
+template <int ROWS, int N, class T>
+__device__ __forceinline__ void add_products(float (&acc)[ROWS * N], const float (&factors)[N],
+                                             const T *xs, int k, int depth) {
+#pragma unroll
+    for (int r = 0; r < ROWS && k < depth; r++) {
+        const float x_k = to_float(xs[r * depth + k]);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            acc[r * N + n] += x_k * factors[n];
+        }
+    }
+}
+
 /* A warp's sums over its groups into sums, [warps][SIZE][LANES]. */
 template <int LANES, int SIZE>
 __device__ __forceinline__ void leave_sums(float (&acc)[SIZE], float *sums) {
@@ -214,14 +228,7 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
             float factors[N];
             to_floats<T>(v[u], factors);
             load(k + groups * unroll, v[u]);
-#pragma unroll
-            for (int r = 0; r < ROWS && k < depth; r++) {
-                const float x_k = to_float(xs[r * depth + k]);
-#pragma unroll
-                for (int n = 0; n < N; n++) {
-                    acc[r * N + n] += x_k * factors[n];
-                }
-            }
+            add_products<ROWS>(acc, factors, xs, k, depth);
         }
     }
     leave_sums<LANES>(acc, sums);
@@ -291,14 +298,7 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
             to_floats<T>(ring[stage * threads + tid], factors);
             fetch(stage);
             stage = (stage + 1) % STAGES;
-#pragma unroll
-            for (int r = 0; r < ROWS && k < depth; r++) {
-                const float x_k = to_float(xs[r * depth + k]);
-#pragma unroll
-                for (int n = 0; n < N; n++) {
-                    acc[r * N + n] += x_k * factors[n];
-                }
-            }
+            add_products<ROWS>(acc, factors, xs, k, depth);
         }
         leave_sums<LANES>(acc, sums);
         __syncthreads();
