@@ -125,6 +125,19 @@ def test_dtypes_beside_numbers_are_those_of_the_table(name, device):
                     close(got, expected(name, *values, dtype), dtype)
 
 
+@pytest.mark.parametrize("name", ["maximum", "minimum"])
+def test_extremes_have_the_dtype_of_a_sum_but_of_bool_bool(name, device):
+    for one, other in itertools.product((*FLOATS, *INTEGERS, "bool"), repeat=2):
+        x, y = drawn(one), drawn(other, 1)
+        wanted = "bool" if one == other == "bool" else result_dtype("add", one, other)
+        a, b = (nd.array(v, d, device) for v, d in ((x, one), (y, other)))
+        tensors = (Tensor.from_ndarray(z) for z in (a, b))
+        with naming(one, other):
+            for got in (getattr(a, name)(b), getattr(ops, name)(*tensors)):
+                assert got.dtype == wanted
+                close(got, getattr(np, name)(x, y), wanted)
+
+
 @pytest.mark.parametrize("name", ["neg", "pos", "abs", "invert"])
 def test_dtypes_of_one_operand(name, device):
     apply = getattr(operator, name)

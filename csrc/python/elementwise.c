@@ -148,12 +148,12 @@ static int computed_dtype(nd_op id, const nd_array *anchor, const operand operan
         FAIL(PyExc_TypeError, "%s: needs integers or bool, not floats", info->name);
     }
     *dtype = number == NULL ? promoted(x->dtype, y->dtype) : anchor->dtype;
+    bool chooses = info->types == TYPES_WHOLE || id == OP_maximum || id == OP_minimum;
     bool inverts = id == OP_power && y == NULL && number->value < 0; /* x ** -1 */
     bool is_float = info->types == TYPES_FLOAT || inverts || (number != NULL && number->is_float);
     if (is_float && !nd_dtype_is_float(*dtype)) {
         *dtype = ND_F32;
-    } else if (info->kind == OP_KIND_EW2 && *dtype == ND_BOOL &&
-               (info->types != TYPES_WHOLE || rank > 0)) {
+    } else if (info->kind == OP_KIND_EW2 && *dtype == ND_BOOL && (!chooses || rank > 0)) {
         *dtype = ND_I32;
     }
     bool compares = info->kind == OP_KIND_CMP && !nd_dtype_is_float(*dtype);
