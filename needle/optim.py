@@ -82,6 +82,7 @@ class Optimizer:
             raise ValueError(f"{type(self).__name__}: there are no parameters")
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
+        self._steps = dict.fromkeys(self.names, 0)  # of each parameter, those with a gradient
         if len({id(p) for p in self.params}) != len(self.params):
             raise ValueError(f"{type(self).__name__}: a parameter is given twice")
 
@@ -131,6 +132,12 @@ class Optimizer:
         """Update every parameter that has a gradient."""
         raise NotImplementedError(f"{type(self).__name__}.step is not defined")
 
+    def _next_steps(self) -> dict[str, int]:
+        """The number of the next step of each parameter that has a gradient, by name: its own
+        count, by which Adam corrects the bias."""
+        named = zip(self.names, self.params)
+        return {name: self._steps[name] + 1 for name, p in named if p.grad is not None}
+
     def reset_grad(self) -> None:
         """Drop the gradients: those of a flat object count as zeros, each other `.grad` is None."""
         if self.flat is not None:
@@ -169,12 +176,14 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__}._arrays is not defined")
 
     def state_dict(self) -> dict[str, Any]:
-        """{"step": steps done, "arrays": {name: NDArray}, the hyperparameters, and "groups": the
-        settings of parameters that have their own}. The arrays are the optimizer's own memory;
-        apart from them everything is plain numbers and strings."""
+        """{"step": steps done, "arrays": {name: NDArray}, the hyperparameters, "groups": the
+        settings of parameters that have their own, and "steps": those of parameters that had no
+        gradient in some}. The arrays are the optimizer's own memory; apart from them everything is
+        plain numbers and strings."""
         state: dict[str, Any] = {"step": self.t, "arrays": self._arrays()}
         state.update({name: getattr(self, name) for name in self.hyperparameters})
         state["groups"] = {name: dict(own) for name, own in self._own.items() if own}
+        state["steps"] = {name: steps for name, steps in self._steps.items() if steps != self.t}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,7 +212,9 @@ class Optimizer:
             groups = {names.get(name, name): group for name, group in state["groups"].items()}
             own_settings = {name: dict(groups.get(name, {})) for name in self.names}
             changes.append((vars(self), "_own", own_settings))
-        return [*changes, (vars(self), "t", int(state["step"]))]
+        steps = dict.fromkeys(self.names, int(state["step"]))
+        steps |= {names.get(name, name): n for name, n in state.get("steps", {}).items()}
+        return [*changes, (vars(self), "_steps", steps), (vars(self), "t", int(state["step"]))]
 
     def _names_in(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Map the names of a state to those here, where either are ordinals: a list of parameters
@@ -254,20 +265,24 @@ class _PerParameter(Optimizer):
                 kept.append(zeros(p.shape, "float32", p.device))
 
     def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
-        """Parameter i after step t, given its gradient in float32: its values, and each slot."""
+        """Parameter i after its step t, given its gradient in float32: its values, and each
+        slot."""
         raise NotImplementedError
 
     def step(self) -> None:
-        t = self.t + 1
-        changes: list[tuple[Any, Any, Any]] = [(vars(self), "t", t)]
+        steps = self._next_steps()
+        changes: list[tuple[Any, Any, Any]] = [
+            (vars(self), "t", self.t + 1),
+            (vars(self), "_steps", self._steps | steps),
+        ]
         for i, (name, p) in enumerate(zip(self.names, self.params)):
-            if p.grad is None:
+            if name not in steps:
                 continue
             g, own = p.grad.cached_data.astype("float32"), self._own[name]
             decay = own.get("weight_decay", self.weight_decay)
             if decay:
                 g = g + decay * p.cached_data
-            new, *kept = self._updated(i, p, g, t, own.get("lr", self.lr))
+            new, *kept = self._updated(i, p, g, steps[name], own.get("lr", self.lr))
             changes.append((p.cached_data, ..., new.astype(p.dtype)))
             changes += [(self.state[slot], i, array) for slot, array in zip(self.slots, kept)]
         commit(changes)
@@ -431,19 +446,26 @@ class AdamW(Optimizer):
                     out[f"{slot}.{name}"] = view
         return out
 
-    def _launches(self) -> list[tuple[int, int, int, dict]]:
-        """(array, start, end, own settings): neighbours in the flat buffer that are set alike go
-        together; those that were frozen stay."""
+    def _next_steps(self) -> dict[str, int]:
         if self.flat is None:
-            return [(i, 0, p.size, self._own[self.names[i]]) for i, p in enumerate(self.params)]
-        own = [self._own[n] if p.requires_grad else None for n, p in zip(self.names, self.params)]
+            return super()._next_steps()
+        named = zip(self.names, self.params)
+        return {name: self._steps[name] + 1 for name, p in named if p.requires_grad}
+
+    def _launches(self, steps: dict[str, int]) -> list[tuple[int, int, int, dict, int]]:
+        """(array, start, end, own settings, step): neighbours in the flat buffer that are set alike
+        go together; parameters without a step stay."""
+        own = [(self._own[name], steps.get(name)) for name in self.names]
+        if self.flat is None:
+            each = enumerate(zip(self.params, own))
+            return [(i, 0, p.size, *settings) for i, (p, settings) in each if settings[1]]
         alike = groupby(zip(self.flat.offsets, own), itemgetter(1))
         runs = [(next(group)[0], settings) for settings, group in alike]
-        out: list[tuple[int, int, int, dict]] = []
-        for (start, settings), (end, _) in zip(runs, [*runs[1:], (self.flat.size, {})]):
+        out: list[tuple[int, int, int, dict, int]] = []
+        for (start, settings), (end, _) in zip(runs, [*runs[1:], (self.flat.size, None)]):
             start, end = max(start, self._part.start), min(end, self._part.stop)
-            if settings is not None and start < end:
-                out.append((0, start, end, settings))
+            if settings[1] and start < end:
+                out.append((0, start, end, *settings))
         return out
 
     def step(self, scale: NDArray | None = None) -> None:
@@ -453,13 +475,11 @@ class AdamW(Optimizer):
         step leaves everything as it was.
         """
         self._prepare()
-        t, launches = self.t + 1, []
+        steps, launches = self._next_steps(), []
         if self.flat is not None:
             grad, data = self.flat.grad, self.flat.data
-        for i, start, end, own in self._launches():
+        for i, start, end, own, t in self._launches(steps):
             if self.flat is None:
-                if self.params[i].grad is None:
-                    continue
                 data = self.params[i].cached_data
                 grad = self.params[i].grad.cached_data
                 if grad.dtype != "float32":
@@ -477,7 +497,7 @@ class AdamW(Optimizer):
             launches.append((p, grad[part], m[kept], v[kept], p_low, scale, *rates, decay, t))
         for operands in launches:
             _C.adamw(*operands)
-        self.t = t
+        self.t, self._steps = self.t + 1, self._steps | steps
 
 
 # ---- schedules -----------------------------------------------------------------------------------

@@ -415,6 +415,34 @@ def test_flat_parameters_frozen_later_stay():
     assert not np.array_equal(run(one, flat, 1)["bias"], start["bias"])
 
 
+@pytest.mark.parametrize("kind, flat", [*((kind, False) for kind in RECURRENCES), ("AdamW", True)])
+def test_bias_correction_counts_the_steps_of_each_parameter(kind, flat, device):
+    """One is trained from the third step on; the state is loaded in between."""
+    recurrence, form, options = RECURRENCES[kind]
+    module = Two(device)
+    start = values_of(module)
+    groups = [{"params": [module.matrix]}, {"params": [module.bias], "weight_decay": 0.0}]
+    parameters = nn.flatten_parameters(module) if flat else groups
+    made = getattr(optim, kind)(parameters, **options)
+    module.bias.requires_grad = not flat
+    for step in range(5):
+        if step == 2:
+            module.bias.requires_grad = True
+        give(module, gradients(step))
+        if step < 2 and not flat:
+            module.bias.grad = None
+        made.step()
+        again = getattr(optim, kind)(parameters, **options)
+        again.load_state_dict(made.state_dict())
+        made = again
+    got, state = values_of(module), {}
+    expected = {"bias": start["bias"], "matrix": follow(recurrence, start, 5, **form)["matrix"]}
+    for step in range(2, 5):
+        given = gradients(step)["bias"]
+        expected["bias"] = recurrence(expected["bias"], given, state, **form | {"weight_decay": 0})
+    close(got, expected)
+
+
 @pytest.mark.parametrize("kind", RECURRENCES)
 @pytest.mark.parametrize("listed", [0, 1])
 def test_a_list_has_the_same_state_whenever_its_module_is_asked_for_names(kind, listed):

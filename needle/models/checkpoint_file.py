@@ -54,8 +54,9 @@ def renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
         return f"{slot}.{names.get(name, name)}"
 
     changed = {**state, "arrays": {key(name): array for name, array in state["arrays"].items()}}
-    if isinstance(state.get("groups"), dict):
-        changed["groups"] = {names.get(n, n): own for n, own in state["groups"].items()}
+    for part in ("groups", "steps"):
+        if isinstance(state.get(part), dict):
+            changed[part] = {names.get(name, name): of for name, of in state[part].items()}
     return changed
 
 
