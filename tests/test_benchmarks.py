@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import bench
 import kernels
 import pytest
-from harness import naming
+from harness import naming, run
 
 import needle as ndl
 from needle import _C, testing
@@ -52,6 +52,17 @@ def test_device_and_dtype_follow_each_other_unless_they_are_named(monkeypatch):
 def test_calls_of_a_sample_fill_its_time():
     for each, count in (2.0, 3), (50.0, 1):  # milliseconds
         assert bench.repeats_for(6.0, lambda call, n, each=each: n * each, print) == count
+
+
+def test_tokens_of_generation_are_those_of_all_rows():
+    words = "--device cpu --model tiny --batch-size 1 3 --new-tokens 4 --samples 1 --baseline none"
+    done = run(sys.executable, "benchmarks/generate.py", *words.split())
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("needle  ")]
+    assert [row[1] for row in rows] == ["1", "3"], done.stderr
+    for _, batch, median, *_, step, tokens, _ in rows:
+        assert float(step) == pytest.approx(float(median) / 4 * 1e3, rel=1e-3)
+        rate = int(batch) * 4 / float(median) * 1e3
+        assert float(tokens.replace(",", "")) == pytest.approx(rate, abs=1)
 
 
 def test_kernels_are_those_named_in_their_size_and_dtype(monkeypatch, capsys):
