@@ -229,9 +229,9 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
     alphabet = set(tokenizers_package().pre_tokenizers.ByteLevel.alphabet())
     decoder = repr(tokenizer.decoder)
     size = lambda ids: len(tokenizer.decode(ids).encode())
-    # Decoders drop a space at the beginning of a text: a token is decoded behind another one.
+    # Decoders drop spaces at the ends of a text: a token is decoded between two others.
     plain = (i for i in sorted(vocabulary.values()) if tokenizer.decode([i]).isalnum())
-    before = [] if tokenizer.decoder is None else [*itertools.islice(plain, 1)]
+    other = [] if tokenizer.decoder is None else [*itertools.islice(plain, 1)]
     for token, index in vocabulary.items():
         if index in added:
             lengths[index] = 0 if added[index].special else len(token.encode())
@@ -240,5 +240,5 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
         elif "ByteFallback" in decoder and re.fullmatch("<0x[0-9A-F]{2}>", token):
             lengths[index] = 1
         else:
-            lengths[index] = size([*before, index]) - size(before)
+            lengths[index] = size([*other, index, *other]) - size(other + other)
     return lengths

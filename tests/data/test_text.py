@@ -137,8 +137,8 @@ def test_tokens_that_were_added_count_and_stand_for_no_bytes(tmp_path):
 
 
 def test_bytes_of_tokens_are_those_of_the_text(tokenizer):
-    """Spaces that a decoder drops at a beginning, bytes of a character, and added tokens, of which
-    GPT-NeoX's tokenizer has runs of spaces."""
+    """Spaces that a decoder drops at a beginning or an end, bytes of a character, and added tokens,
+    of which GPT-NeoX's tokenizer has runs of spaces."""
     said, decoders = "the cat  caf\xe9 the", tokenizers.decoders
     names = [*(f"<0x{i:02X}>" for i in range(256)), *"theca", "\u2581", "\u2581t"]
     vocabulary = {name: i for i, name in enumerate(names)}
@@ -156,3 +156,10 @@ def test_bytes_of_tokens_are_those_of_the_text(tokenizer):
     ids = spaces.encode(f"{said}<sep>").ids
     assert spaces.token_to_id("  ") in ids
     assert text.token_bytes(spaces)[ids].sum() == len(said.encode())
+    suffix = {"end_of_word_suffix": "</w>"}  # as of GPT-1's tokenizer
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(**suffix))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.decoder = decoders.BPEDecoder()
+    words.train_from_iterator([said], tokenizers.trainers.BpeTrainer(show_progress=False, **suffix))
+    ids = words.encode("the cat caf\xe9 the ").ids
+    assert text.token_bytes(words)[ids].sum() == len("the cat caf\xe9 the ".encode())
