@@ -281,6 +281,9 @@ def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, 
         assert row["spearman"] == pytest.approx(spearman(*pair))
         assert row["kind"] == "correlation" and row["edits"] == 3
     assert [row["document"] for row in rows[len(found) :]].count("all") == 1
+    probe, _ = documents("short", [1, 1], seed=6)
+    assert compare.main(["--edits", str(folder), "--probe", str(probe), *CPU]) == 1
+    assert f"{probe}: no document has two tokens" in capsys.readouterr().err
 
 
 def test_spearman_is_the_correlation_of_ranks():

@@ -106,6 +106,8 @@ def effects(bank: Path, probe: Path, device: Device, data_path: str | None = Non
     run lie now."""
     facts, base = read_json(bank / "bank.json"), open_run(bank / "runs" / "base")
     texts = read_documents(probe, base.tokenizer, base.config.vocab_size)
+    if max(map(len, texts), default=0) < 2:
+        raise DataError(f"{probe}: no document has two tokens, and the first is never scored")
     reference, _ = load_model(bank / "retrained" / "base", device)
     rows, predictions = [], predicted(facts, base, texts, device, data_path)
     for number, (name, prediction) in enumerate(zip(facts["files"], predictions)):
