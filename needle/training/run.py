@@ -17,6 +17,7 @@ from needle import models, optim
 from needle.backend_ndarray import Device
 from needle.checkpoint import (
     checkpoint_path,
+    find_checkpoint,
     last_good_checkpoint,
     prune_checkpoints,
     save_checkpoint,
@@ -113,13 +114,15 @@ def is_text(data: str | None) -> bool:
 
 def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel, Settings]:
     """Return the model of --init, and the flags with the settings that its weights fix: model,
-    seq_len, and the tokenizer that lies with them, unless a flag names another. Optimizer, schedule
-    and data are fresh. Raise ValueError for contradicting flags."""
-    dtype = given.dtype or FIELDS["dtype"].metadata["default"][not device.is_host]
-    model, tokenizer = load_model(given.init, device, dtype)
+    seq_len, the checkpoint of a run, and the tokenizer that lies with them, unless a flag names
+    another. Optimizer, schedule and data are fresh. Raise ValueError for contradicting flags."""
+    dtype, init = given.dtype or FIELDS["dtype"].metadata["default"][not device.is_host], given.init
+    if Path(init, "checkpoints").is_dir():  # a run, which may go on
+        init = str(find_checkpoint(init).path)
+    model, tokenizer = load_model(init, device, dtype)
     config, name = model.config, preset_of(model.config)
     own = tokenizer and os.path.realpath(tokenizer.source)
-    fixed = dataclasses.replace(given, model=name, tokenizer=given.tokenizer or own)
+    fixed = dataclasses.replace(given, model=name, init=init, tokenizer=given.tokenizer or own)
     wrong = [option(flag) for flag in ("config", "sparse", *SHAPE) if getattr(given, flag)]
     wrong += [f"--model {given.model}"] * (given.model not in (None, name))
     if wrong:

@@ -632,6 +632,8 @@ def resumed(given: Settings, checkpoint: Any, folder: Path) -> Settings:
     before |= {"data_seed": saved.seed}
     before |= {name: getattr(config, field, None) for name, field in SHAPE.items()}
     before |= saved.named()
+    if saved.init and named.get("init") == str(Path(saved.init).parent.parent):
+        named["init"] = saved.init  # a checkpoint of that run
     free = FREE | ({"steps"} if saved.schedule == "constant" else set())
     for name, value in named.items():
         if name not in free and before.get(name) != value:

@@ -52,7 +52,8 @@ def test_run_starts_from_weights_of_each_kind(tmp_path, texts, trained, monkeypa
         assert own == (trained / "tokenizer.json").read_text()
         state = Checkpoint(checkpoint_of(tmp_path, name, 6)).state
         fixed = [state["settings"][name] for name in ("model", "seq_len", "init")]
-        assert fixed == ["tiny", 16, str(source)]
+        assert fixed == ["tiny", 16, str(before.path if source == trained else source)]
+        assert train_pythia.main([*argv, "--resume", "auto"]) == 0  # flags repeat the settings
 
 
 def test_run_from_an_imported_checkpoint_takes_its_tokenizer_and_end(

@@ -389,13 +389,17 @@ def test_constant_run_that_went_on_with_more_steps_is_verified(tmp_path, tokens,
 def test_first_steps_of_a_run_whose_weights_are_gone_are_undecided(
     tmp_path, tokens, folder, verdicts
 ):
+    """Those of a run are of the checkpoint that was its newest one."""
     argv = without(flags(tmp_path, tokens, "b", KEEP, "--init", folder, steps=4), "--model")
     assert train_pythia.main(argv) == 0
+    assert verdicts(tmp_path / "runs" / "b")[:2] == (0, {})
+    file = folder / "checkpoints" / "step_6.safetensors"
+    shutil.copy(file.with_name("step_4.safetensors"), file.with_name("step_8.safetensors"))
     assert verdicts(tmp_path / "runs" / "b")[:2] == (0, {})
     shutil.rmtree(folder)
     code, wrong, told = verdicts(tmp_path / "runs" / "b")
     assert (code, wrong) == (4, {ONE: UNDECIDED})
-    assert told[ONE]["text"] == f"the first model is that of {folder}, which is not here"
+    assert told[ONE]["text"] == f"the first model is that of {file}, which is not here"
 
 
 def test_bits_of_another_commit_are_undecided_and_equal_ones_name_it(folder, verdicts, monkeypatch):
