@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -293,13 +294,15 @@ def list_checkpoints(folder: str | os.PathLike, kind: str = "step") -> list[Path
 
 
 def newest_checkpoint(
-    folder: str | os.PathLike, report: Callable[[str], None] = print
+    folder: str | os.PathLike, report: Callable[[str], None] = print, until: float = math.inf
 ) -> Checkpoint | None:
     """The newest whole checkpoint of a folder, None where there is no file of one. Damaged ones are
-    reported and passed over. CheckpointError where all are damaged, and where the system refuses to
-    read one: a new run, or one from an older checkpoint, would overwrite what may be whole.
+    reported and passed over, and those of steps after `until` where there are others.
+    CheckpointError where all are damaged, and where the system refuses to read one: a new run, or
+    one from an older checkpoint, would overwrite what may be whole.
     """
     paths = list_checkpoints(folder)
+    paths = [path for path in paths if step_of(path) <= until] or paths
     for path in paths:
         try:
             return Checkpoint(path)

@@ -118,6 +118,21 @@ def test_resumed_run_equals_an_uninterrupted_one(
     assert name != "accumulated" or lines_of(tmp_path, "whole")[-1]["tokens"] > len(TOKENS)
 
 
+def test_run_that_went_back_to_a_checkpoint_goes_on_from_there(
+    tmp_path, tokens, monkeypatch, capsys
+):
+    """Its later checkpoints are of the steps that are computed again."""
+    argv = flags(tmp_path, tokens, "a", "--keep 2 --keep-optimizer")
+    assert train_pythia.main(argv) == 0
+    before = numbers_of(tmp_path, "a")
+    for what in "auto", tmp_path / "runs" / "a":
+        run_until(monkeypatch, 3, [*argv, "--resume", str(checkpoint_of(tmp_path, "a", 2))])
+        capsys.readouterr()
+        assert train_pythia.main([*argv, "--resume", str(what)]) == 0
+        assert "step_2.safetensors after step 2" in capsys.readouterr().out
+        assert numbers_of(tmp_path, "a") == before
+
+
 def test_run_resumes_from_another_folder(tmp_path, tokens, monkeypatch):
     """Its data were named from where it began; the flags of one start are given again."""
     monkeypatch.chdir(tmp_path)
