@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -210,6 +211,14 @@ def test_replay_has_the_name_and_the_tokenizer_of_its_parent(tmp_path, texts, he
         assert own == theirs
         refuse = OSError(errno.EXDEV, "Invalid cross-device link")  # the second is on another disk
         monkeypatch.setattr(os, "link", Mock(side_effect=refuse))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(own) - 1, limits[1]))
+    try:  # the third is on one that is full
+        with pytest.raises(DataError, match="full/checkpoints/step_2.safetensors: cannot be"):
+            replays.make_folder(replays.planned(runs / "a", 2, None, []), runs, "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*(runs / "full" / "checkpoints").iterdir()] == []
 
 
 def test_decay_of_a_stable_run_gives_the_bits_of_wsd(tmp_path, tokens, here):

@@ -43,7 +43,7 @@ from needle.data.edits import TRAINING
 from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
-from needle.files import FileError, Lock, MissingFileError, read_json, replace_text
+from needle.files import FileError, Lock, MissingFileError, read_json, replace_text, replacing
 from needle.optim import Linear
 from needle.processes import die_with
 from needle.training.folder import (
@@ -228,7 +228,7 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
             replace_text(folder / file, text)
         for file in {*TEXT_FILES} - {"config.json"}:
             with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(parent / file, folder / file)
+                _copy(parent / file, folder / file)
         if replay.base:
             theirs, own = (
                 checkpoint_path(f / "checkpoints", replay.base) for f in (parent, folder)
@@ -236,10 +236,16 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
             try:
                 os.link(theirs, own)
             except OSError:  # on another disk
-                shutil.copyfile(theirs, own)
+                _copy(theirs, own)
     finally:
         lock.release()
     return folder
+
+
+def _copy(source: Path, place: Path) -> None:
+    """Copy a file whole or not at all."""
+    with open(source, "rb") as theirs, replacing(place) as own:
+        shutil.copyfileobj(theirs, own)
 
 
 # ---- the training of a replay -------------------------------------------------------------------
