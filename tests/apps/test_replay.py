@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -337,6 +338,17 @@ def test_control_ends_at_its_limit(parent, monkeypatch):
     replay = replays.planned(parent.folder, 2, None, [EDITS["a rate"][0]])
     _, told = replays.begun(replay, parent.folder.parent, "b", flags=CPU)
     assert told == "control: 2 steps without edits have equal bits"
+
+
+def test_control_is_of_the_steps_that_the_parent_has(parent):
+    file = parent.folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    told = [line for line in lines if json.loads(line)["step"] <= 5]  # it was stopped there
+    file.write_text("".join(told))
+    for start, said in (4, "control: 1 steps without"), (5, "no control: .* no step after 5"):
+        replay = replays.planned(parent.folder, start, None, [EDITS["a rate"][0]])
+        _, told = replays.begun(replay, parent.folder.parent, f"from-{start}", flags=CPU)
+        assert re.match(said, told), told
 
 
 def test_control_and_training_get_the_words_of_launch_and_other_flags(

@@ -380,7 +380,10 @@ def begun(
         check_free(out / name)
     told = ""
     if replay.edits and controls:
-        until = min(replay.start + CONTROL, replay.until)
+        last = max(Log(Path(replay.parent) / "metrics.jsonl").steps, default=0)
+        until = min(replay.start + CONTROL, replay.until, last)
+        told = f"no control: {replay.parent} tells of no step after {replay.start}"
+    if told and until > replay.start:
         with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as again:
             refuse(replay.parent, again[1])
         told = f"control: {until - replay.start} steps without edits have equal bits"
