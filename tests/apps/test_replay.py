@@ -444,9 +444,11 @@ def test_command_that_is_killed_leaves_no_training(tmp_path, tokens, number):
     env = trained(tmp_path, tokens, seldom, steps=4000)
     edits.write_text("[[edit]]\ndo = 'rate'\nsteps = [101, 4000]\nfactor = 2.0\n")
     words = [*NEEDLE, "replay", str(runs / "a"), "--from", "100", "--edit", str(edits), *CPU]
-    for place, more in ((".a-*/again", []), ("b", ["--no-control", "--name", "b"])):
-        child = subprocess.Popen([*words, *more], env=env, stdout=subprocess.DEVNULL)
-        wait_for(lambda place=place: [*runs.glob(f"{place}/checkpoints/step_100.*")])
+    compare = [*NEEDLE, "compare", *[str(runs / "a")] * 2, "--probe", str(tokens), *CPU]
+    named = [*words, "--no-control", "--name", "b"]
+    for place, command in (".a-*/again", words), (".a-*/again", compare), ("b", named):
+        child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        wait_for(lambda place=place: [*runs.glob(f"{place}/checkpoints/step_*")])
         child.send_signal(number)
         child.wait()
         wait_for(lambda: not running(tmp_path))

@@ -22,6 +22,7 @@ from needle.data import DataError, open_run_data
 from needle.data.readers import read_documents
 from needle.files import read_json, replace_text
 from needle.models.registry import IMPORT, imported
+from needle.processes import unwound_by_sigterm
 from needle.training.evaluate import load_model, windows
 from needle.training.plot import draw_differences, draw_effects, figure
 from needle.training.replay.proofs import differing
@@ -288,6 +289,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
 
 
 @reporting("needle compare")
+@unwound_by_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
     top, rows = parser(), []
     args = top.parse_args(argv)
