@@ -7,11 +7,13 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import glob
 import json
 import os
 import platform
 import re
 import secrets
+import shutil
 import stat
 import sys
 import tempfile
@@ -210,6 +212,25 @@ class Lock:
 
     def __del__(self) -> None:
         self.release()
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Make a folder beside `path`, and remove it after the block. Remove those of processes that
+    were killed."""
+    prefix = f".{path.name}-again-"
+    for left in path.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(FileError):  # a process works there
+            if Lock(left).held:
+                shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=".", dir=path.parent))
+    try:
+        lock = Lock(made)
+        made = made.rename(made.with_name(f"{prefix}{made.name[1:]}"))  # whose lock is held
+        yield made
+        lock.release()
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 # ---- secrets -------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +44,7 @@ from needle.data.tokens import (
     map_part,
     to_ids,
 )
-from needle.files import named, read_json, user_folder
+from needle.files import beside, named, read_json, user_folder
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
@@ -229,8 +228,8 @@ def cached_text(
     print(wrapped(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
-            work = Path(made) / "text"
+        with beside(folder) as made:
+            work = made / "text"
             work.mkdir()
             _tokenise(files, tokenizer, vocab_size, work)
             if _states(files) != states:

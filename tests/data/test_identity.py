@@ -4,12 +4,14 @@ import hashlib
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from harness import naming, overwrite
+from harness import ROOT, naming, overwrite
 from token_files import IDS, write_megatron
 
 from needle.data import DataError, open_data, readers, tokens
@@ -156,7 +158,7 @@ def changing(monkeypatch, change, name="_tokenise"):
 
 
 def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
-    """Of a text that changes meanwhile, and of two that tokenise one at once."""
+    """Of a text that changes meanwhile, of two that tokenise one at once, and after a kill."""
     for number, name in enumerate(("_tokenise", "content_hash")):
         with monkeypatch.context() as patch:
             text = f"{number}{LINE[1:]}" * 99
@@ -168,7 +170,14 @@ def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(lambda _: words(open_data(folder / "0.txt", tokenizer)), range(2))]
     assert found[0] == found[1] == LINE * 99
-    assert len([*(tmp_path / "cache").iterdir()]) == 1
+    (made,) = (tmp_path / "cache").iterdir()
+    shutil.rmtree(made)
+    code = "import os; from needle.data import readers; readers._tokenise = lambda *_: os._exit(9)"
+    code += f"; readers.open_data({str(folder / '0.txt')!r}, {str(tokenizer)!r})"
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert killed.returncode == 9
+    open_data(folder / "0.txt", tokenizer)
+    assert [*(tmp_path / "cache").iterdir()] == [made]
 
 
 def test_tokenizer_that_is_trained_has_the_size_that_is_asked_for(folder):

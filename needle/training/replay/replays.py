@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -19,7 +18,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,7 +41,7 @@ from needle.data.edits import TRAINING
 from needle.data.runs import open_run_data
 from needle.data.tokenizer import TEXT_FILES
 from needle.distributed.data_parallel import DataParallel
-from needle.files import FileError, Lock, MissingFileError, read_json, replace_text, replacing
+from needle.files import MissingFileError, beside, read_json, replace_text, replacing
 from needle.optim import Linear
 from needle.processes import die_with
 from needle.training.folder import (
@@ -297,25 +295,6 @@ def become_training(folder: Path, launch: str, flags: Sequence[str]) -> NoReturn
     sys.stdout.flush()
     command = training(folder, launch, flags)
     os.execvp(command[0], command)
-
-
-@contextlib.contextmanager
-def beside(run: Path) -> Iterator[Path]:
-    """Make a folder beside that of a run, and remove it after the block. Remove those of processes
-    that were killed."""
-    prefix = f".{run.name}-again-"
-    for left in run.parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(FileError):  # a process works there
-            if Lock(left).held:
-                shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=".", dir=run.parent))
-    try:
-        lock = Lock(made)
-        made = made.rename(made.with_name(f"{prefix}{made.name[1:]}"))  # whose lock is held
-        yield made
-        lock.release()
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextlib.contextmanager
