@@ -351,6 +351,16 @@ def test_control_is_of_the_steps_that_the_parent_has(parent):
         assert re.match(said, told), told
 
 
+def test_control_is_trained_where_the_replay_is_written(tmp_path, parent, monkeypatch):
+    """The folder of another user's run may be read alone."""
+    train, folders, out = replays.train, [], tmp_path / "mine" / "runs"
+    monkeypatch.setattr(replays, "train", lambda *given: folders.append(given[0]) or train(*given))
+    replay = replays.planned(parent.folder, 4, None, [EDITS["a rate"][0]])
+    folder, _ = replays.begun(replay, out, "b", flags=CPU)
+    assert folder == out / "b" and [path.parent.parent for path in folders] == [out]
+    assert [*out.iterdir()] == [folder]
+
+
 def test_control_and_training_get_the_words_of_launch_and_other_flags(
     tmp_path, parent, monkeypatch
 ):

@@ -298,11 +298,14 @@ def become_training(folder: Path, launch: str, flags: Sequence[str]) -> NoReturn
 
 
 @contextlib.contextmanager
-def trained(replay: Replay, launch: str, flags: Sequence[str]) -> Iterator[tuple[Path, dict]]:
-    """Train a replay in a folder beside its parent's, which the block reads, and compare the lines
-    of both (`differing`). RuntimeError where the training ends before its last step."""
+def trained(
+    replay: Replay, launch: str, flags: Sequence[str], out: Path | None = None
+) -> Iterator[tuple[Path, dict]]:
+    """Train a replay in a folder beside its parent's, or in `out`, which the block reads, and
+    compare the lines of both (`differing`). RuntimeError where the training ends before its last
+    step."""
     parent = Path(replay.parent)
-    with beside(parent) as made:
+    with beside((out or parent.parent) / parent.name) as made:
         folder = make_folder(replay, made, "again")
         finish(folder, replay.stop or replay.until, launch, flags)
         yield folder, differing(parent, folder)
@@ -363,7 +366,9 @@ def begun(
         until = min(replay.start + CONTROL, replay.until, last)
         told = f"no control: {replay.parent} tells of no step after {replay.start}"
     if told and until > replay.start:
-        with trained(dataclasses.replace(replay, until=until, edits=[]), launch, flags) as again:
+        out.mkdir(parents=True, exist_ok=True)
+        control = dataclasses.replace(replay, until=until, edits=[])
+        with trained(control, launch, flags, out) as again:
             refuse(replay.parent, again[1])
         told = f"control: {until - replay.start} steps without edits have equal bits"
     return make_folder(replay, out, name), told
