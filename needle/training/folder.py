@@ -160,7 +160,7 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
     gone."""
     if what != "auto":
         path = Path(what)  # which is read before a folder is made from a mistyped name
-        found = (newest_of(path) if path.is_dir() else None) or find_checkpoint(path)
+        found = checkpoint_at(path)
         folder = path if path.is_dir() else path.resolve().parent.parent
         if not path.is_dir() and path.resolve().parent.name != "checkpoints":
             raise FileError(
@@ -195,6 +195,12 @@ def newest_of(folder: Path, report: Callable[[str], None] = print) -> Checkpoint
     to an older one has cut its log there: the later ones are not of its steps."""
     steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
     return newest_checkpoint(folder / "checkpoints", report, max(steps, default=math.inf))
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """Return the checkpoint in a file, or the newest whole one of a run, as newest_of does.
+    MissingFileError where there is none."""
+    return (newest_of(path) if path.is_dir() else None) or find_checkpoint(path)
 
 
 def newest_first(out: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from needle.checkpoint import Checkpoint
 from needle.data import train_tokenizer
 from needle.models import pythia
 from needle.training import folder as folders
+from needle.training import open_run
 
 SHAPE = "--layers 1 --hidden 48 --heads 3 --vocab-size 61 --no-mlp"
 # 5 micro-batches a step and 12 an epoch: epochs end inside steps 3 and 5.
@@ -127,6 +128,7 @@ def test_run_that_went_back_to_a_checkpoint_goes_on_from_there(
     before = numbers_of(tmp_path, "a")
     for what in "auto", tmp_path / "runs" / "a":
         run_until(monkeypatch, 3, [*argv, "--resume", str(checkpoint_of(tmp_path, "a", 2))])
+        assert open_run(tmp_path / "runs" / "a").checkpoint().state["step"] == 2
         capsys.readouterr()
         assert train_pythia.main([*argv, "--resume", str(what)]) == 0
         assert "step_2.safetensors after step 2" in capsys.readouterr().out
