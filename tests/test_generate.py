@@ -124,6 +124,21 @@ def penalized_by_hand(logits, seen, penalty):
     return logits
 
 
+@pytest.mark.parametrize("options", [GREEDY, {"seed": 3}, {"seed": 3, "top_k": 9}])
+def test_fewer_tokens_are_the_beginning_of_more(options, device):
+    """Whatever the device does ahead, and with tokens that come after the caller has enough."""
+    model, rows = model_of(device), prompts(3, 2)
+    most = np.stack(list(model.stream(rows, 11, **options)))
+    for count in range(11):
+        few = list(model.stream(rows, count, **options))
+        assert len(few) == count
+        np.testing.assert_array_equal(np.array(few).reshape(-1, 2), most[:count])
+        begun = model.stream(rows, 11, **options)
+        drawn = [next(begun) for _ in range(count)]
+        begun.close()
+        np.testing.assert_array_equal(np.array(drawn).reshape(-1, 2), most[:count])
+
+
 @pytest.mark.parametrize("penalty", [1.3, 3.0, 0.7])
 def test_repetition_penalty(penalty, device):
     model = model_of(device, seed=5)
