@@ -2,7 +2,8 @@
  *
  * An export holds a reference on the memory itself; an import holds the producer's structure until
  * the last view is gone. Both forms of capsule are made and taken. The structures are laid out as
- * DLPack's specification says.
+ * DLPack's specification says. On CUDA a producer is told our stream, which it lets wait for its
+ * work, and gets its memory back once our work there is done.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -178,19 +179,30 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
     return capsule;
 }
 
+/* Of memory there: the CPU's also where it is pinned, CUDA's also where it is managed. NULL: neither
+ * the one nor the other. */
+static nd_device *device_of(dl_device place) {
+    if (place.type == DL_CPU || place.type == DL_CUDA_HOST) {
+        return nd_host();
+    }
+    return nd_device_of_dlpack(place.type == DL_CUDA_MANAGED ? DL_CUDA : place.type, place.index);
+}
+
 /* A producer's deleter may run Python, also while an exception is set; the interpreter may be gone
  * when the last view goes. */
-#define IMPORT_RELEASE(form)                                   \
-    static void import_release_##form(void *owner) {           \
-        dl_##form *producer = owner;                           \
-        if (producer->deleter != NULL && Py_IsInitialized()) { \
-            PyGILState_STATE gil = PyGILState_Ensure();        \
-            PyObject *type, *value, *traceback;                \
-            PyErr_Fetch(&type, &value, &traceback);            \
-            producer->deleter(producer);                       \
-            PyErr_Restore(type, value, traceback);             \
-            PyGILState_Release(gil);                           \
-        }                                                      \
+#define IMPORT_RELEASE(form)                                                           \
+    static void import_release_##form(void *owner) {                                   \
+        dl_##form *producer = owner;                                                   \
+        if (producer->deleter != NULL && Py_IsInitialized()) {                         \
+            nd_device *device = device_of(producer->tensor.device);                    \
+            (void)ND_CALL(device, synchronize); /* a failure shows at the next call */ \
+            PyGILState_STATE gil = PyGILState_Ensure();                                \
+            PyObject *type, *value, *traceback;                                        \
+            PyErr_Fetch(&type, &value, &traceback);                                    \
+            producer->deleter(producer);                                               \
+            PyErr_Restore(type, value, traceback);                                     \
+            PyGILState_Release(gil);                                                   \
+        }                                                                              \
     }
 IMPORT_RELEASE(managed)
 IMPORT_RELEASE(versioned)
@@ -213,13 +225,11 @@ static int import_dtype(dl_dtype dtype, nd_dtype *out) {
 /* A view on the producer's memory; `owner` goes to the storage only on success. */
 static int import_tensor(const dl_tensor *tensor, void *owner, void (*release)(void *),
                          nd_array *out) {
-    int type = tensor->device.type == DL_CUDA_MANAGED ? DL_CUDA : tensor->device.type;
-    nd_device *device = type == DL_CPU || type == DL_CUDA_HOST
-                            ? nd_host()
-                            : nd_device_of_dlpack(type, tensor->device.index);
+    nd_device *device = device_of(tensor->device);
     if (device == NULL) {
         FAIL(PyExc_TypeError,
-             "from_dlpack: a device of DLPack's type %d is neither the CPU nor CUDA", type);
+             "from_dlpack: a device of DLPack's type %d is neither the CPU nor CUDA",
+             (int)tensor->device.type);
     }
     if (nd_device_ready(device) < 0 || import_dtype(tensor->dtype, &out->dtype) < 0) {
         return -1;
@@ -250,6 +260,30 @@ static int import_tensor(const dl_tensor *tensor, void *owner, void (*release)(v
         nd_storage_borrow(device, memory, (size_t)(last - first), owner, release, &out->storage));
 }
 
+/* Our stream on the producer's device, as its __dlpack__ takes it; None on the CPU, or where it has
+ * not said its device. */
+static PyObject *stream_for(PyObject *producer) {
+    PyObject *said = PyObject_CallMethod(producer, "__dlpack_device__", NULL);
+    dl_device place = {DL_CPU, 0};
+    if (said == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+    } else if (said == NULL || !PyArg_Parse(said, "(ii)", &place.type, &place.index)) {
+        Py_XDECREF(said);
+        return NULL;
+    }
+    Py_XDECREF(said);
+    nd_device *device = device_of(place);
+    void *stream = NULL;
+    if (device == NULL || device == nd_host()) {
+        return Py_NewRef(Py_None); /* another device is refused later */
+    }
+    if (nd_device_ready(device) < 0 ||
+        nd_check("from_dlpack", device, ND_CALL(device, stream, false, &stream)) < 0) {
+        return NULL;
+    }
+    return PyLong_FromVoidPtr(stream);
+}
+
 /* The producer's capsule, versioned where it can. */
 static PyObject *request_capsule(PyObject *object) {
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
@@ -262,15 +296,20 @@ static PyObject *request_capsule(PyObject *object) {
                                   Py_TYPE(object)->tp_name)
                    : NULL;
     }
-    PyObject *nothing = PyTuple_New(0);
-    PyObject *named = Py_BuildValue("{s(ii)}", "max_version", 1, 0);
-    PyObject *capsule = nothing && named ? PyObject_Call(method, nothing, named) : NULL;
-    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear(); /* a producer from before versions */
-        capsule = PyObject_CallNoArgs(method);
+    PyObject *capsule = NULL, *nothing = PyTuple_New(0), *stream = stream_for(object);
+    PyObject *named = stream ? Py_BuildValue("{s(ii)}", "max_version", 1, 0) : NULL;
+    if (nothing != NULL && named != NULL &&
+        (stream == Py_None || PyDict_SetItemString(named, "stream", stream) == 0)) {
+        capsule = PyObject_Call(method, nothing, named);
+        if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear(); /* a producer from before versions */
+            (void)PyDict_DelItemString(named, "max_version");
+            capsule = PyObject_Call(method, nothing, named);
+        }
     }
     Py_DECREF(method);
     Py_XDECREF(nothing);
+    Py_XDECREF(stream);
     Py_XDECREF(named);
     return capsule;
 }
@@ -303,15 +342,6 @@ static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
         PyCapsule_SetName(capsule, "used_dltensor");
     } else {
         PyErr_SetString(PyExc_TypeError, "from_dlpack: not a DLPack capsule, or one already used");
-        goto done;
-    }
-    /* A producer on CUDA ordered its work before the default stream; ours is another. */
-    nd_device *device = view.storage->device;
-    nd_status status;
-    ND_CALL_UNLOCKED(status, device, synchronize);
-    if (status != ND_OK) {
-        nd_array_clear(&view);
-        nd_raise("from_dlpack", device, status);
         goto done;
     }
     if (read_only) { /* arrays of ours can be written to */

@@ -335,3 +335,24 @@ def test_sync_each_op_decides_which_op_raises(before, met_by):
     done = python(SYNC, NEEDLE_SYNC=before)
     assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)
     assert done.stdout.startswith(met_by), done.stdout
+
+
+def test_memory_of_torch_waits_for_its_work_and_stays_until_ours_is_done():
+    """Each has a stream of its own, and PyTorch gives freed memory out again at once."""
+    torch = pytest.importorskip("torch")
+    gpu = device_of("cuda")
+    for seed in range(3):
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        given = torch.full((1 << 20,), seed + 1.0, device="cuda")
+        array = _C.from_dlpack(given)
+        np.testing.assert_array_equal(array.numpy(), np.float32(seed + 1))
+        a = _C.empty((8192, 8192), "float32", gpu)
+        a.fill(1.0)
+        for _ in range(8):
+            a = a @ a * (1 / 8192)
+        copy = array + 0.0  # queued behind the products
+        del array, given
+        other = torch.full((1 << 20,), -1.0, device="cuda")
+        torch.cuda.synchronize()
+        np.testing.assert_array_equal(copy.numpy(), np.float32(seed + 1))
+        del other
