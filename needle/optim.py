@@ -281,7 +281,7 @@ class _PerParameter(Optimizer):
             g, own = p.grad.cached_data.astype("float32"), self._own[name]
             decay = own.get("weight_decay", self.weight_decay)
             if decay:
-                g = g + decay * p.cached_data
+                g = g + decay * p.cached_data.astype("float32")
             new, *kept = self._updated(i, p, g, steps[name], own.get("lr", self.lr))
             changes.append((p.cached_data, ..., new.astype(p.dtype)))
             changes += [(self.state[slot], i, array) for slot, array in zip(self.slots, kept)]

@@ -199,6 +199,17 @@ def test_optimizers_never_write_grad(kind, flat, device):
     assert all(p.grad is None or np.abs(p.grad.numpy()).sum() == 0 for p in module.parameters())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decay_of_narrow_parameters_is_computed_in_float32(dtype):
+    for kind, slot, options in ("SGD", "u", {}), ("Adam", "m", {"beta1": 0.0}):
+        w = nn.Parameter([1.0078125], dtype=dtype)
+        w.grad = Tensor([0.0])
+        optimizer = getattr(optim, kind)([w], lr=0.0, weight_decay=0.3, **options)
+        optimizer.step()
+        (got,) = (a for n, a in optimizer.state_dict()["arrays"].items() if n.startswith(slot))
+        assert got.numpy()[0] == np.float32(0.3) * np.float32(1.0078125)
+
+
 def test_given_names_come_before_those_of_the_module():
     module = Two(ndl.cpu())
     module.parameters()  # names them
