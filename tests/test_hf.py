@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from needle import _C, Tensor, hf, nn, optim, safetensors
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from needle.models import from_pretrained, registry
 from needle.models.pythia import Pythia, PythiaConfig
 from needle.training import export as shell
 
@@ -359,6 +360,38 @@ def test_round_trip(tmp_path, changes):
         assert fields[name] == "float32"
     rotary = fields["rotary_pct"], fields["rotary_emb_base"]
     assert rotary == (model.config.rotary_pct, model.config.rotary_base)
+
+
+def test_a_registered_subclass_leaves_the_folders_of_its_base_to_it(tmp_path, monkeypatch):
+    """One that makes other parts is no GPT-NeoX; one that makes the same is, as a Pythia."""
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+
+    @dataclasses.dataclass(frozen=True)
+    class GatedConfig(PythiaConfig):
+        gates: bool = False
+        presets = classmethod(lambda cls: {})
+
+    @registry.register("gated")
+    class Gated(Pythia):
+        config_class = GatedConfig
+
+        def _make(self):
+            super()._make()
+            if self.config.gates:
+                for layer in self.layers:
+                    layer.mlp = nn.SwiGLU(self.config.hidden_size, 8)
+
+    model_of().save_pretrained(tmp_path / "a")
+    assert type(from_pretrained(tmp_path / "a")) is Pythia
+    fields = dataclasses.asdict(CONFIG)
+    with pytest.raises(ValueError, match="a Gated has .* of Pythia.*layers.0.mlp.gate is unknown"):
+        Gated(GatedConfig(**fields, gates=True)).save_pretrained(tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    same = Gated(GatedConfig(**fields))
+    same.save_pretrained(tmp_path / "b")
+    assert_equal(from_pretrained(tmp_path / "b"), same)
+    Gated.weight_mapping = Pythia.weight_mapping  # which says that it is one
+    assert type(from_pretrained(tmp_path / "b")) is Gated
 
 
 def bpe(special=("<|endoftext|>", "<|padding|>"), vocab_size=280):

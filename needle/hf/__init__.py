@@ -175,7 +175,17 @@ def mapping_of(model_class: type, config: Any) -> Any:
             f"save_pretrained: a {model_class.__name__} has no weight_mapping, the names that "
             "transformers gives its fields and tensors; save it with save_checkpoint"
         )
-    mapping.config_to_hf(config)
+    described, own = mapping.config_to_hf(config), config.model_class
+    owner = next(cls for cls in model_class.__mro__ if "weight_mapping" in vars(cls))
+    base = getattr(getattr(owner, "config_class", None), "model_class", own)
+    if base is not own:  # a registered class, from which this one has the mapping
+        made = read_config(base, described, config.dtype)
+        if wrong := made.misfits(config.meta_model()):
+            raise ValueError(
+                f"save_pretrained: a {own.__name__} has the weight_mapping of {base.__name__}, but "
+                f"is another model: {'; '.join(wrong)}. Save it with save_checkpoint, or write a "
+                "weight_mapping of its own"
+            )
     return mapping
 
 

@@ -112,9 +112,13 @@ def register(name: str) -> Callable[[AnyModel], AnyModel]:
 
 
 def class_of_transformers(model_type: Any) -> type[Module]:
-    """Return the registered class of a model_type of transformers' config.json; else ValueError."""
-    mappings = {cls: getattr(cls, "weight_mapping", None) for cls in _families.values()}
-    classes = {mapping.MODEL_TYPE: cls for cls, mapping in mappings.items() if mapping}
+    """Return the registered class of a model_type of transformers' config.json; else ValueError. A
+    class that inherits its weight_mapping leaves the model_type to its base."""
+    classes: dict[str, type[Module]] = {}
+    for cls in _families.values():
+        mapping = getattr(cls, "weight_mapping", None)
+        if mapping and ("weight_mapping" in vars(cls) or mapping.MODEL_TYPE not in classes):
+            classes[mapping.MODEL_TYPE] = cls
     if not isinstance(model_type, str) or model_type not in classes:
         raise ValueError(
             f"model_type is {model_type!r:.40}; needle reads {', '.join(classes)} only"
