@@ -216,7 +216,7 @@ class LanguageModel(Texts, Hooked):
         targets[:, -1] = -1
         if isinstance(input_ids, (list, tuple)) and isinstance(input_ids[0], str):
             for row, text in zip(targets, input_ids):
-                row[self.to_tokens(text).size - 1 :] = -1
+                row[max(self.to_tokens(text).size - 1, 0) :] = -1
         return targets
 
     def final_hidden(self, input_ids: Any) -> Tensor:

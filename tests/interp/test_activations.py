@@ -182,7 +182,8 @@ def test_text_in_the_place_of_ids(tmp_path):
         close(model(texts)[0][1, :short], model(texts[1])[0][0])
     lengths = [model.to_tokens(text).size - 1 for text in texts]  # the targets of each
     losses = [model(text, return_type="loss").item() for text in texts]
-    close(model(texts, return_type="loss"), np.average(losses, weights=lengths))
+    for several in texts, [*texts, ""]:  # of no tokens: it has no target
+        close(model(several, return_type="loss"), np.average(losses, weights=lengths))
     assert model.to_single_token(" cat") == tokenizer.encode(" cat").ids[0]
     column = model.W_U.numpy()[:, model.to_single_token(" mat")]
     close(model.token_directions([" cat", " mat"])[1], column)
