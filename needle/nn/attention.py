@@ -88,6 +88,11 @@ class Attention(Module):
             rotary = (_C.empty((POSITIONS, 0), "float32", x.device),) * 2
         cos, sin = (table[: x.shape[1]] for table in rotary)
         if cache is not None:
+            if mask is not None:
+                raise ValueError(
+                    "Attention: over a cache there is no mask: a model that has one returns it "
+                    "from block_mask(time), and generates without a cache"
+                )
             shape = (*x.shape[:2], self.heads, self.head_dim)
             seen = Tensor.from_ndarray(_C.empty(shape, x.dtype, x.device))
             cache.attend(qkv.cached_data, *rotary, seen.cached_data)

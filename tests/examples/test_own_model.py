@@ -66,6 +66,27 @@ def test_the_cache_changes_nothing(device, monkeypatch):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_mask_that_block_mask_does_not_return_is_refused_over_a_cache(device):
+    """The step would attend to all keys; with block_mask the whole context is computed again."""
+
+    class Masked(own_model.OwnModel):
+        def hidden(self, ids, cache=None):
+            x, mask = self.embedding(ids), ndl.BlockMask.local(ids.shape[1], window=2, block=2)
+            for i, layer in enumerate(self.layers):
+                keys = cache and cache.layer(i)
+                x = x + layer.attention(layer.norm1(x), self._rotary, mask, keys)
+            return self.norm(x)
+
+    np.random.seed(0)
+    model = Masked(SMALL, device)
+    with pytest.raises(ValueError, match="returns it from block_mask"):
+        model.generate([1, 2, 3], 4)
+    model.block_mask = lambda time: ndl.BlockMask.local(time, window=2, block=2)
+    row = model.generate([1, 2, 3, 4, 5], 6, temperature=0.0)
+    for end in range(5, 11):
+        assert row[end] == model([row[:end]])[0].numpy()[0, -1].argmax()
+
+
 def test_learned_positions_generate_the_argmax_of_their_logits(device):
     """The class of docs/extending.md; prompts of several lengths, each at its own positions."""
     page = (ROOT / "docs" / "extending.md").read_text()
