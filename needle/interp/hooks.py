@@ -48,6 +48,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -163,7 +164,7 @@ class Hooked(Module):
     def hooks(self, functions: Mapping[str, Hook]) -> Iterator[None]:
         """Call functions in each forward inside `with model.hooks({name: function}):`; see the head
         of this file. Blocks nest: the outer function comes first. ValueError for a name that
-        the model does not have.
+        the model does not have, and in a module that it has in several places.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)
@@ -189,14 +190,21 @@ class Hooked(Module):
         self._put_in_force(None)
 
     def _add(self, functions: Mapping[str, Hook]) -> None:
-        known = hook_names(self)
+        places = {name: (id(module), point) for name, module, point in _points(self)}
+        several = Counter(places.values())
         for name in functions:
-            if name not in known:
+            if name not in places:
                 why = absence(self, str(name))
-                near = [] if why else difflib.get_close_matches(str(name), known, 3)
+                near = [] if why else difflib.get_close_matches(str(name), places, 3)
                 hint = f"; there is {', '.join(near)}" if near else why and f": {why}"
                 raise ValueError(
                     f"hooks: this model has no {name!r}{hint} (needle.hooks.hook_names lists all)"
+                )
+            if several[places[name]] > 1:
+                same = [other for other in places if places[other] == places[name]]
+                raise ValueError(
+                    f"hooks: {' and '.join(same)} are one module in several places, in which a "
+                    "hook would be called alike"
                 )
         merged = dict(self._in_force or {})
         for name, function in functions.items():

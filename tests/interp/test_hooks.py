@@ -371,3 +371,15 @@ def test_wrong_hooks_say_why_and_are_gone(name, function, kind, message):
         raise AssertionError("nothing was refused")
     assert not model.is_hooked
     model(IDS)
+
+
+def test_hooks_in_a_layer_in_two_places_are_refused():
+    """A function would replace, and a cache capture, in both by the name of one."""
+    model = small()
+    model.layers[1] = model.layers[0]
+    message = "blocks.0.attn.hook_z and blocks.1.attn.hook_z are one module in several places"
+    with pytest.raises(ValueError, match=message):
+        model.run_with_hooks(IDS, {"blocks.1.attn.hook_z": lambda x: x * 0.0})
+    _, cache = model.run_with_cache(IDS, ["hook_embed", "ln_final.hook_out"])
+    close = np.testing.assert_allclose
+    close(model.embed_out(cache["ln_final.hook_out"]).numpy(), model(IDS)[0].numpy(), atol=1e-6)
