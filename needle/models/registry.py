@@ -140,7 +140,7 @@ def import_file(path: str | os.PathLike) -> str:
     """Run a Python file that registers models, once; return its absolute path. It imports the files
     beside it. FileError where there is none."""
     file = named(path).resolve()
-    name = f"needle_import_{file}"
+    name = f"needle_import_{file}".replace(".", ":")  # pickle looks for the package before a dot
     if name not in sys.modules:
         with reading(file):
             spec = importlib.util.spec_from_file_location(name, file)

@@ -2,6 +2,7 @@
 the application's loop, saved, resumed bit for bit, generates with the cache, and is hooked."""
 
 import dataclasses
+import pickle
 import re
 import sys
 
@@ -145,6 +146,17 @@ def test_the_registry_refuses_taken_names():
     for wrong in "none", ["none"]:  # from a file it may be anything
         with pytest.raises(ValueError, match="no model .*none.* is registered; there are pythia"):
             models.model_class(wrong)
+
+
+def test_a_model_of_an_imported_file_is_pickled(monkeypatch):
+    monkeypatch.setattr(models.registry, "_families", {})
+    models.import_file(ROOT / "examples" / "own_model.py")
+    cls = models.model_class("own")
+    assert cls is not own_model.OwnModel
+    model = cls(cls.config_class(**dataclasses.asdict(SMALL)))
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is cls and again.config == model.config
+    assert_same_parameters(again, model)
 
 
 def test_a_checkpoint_of_an_unregistered_model(tmp_path):
