@@ -48,13 +48,19 @@ class Config:
 
     @classmethod
     def from_dict(cls: type[AnyConfig], fields: Mapping[str, Any]) -> AnyConfig:
-        own = [field.name for field in dataclasses.fields(cls)]
+        """The configuration of these fields; a list, as files have it, is a tuple where the default
+        is one."""
+        own = {field.name: field.default for field in dataclasses.fields(cls)}
         unknown = sorted({*fields} - {*own})
         if unknown:
             raise ValueError(
                 f"{cls.__name__}: unknown fields {', '.join(unknown)}; there are {', '.join(own)}"
             )
-        return cls(**fields)
+        given = dict(fields)
+        for name, value in fields.items():
+            if isinstance(value, list) and isinstance(own[name], tuple):
+                given[name] = tuple(value)
+        return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

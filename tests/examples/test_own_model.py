@@ -2,6 +2,7 @@
 the application's loop, saved, resumed bit for bit, generates with the cache, and is hooked."""
 
 import dataclasses
+import json
 import pickle
 import re
 import sys
@@ -146,6 +147,16 @@ def test_the_registry_refuses_taken_names():
     for wrong in "none", ["none"]:  # from a file it may be anything
         with pytest.raises(ValueError, match="no model .*none.* is registered; there are pythia"):
             models.model_class(wrong)
+
+
+def test_a_tuple_in_a_configuration_is_one_again_from_a_file():
+    @dataclasses.dataclass(frozen=True)
+    class Widths(models.Config):
+        of_layers: tuple[int, ...] = (4, 8)
+        names: list[str] = dataclasses.field(default_factory=list)
+
+    config = Widths((2, 3, 5), ["a"])
+    assert Widths.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_a_model_of_an_imported_file_is_pickled(monkeypatch):
