@@ -14,20 +14,18 @@ Everything else is read off its modules. Axis letters: B batch, T time, C channe
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 
 from needle import generation, nn, ops
 from needle.autograd import Tensor, is_grad_enabled
-from needle.backend_ndarray import Device, NDArray, array, device_and_dtype, given_device
+from needle.backend_ndarray import Device, NDArray, array, given_device
 from needle.block_mask import BlockMask
 from needle.interp.hooks import Hooked, hook_names
 from needle.interp.text import Texts
 from needle.models.registry import Config
 from needle.ops.fp8 import MULTIPLE, whole_sizes
-
-AnyModel = TypeVar("AnyModel", bound="LanguageModel")
 
 
 class LanguageModel(Texts, Hooked):
@@ -54,15 +52,9 @@ class LanguageModel(Texts, Hooked):
         self.config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
         self.device = given_device(device)
 
-    def to(
-        self: AnyModel, device: Device | str | None = None, dtype: str | None = None
-    ) -> AnyModel:
-        """Move or cast as Module.to; the configuration has the new dtype."""
-        super().to(device, dtype)
-        _, dtype = device_and_dtype("to", device, dtype)
-        if dtype is not None:
-            self.config = dataclasses.replace(self.config, dtype=dtype)
-        return self
+    def was_cast(self, dtype: str) -> None:
+        """Give the configuration the new dtype."""
+        self.config = dataclasses.replace(self.config, dtype=dtype)
 
     def hidden(self, ids: NDArray, cache: generation.Cache | None = None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.hidden is not defined")

@@ -302,10 +302,17 @@ class Module:
                 moved = device if name == "device" else _moved(value, device)
                 if name in vars(module):
                     setattr(module, name, moved)
-        for _, value in _walk(self, "", set()) if dtype is not None else ():
-            if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES:
+        for _, value in _walk(self, "", set()):
+            if isinstance(value, Module) and dtype is not None:
+                value.was_cast(dtype)
+            if isinstance(value, Tensor) and device is not None:  # in a dict of another type
+                _moved(value, device)
+            if isinstance(value, Tensor) and dtype is not None and value.dtype in FLOAT_DTYPES:
                 value.cached_data = value.cached_data.astype(dtype)
         return self
+
+    def was_cast(self, dtype: str) -> None:
+        """Take note of the dtype to which `to` casts this module, or one around it."""
 
     cpu, cuda, half, bfloat16, float = map(_to, ("cpu", "cuda", "float16", "bfloat16", "float32"))
 

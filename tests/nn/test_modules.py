@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -131,6 +132,7 @@ def test_a_module_moves_with_its_arrays(device):
     config = ndl.PythiaConfig(vocab_size=30, hidden_size=16, num_layers=1, num_heads=2)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.again, model.pythia = {"first": model.modules[0]}, ndl.Pythia(config)
+    model.scales = OrderedDict(a=nn.Parameter([2.0]))
     x, ids, parameters = ndl.Tensor(draw(0, 3, 4)), [[1, 2, 3]], model.parameters()
     (model(x) ** 2).sum().backward()
     model.eval()
@@ -142,6 +144,7 @@ def test_a_module_moves_with_its_arrays(device):
     for old, new in zip(before, (model(x.to(device)), model.pythia(ids)[0], parameters[0].grad)):
         close(new.numpy(), old)
     close(model.cpu().pythia(ids)[0].numpy(), before[1], 0)
+    assert copy.deepcopy(model).to("bfloat16").pythia.config.dtype == "bfloat16"
     nn.flatten_parameters(model)
     with pytest.raises(ValueError, match="move the module before nn.flatten_parameters"):
         model.to(device)
