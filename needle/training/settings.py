@@ -415,6 +415,28 @@ def parse(argv: Sequence[str] | None) -> Settings:
     return Settings(**given)
 
 
+class _PassedOn(argparse.Action):
+    """Keep a flag and its value as they stand."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        value = values if isinstance(values, list) else [] if values is None else [values]
+        namespace.passed_on = [*namespace.passed_on, option_string, *value]
+
+
+def parse_beside(
+    top: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line of a program that passes on flags of needle train. Return what is its
+    own, and the words of the others, wherever they stand."""
+    for action in _parser()._actions:
+        names = [name for name in action.option_strings if name not in top._option_string_actions]
+        if names:
+            hidden = {"nargs": action.nargs, "help": argparse.SUPPRESS, "default": []}
+            top.add_argument(*names, action=_PassedOn, dest="passed_on", **hidden)
+    args, unknown = top.parse_known_args(argv)
+    return args, [*args.passed_on, *unknown]
+
+
 def located(given: Settings) -> Settings:
     """Return the flags with what lies in the file of --config, and with paths that stay when the
     run is resumed from another folder."""

@@ -43,7 +43,7 @@ def verdicts(tmp_path, capsys):
     def run(folder, *words):
         file = tmp_path / "verdicts.json"
         file.unlink(missing_ok=True)
-        words = [str(folder), "--device", "cpu", "--json", str(file), *words]
+        words = ["--device", "cpu", str(folder), "--json", str(file), *words]
         code = verify.main(words)
         left = [path.name for path in folder.parent.iterdir() if path.name[0] == "."]
         assert left == [], "folders that are left"

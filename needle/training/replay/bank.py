@@ -40,7 +40,7 @@ from needle.training.replay.replays import (
     planned,
 )
 from needle.training.saved_run import open_run
-from needle.training.settings import run_name
+from needle.training.settings import parse_beside, run_name
 
 # ---- the files of a bank -----------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ def single(
 def main(argv: Sequence[str] | None = None) -> int:
     """Make or go on with a bank, and without --edits a single replay."""
     top = parser()
-    args, flags = top.parse_known_args(argv)
+    args, flags = parse_beside(top, argv)
     others = ("part", "jobs") if args.edits is None else ("edit", "launch")
     if given := [f"--{name}" for name in others if getattr(args, name)]:
         top.error(f"{', '.join(given)}: {'needs' if args.edits is None else 'not with'} --edits")

@@ -27,7 +27,7 @@ from needle.training.log import clock
 from needle.training.replay import proofs
 from needle.training.replay.replays import Replay, launcher, passed_on, read_replay, trained
 from needle.training.run import products_of
-from needle.training.settings import FREE, Settings, word
+from needle.training.settings import FREE, Settings, parse_beside, word
 
 EQUAL, DIFFERS, UNDECIDED = "equal", "differs", "undecided"
 CODES = {DIFFERS: 3, UNDECIDED: 4, EQUAL: 0}  # exit codes; the first that occurs counts
@@ -372,7 +372,7 @@ def parser() -> argparse.ArgumentParser:
 @reporting("needle verify")
 @unwound_by_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
-    args, flags = parser().parse_known_args(argv)
+    args, flags = parse_beside(parser(), argv)
     args.seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     claims = Claims(args.run, passed_on(flags))
     intervals = intervals_of(claims, args)
