@@ -19,9 +19,10 @@ from needle.interp.activations import absence
 
 def _stacked(part: str, name: str, shape: str) -> Any:
     def stack(self: Any) -> Tensor:
-        if any(getattr(layer, part) is None for layer in self.layers):
-            raise AttributeError(f"{name}: {absence(self, name)}")
-        return ops.stack([getattr(getattr(layer, part), name) for layer in self.layers])
+        weights = [getattr(getattr(layer, part), name, None) for layer in self.layers]
+        if any(weight is None for weight in weights):
+            raise AttributeError(f"{name}: {absence(self, name) or 'not all layers have one'}")
+        return ops.stack(weights)
 
     return property(stack, doc=f"{shape}, a copy.")
 

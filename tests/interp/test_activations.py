@@ -11,7 +11,7 @@ from test_hooks import IDS, in_transformer_lens, small
 from test_hooks import near as close
 
 import needle as ndl
-from needle import Tensor, patching
+from needle import Tensor, nn, patching
 from needle.interp.activations import get_act_name
 
 CLEAN = np.random.default_rng(8).integers(0, 29, IDS.shape)
@@ -238,6 +238,10 @@ def test_what_a_model_does_not_compute_says_why():
     for name in "W_in", "b_out":
         with pytest.raises(AttributeError, match=f"{name}: the layers of this model have no MLPs"):
             getattr(only, name)
+    only.layers[1].attention = nn.Attention(24, 3, bias=False)
+    assert only.W_Q.shape == (2, 3, 24, 8)
+    with pytest.raises(AttributeError, match="b_Q: not all layers have one"):
+        _ = only.b_Q
 
 
 # ---- patching ------------------------------------------------------------------------------------
