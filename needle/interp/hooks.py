@@ -23,6 +23,7 @@ Pythia, names, shapes and order are those of TransformerLens (Nanda and Bloom 20
     blocks.I.attn.hook_pattern          (B, H, T, T)  float32; its softmax over the last axis
     blocks.I.attn.hook_z                (B, T, H, D)  pattern times values
     blocks.I.attn.hook_result           (B, T, H, C)  float32; output of each head, without the bias
+                                                      of `dense`; where that is an nn.Linear itself
     blocks.I.hook_attn_out              (B, T, C)     output of attention
     blocks.I.hook_resid_mid             (B, T, C)     between the two; sequential residual only. A
                                                       replacement continues in the stream
@@ -95,7 +96,8 @@ def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str
     """Yield (name, module, point) for all points of a module and of the modules below it."""
     for name, attribute in module.hook_points.items():
         if attribute is None:
-            yield prefix + name, module, name
+            if module.has_hook_point(name):
+                yield prefix + name, module, name
             continue
         below = getattr(module, attribute)
         if isinstance(below, (list, tuple)) and not getattr(below, "hook_points", None):

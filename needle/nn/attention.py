@@ -110,6 +110,11 @@ class Attention(Module):
         y = self.dense(seen)
         return y if residual is None else residual + y
 
+    def has_hook_point(self, name: str) -> bool:
+        """False for the results of heads where the projection back is no plain Linear, which alone
+        is a sum over heads of a product with its weight."""
+        return name != RESULT or fuses_as(self.dense, Linear)
+
     # ---- weights by head, as TransformerLens has them --------------------------------------------
 
     W_Q = property(lambda self: self._weight(0), doc="(H, C, D), a view of query_key_value's.")

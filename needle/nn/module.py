@@ -178,6 +178,10 @@ class Module:
         """True if a function is hooked at one of these points: fused ops may then not hide it."""
         return self._hooks is not None and any(name in self._hooks for name in names)
 
+    def has_hook_point(self, name: str) -> bool:
+        """Return whether forward, as the module is now, reaches this point of `hook_points`."""
+        return True
+
     # -- its parts
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:

@@ -10,7 +10,7 @@ import pytest
 from harness import small_pythia
 
 import needle as ndl
-from needle import Tensor, hooks
+from needle import Tensor, hooks, nn
 from needle.models.pythia import Pythia
 from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT
 
@@ -383,3 +383,24 @@ def test_hooks_in_a_layer_in_two_places_are_refused():
     _, cache = model.run_with_cache(IDS, ["hook_embed", "ln_final.hook_out"])
     close = np.testing.assert_allclose
     close(model.embed_out(cache["ln_final.hook_out"]).numpy(), model(IDS)[0].numpy(), atol=1e-6)
+
+
+def test_results_of_heads_are_of_a_plain_projection():
+    """A low-rank addition to the projection back (Hu et al. 2021) is not in its weight."""
+
+    class LowRank(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + x @ self.down @ self.up
+
+    model = small()
+    dense = LowRank(24, 24)
+    dense.down, dense.up = nn.Parameter(ndl.randn(24, 2)), nn.Parameter(ndl.randn(2, 24))
+    model.layers[1].attention.dense = dense
+    logits, cache = model.run_with_cache(IDS)
+    np.testing.assert_allclose(logits.numpy(), model(IDS)[0].numpy(), rtol=0, atol=1e-4)
+    names = [name for name in cache if name.endswith("hook_result")]
+    assert names == ["blocks.0.attn.hook_result"]
+    with pytest.raises(ValueError, match="no 'blocks.1.attn.hook_result'"):
+        model.run_with_cache(IDS, "blocks.1.attn.hook_result")
+    with pytest.raises(KeyError, match="blocks.1.attn.hook_result is not in this cache"):
+        cache.stack_head_results()
