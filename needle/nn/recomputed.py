@@ -30,13 +30,17 @@ from needle.ops.random import drawing, drawing_from
 SETTINGS = ("training", "p")  # of modules: those that dropout reads
 
 
+Place = tuple[dict[str, Any], str]  # of an attribute: those of its module, and its name
+
+
 class Recomputed(FusedOp):
-    """Op whose inputs are x and the parameters of the module, so that their gradients flow."""
+    """Op whose inputs are x, the Tensors at the places of computed weights, and the parameters of
+    the module, so that their gradients flow."""
 
     reads_result = False
 
-    def __init__(self, module: Module, rest: tuple[Any, ...]) -> None:
-        self.module, self.rest = module, rest
+    def __init__(self, module: Module, rest: tuple[Any, ...], places: list[Place]) -> None:
+        self.module, self.rest, self.places = module, rest, places
         # Those among the operands, whose changes the backward refuses.
         self.arrays = [x for one in rest for x in (one if isinstance(one, tuple) else (one,))]
 
@@ -45,7 +49,7 @@ class Recomputed(FusedOp):
         parts = [vars(part) for _, part in self.module.named_modules()]
         return [(own, {n: own[n] for n in SETTINGS if n in own}) for own in parts]
 
-    def compute(self, x: NDArray, *parameters: NDArray) -> NDArray:
+    def compute(self, x: NDArray, *weights: NDArray) -> NDArray:
         self.settings = self._settings()
         self.random = np.random.get_state()
         self.source = drawing.source and drawing.source.copy()
@@ -59,20 +63,37 @@ class Recomputed(FusedOp):
         return out.cached_data
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
-        first, *parameters = node.inputs
-        x = Tensor.make_const(first.cached_data, requires_grad=first.requires_grad)
+        count = 1 + len(self.places)
+        leaves = [
+            Tensor.make_const(one.cached_data, requires_grad=one.requires_grad)
+            for one in node.inputs[:count]
+        ]
+        x, *computed = leaves
+        found = [own[name] for own, name in self.places]
         now, settings = np.random.get_state(), self._settings()
         np.random.set_state(self.random)  # dropout drops the same
         try:
             for own, before in self.settings:
                 own.update(before)
+            for (own, name), weight in zip(self.places, computed):
+                own[name] = weight
             with enable_grad(), drawing_from(self.source and self.source.copy()):
                 out = self.module(x, *self.rest)
         finally:
             for own, after in settings:
                 own.update(after)
+            for (own, name), weight in zip(self.places, found):
+                own[name] = weight
             np.random.set_state(now)
-        return grads_within(out, Tensor.from_ndarray(dout), (x, *parameters), into.buffers)
+        wanted = *leaves, *node.inputs[count:]
+        return grads_within(out, Tensor.from_ndarray(dout), wanted, into.buffers)
+
+
+def _computed(module: Module) -> list[Place]:
+    """Return the places of Tensors that were computed, and whose gradients flow on."""
+    parts = [vars(part) for _, part in module.named_modules()]
+    named = [(own, name, x) for own in parts for name, x in own.items() if isinstance(x, Tensor)]
+    return [(own, name) for own, name, x in named if x.op is not None and x.requires_grad]
 
 
 def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
@@ -103,4 +124,6 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
         raise ValueError(
             f"recompute: {name} would be moved by each of two forwards: call this module as it is"
         )
-    return Recomputed(module, rest)(x, *module.distinct_parameters())
+    places = _computed(module)
+    computed = [own[name] for own, name in places]
+    return Recomputed(module, rest, places)(x, *computed, *module.distinct_parameters())

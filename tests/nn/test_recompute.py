@@ -121,6 +121,28 @@ def test_weights_that_were_written_are_noticed():
         y.backward()
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_reach_what_a_weight_was_computed_from(inside, device):
+    """Also where that is no parameter of the module, as of a low-rank addition around it."""
+    np.random.seed(3)
+    down, up = (nn.Parameter(ndl.randn(*size, device=device)) for size in ((5, 2), (2, 5)))
+    layer, rows, found = Doubled().to(device), ndl.randn(4, 5, device=device), []
+    weight = layer.linear.weight
+    if inside:
+        layer.more = [down, up, weight]
+    for call in (lambda layer, x: layer(x), nn.recompute):
+        x = rows.clone().requires_grad_()
+        layer.linear.weight = computed = weight + down @ up
+        y = call(layer, call(layer, x))
+        y.sum().backward()
+        assert layer.linear.weight is computed
+        found.append([t.grad.numpy() for t in (x, down, up, weight, layer.linear.bias)])
+        for parameter in down, up, weight, layer.linear.bias:
+            parameter.reset_grad()
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_the_second_forward_has_the_settings_of_the_first(device):
     """`training` and `p`, and NumPy's generator; those of now come back after it."""
     dropout = lambda module: module.modules[1]
