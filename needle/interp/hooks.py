@@ -103,7 +103,7 @@ def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str
         if isinstance(below, (list, tuple)) and not getattr(below, "hook_points", None):
             for i, one in enumerate(below):
                 yield from _points(one, f"{prefix}{name}.{i}.")
-        else:
+        elif below is not None:
             yield from _points(below, f"{prefix}{name}.")
 
 

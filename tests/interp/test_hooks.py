@@ -404,3 +404,13 @@ def test_results_of_heads_are_of_a_plain_projection():
         model.run_with_cache(IDS, "blocks.1.attn.hook_result")
     with pytest.raises(KeyError, match="blocks.1.attn.hook_result is not in this cache"):
         cache.stack_head_results()
+
+
+def test_a_part_that_was_taken_away_has_no_names():
+    model = small()
+    with model.hooks({"blocks.1.hook_mlp_out": lambda x: x * 0.0}):
+        wanted = model(IDS)[0].numpy()
+    model.layers[1].mlp = None
+    logits, cache = model.run_with_cache(IDS)
+    np.testing.assert_allclose(logits.numpy(), wanted, rtol=0, atol=1e-5)
+    assert "blocks.0.mlp.hook_pre" in cache and "blocks.1.mlp.hook_pre" not in cache
