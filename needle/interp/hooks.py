@@ -175,12 +175,15 @@ class Hooked(Module):
         >>> bool((without_mlp.numpy() == model([[1, 2, 3]])[0].numpy()).all())
         False
         """
-        before = self._in_force
-        self._add(functions)
+        added = self._add(functions)
         try:
             yield
-        finally:
-            self._put_in_force(before)
+        finally:  # of the hooks in force now: in the block others may have come, or all have gone
+            left = {
+                name: tuple(one for one in those if one is not added.get(name))
+                for name, those in (self._in_force or {}).items()
+            }
+            self._put_in_force({name: those for name, those in left.items() if those})
 
     def add_hook(self, name: str | NameFilter, hook: Hook) -> None:
         """Hook a function at a name, or at all for which a function of names is true, up to
@@ -191,7 +194,8 @@ class Hooked(Module):
         """Remove all hooks."""
         self._put_in_force(None)
 
-    def _add(self, functions: Mapping[str, Hook]) -> None:
+    def _add(self, functions: Mapping[str, Hook]) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """Put functions in force after those that are; return them as they are called."""
         places = {name: (id(module), point) for name, module, point in _points(self)}
         several = Counter(places.values())
         for name in functions:
@@ -208,10 +212,12 @@ class Hooked(Module):
                     f"hooks: {' and '.join(same)} are one module in several places, in which a "
                     "hook would be called alike"
                 )
+        added = {name: _checked(name, function) for name, function in functions.items()}
         merged = dict(self._in_force or {})
-        for name, function in functions.items():
-            merged[name] = (*merged.get(name, ()), _checked(name, function))
+        for name, function in added.items():
+            merged[name] = (*merged.get(name, ()), function)
         self._put_in_force(merged)
+        return added
 
     def _put_in_force(
         self, functions: Mapping[str, tuple[Callable[[Tensor], Tensor], ...]] | None

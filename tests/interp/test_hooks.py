@@ -344,6 +344,21 @@ def test_names_alone_change_no_bit_of_gradients_and_norms(device, dtype, paralle
             np.testing.assert_array_equal(got.numpy(), wanted.numpy())
 
 
+def test_a_block_takes_away_its_own_hooks_alone():
+    """Those added inside stay until reset_hooks(), also that one."""
+    model, heard = small(), []
+    with model.hooks({"hook_embed": lambda x: heard.append("block")}):
+        model.add_hook("hook_embed", lambda x: heard.append("added"))
+        model(IDS)
+    model(IDS)
+    assert heard == ["block", "added", "added"]
+    with model.hooks({"blocks.1.hook_resid_post": lambda x: heard.append("block")}):
+        model.reset_hooks()
+        model(IDS)
+    model(IDS)
+    assert not model.is_hooked and len(heard) == 3
+
+
 # ---- what is wrong -------------------------------------------------------------------------------
 
 
