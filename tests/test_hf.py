@@ -362,6 +362,33 @@ def test_round_trip(tmp_path, changes):
     assert rotary == (model.config.rotary_pct, model.config.rotary_base)
 
 
+def test_a_subclass_gives_models_of_its_own(tmp_path, monkeypatch):
+    """Of a folder and of a checkpoint; not where it has another configuration."""
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+
+    class Lens(Pythia):
+        pass
+
+    @dataclasses.dataclass(frozen=True)
+    class OtherConfig(PythiaConfig):
+        presets = classmethod(lambda cls: {})
+
+    @registry.register("other")
+    class Other(Pythia):
+        config_class = OtherConfig
+
+    model = model_of()
+    model.save_pretrained(tmp_path / "a")
+    path = save_checkpoint(model, None, 0, 1.0, tmp_path / "a.safetensors")
+    for place in tmp_path / "a", path:
+        for cls in Lens, Pythia:
+            read = cls.from_pretrained(place)
+            assert type(read) is cls
+            assert_equal(read, model)
+    with pytest.raises(CheckpointError, match="holds a Pythia, not a Other"):
+        Other.from_pretrained(path)
+
+
 def test_a_registered_subclass_leaves_the_folders_of_its_base_to_it(tmp_path, monkeypatch):
     """One that makes other parts is no GPT-NeoX; one that makes the same is, as a Pythia."""
     monkeypatch.setattr(registry, "_families", dict(registry._families))

@@ -94,7 +94,7 @@ def load(
     config = read_config(model_class, read_json(path), dtype, str(path))
     problems: list[str] = []
     entries = _entries(folder, mapping, problems)
-    model = config.meta_model(device)
+    model = config.meta_model(device, model_class)
     transposed = _transposed(model)
     shapes = {
         name: parameter.shape[::-1] if name in transposed else parameter.shape

@@ -166,13 +166,21 @@ class Checkpoint:
                 self.state["config"] | ({} if dtype is None else {"dtype": dtype})
             )
 
-    def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Any:
-        """The model alone, in `dtype` where one is given. The optimizer's state, some twice the
-        model's size or more, is not brought into memory."""
+    def restore_model(
+        self, device: Device | None = None, dtype: str | None = None, cls: Any = None
+    ) -> Any:
+        """The model alone, in `dtype` where one is given, and of the class `cls`: the registered
+        one, a base of it, or a subclass of the same configuration. The optimizer's state, some
+        twice the model's size or more, is not brought into memory."""
         device = given_device(device)
         config = self.configuration(dtype)
+        own = config.model_class
+        if cls is None or issubclass(own, cls):
+            cls = own
+        elif not issubclass(cls, own) or cls.config_class is not own.config_class:
+            raise self._error(f"holds a {own.__name__}, not a {cls.__name__}")
         with self._naming("its configuration cannot be used"):
-            model = config.meta_model(device)
+            model = config.meta_model(device, cls)
         tensors = model.saved()
         self._compare({name: tensor.shape for name, tensor in tensors.items()})
         for name, tensor in tensors.items():

@@ -54,18 +54,14 @@ def from_pretrained(
     a folder that transformers saved, or a name on the Hugging Face hub, at `revision` (a branch, a
     tag or a commit).
 
-    dtype: by default that of the checkpoint; float32 of a model of transformers. cls: the class
-    that it must be; by default a checkpoint says it, and the model_type of a model of transformers
-    chooses a registered one. MissingFileError where nothing is at `path`, FileError that lists all
-    that does not fit.
+    dtype: by default that of the checkpoint; float32 of a model of transformers. cls: its
+    class; by default a checkpoint says it, and the model_type of a model of transformers chooses a
+    registered one. MissingFileError where nothing is at `path`, FileError that lists all that does
+    not fit.
     """
     source = pretrained(path, revision)
     if not isinstance(source, Path):
-        model = source.restore_model(device, dtype)
-        if cls is not None and not isinstance(model, cls):
-            found = type(model).__name__
-            raise FileError(f"{source.path}: holds a {found}, not a {cls.__name__}")
-        return model
+        return source.restore_model(device, dtype, cls)
     if cls is None:
         config = source / "config.json"
         try:

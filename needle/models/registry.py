@@ -65,10 +65,11 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def meta_model(self, device: Any = None) -> Any:
-        """The model of this configuration, as shapes without memory: see init.meta_device()."""
+    def meta_model(self, device: Any = None, cls: Any = None) -> Any:
+        """The model of this configuration, as shapes without memory: see init.meta_device(). cls:
+        its class, where that is not the registered one."""
         with init.meta_device():
-            return self.model_class(self, device=cpu() if device is None else device)
+            return (cls or self.model_class)(self, device=cpu() if device is None else device)
 
     def misfits(self, module: Module) -> list[str]:
         """Return the parts of `module`, and their public settings, as a norm's eps or the heads of
