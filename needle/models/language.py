@@ -59,6 +59,14 @@ class LanguageModel(Texts, Hooked):
     def hidden(self, ids: NDArray, cache: generation.Cache | None = None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.hidden is not defined")
 
+    def hidden_from(self, x: Tensor, layer: int) -> Tensor:
+        """Return hidden() of the residual stream (B, T, C) that enters `layer`. Patching needs
+        it."""
+        raise NotImplementedError(
+            f"{self._name}: its hidden() needs a hidden_from(x, layer) beside it, which goes on "
+            "from the stream that enters a layer"
+        )
+
     def positions_of(self, ids: NDArray, cache: generation.Cache | None = None) -> NDArray:
         """Return the positions of the tokens that hidden(ids, cache) computes, for an embedding of
         positions: int32, (1, T), or (B, 1) in a step over a cache, where each row has its own."""

@@ -441,7 +441,9 @@ class Pythia(FactoredWeights, LanguageModel):
         return "layers" if all(one) else f"{sum(one)} of {len(one)} layers"
 
     def hidden_from(self, x: Tensor, layer: int) -> Tensor:
-        """Return hidden() of the residual stream (B, T, C) that enters `layer`."""
+        cls = type(self)
+        if cls.hidden is not Pythia.hidden and cls.hidden_from is Pythia.hidden_from:
+            return super().hidden_from(x, layer)
         rotary, mask = self._of_tokens(x.shape[1])
         for one in self.layers[layer:]:
             x = one(x, rotary, mask)

@@ -13,6 +13,7 @@ from test_hooks import near as close
 import needle as ndl
 from needle import Tensor, nn, patching
 from needle.interp.activations import get_act_name
+from needle.models.pythia import Pythia
 
 CLEAN = np.random.default_rng(8).integers(0, 29, IDS.shape)
 NAMES = sorted(name for name in dir(patching) if name.startswith("get_act_patch"))
@@ -331,6 +332,31 @@ def test_wrong_patches_say_why():
             with pytest.raises(TypeError, match="the metric must return a Tensor of "):
                 patch(model, IDS, clean, of, "z", (1,))
     assert not model.is_hooked and all(p.requires_grad for p in model.parameters())
+
+
+def test_patches_of_a_hidden_of_ones_own_need_its_hidden_from():
+    """That of Pythia would leave out what the subclass adds."""
+
+    class Louder(Pythia):
+        def hidden(self, ids, cache=None):
+            return super().hidden(ids, cache) * 2.0
+
+    class Whole(Louder):
+        def hidden_from(self, x, layer):
+            return super().hidden_from(x, layer) * 2.0
+
+    plain = small()
+    _, clean = plain.run_with_cache(CLEAN)
+    for cls, factor in (Louder, None), (Whole, 2.0):
+        model = cls(plain.config)
+        model.load_state_dict(plain.state_dict())
+        patch = partial(patching.get_act_patch_resid_pre, model, IDS, clean, metric)
+        if factor is None:
+            with pytest.raises(NotImplementedError, match="Louder: its hidden.. needs a hidden_fr"):
+                patch()
+        else:
+            wanted = patching.get_act_patch_resid_pre(plain, IDS, clean, metric).numpy()
+            close(patch(), wanted * factor)
 
 
 @pytest.mark.parity
