@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import json
+import pickle
 import shutil
 
 import generate
@@ -79,6 +80,19 @@ def test_a_layer_in_two_places_has_a_cache_for_each(parallel, device):
     row = model.generate([1, 2, 3], 9, **GREEDY)
     for end in range(3, 12):
         assert row[end] == full_logits(model, row[:end]).argmax()
+
+
+def test_a_copied_model_generates_beside_a_graph_and_views(device):
+    """Generation leaves the weights of a copy, or of one that was cast, where they are."""
+    model = model_of(device)
+    for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("bfloat16"):
+        view = copied.layers[0].attention.W_O
+        loss = copied.loss([[1, 2, 3]], [[2, 3, 4]])
+        copied.generate([1, 2], 3, **GREEDY)
+        loss.backward()
+        with ndl.no_grad():
+            view[0] = 0.0
+        assert (copied.layers[0].attention.W_O.numpy()[0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

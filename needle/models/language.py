@@ -52,9 +52,17 @@ class LanguageModel(Texts, Hooked):
         self.config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
         self.device = given_device(device)
 
-    def was_cast(self, dtype: str) -> None:
-        """Give the configuration the new dtype."""
-        self.config = dataclasses.replace(self.config, dtype=dtype)
+    def was_moved(self, dtype: str | None) -> None:
+        """Give the configuration the new dtype, and the weights the places of a new model's, which
+        generation would move below a graph that waits for its backward."""
+        if dtype is not None:
+            self.config = dataclasses.replace(self.config, dtype=dtype)
+        nn.place_neighbours(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy, or what was pickled."""
+        vars(self).update(state)
+        self.was_moved(None)
 
     def hidden(self, ids: NDArray, cache: generation.Cache | None = None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.hidden is not defined")

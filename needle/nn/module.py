@@ -307,16 +307,16 @@ class Module:
                 if name in vars(module):
                     setattr(module, name, moved)
         for _, value in _walk(self, "", set()):
-            if isinstance(value, Module) and dtype is not None:
-                value.was_cast(dtype)
             if isinstance(value, Tensor) and device is not None:  # in a dict of another type
                 _moved(value, device)
             if isinstance(value, Tensor) and dtype is not None and value.dtype in FLOAT_DTYPES:
                 value.cached_data = value.cached_data.astype(dtype)
+        for _, module in self.named_modules():
+            module.was_moved(dtype)
         return self
 
-    def was_cast(self, dtype: str) -> None:
-        """Take note of the dtype to which `to` casts this module, or one around it."""
+    def was_moved(self, dtype: str | None) -> None:
+        """Take note that `to` has moved this module, or one around it, or cast it to a dtype."""
 
     cpu, cuda, half, bfloat16, float = map(_to, ("cpu", "cuda", "float16", "bfloat16", "float32"))
 
