@@ -59,12 +59,13 @@ static inline bool hopper_rotates(const nd_array *cos) {
     return cos != NULL && (cos->shape[1] == 8 || cos->shape[1] == 16);
 }
 
-/* 16 bits, head dims up to 128, blocks of whole parts, something to do. */
+/* 16 bits, head dims up to 128 of whole chunks of 16 bytes (the copy engine writes no less), blocks
+ * of whole parts, something to do. */
 static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, int64_t block,
                                  std::initializer_list<const nd_array *> operands) {
-    bool good = hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 &&
-                p.scale > 0 && block % CONSUMER_ROWS == 0 && p.B > 0 && p.H > 0 && p.T > 0 &&
-                p.S > 0 &&
+    bool good = hopper::hopper_usable(device) && dtype != ND_F32 && p.D % 8 == 0 && p.D >= 8 &&
+                p.D <= 128 && p.scale > 0 && block % CONSUMER_ROWS == 0 && p.B > 0 && p.H > 0 &&
+                p.T > 0 && p.S > 0 &&
                 (int64_t)p.B * p.H * (p.T / CONSUMER_ROWS + p.S / CONSUMER_ROWS + 1) <
                     (1 << 29); /* half of the items */
     for (const nd_array *operand : operands) {

@@ -587,6 +587,9 @@ inline void proxy_fence() {}
 template <class F>
 void box_to(const CUtensorMap *map, uint32_t from, const int (&corner)[4], F f) {
     emulated::Map m = checked(map, from);
+    if (m.shape[0] * m.element % 16 != 0) {
+        emulated::fail("a store of rows that end within 16 bytes, which are written whole");
+    }
     emulated::stores[threadIdx.x].push_back([=] {
         emulated::each_of_box(m, from, corner, [&](uint32_t place, unsigned char *to) {
             if (to) {

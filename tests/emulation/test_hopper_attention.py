@@ -246,6 +246,18 @@ def test_forward(compiled, given):
     np.testing.assert_allclose(lse, p.lse, atol=1e-4)
 
 
+def test_rows_that_end_within_16_bytes_are_for_other_kernels(compiled):
+    """The copy engine would write the beginning of what lies behind them."""
+    p = Problem(sizes=(1, 70, 70, 2, 100), causal=True)
+    for name in ("q", "k", "v"):
+        rows = getattr(p, name)
+        wide = np.zeros((*rows.shape[:3], 104), np.uint16)
+        wide[..., :100] = rows
+        setattr(p, name, wide[..., :100])
+    with pytest.raises(AssertionError, match="not served"):
+        forward(compiled, p, o=np.zeros((1, 70, 2, 104), np.uint16)[..., :100])
+
+
 @pytest.mark.parametrize("given", PROBLEMS + LOW + ROTATED, ids=name_of)
 def test_backward(compiled, given):
     """Sums over 64 rows of a head are taken before rounding: compared with sums of rounded rows."""

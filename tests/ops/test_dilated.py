@@ -48,8 +48,27 @@ def assert_close(got, want, dtype, what):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("t, heads, segments, dilations", BRANCHES)
 def test_forward_and_gradients(t, heads, segments, dilations, causal, dtype, device):
+    check((2, t, heads, 24), segments, dilations, causal, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [3, 65, 100])
+def test_rows_of_no_whole_chunks_leave_their_neighbours(size, dtype, device):
+    """16 bytes are 8 numbers: the last ones of a row lie beside the next head's, and the strides of
+    a branch are multiples of 16 bytes all the same."""
+    for t, heads, segments, dilations in [
+        (1, 8, (1, 1, 1), (1, 4, 8)),
+        (2, 8, (33, 3, 16), (1, 2, 1)),
+        (63, 5, (8, 33, 1), (8, 8, 3)),
+        (64, 1, (33, 2000, 3), (8, 8, 3)),
+    ]:
+        check((1, t, heads, size), segments, dilations, True, dtype, device)
+
+
+def check(shape, segments, dilations, causal, dtype, device):
+    """Compare the output and the gradients, in dirty memory."""
     branches = tuple(zip(segments, dilations))
-    q, k, v, dout = (rounder(dtype)(draw(i, 2, t, heads, 24)) for i in range(4))
+    q, k, v, dout = (rounder(dtype)(draw(i, *shape)) for i in range(4))
     poison(device, 1 << 15)
     leaves = [Tensor(x, device=device, dtype=dtype, requires_grad=True) for x in (q, k, v)]
     o = ops.dilated_attention(*leaves, segments, dilations, causal)
