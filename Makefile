@@ -149,9 +149,10 @@ test test-all asan: export OPENBLAS_THREAD_TIMEOUT := 4
 test test-all asan: export OMP_WAIT_POLICY := passive
 # Images set it; then each of hundreds of processes compiles needle's modules.
 test test-all check asan: export PYTHONDONTWRITEBYTECODE :=
-# A process for each core, each with Python's -X dev.
+# A process for each core, each with Python's -X dev. A test that hangs ends its process, and fails.
 define pytest
-@"$(PY)" -X dev -W error -m pytest -q -W error --tx "$$(nproc)*popen//python=$(PY) -X dev" --dist load
+@"$(PY)" -X dev -W error -m pytest -q -W error --tx "$$(nproc)*popen//python=$(PY) -X dev" --dist load \
+    -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 endef
 
 # The core is compiled while pip installs what it does not need.
