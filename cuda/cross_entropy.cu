@@ -170,8 +170,9 @@ __global__ void __launch_bounds__(1024) mean_kernel(const float *losses, const i
     }
 }
 
-/* AHEAD: two rows are in shared memory, row_bytes each, at the same place in 16 bytes as in memory.
- * A thread reads there what it has copied itself. */
+/* AHEAD: two rows are in shared memory, row_bytes each. The vectors of a row begin 16 bytes after its
+ * slot does, wherever the row begins in memory: a thread reads what it has copied itself, and copies
+ * the next row over nothing that another thread still reads. */
 template <class T, bool AHEAD>
 __global__ void __launch_bounds__(1024)
     both_kernel(T *logits, const int32_t *targets, float *losses, int64_t rows, int64_t columns,
@@ -180,7 +181,9 @@ __global__ void __launch_bounds__(1024)
     constexpr int N = Vec<T>::size;
     extern __shared__ __align__(16) unsigned char kept_bytes[];
     auto place = [&](int slot, const T *x) {
-        return reinterpret_cast<T *>(kept_bytes + slot * row_bytes + ((uintptr_t)x & 15));
+        const int place_in_16 = (int)((uintptr_t)x & 15);
+        return reinterpret_cast<T *>(kept_bytes + slot * row_bytes +
+                                     (place_in_16 ? place_in_16 : 16));
     };
     auto fetch = [&](int64_t row, int slot) {
         const T *x = logits + row * columns;

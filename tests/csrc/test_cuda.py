@@ -98,6 +98,20 @@ def test_cross_entropy_past_two_to_the_31(device):
     np.testing.assert_allclose(last, p, atol=2**-8)
 
 
+@pytest.mark.parametrize("vocabulary", [20_001, 50_257])
+def test_cross_entropy_of_rows_that_begin_anywhere(vocabulary, device):
+    """More rows than two a block, of an odd size: the one that takes a row's place in shared memory
+    may begin at another place of 16 bytes."""
+    rows = 300
+    made = np.random.default_rng(3).standard_normal((rows, vocabulary), np.float32)
+    logits = _C.array(made, dtype="bfloat16", device=device)
+    p = np.exp(logits.numpy().astype(np.float64))
+    p /= p.sum(1, keepdims=True)
+    p[:, 17] -= 1
+    _C.cross_entropy_fwd_bwd(logits, _C.array([17] * rows, dtype="int32", device=device))
+    np.testing.assert_allclose(logits.numpy(), p, rtol=2**-8, atol=1e-7)
+
+
 def test_embedding_and_matmul_past_two_to_the_31(device):
     rows = 2**31 // 1024 + 3
     table = _C.empty((rows, 1024), "bfloat16", device)
