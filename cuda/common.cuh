@@ -17,6 +17,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <initializer_list>
 #include <type_traits>
 
 #include "../csrc/backend.h"
@@ -51,16 +52,11 @@ const cuda_limits *cuda_device_limits(int device);
 cudaStream_t cuda_stream(int device, bool side = false);
 /* graph.cpp: true where launches become those of a graph that is being recorded. */
 bool cuda_is_capturing(int device);
-/* True where an op may read what nothing in its graph writes before the work before is done: not in
- * a debug build, where a kernel before it publishes its operands. */
-static inline bool cuda_reads_ahead(int device) {
-#ifdef NEEDLE_DEBUG
-    (void)device;
-    return false;
-#else
-    return cuda_is_capturing(device);
-#endif
-}
+/* graph.cpp: true where an op may read `operands` (or NULL) before the work before is done: in a graph
+ * that is being recorded, and where none of them lies in memory of that graph, which other work in it
+ * writes: an operand without the layout that the op needs is copied there. Not in a debug build,
+ * where a kernel before it publishes its operands. */
+bool cuda_reads_ahead(int device, std::initializer_list<const nd_array *> operands);
 /* The architecture to choose kernels for: the device's, or less when NEEDLE_ARCH (say 80) asks for
  * the portable kernels on a newer device. */
 int cuda_arch(int device);

@@ -404,7 +404,7 @@ nd_status cuda_decode_attention(int device, const decode_attention_args *a) {
     s.dims = (int)dims;
     s.half = (int)half;
     s.scale = (float)a->scale;
-    s.ahead = cuda_reads_ahead(device);
+    s.ahead = cuda_reads_ahead(device, {a->cos, a->sin, a->positions, a->keys, a->values});
     int64_t processors = cuda_device_limits(device)->processors;
     int64_t wanted = heads < processors ? ceil_div(processors, heads) : 1;
     int64_t most = ceil_div<int64_t>(s.capacity, keys_a_split);

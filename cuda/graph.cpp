@@ -69,6 +69,19 @@ bool cuda_is_capturing(int device) {
     return recording && recording->capturing;
 }
 
+bool cuda_reads_ahead(int device, std::initializer_list<const nd_array *> operands) {
+    const Device &d = cuda_device(device);
+    bool good = cuda_is_capturing(device);
+#ifdef NEEDLE_DEBUG
+    good = false;
+#endif
+    for (const nd_array *a : operands) {
+        auto found = good && a ? d.blocks.find(a->storage->memory) : d.blocks.end();
+        good = good && (found == d.blocks.end() || found->second.owner != d.recording);
+    }
+    return good;
+}
+
 nd_status cuda_refuse_in_capture(int device, const char *op) {
     return cuda_is_capturing(device)
                ? nd_error(ND_EVALUE,

@@ -507,7 +507,7 @@ nd_status linear_gelu_fwd_few(int device, const linear_gelu_fwd_args *a) {
 nd_status cuda_decode_output(int device, const decode_output_args *a) {
     const linear_fwd_args product = {a->x, a->w, a->b, a->r, a->y};
     return linear_few_serves(a->x, a->w, few_linear_rows)
-               ? linear_fwd_few(device, &product, cuda_reads_ahead(device))
+               ? linear_fwd_few(device, &product, cuda_reads_ahead(device, {a->w, a->b}))
                : cuda_linear_fwd(device, &product);
 }
 
@@ -525,7 +525,8 @@ nd_status cuda_decode_projections(int device, const decode_projections_args *a) 
                       a->g->data,
                       nullptr,
                       a->g->strides[0]};
-    const bool ahead = cuda_reads_ahead(device);
+    const bool ahead = cuda_reads_ahead(
+        device, {a->norm_w1, a->norm_b1, a->norm_w2, a->norm_b2, a->w_qkv, a->b_qkv, a->w1, a->b1});
     return with_float(op, a->x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         Products<T> p = {{{data_of<T>(a->w_qkv), packed, a->w_qkv->shape[1], data_of<T>(a->norm_w1),

@@ -213,6 +213,34 @@ def test_recorded_step_of_a_layer_has_the_bits_of_one_that_is_not(rows):
 
 
 @pytest.mark.cuda
+def test_recorded_step_waits_for_the_copies_of_its_operands():
+    """Operands without the layout that a kernel needs are copied in each replay, not read ahead."""
+    gpu = device_of("cuda")
+    rng = rng_of("copies", (34_000, 512))
+    shapes = [(1, 512), (34_000, 512), (34_000,), (1, 8, 3, 64), *[(1, 8, 1400, 64)] * 2]
+    made = (to_ndarray(rng.standard_normal(shape), "bfloat16", gpu) for shape in shapes)
+    x, turned, b, qkv, *caches = made
+    cos, sin = (_C.array(np.ones((1300, 4)), "float32", gpu) for _ in range(2))
+    positions = _C.array([1200], "int32", gpu)
+    y, o = (_C.empty(shape, "bfloat16", gpu) for shape in [(1, 34_000), (1, 8, 64)])
+
+    def step():
+        y[:] = _C.decode_output(x, turned.permute((1, 0)), b, None)
+        cached = (cache[:, :, :1300] for cache in caches)
+        _C.decode_attention(qkv, cos, sin, positions, 0.125, *cached, o)
+
+    graph = _C.Graph(gpu, step)
+    for _ in range(4):
+        for changed in turned, *caches:
+            changed[:] = changed * -1.0
+        graph.replay()
+        got = y + 0.0, o + 0.0
+        step()
+        for of_graph, wanted in zip(got, (y, o), strict=True):
+            assert_same_bits(of_graph, wanted)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("depth, packed_width", [(512, 1536), (776, 40)])
 def test_decode_projections_row_has_the_same_bits_beside_others(depth, packed_width, dtype):

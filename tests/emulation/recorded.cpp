@@ -1,0 +1,74 @@
+/* recorded.cpp - the memory of recorded work on the CPU: graph.cpp and memory.cpp over malloc. */
+#include <cstdlib>
+
+#include "device.cuh"
+#include "graph.cuh"
+#include "host.h"
+
+static Device device;
+
+nd_status cuda_pool_malloc(int, size_t bytes, void **out) {
+    *out = malloc(bytes);
+    return ND_OK;
+}
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t) {
+    free(memory);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { return cudaSuccess; }
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cudaSuccess; }
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *) { return cudaSuccess; }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *, cudaGraph_t, unsigned long long) {
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+Device &cuda_device(int) { return device; }
+nd_status cuda_enter(int) { return ND_OK; }
+bool cuda_faulted() { return false; }
+nd_status cuda_first_fault() { return ND_OK; }
+void Exclusive::hold(int) {}
+nd_status Exclusive::begin(int) { return ND_OK; }
+nd_status cuda_add_held_sums(int) { return ND_OK; }
+
+#define cuda_stream(device) NULL
+#include "graph.cpp"
+#include "memory.cpp"
+
+/* An array in memory that a device hands out now. */
+struct Made {
+    nd_storage storage = {};
+    nd_array array = {};
+
+    Made() {
+        cuda_allocate(0, 1024, &storage.memory);
+        array.storage = &storage;
+        array.data = (char *)storage.memory + 512;
+    }
+    ~Made() { cuda_release(0, storage.memory); }
+};
+
+/* Whether operands may be read ahead: [run][which], of the run before, the captured one and none, of
+ * one made before, one made in the run, both, and none. */
+extern "C" const char *reads_ahead(int (*answers)[4]) {
+    nd_graph *graph;
+    Made before;
+    cuda_graph_begin(0, &graph);
+    for (int run = 0; run < 3; run++) {
+        if (run == 1) {
+            cuda_graph_capture(0, graph);
+        } else if (run == 2) {
+            cuda_graph_end(0, graph);
+        }
+        Made now;
+        const nd_array *of[2] = {&before.array, &now.array};
+        answers[run][0] = cuda_reads_ahead(0, {of[0], NULL});
+        answers[run][1] = cuda_reads_ahead(0, {of[1]});
+        answers[run][2] = cuda_reads_ahead(0, {of[0], of[1]});
+        answers[run][3] = cuda_reads_ahead(0, {NULL});
+    }
+    return result(cuda_graph_free(0, graph));
+}
