@@ -222,6 +222,9 @@ def check(settings: Settings, config: models.Config, device: Device) -> None:
     model = config.meta_model(device)
     if settings.recompute and model.recompute is None:
         raise ValueError(f"--recompute: a {type(model).__name__} cannot compute layers again")
+    if settings.context_parallel > 1 and not model.shares:
+        name = type(model).__name__
+        raise ValueError(f"--context-parallel: sequences of a {name} cannot be shared among ranks")
     if settings.graph and settings.context_parallel > 1:
         raise ValueError("--graph: not together with --context-parallel: leave it out")
     if settings.fp8:

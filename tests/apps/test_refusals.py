@@ -133,13 +133,17 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
 
 
 def test_what_a_model_or_its_ranks_cannot_do_is_named():
-    plain = SimpleNamespace(meta_model=lambda device: SimpleNamespace(recompute=None))
+    model = SimpleNamespace(recompute=None, shares=False)
+    plain = SimpleNamespace(meta_model=lambda device: model)
     for given, said in (
         ({"recompute": True}, "--recompute: a SimpleNamespace cannot compute layers again"),
-        ({"graph": True, "context_parallel": 2}, "--graph: not together with --context-parallel"),
+        ({"context_parallel": 2}, "--context-parallel: sequences of a SimpleNamespace cannot be"),
     ):
         with pytest.raises(ValueError, match=said):
             train_pythia.check(complete(Settings(**given), False, 2), plain, ndl.cpu())
+    model.shares, given = True, complete(Settings(graph=True, context_parallel=2), False, 2)
+    with pytest.raises(ValueError, match="--graph: not together with --context-parallel"):
+        train_pythia.check(given, plain, ndl.cpu())
     rank = Place(1, 2, 1, 2, "mpirun")
     with pytest.raises(ValueError, match="of its own: .*, needle supervise -- mpirun"):
         train_pythia.join(parse(["--supervise"]), [], rank, Path("train.py"))
