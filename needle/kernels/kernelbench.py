@@ -152,7 +152,7 @@ class _Evaluation:
         """Run both on new inputs. Return the milliseconds of candidate and reference, or None if
         their outputs differ."""
         seconds = 2 * self.timeout + (FIRST_CALL_SECONDS if first else 0)
-        draw = {"do": "draw", "seed": secrets.randbits(32)}
+        draw = {"do": "draw", "seed": secrets.randbits(32), "twice": first}
         drawn = self.ask("reference", draw, seconds)
         run = {"do": "run", "values": drawn["values"], "twice": first}
         called = self.ask("candidate", run, seconds)

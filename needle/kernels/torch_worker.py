@@ -146,6 +146,8 @@ class Side:
         values = pack(
             [value.to(self.dtype) if is_float else value for value, is_float in zip(drawn, floats)]
         )
+        if job["twice"]:  # a state that the models keep, as an RNN may, then advances alike
+            self.model(*unpack(values))
         took, right = self.call(unpack(values))
         self.right = listed(right)
         return {"values": values, "time": took}
@@ -207,7 +209,8 @@ class Side:
 
     def overwrite(self, outputs: Any) -> None:
         """Fill the memory of outputs with bytes of 0xFF: NaN, or -1."""
-        kept = [*self.model.parameters(), *filter(torch.is_tensor, self.inputs)]
+        kept = [*self.model.parameters(), *self.model.buffers()]
+        kept += filter(torch.is_tensor, self.inputs)
         places = {tensor.untyped_storage().data_ptr() for tensor in kept}
         for output in filter(torch.is_tensor, listed(outputs)):
             if output.untyped_storage().data_ptr() not in places:

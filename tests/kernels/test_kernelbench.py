@@ -99,6 +99,28 @@ def test_outputs_that_are_kept_are_found_overwritten(pool, fewer_threads):
     assert result.metadata["correctness_trials"] == "(4 / 5)" and not result.correctness
 
 
+STATE = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = torch.randn(4, 8)
+        self.register_buffer("places", torch.randn(4, 8))
+    def forward(self, x):
+        self.hidden = torch.tanh(x + self.hidden)
+        return 2 * self.hidden, self.places
+def get_inputs(): return [torch.randn(4, 8)]
+def get_init_inputs(): return []
+"""
+
+
+@pytest.mark.parity
+def test_models_that_keep_a_state_agree(pool, fewer_threads):
+    """Both are called as often, and a buffer that is an output keeps its values."""
+    result = pool.evaluate(Problem(STATE, STATE.replace("Model", "ModelNew"), num_perf_trials=1))
+    assert result.correctness and result.metadata["correctness_trials"] == "(5 / 5)"
+
+
 @pytest.mark.parity
 def test_candidates_process_has_nothing_of_the_reference(pool, fewer_threads):
     """Neither its source nor its folder; and its files are gone with it."""
