@@ -49,7 +49,7 @@ def own_micro_batches(micro_batches: int, rank: int, ranks: int, context: int = 
     the same ones. ValueError if `ranks` cannot share so many."""
     rank, groups = rank // context, ranks // context
     fitting = fitting_ranks(micro_batches)
-    if groups not in fitting:
+    if ranks % context or groups not in fitting:
         counts = ", ".join(str(fit * context) for fit in fitting)
         raise ValueError(
             f"{ranks} ranks cannot share a step of {micro_batches} micro-batches with the bits of "
