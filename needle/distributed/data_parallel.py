@@ -55,7 +55,7 @@ class DataParallel:
     micro-batch; a rank has the gradient of 1 / context of the mean over its tokens. Each context
     position sums along its own tree; the `context` sums are then added in one more tree. So the
     bits depend on `context` and not on the number of ranks. ValueError if the ranks cannot share so
-    many micro-batches.
+    many micro-batches, TypeError for an optimizer that is no AdamW of `flat`.
 
     Bytes per rank beside its model, for N parameters and R ranks: 4 N for the gradient and for each
     doubling of its micro-batches, 4 N (R - 1) / R for received shards, 8 N / R for the optimizer
@@ -69,6 +69,11 @@ class DataParallel:
         micro_batches: int,
         context: int = 1,
     ) -> None:
+        if not isinstance(optimizer, AdamW) or optimizer.flat is not flat:
+            raise TypeError(
+                "DataParallel: the optimizer must be an AdamW that was made of `flat` itself, but "
+                f"is {optimizer!r:.40}"
+            )
         self.group, self.flat, self.optimizer = group, flat, optimizer
         self.context = context
         self.own_micro_batches = own_micro_batches(micro_batches, group.rank, group.size, context)

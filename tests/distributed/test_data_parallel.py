@@ -127,6 +127,15 @@ def test_a_part_of_the_state_is_not_saved_as_all_of_it():
     together(2, work)
 
 
+def test_optimizers_that_no_ranks_share_are_named():
+    flat = nn.flatten_parameters(Model("float32"))
+    groups = [{"params": flat.parameters[:2]}, {"params": flat.parameters[2:], "lr": 0.1}]
+    for optimizer in optim.SGD(flat), optim.AdamW(groups):
+        name = type(optimizer).__name__
+        with pytest.raises(TypeError, match=rf"an AdamW that was made of `flat` .* is {name}\(4"):
+            DataParallel(Group(), flat, optimizer, 2)
+
+
 def test_rank_0_goes_first_and_its_error_is_everybodys():
     order = []
 
