@@ -147,7 +147,7 @@ class Side:
             [value.to(self.dtype) if is_float else value for value, is_float in zip(drawn, floats)]
         )
         if job["twice"]:  # a state that the models keep, as an RNN may, then advances alike
-            self.model(*unpack(values))
+            pack(self.model(*unpack(values)))  # TypeError: outputs that cannot be compared
         took, right = self.call(unpack(values))
         self.right = listed(right)
         return {"values": values, "time": took}

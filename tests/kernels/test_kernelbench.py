@@ -135,8 +135,12 @@ def test_candidates_process_has_nothing_of_the_reference(pool, fewer_threads):
 
 @pytest.mark.parity
 def test_reference_that_fails_is_a_wrong_call(pool, fewer_threads):
-    with pytest.raises(ValueError, match="original_model_src: failed: .*'Missing' is not defined"):
-        pool.evaluate(Problem(REFERENCE.replace("nn.Linear", "Missing"), CPU["right"].source))
+    for old, new, said in (
+        ("nn.Linear", "Missing", ".*'Missing' is not defined"),
+        ("return torch.relu(self.linear(x))", "return {'y': x}", "dict: models take and give"),
+    ):
+        with pytest.raises(ValueError, match=f"original_model_src: failed: {said}"):
+            pool.evaluate(Problem(REFERENCE.replace(old, new), CPU["right"].source))
 
 
 def test_lost_device_is_a_result():
