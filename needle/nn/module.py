@@ -306,10 +306,8 @@ class Module:
                 moved = device if name == "device" else _moved(value, device)
                 if name in vars(module):
                     setattr(module, name, moved)
-        for _, value in _walk(self, "", set()):
-            if isinstance(value, Tensor) and device is not None:  # in a dict of another type
-                _moved(value, device)
-            if isinstance(value, Tensor) and dtype is not None and value.dtype in FLOAT_DTYPES:
+        for _, value in _walk(self, "", set()) if dtype is not None else ():
+            if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES:
                 value.cached_data = value.cached_data.astype(dtype)
         for _, module in self.named_modules():
             module.was_moved(dtype)
@@ -370,17 +368,18 @@ def fuses_as(layer: Any, *kinds: type[Module]) -> bool:
 
 
 def _moved(value: Any, device: Device) -> Any:
-    """Return arrays, also in lists, tuples and dicts, on a device; Tensors stay the objects that
-    they are."""
+    """Return arrays, also in lists, tuples and dicts, on a device; Tensors, dicts and what is of
+    another type than these stay the objects that they are."""
     if isinstance(value, NDArray):
         return value.to(device)
     if isinstance(value, Tensor):
         value.cached_data = value.cached_data.to(device)
         value.grad = None if value.grad is None else value.grad.to(device)
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, dict):
+        value.update({key: _moved(item, device) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        moved = [_moved(item, device) for item in value]
+        return type(value)(moved) if type(value) in (list, tuple) else value
     return value
 
 
