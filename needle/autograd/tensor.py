@@ -542,7 +542,7 @@ def grads_within(
 
 def _seed(name: str, x: Tensor, given: Any) -> Tensor:
     """Return the gradient of x that a backward begins with: the given one, or ones."""
-    _check_gradient(name, x, given)
+    check_gradient(name, x, given)
     return Tensor.from_ndarray(ones(x.shape, x.dtype, x.device)) if given is None else given
 
 
@@ -607,12 +607,12 @@ def _walk(
             if part is None or not x.requires_grad or isinstance(x, TensorTuple):
                 continue
             if not isinstance(part, Tensor) or part.cached_data.shape != x.cached_data.shape:
-                _check_gradient(f"backward: {type(op).__name__}.gradient: of input {i}", x, part)
+                check_gradient(f"backward: {type(op).__name__}.gradient: of input {i}", x, part)
         _give(parts, inputs, pending, buffers)
         del grad, parts
 
 
-def _check_gradient(name: str, x: Tensor, given: Any) -> None:
+def check_gradient(name: str, x: Tensor, given: Any) -> None:
     """Raise a TypeError or ValueError of `name` where a gradient is no Tensor of x's shape."""
     if given is None:
         return

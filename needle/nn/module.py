@@ -10,6 +10,7 @@ import numpy as np
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
+from needle.autograd.tensor import check_gradient
 from needle.backend_ndarray import FLOAT_DTYPES, commit, device_and_dtype
 
 P = ParamSpec("P")
@@ -75,12 +76,7 @@ class Parameter(Tensor):
         if value is None:
             self.reset_grad()
             return
-        if not isinstance(value, Tensor):
-            raise TypeError(f"Parameter.grad: must be a Tensor, not {type(value).__name__}")
-        if value.shape != self.shape:
-            raise ValueError(
-                f"Parameter.grad: the shape must be {self.shape}, but is {value.shape}"
-            )
+        check_gradient("Parameter.grad", self, value)
         if self.has_grad_buffer:
             _C.assign(self.grad_buffer, value.cached_data)
         else:
