@@ -14,6 +14,7 @@ nd_status add_in_order(const char *, int, K, dim3, dim3, size_t, const ColumnSum
 #define cuda_launch add_in_order
 #include "column_sums.cu"
 #include "memory.cpp"
+#include "pool.h"
 #undef cuda_launch
 
 struct nd_graph {
@@ -21,7 +22,6 @@ struct nd_graph {
     bool capturing;
 };
 static nd_graph graph;
-static Device device;
 
 template <class K>
 nd_status add_in_order(const char *, int, K, dim3, dim3, size_t, const ColumnSums &all) {
@@ -35,26 +35,6 @@ nd_status add_in_order(const char *, int, K, dim3, dim3, size_t, const ColumnSum
     return ND_OK;
 }
 
-/* ---- the device and the runtime ------------------------------------------------------------------ */
-static std::map<void *, size_t> blocks;
-nd_status cuda_pool_malloc(int, size_t bytes, void **out) {
-    *out = malloc(bytes);
-    blocks[*out] = bytes;
-    return ND_OK;
-}
-cudaError_t cudaFreeAsync(void *memory, cudaStream_t) {
-    memset(memory, 0xff, blocks[memory]); /* and kept */
-    return cudaSuccess;
-}
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
-cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { return cudaSuccess; }
-Device &cuda_device(int) { return device; }
-nd_status cuda_enter(int) { return ND_OK; }
-bool cuda_faulted() { return false; }
-nd_status cuda_first_fault() { return ND_OK; }
-void Exclusive::hold(int) {}
-nd_status Exclusive::begin(int) { return ND_OK; }
 nd_status cuda_graph_allocate(int, nd_graph *, size_t, void **) { return ND_OK; }
 void cuda_graph_reuse(nd_graph *, void *, size_t) {}
 bool cuda_is_capturing(int) { return device.recording && graph.capturing; }

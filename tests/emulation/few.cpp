@@ -40,50 +40,13 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 namespace {
 float4 shared[sizeof emulated::memory / sizeof(float4)];
-
-/* Copies of a thread by groups, the last one open; they arrive when they are waited for. */
-std::map<unsigned, std::deque<std::vector<std::function<void()>>>> copies;
 } // namespace
-
-uint32_t shared_address(const void *pointer) {
-    return (uint32_t)((const char *)pointer - (const char *)shared);
-}
-void copy_async16(uint32_t to, const void *from, bool inside) {
-    auto &groups = copies[threadIdx.x];
-    groups.resize(groups.empty() ? 1 : groups.size());
-    groups.back().push_back([=] {
-        char zeros[16] = {};
-        memcpy((char *)shared + to, inside ? from : zeros, 16);
-    });
-}
-void copy_async_commit() { copies[threadIdx.x].push_back({}); }
-template <int pending> void copy_async_wait() {
-    auto &groups = copies[threadIdx.x];
-    for (; groups.size() > pending + 1; groups.pop_front()) {
-        for (auto &copy : groups.front()) {
-            copy();
-        }
-    }
-}
-
-template <class... A>
-nd_status run_blocks(const char *op, int, void (*kernel)(A...), unsigned blocks, int threads,
-                     size_t, std::enable_if_t<true, A>... arguments) {
-    gridDim.x = blocks;
-    emulated::failure = NULL;
-    emulated::kernel_body = [&] { kernel(arguments...); };
-    for (blockIdx.x = 0; blockIdx.x < blocks && !emulated::failure; blockIdx.x++) {
-        memset(shared, 0xff, sizeof shared);
-        copies.clear();
-        emulated::run_block(threads);
-    }
-    return emulated::failure ? nd_error(ND_ECUDA, "%s: %s", op, emulated::failure) : ND_OK;
-}
+#define SHARED shared
+#include "blocks.h"
 
 /* Weights are read ahead. */
 bool cuda_reads_ahead(int, std::initializer_list<const nd_array *>) { return true; }
 
-#define cuda_launch run_blocks
 #include "linear_few.cu"
 
 nd_status cuda_linear_fwd(int, const linear_fwd_args *) {

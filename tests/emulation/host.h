@@ -1,6 +1,7 @@
 /* host.h - what the host's side of the Hopper kernels needs of the backend. */
 #pragma once
 #include <cstdarg>
+#include <cstdio>
 
 /* Three, so that a block has several work items, and another block some. */
 const cuda_limits *cuda_device_limits(int) {

@@ -1,23 +1,8 @@
 /* recorded.cpp - the memory of recorded work on the CPU: graph.cpp and memory.cpp over malloc. */
-#include <cstdlib>
-
-#include "device.cuh"
 #include "graph.cuh"
 #include "host.h"
+#include "pool.h"
 
-static Device device;
-
-nd_status cuda_pool_malloc(int, size_t bytes, void **out) {
-    *out = malloc(bytes);
-    return ND_OK;
-}
-cudaError_t cudaFreeAsync(void *memory, cudaStream_t) {
-    free(memory);
-    return cudaSuccess;
-}
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
-cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { return cudaSuccess; }
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cudaSuccess; }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *) { return cudaSuccess; }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *, cudaGraph_t, unsigned long long) {
@@ -26,12 +11,6 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *, cudaGraph_t, unsign
 cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
-Device &cuda_device(int) { return device; }
-nd_status cuda_enter(int) { return ND_OK; }
-bool cuda_faulted() { return false; }
-nd_status cuda_first_fault() { return ND_OK; }
-void Exclusive::hold(int) {}
-nd_status Exclusive::begin(int) { return ND_OK; }
 nd_status cuda_add_held_sums(int) { return ND_OK; }
 
 #define cuda_stream(device) NULL
