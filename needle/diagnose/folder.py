@@ -8,10 +8,10 @@ import fcntl
 import shlex
 from pathlib import Path
 
-from needle.checkpoint import CheckpointError
+from needle.checkpoint import CheckpointError, newest_checkpoint
 from needle.diagnose.report import failed, show, trying
 from needle.processes import command_line
-from needle.training.folder import again, has_saved, newest_of
+from needle.training.folder import again, has_saved
 
 PUT_BACK = "put a whole one back from a copy, or begin anew under another --name"
 
@@ -31,7 +31,7 @@ def examine(path: str) -> None:
                 show("run", f"ok: the last line of {name}: {line[:300]}")
     damaged = lambda text: failed("run", text, "put it back from a copy, or remove it")
     try:
-        newest = newest_of(folder, damaged)
+        newest = newest_checkpoint(folder / "checkpoints", damaged)
     except CheckpointError as error:
         failed("run", str(error), PUT_BACK)
         return

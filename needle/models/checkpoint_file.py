@@ -302,15 +302,16 @@ def list_checkpoints(folder: str | os.PathLike, kind: str = "step") -> list[Path
 
 
 def newest_checkpoint(
-    folder: str | os.PathLike, report: Callable[[str], None] = print, until: float = math.inf
+    folder: str | os.PathLike, report: Callable[[str], None] = print
 ) -> Checkpoint | None:
     """The newest whole checkpoint of a folder, None where there is no file of one. Damaged ones are
-    reported and passed over, and those of steps after `until` where there are others.
-    CheckpointError where all are damaged, and where the system refuses to read one: a new run, or
-    one from an older checkpoint, would overwrite what may be whole.
+    reported and passed over. A run that went back to an older one has cut its log there: the later
+    ones are not of its steps, and count only where there are no others. CheckpointError where all
+    are damaged, and where the system refuses to read one: a new run, or one from an older
+    checkpoint, would overwrite what may be whole.
     """
-    paths = list_checkpoints(folder)
-    paths = [path for path in paths if step_of(path) <= until] or paths
+    paths, last = list_checkpoints(folder), _last_step(Path(folder).parent / "metrics.jsonl")
+    paths = [path for path in paths if step_of(path) <= last] or paths
     for path in paths:
         try:
             return Checkpoint(path)
@@ -324,6 +325,15 @@ def newest_checkpoint(
     if paths:
         raise CheckpointError(f"{folder}: none of its checkpoints is whole; nothing is overwritten")
     return None
+
+
+def _last_step(log: Path) -> float:
+    """Return the step of the last whole line of a run's log; infinity where there is none."""
+    with contextlib.suppress(OSError):
+        for line in reversed(log.read_bytes().splitlines()):
+            if found := re.match(rb'\{.*?"step": ?(\d+)[,}].*\}$', line):
+                return int(found[1])
+    return math.inf
 
 
 def find_checkpoint(path: str | os.PathLike, report: Callable[[str], None] = print) -> Checkpoint:

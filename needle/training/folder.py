@@ -12,10 +12,8 @@ run of its --name that has finished no step.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +157,8 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
     never saved; None where `auto` finds no run. Raise DataError for a run whose checkpoints are
     gone."""
     if what != "auto":
-        path = Path(what)  # which is read before a folder is made from a mistyped name
-        found = checkpoint_at(path)
+        path = Path(what)
+        found = find_checkpoint(path)  # before a folder is made from a mistyped name
         folder = path if path.is_dir() else path.resolve().parent.parent
         if not path.is_dir() and path.resolve().parent.name != "checkpoints":
             raise FileError(
@@ -172,7 +170,7 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
     for folder in folders:
         if (folder / "checkpoints").is_dir():
             lock = take(folder)
-            found = newest_of(folder)
+            found = newest_checkpoint(folder / "checkpoints")
             if found is not None:
                 return folder, lock, found
             lock.release()
@@ -188,19 +186,6 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
     more = "" if begun is None else ", with the settings of its config.json"
     print(wrapped(f"--resume auto: {reason}{more}"), flush=True)
     return begun and (begun, take(begun), Begun(begun))
-
-
-def newest_of(folder: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
-    """Return the newest whole checkpoint of a run, as newest_checkpoint does. A run that went back
-    to an older one has cut its log there: the later ones are not of its steps."""
-    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
-    return newest_checkpoint(folder / "checkpoints", report, max(steps, default=math.inf))
-
-
-def checkpoint_at(path: Path) -> Checkpoint:
-    """Return the checkpoint in a file, or the newest whole one of a run, as newest_of does.
-    MissingFileError where there is none."""
-    return (newest_of(path) if path.is_dir() else None) or find_checkpoint(path)
 
 
 def newest_first(out: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from needle import models, optim
 from needle.backend_ndarray import Device
 from needle.checkpoint import (
     checkpoint_path,
+    find_checkpoint,
     last_good_checkpoint,
     prune_checkpoints,
     save_checkpoint,
@@ -37,7 +38,7 @@ from needle.processes import command_line, silence
 from needle.safetensors import read_header
 from needle.training import settings as flags
 from needle.training.evaluate import load_model
-from needle.training.folder import again, checkpoint_at
+from needle.training.folder import again
 from needle.training.heartbeat import beat, rest, supervised
 from needle.training.keep import keeps
 from needle.training.log import RunLog
@@ -117,7 +118,7 @@ def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel,
     another. Optimizer, schedule and data are fresh. Raise ValueError for contradicting flags."""
     dtype, init = given.dtype or FIELDS["dtype"].metadata["default"][not device.is_host], given.init
     if Path(init, "checkpoints").is_dir():  # a run, which may go on
-        init = str(checkpoint_at(Path(init)).path)
+        init = str(find_checkpoint(init).path)
     model, tokenizer = load_model(init, device, dtype)
     config, name = model.config, preset_of(model.config)
     own = tokenizer and os.path.realpath(tokenizer.source)

@@ -12,12 +12,19 @@ from typing import Any
 import numpy as np
 
 from needle.backend_ndarray import Device
-from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, step_of, weights_path
+from needle.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    step_of,
+    weights_path,
+)
 from needle.data import DataError, Tokenizer, load_tokenizer
 from needle.data.edits import check_edits, read_edits
 from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
-from needle.training.folder import checkpoint_at, described_config, read_settings
+from needle.training.folder import described_config, read_settings
 from needle.training.log import read_lines
 from needle.training.replay.replays import begun, check, finish, passed_on, planned
 
@@ -78,7 +85,7 @@ class SavedRun:
         """Return the checkpoint of a step, or its weights alone where --keep left these; by default
         the newest whole one. MissingFileError where there is none."""
         if step is None:
-            return checkpoint_at(self.folder)
+            return find_checkpoint(self.folder)
         if not isinstance(step, (int, np.integer)) or isinstance(step, bool):
             raise TypeError(f"{self.folder}: step must be a whole number, not {step!r}")
         if step not in self.steps:

@@ -17,7 +17,7 @@ from small_runs import (
     without,
 )
 
-from needle.checkpoint import Checkpoint
+from needle.checkpoint import Checkpoint, find_checkpoint
 from needle.data import train_tokenizer
 from needle.models import pythia
 from needle.training import folder as folders
@@ -128,7 +128,8 @@ def test_run_that_went_back_to_a_checkpoint_goes_on_from_there(
     before = numbers_of(tmp_path, "a")
     for what in "auto", tmp_path / "runs" / "a":
         run_until(monkeypatch, 3, [*argv, "--resume", str(checkpoint_of(tmp_path, "a", 2))])
-        assert open_run(tmp_path / "runs" / "a").checkpoint().state["step"] == 2
+        run = tmp_path / "runs" / "a"
+        assert open_run(run).checkpoint().state["step"] == find_checkpoint(run).state["step"] == 2
         capsys.readouterr()
         assert train_pythia.main([*argv, "--resume", str(what)]) == 0
         assert "step_2.safetensors after step 2" in capsys.readouterr().out

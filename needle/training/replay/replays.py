@@ -48,7 +48,6 @@ from needle.training.folder import (
     again,
     begin,
     check_free,
-    checkpoint_at,
     described_config,
     read_description,
     read_settings,
@@ -335,9 +334,8 @@ def check(replay: Replay, data_path: str | None = None) -> tuple[Replay, list[st
     model = described_config(parent / "config.json").meta_model(cpu())
     sizes = {name: p.size for name, p in model.named_parameters()}
     lines = edits.describe()
-    file = lambda path: str(checkpoint_at(Path(path)).path)
-    files = ({"from": file(edit["from"])} if "from" in edit else {} for edit in edits.checked)
-    checked = [edit | file for edit, file in zip(edits.checked, files)]
+    file = lambda edit: {"from": str(find_checkpoint(edit["from"]).path)} if "from" in edit else {}
+    checked = [edit | file(edit) for edit in edits.checked]
     for edit in checked:
         values = values_of(edit, sizes)
         if edit["do"] in TRAINING:
