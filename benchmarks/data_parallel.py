@@ -8,10 +8,12 @@
   rank's shard, the all-gather of the new weights, and the two small agreements of each step.
 - The baseline is the model of train_step.py in PyTorch, compiled, float32 weights under autocast to
   bfloat16, fused AdamW, in DistributedDataParallel, with one micro-batch a rank.
-- Each side runs as one process and as one process a GPU. After some seconds of load, blocks of
-  steps alternate between the sides, so that all run on the machine in the same state. Printed are
-  the median of the blocks, the least and the most. Efficiency is the tokens a second of all GPUs,
-  divided by those of one GPU times the number of GPUs.
+- Each side runs as a process a GPU, as ranks of one group and each alone, at the same time: GPUs of
+  one kind differ by up to 3 %, and a group is as fast as its slowest. After some seconds of load,
+  blocks of steps alternate between the sides, so that all run on the machine in the same state.
+  Printed are the median of the blocks, the least and the most, of a side's slowest GPU. Efficiency
+  is the tokens a second of the group, divided by the number of GPUs times those of one alone: of
+  the slowest, and of the first.
 - The parts of needle's exchange are then timed by device events: the sum (send the shards, add them
   by own kernels, the norm), the exchange of shards alone, and the all-gather of weights.
 """
@@ -134,27 +136,28 @@ def tokens_of(rank: int, config: models.Config, shape: tuple[int, int]) -> np.nd
 
 def measure(
     sides: dict[str, Workers], micro_batches: int, args: argparse.Namespace
-) -> dict[str, float]:
-    """Tokens a second of each side, at the median."""
+) -> dict[str, list[float]]:
+    """Tokens a second and GPU, at the median: those of each side's slowest GPU and of its first."""
     steps = max(args.steps // micro_batches, 2)
     question = {"what": "block", "micro_batches": micro_batches, "steps": steps}
     bench.load(lambda: [side.ask(**question) for side in sides.values()], args.load)
 
-    def sampler(side: Workers) -> Callable[[], float]:
-        return lambda: max(ms for ms, _, _ in side.ask(**question))
+    def sampler(side: Workers) -> Callable[[], list[float]]:
+        return lambda: [ms for ms, _, _ in side.ask(**question)]
 
-    times = bench.in_turns({name: sampler(side) for name, side in sides.items()}, args.blocks)
+    blocks = bench.in_turns({name: sampler(side) for name, side in sides.items()}, args.blocks)
     last = next(reversed(sides.values()))
     state = bench.GpuState().during(lambda: last.ask(**question))
     print(f"\n{micro_batches} x {args.batch_size} x {args.seq_len} a GPU and step: ", end="")
     print(f"{args.blocks} blocks of {steps} steps a side, in turns; clock, power, temperature:")
     print("  " + "\n  ".join(state.splitlines()))
     rates = {}
+    tokens = 1e3 * micro_batches * args.batch_size * args.seq_len
     for name, side in sides.items():
-        tokens = micro_batches * side.count * args.batch_size * args.seq_len
-        rate = [1e3 * tokens / ms for ms in times[name]]
-        rates[name] = statistics.median(rate)
-        print(f"  {name:22} {spread(times[name], '.2f')} ms, {spread(rate, ',.0f')} tokens/s")
+        slowest = [max(of_gpus) for of_gpus in blocks[name]]
+        rates[name] = [tokens / statistics.median(ms) for ms in (slowest, next(zip(*blocks[name])))]
+        rate = [side.count * tokens / ms for ms in slowest]
+        print(f"  {name:22} {spread(slowest, '.2f')} ms, {spread(rate, ',.0f')} tokens/s")
     return rates
 
 
@@ -191,14 +194,13 @@ def main() -> None:
     print(f"{gpus} x {bench.describe(ndl.cuda())}; {args.model}, bfloat16")
     flags = ["--model", args.model, "--batch-size", args.batch_size, "--seq-len", args.seq_len]
 
-    def start(kind: str, name: str, count: int) -> Workers:
-        return Workers(name, count, [__file__, "--worker", kind, *map(str, flags)])
+    def start(kind: str, name: str, apart: bool) -> Workers:
+        return Workers(name, gpus, [__file__, "--worker", kind, *map(str, flags)], apart)
 
-    sides = {f"needle, {words}": start("needle", f"needle, {words}", count)
-             for words, count in (("1 GPU", 1), (many, gpus))}  # fmt: skip
+    names = [("needle", "needle, each alone"), ("needle", f"needle, {many}")]
     if not args.alone and bench.has("torch"):
-        sides["torch, 1 GPU"] = start("torch", "torch, 1 GPU", 1)
-        sides[f"DDP, {many}"] = start("torch", f"DDP, {many}", gpus)
+        names += [("torch", "torch, each alone"), ("torch", f"DDP, {many}")]
+    sides = {name: start(kind, name, name.endswith("alone")) for kind, name in names}
     for side in sides.values():  # all compile, load and connect at once
         side.tell(what="block", steps=3)
     for side in sides.values():
@@ -208,8 +210,11 @@ def main() -> None:
         rates = measure(shown, micro_batches, args)
         for name, one in (("needle", "needle"), ("DDP", "torch")):
             if f"{name}, {many}" in rates:
-                share = rates[f"{name}, {many}"] / (gpus * rates[f"{one}, 1 GPU"])
-                print(f"  {name}: {share:.1%} of {gpus} times one GPU")
+                group, alone = rates[f"{name}, {many}"][0], rates[f"{one}, each alone"]
+                print(
+                    f"  {name}: {group / alone[0]:.1%} of {gpus} times the slowest GPU alone, "
+                    f"{group / alone[1]:.1%} of {gpus} times the first"
+                )
     tell_parts(sides[f"needle, {many}"])
     for side in sides.values():
         side.close()

@@ -26,14 +26,21 @@ WORKER = ("--worker", str, None, argparse.SUPPRESS, "needle", "torch")  # a flag
 
 
 class Workers:
-    """`count` processes of `command`, of which each calls `serve`."""
+    """`count` processes of `command`, of which each calls `serve`: the ranks of one group or, where
+    `apart`, each alone with a GPU of its own."""
 
-    def __init__(self, name: str, count: int, command: list[str]) -> None:
+    def __init__(self, name: str, count: int, command: list[str], apart: bool = False) -> None:
         self.name, self.count = name, count
+        places = environments(count)
+        if apart:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+            places = [
+                environments(1)[0] | {"CUDA_VISIBLE_DEVICES": gpu}
+                for gpu in visible.split(",")[:count]
+            ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._processes = [
-            start([sys.executable, *command], env=environ, **pipes)
-            for environ in environments(count)
+            start([sys.executable, *command], env=environ, **pipes) for environ in places
         ]
 
     def ask(self, **question: Any) -> list[Any]:
