@@ -16,8 +16,14 @@ NAMES = {
     "autograd/operators.pyi": {"Operators", "Size"},
     "ops/__init__.pyi": set(ops.__all__),
 }
+
+
+class Plain:
+    """A class has other attributes than one that type() makes: since Python 3.13 its line."""
+
+
 # Of every class of Python, or of a generic one.
-PLAIN = {*vars(type("Plain", (), {})), "__orig_bases__", "__parameters__", "__hash__", "__init__"}
+PLAIN = {*vars(Plain), "__orig_bases__", "__parameters__", "__hash__", "__init__"}
 PLAIN |= {"__annotations__", "__annotate_func__", "__annotations_cache__"}
 
 
