@@ -3,37 +3,21 @@
     thread:  wait for the last copy of a slot -> read rows into its pinned memory
     next():  the slot read first -> enqueue its copy to the device -> have the thread read it again
 
-On the CPU a slot is None and next() returns NumPy arrays. `position` counts the batches that next()
-has returned, which a checkpoint keeps; the thread may have read more.
+A slot has two buffers of pinned memory, for ids and targets. On the CPU it has none, and next()
+returns NumPy arrays. `position` counts the batches that next() has returned, which a checkpoint
+keeps; the thread may have read more.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from needle._C import Device, NDArray, PinnedBuffer
+from needle._C import Device, PinnedBuffer
 from needle.data.batches import Batches
-
-
-class _Slot:
-    """Pinned memory for the ids and targets of a batch."""
-
-    def __init__(self, shape: tuple[int, int], device: Device) -> None:
-        self.shape = shape
-        self.buffers = [PinnedBuffer(4 * shape[0] * shape[1], device) for _ in range(2)]
-        self.arrays = [np.frombuffer(buffer, np.int32).reshape(shape) for buffer in self.buffers]
-
-    def fill(self, parts: tuple[np.ndarray, np.ndarray]) -> None:
-        for buffer, array, part in zip(self.buffers, self.arrays, parts):
-            buffer.wait()
-            array[:] = part
-
-    def send(self) -> tuple[NDArray, NDArray]:
-        ids, targets = (buffer.send(self.shape, "int32") for buffer in self.buffers)
-        return ids, targets
 
 
 class Prefetch:
@@ -49,10 +33,9 @@ class Prefetch:
         if on_gpu and batches.vocab_size is None:
             raise ValueError("Prefetch: batches for a GPU need vocab_size: it checks no ids")
         self.batches, self.position = batches, batches.position
-        self._slots = [
-            _Slot((batches.batch_size, batches.width), device) if on_gpu else None
-            for _ in range(depth + 1 if on_gpu else depth)
-        ]
+        self._shape = batches.batch_size, batches.width
+        new = lambda: PinnedBuffer(4 * math.prod(self._shape), device)
+        self._slots = [[new(), new()] if on_gpu else [] for _ in range(depth + on_gpu)]
         self._thread: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
@@ -65,14 +48,14 @@ class Prefetch:
             self._thread = ThreadPoolExecutor(1, "needle.data.Prefetch")
             self._ahead = deque(map(self._submit, self._slots))
         slot, batch, position = self._ahead[0].result()  # its error again at each next()
-        if slot is not None:
-            batch = slot.send()
+        if slot:
+            batch = tuple(buffer.send(self._shape, "int32") for buffer in slot)
         self.position = position
         self._ahead.popleft()
         self._ahead.append(self._submit(slot))
         return batch
 
-    def _submit(self, slot: _Slot | None) -> Future:
+    def _submit(self, slot: list[PinnedBuffer]) -> Future:
         # The thread knows the batches, not this object, so that dropping the object ends it.
         return self._thread.submit(_read, self.batches, slot)
 
@@ -90,8 +73,9 @@ class Prefetch:
             self.batches.seek(self.position)
 
 
-def _read(batches: Batches, slot: _Slot | None) -> tuple:
+def _read(batches: Batches, slot: list[PinnedBuffer]) -> tuple:
     batch = batches.parts(batches.next_rows())
-    if slot is not None:
-        slot.fill(batch)
+    for buffer, part in zip(slot, batch):
+        buffer.wait()
+        np.frombuffer(buffer, np.int32).reshape(part.shape)[:] = part
     return slot, batch, batches.position
