@@ -19,7 +19,7 @@ from typing import Any
 
 from needle.kernels import limits
 from needle.kernels.limits import Entry
-from needle.kernels.signature import Layout, Parameter, Signature, demangle, short_name
+from needle.kernels.signature import Layout, Parameter, Signature, demangle
 from needle.kernels.toolkit import find_toolkit
 
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
@@ -253,11 +253,12 @@ def _kernels(ptx: str, log: str, arch: str) -> dict[str, Entry]:
             match = re.search(rf"\.{name}\s+([\d, ]+)", directives)
             return limits.triple(name, [int(n) for n in match[1].split(",")]) if match else None
 
+        signature = Signature.of_symbol(symbol, _layout(parameters))
         found[symbol] = Entry(
-            name=short_name(symbol),
+            name=signature.name,
             symbol=symbol,
             arch=arch,
-            signature=Signature.of_symbol(symbol, _layout(parameters)),
+            signature=signature,
             registers=reported("registers"),
             shared_bytes=reported("bytes smem"),
             local_bytes=max(reported("bytes stack frame"), reported("bytes cumulative stack size")),

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Layout = Sequence[tuple[int, int]]  # (offset, size) of each parameter, in bytes
@@ -54,18 +53,10 @@ ANY_BYTES = "uint8"  # the dtype of arrays of types that needle has no dtype for
 ELEMENTS: dict[str, tuple[str | None, int]] = {
     name: (dtype or ANY_BYTES, size) for name, (_, size, dtype) in NUMBERS.items()
 }
-ELEMENTS |= {
-    f"{short}{lanes}": (
-        ELEMENTS[name][0],
-        min(ELEMENTS[name][1] * (lanes if lanes != 3 else 1), 16),
-    )
-    for short, name in {
-        **{name: name for name in ("char", "short", "int", "long", "float", "double")},
-        **{f"u{name}": f"unsigned {name}" for name in ("char", "short", "int", "long")},
-        **{"longlong": "long long", "ulonglong": "unsigned long long"},
-    }.items()
-    for lanes in (1, 2, 3, 4)
-}
+for vector in "char uchar short ushort int uint long ulong longlong ulonglong float double".split():
+    dtype, size = ELEMENTS[vector.lstrip("u").replace("longlong", "long long")]  # of either sign
+    ELEMENTS |= {f"{vector}{lanes}": (dtype, min(size * lanes, 16)) for lanes in (1, 2, 4)}
+    ELEMENTS[f"{vector}3"] = dtype, size
 ELEMENTS |= {"void": (None, 1), "__half2": ("float16", 4), "__nv_bfloat162": ("bfloat16", 4)}
 TYPE = re.compile(r"[\w:]+(<.*>[\w:]*)?")  # of a struct
 POINTER = re.compile(r"(.+?)((?: const| volatile)*)\*")
@@ -107,19 +98,13 @@ class Signature:
     @staticmethod
     def of_symbol(symbol: str, layout: Layout) -> Signature:
         """Read the compiled symbol. A type that does not fit the layout is unknown."""
-        parts = _function_parts(symbol)
-        types = [] if parts is None else parts[1]
+        name, types = read_symbol(symbol)
         types = types if len(types) == len(layout) else [""] * len(layout)
         found = [read_type(text, offset, size) for text, (offset, size) in zip(types, layout)]
-        return Signature(short_name(symbol), tuple(found))
+        return Signature(name, tuple(found))
 
 
-@functools.cache
-def _demangler() -> Callable[..., int | None]:
-    function = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
-    function.restype = ctypes.c_void_p
-    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    return function
+# ---- reading symbols and types -------------------------------------------------------------------
 
 
 def demangle(symbol: str) -> str | None:
@@ -131,35 +116,22 @@ def demangle(symbol: str) -> str | None:
     """
     if not symbol.startswith("_Z"):
         return None
-    status = ctypes.c_int()
-    memory = _demangler()(symbol.encode(), None, None, ctypes.addressof(status))
-    if not memory:
-        return None
-    try:
-        return ctypes.string_at(memory).decode()
-    finally:
-        free = ctypes.CDLL(None).free
-        free.argtypes = [ctypes.c_void_p]
-        free(memory)
+    function = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
+    function.restype = ctypes.c_void_p
+    memory = function(symbol.encode(), None, None, None)
+    text = ctypes.string_at(memory).decode() if memory else None
+    ctypes.CDLL(None).free(ctypes.c_void_p(memory))
+    return text
 
 
-def short_name(symbol: str) -> str:
-    """Return the name of a kernel in the source, `scale` or `ns::scale<float>`.
+def read_symbol(symbol: str) -> tuple[str, list[str]]:
+    """Return the name of a kernel in the source and the types of its parameters; the symbol and
+    none for one that is not mangled, also for a name of C that looks mangled.
 
-    >>> from needle.kernels.signature import short_name
-    >>> short_name("_Z5scaleIfEvPKT_PS0_"), short_name("plain")
-    ('scale<float>', 'plain')
+    >>> from needle.kernels.signature import read_symbol
+    >>> read_symbol("_Z5scaleIfEvPKT_PS0_"), read_symbol("plain")
+    (('scale<float>', ['float const*', 'float*']), ('plain', []))
     """
-    parts = _function_parts(symbol)
-    return symbol if parts is None else parts[0].removeprefix("void ")  # of a template
-
-
-# ---- reading types -------------------------------------------------------------------------------
-
-
-def _function_parts(symbol: str) -> tuple[str, list[str]] | None:
-    """Return (the text before the parameters of a C++ function, the types in their parentheses).
-    None for a symbol that is not mangled, also for a name of C that looks mangled."""
     plain = (demangle(symbol) or "").replace("(anonymous namespace)::", "")
     types, depth, angles, end = [], 0, 0, len(plain) - 1
     for at in reversed(range(len(plain) if plain.endswith(")") else 0)):
@@ -169,9 +141,9 @@ def _function_parts(symbol: str) -> tuple[str, list[str]] | None:
         if depth == 0 or (plain[at] == "," and depth == 1 and angles == 0):
             types.insert(0, plain[at + 1 : end].strip())
             end = at
-        if depth == 0:
-            return plain[:at], [] if types in ([""], ["void"]) else types
-    return None
+        if depth == 0:  # a template has the type that it returns
+            return plain[:at].removeprefix("void "), [] if types in ([""], ["void"]) else types
+    return symbol, []
 
 
 def read_type(text: str, offset: int, size: int) -> Parameter:
