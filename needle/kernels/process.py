@@ -200,8 +200,8 @@ class Device:
             process.connection.close()
 
     def _fill(self, idle: float = 0.0) -> None:
-        """Reap what was killed, start the spares that are missing, and wait for them. idle: seconds
-        to wait, after which the device must be idle."""
+        """Start the spares that are missing, wait for them, and for the ends of what was killed.
+        idle: seconds to wait, after which the device must be idle."""
         time.sleep(idle)
         with self.changed:
             if idle and self.busy:
@@ -226,6 +226,7 @@ class Device:
                     self.lose(f"a process for cuda({self.number}) does not start: {why}")
                     self._kill(process)
                 self.changed.notify_all()
+        self._await_ends()
 
     def _await_ends(self) -> None:
         """Wait for the ends of killed processes. One that outlives SIGKILL loses the device."""
