@@ -16,6 +16,10 @@
 #include "errors.h"
 #include "object.h"
 
+#ifndef NPY_RAVEL_AXIS /* NumPy 1 */
+#define NPY_RAVEL_AXIS NPY_MAXDIMS
+#endif
+
 static const int numpy_types[ND_NUM_DTYPES] = {
     [ND_F32] = NPY_FLOAT32, [ND_BF16] = NPY_FLOAT32, [ND_F16] = NPY_FLOAT16, [ND_I32] = NPY_INT32,
     [ND_I64] = NPY_INT64,   [ND_U8] = NPY_UINT8,     [ND_BOOL] = NPY_BOOL,   [ND_U16] = NPY_UINT16,

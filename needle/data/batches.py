@@ -76,8 +76,8 @@ class Batches:
     >>> from needle.data import Batches
     >>> batches = Batches(np.arange(100, 117), batch_size=2, seq_len=4, seed=1)
     >>> ids, targets = batches.next()
-    >>> ids.shape, (targets - ids == 1).all(), batches.position
-    ((2, 4), np.True_, {'epoch': 0, 'batch': 1})
+    >>> ids.shape, bool((targets - ids == 1).all()), batches.position
+    ((2, 4), True, {'epoch': 0, 'batch': 1})
     >>> batches
     Batches(2 x 4 of 17 tokens, 2 an epoch; next is epoch 0, batch 1)
     """

@@ -34,8 +34,8 @@ def rounder(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
 
     def to_bfloat16(a):
         with np.errstate(all="ignore"):
-            a = np.array(a, np.float32)
-        nan, bits = np.isnan(a), a.view(np.uint32)
+            a = np.array(a, np.float32, order="C")
+        nan, bits = np.isnan(a), a.reshape(-1).view(np.uint32)
         bits += 0x7FFF + ((bits >> 16) & 1)
         bits &= 0xFFFF0000
         a[nan] = np.nan
