@@ -68,7 +68,7 @@ def fit(
     if optimizer is None:
         optimizer = AdamW(flatten_parameters(model))
     if steps is None and hasattr(batches, "__len__"):
-        steps = math.ceil(len(batches) / accumulate)
+        steps = max(math.ceil(len(batches) / accumulate), 1)  # of none the first step says so
     model.train()
     losses: list[float] = []
     source = iter(batches)

@@ -177,6 +177,11 @@ def test_fit_names_what_it_cannot_use_and_changes_nothing():
         np.testing.assert_array_equal(weights(model), before)
 
 
+def test_fit_of_an_empty_list_raises_value_error():
+    with pytest.raises(ValueError, match="fit: no batches"):
+        ndl.fit(Classifier(), [], progress=False)
+
+
 def test_fit_draws_tqdms_bar_if_that_is_installed(capsys, monkeypatch):
     pytest.importorskip("tqdm")
     losses = ndl.fit(Classifier(), BATCHES, accumulate=2)
