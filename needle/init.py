@@ -206,7 +206,10 @@ def tensor(
     [2 0] [ True] [1.  0.5]
     """
     if not isinstance(data, (Tensor, NDArray)):
-        kind = np.asarray(data).dtype.kind
+        array = np.asarray(data)
+        kind = array.dtype.kind
+        if kind == "O" and all(isinstance(item, int) for item in array.flat):
+            kind = "i"  # beyond 64 bits, which _C.array refuses
         dtype = dtype or {"i": "int64", "u": "int64", "b": "bool"}.get(kind)
     given = data.cached_data if isinstance(data, Tensor) else data
     return Tensor(given, device, dtype, requires_grad)
