@@ -1,8 +1,8 @@
 """Creating Tensors. Random numbers come from NumPy's global generator in float64 and are then cast,
 so that `np.random.seed` gives the same model on every device and in every dtype.
 
-Each function takes `device` (cpu() by default; also a name, as "cuda:1"), `dtype` ("float32") and
-`requires_grad` (False).
+Where a function takes them, `device` is cpu() by default (also a name, as "cuda:1"), `dtype`
+"float32" for floats, and `requires_grad` False.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def arange(
     requires_grad: bool = False,
 ) -> Tensor:
     """start, start + step, ... below stop; from 0 to `start` where that is the only number. Whole
-    numbers are int64 unless `dtype` says otherwise, others float32, as in NumPy.
+    numbers are int64, as in NumPy, others float32, unless `dtype` says otherwise.
 
     >>> print(ndl.init.arange(3), ndl.init.arange(1, 2, 0.25))
     [0 1 2] [1.   1.25 1.5  1.75]
