@@ -228,7 +228,9 @@ def _natural_log(x: Tensor | float) -> Tensor | float:
     return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
-def _with_number(function: Callable[..., Tensor], first: bool = False) -> Callable[..., Tensor]:
+def _with_number(
+    function: Callable[..., Tensor], doc: str, first: bool = False
+) -> Callable[..., Tensor]:
     """Return the function under the course's name, which calls a number `scalar`."""
 
     def of_number(a: Tensor, scalar: float) -> Tensor:
@@ -238,14 +240,17 @@ def _with_number(function: Callable[..., Tensor], first: bool = False) -> Callab
         return function(scalar, a)
 
     named = number_first if first else of_number
-    named.__doc__ = function.__doc__
+    named.__doc__ = doc
     return named
 
 
-add_scalar, subtract_scalar = _with_number(add), _with_number(subtract)
-multiply_scalar, divide_scalar = _with_number(multiply), _with_number(divide)
-power_scalar = _with_number(power)
-scalar_divide, scalar_power = _with_number(divide, True), _with_number(power, True)
+add_scalar = _with_number(add, "a + scalar.")
+subtract_scalar = _with_number(subtract, "a - scalar.")
+multiply_scalar = _with_number(multiply, "a * scalar.")
+divide_scalar = _with_number(divide, "a / scalar.")
+scalar_divide = _with_number(divide, "scalar / a.", first=True)
+power_scalar = _with_number(power, "a ** scalar, as `power` has it.")
+scalar_power = _with_number(power, "scalar ** a, as `power` has it.", first=True)
 
 # ---- choices -------------------------------------------------------------------------------------
 
