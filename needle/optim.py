@@ -472,7 +472,7 @@ class AdamW(Optimizer):
         """Update every parameter that has a gradient, multiplied by `scale` first.
 
         scale: the float32 scalar on the device that `grad_norm` returned. When it is not finite the
-        step leaves everything as it was.
+        step changes nothing but the number of steps.
         """
         self._prepare()
         steps, launches = self._next_steps(), []
