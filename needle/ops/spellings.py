@@ -85,7 +85,7 @@ TABLE = (
     ("block_sparse_attention", "attention.block_sparse_attention", "-", "-", ""),
     ("bmm", "matmul.matmul", "=", "matmul", "method"),
     ("broadcast_to", "broadcast.broadcast_to", "=", "=", "method array"),
-    ("cached_layer", "layer.cached_layer", "-", "-", ""),
+    ("cached_layer", "layer.cached_layer", "-", "-", "constant"),
     ("cat", "shape.concatenate", "=", "concatenate", ""),
     ("ceil", "elementwise.ceil", "=", "=", "method"),
     ("chunk", "shape.chunk", "=", "-", "method"),
