@@ -86,7 +86,8 @@ class DataParallel:
             optimizer.keep(self.shards[group.rank])
 
     def digest(self) -> str:
-        """Return a hash of the weights, equal on all ranks between any two steps."""
+        """Return a hash of the weights, equal on all ranks between any two steps; "" where there
+        is one rank."""
         if self.group.size == 1:
             return ""
         data = as_bytes(self.flat.data).numpy()
