@@ -10,6 +10,13 @@ gradient is the plain one for L and o: its weight needs no gradient of its own.
 A dilation is a stride: every branch is a few views of q, k and v through the dense kernels, which
 join what they compute with the same views of the result, where they write it. Elements of tokens
 outside the branch are neither written nor read, and there is no array of a branch.
+
+Ranks that share a sequence (ring_attention.py): a rank's run of tokens is cut where segments begin.
+Segments that lie in it whole are attended to as on one device, on which all do. Of another one it
+has the tokens [x, y): in a branch of dilation r they are queries to the keys o, o + r, ... of the
+segment, with causal attention of those before y alone. The last query is then the last key, which
+is what `causal` of the kernels means with fewer queries than keys. So runs need not fit segments,
+nor segments runs.
 """
 
 from __future__ import annotations
@@ -18,19 +25,21 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.ops.attention import scale_of
+from needle.ops.ring_attention import Ranks, SharedSequence, exact
 
 Steps = tuple[int, int, int]  # along batch, time and heads
+ALONE: Any = SimpleNamespace(rank=0, size=1)  # the group of one device
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """View (B', T', H', ...) of a (B, T, H, ...): where it starts, its sizes, and how far the
     next of each of its axes is."""
 
@@ -42,10 +51,6 @@ class View:
         first, shape, strides = _placed(self, x.shape, x.strides)
         return x[first].as_strided(shape, strides)
 
-    def later(self, tokens: int) -> View:
-        batch, time, head = self.start
-        return replace(self, start=(batch, time + tokens, head))
-
 
 @functools.lru_cache(maxsize=1024)  # each training step asks for the same views
 def _placed(view: View, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple:
@@ -53,30 +58,6 @@ def _placed(view: View, shape: tuple[int, ...], strides: tuple[int, ...]) -> tup
     first = tuple(slice(at, None) for at in view.start)
     steps = [sum(n * s for n, s in zip(step, strides)) for step in view.steps]
     return first, (*view.shape, *shape[3:]), (*steps, *strides[3:])
-
-
-def views_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[View]:
-    """Yield the whole segments of one branch and the rest after them. B' is the batch, or the
-    segments, or both where `merges` says that batch and time are one axis."""
-    batch, time, heads = shape[:3]
-    count = time // width
-    for start, length, segments in ((0, width, count), (count * width, time % width, 1)):
-        if segments == 0 or length == 0:
-            continue
-        if segments == 1:
-            sequences, step = [(0, batch)], (1, 0, 0)
-        elif batch == 1 or (merges and time % width == 0):
-            sequences, step = [(0, batch * segments)], (0, width, 0)
-        else:
-            sequences, step = [(one, segments) for one in range(batch)], (0, width, 0)
-        for first, number in sequences:
-            for offset, head, together, next_head in heads_of(heads, dilation, 0, length):
-                size = tokens_before(length, offset, dilation)
-                yield View(
-                    (first, start + offset, head),
-                    (number, size, together),
-                    (step, (0, dilation, 0), next_head),
-                )
 
 
 def tokens_before(end: int, offset: int, dilation: int) -> int:
@@ -114,12 +95,8 @@ def heads_of(heads: int, dilation: int, *bounds: int) -> list[tuple[int, int, in
     return min(filled(offsets), filled(neighbours), key=len)
 
 
-def _merges(x: NDArray) -> bool:
-    """Are batch and time one axis of a (B, T, H, X) array?"""
-    return x.shape[0] == 1 or x.strides[0] == x.shape[1] * x.strides[1]
-
-
 Branch = tuple[int, int]  # segment, dilation
+Call = tuple[View, View, int]  # of a kernel: its queries, its keys, and its `joins`
 
 
 def joined(branches: Sequence[Branch]) -> tuple[tuple[Branch, int], ...]:
@@ -129,12 +106,44 @@ def joined(branches: Sequence[Branch]) -> tuple[tuple[Branch, int], ...]:
     return tuple((branch, int(i > 0 or branch[1] > 1)) for i, branch in enumerate(ordered))
 
 
-@functools.lru_cache(maxsize=64)
-def views_to_join(
-    shape: tuple[int, ...], branches: tuple[tuple[Branch, int], ...], merges: bool
-) -> list[tuple[View, int]]:
-    """Return the views of all branches in their order, each with its `joins`."""
-    return [(view, joins) for of, joins in branches for view in views_of(shape, *of, merges)]
+@functools.lru_cache(maxsize=64)  # each training step asks for the same
+def calls_of(
+    batch: int,
+    heads: int,
+    run: tuple[int, int],
+    time: int,
+    branches: tuple[tuple[Branch, int], ...],
+    causal: bool,
+    merges: bool,
+) -> list[Call]:
+    """Return the kernels of a run [start, stop) of tokens, in the order of branches: views of the
+    run, and of all tokens. B' of those of whole segments is the batch, or the segments, or both
+    where `merges` says that batch and time are one axis."""
+    start, stop = run
+    calls: list[Call] = []
+    for (width, dilation), joins in branches:
+        at = start
+        while at < stop:
+            segment = at - at % width
+            whole = (stop - segment) // width if at == segment else 0
+            end = segment + whole * width if whole else min(segment + width, stop)
+            last = end if causal else min(segment + width, time)
+            bounds = at - segment, min(end - segment, width), min(last - segment, width)
+            step, sequences = (1, 0, 0), [(0, batch)]
+            if whole > 1:
+                step, sequences = (0, width, 0), [(one, whole) for one in range(batch)]
+                if batch == 1 or (merges and end - at == time):
+                    sequences = [(0, batch * whole)]
+            for one, number in sequences:
+                for offset, head, together, next_head in heads_of(heads, dilation, *bounds):
+                    steps = step, (0, dilation, 0), next_head
+                    before, own, keys = (tokens_before(b, offset, dilation) for b in bounds)
+                    first = segment + offset + before * dilation - start
+                    queries = View((one, first, head), (number, own - before, together), steps)
+                    seen = View((one, segment + offset, head), (number, keys, together), steps)
+                    calls.append((queries, seen, joins))
+            at = end
+    return calls
 
 
 def to_join(
@@ -149,33 +158,80 @@ def to_join(
 
 
 class DilatedAttention(FusedOp):
-    def __init__(self, branches: Sequence[Branch], scale: float, causal: bool) -> None:
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        scale: float,
+        causal: bool,
+        group: Ranks | None = None,
+        layout: str = "zigzag",
+    ) -> None:
         self.branches, self.scale, self.causal = joined(branches), scale, int(causal)
+        self.group, self.layout = group or ALONE, layout
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
-        merges = all(map(_merges, (q, k, v)))
+        self.sequence = SharedSequence(self.group, q.shape[1], self.layout)
+        self.merges = self.group.size == 1 and all(
+            x.shape[0] == 1 or x.strides[0] == x.shape[1] * x.strides[1] for x in (q, k, v)
+        )
+        keys, values = self.sequence.gathered(k, v)
         self.out, self.lse = to_join(self.branches, q.shape, q.dtype, q.device)
-        self.views = views_to_join(q.shape, self.branches, merges)
-        for view, joins in self.views:
-            _C.attention_part_fwd(
-                view(q), view(k), view(v), self.scale, self.causal, joins,
-                view(self.out), view(self.lse),
-            )  # fmt: skip
+        for (own, out, lse), calls in self._runs(q, self.out, self.lse):
+            for queries, seen, joins in calls:
+                _C.attention_part_fwd(
+                    queries(own), seen(keys), seen(values), self.scale, self.causal, joins,
+                    queries(out), queries(lse),
+                )  # fmt: skip
         return self.out
 
+    def _runs(self, *arrays: NDArray) -> Iterator[tuple[list[NDArray], list[Call]]]:
+        """Yield of each run of this rank's tokens the parts of arrays, and its kernels."""
+        batch, _, heads = arrays[0].shape[:3]
+        for local, run in self.sequence.own():
+            tokens = (run.start, run.stop), self.sequence.time, self.branches
+            calls = calls_of(batch, heads, *tokens, bool(self.causal), self.merges)
+            yield [x[:, local] for x in arrays], calls
+
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
-        q, k, v = (x.cached_data for x in node.inputs)
-        dout = dout.compact()
-        grads = dq, dk, dv = [_C.empty(x.shape, x.dtype, x.device) for x in (q, k, v)]
+        arrays = [x.cached_data for x in node.inputs]
+        grads = [_C.empty(x.shape, x.dtype, x.device) for x in arrays]
         if self.branches[0][1]:
             for grad in grads:
                 grad.fill(0)
-        for view, joins in self.views:
-            _C.attention_part_bwd(
-                view(dout), view(q), view(k), view(v), view(self.out), view(self.lse),
-                self.scale, self.causal, joins, view(dq), view(dk), view(dv),
-            )  # fmt: skip
+        for parts, calls in self._runs(dout.compact(), *arrays, self.out, self.lse, *grads):
+            for view, _, joins in calls:
+                *given, dq, dk, dv = map(view, parts)
+                _C.attention_part_bwd(*given, self.scale, self.causal, joins, dq, dk, dv)
         return [grad if x.requires_grad else None for x, grad in zip(node.inputs, grads)]
+
+
+class RingDilatedAttention(DilatedAttention):
+    def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
+        sequence, (q, k, v) = self.sequence, (x.cached_data for x in node.inputs)
+        keys, values = map(exact, sequence.gathered(k, v))
+        q, dout, result = map(exact, (q, dout.compact(), self.out))
+        dq = _C.empty(q.shape, q.dtype, q.device)
+        pair = [sequence.empty(x, dtype="float32") for x in (k, v)]
+        for total in pair:
+            total.fill(0)
+        if self.branches[0][1]:
+            dq.fill(0)
+        for parts, calls in self._runs(dout, q, result, self.lse, dq):
+            for queries, seen, joins in calls:
+                given, own, o, lse, to = map(queries, parts)
+                k, v = seen(keys), seen(values)
+                grads = dk, dv = [_C.empty(x.shape, q.dtype, q.device) for x in (k, v)]
+                if joins:
+                    for dx in grads:
+                        dx.fill(0)
+                _C.attention_part_bwd(
+                    given, own, k, v, o, lse, self.scale, self.causal, joins, to, dk, dv
+                )
+                for total, dx in zip(pair, grads):
+                    place = seen(total)
+                    place += dx if dx.dtype == "float32" else dx.astype("float32")
+        ends = [[sequence.time] * self.group.size]
+        return sequence.gradients(node.inputs, dq, [pair], ends)
 
 
 def dilated_attention(
@@ -202,6 +258,35 @@ def dilated_attention(
     return DilatedAttention(
         *checked("dilated_attention", (q, k, v), segments, dilations, causal, scale)
     )(q, k, v)
+
+
+def ring_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Any,
+    segments: Sequence[int],
+    dilations: Sequence[int],
+    causal: bool = True,
+    scale: float | None = None,
+    layout: str = "zigzag",
+) -> Tensor:
+    """`dilated_attention` of a sequence of T tokens that the ranks of `group` share; all of them
+    call.
+
+    q, k, v: (B, T / ranks, H, D), this rank's tokens, those of `ring_chunks(T, rank, ranks,
+    layout)`; so is the result. Segments are those of the T tokens, of any width: a rank may have a
+    part of one, or of several. Powers of two cost the least.
+
+    >>> from needle.distributed.group import Group
+    >>> x = ndl.randn(1, 100, 4, 16)
+    >>> ndl.ops.ring_dilated_attention(x, x, x, Group(), (16, 64), (1, 4)).shape
+    (1, 100, 4, 16)
+    """
+    checks = checked(
+        "ring_dilated_attention", (q, k, v), segments, dilations, causal, scale, group.size
+    )
+    return RingDilatedAttention(*checks, group, layout)(q, k, v)
 
 
 def checked(

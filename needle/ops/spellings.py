@@ -196,7 +196,7 @@ TABLE = (
     ("reshape", "broadcast.reshape", "=", "=", "array"),
     ("ring_attention", "ring_attention.ring_attention", "-", "-", ""),
     ("ring_chunks", "ring_attention.ring_chunks", "-", "-", ""),
-    ("ring_dilated_attention", "ring_attention.ring_dilated_attention", "-", "-", ""),
+    ("ring_dilated_attention", "dilated.ring_dilated_attention", "-", "-", ""),
     ("roll", "shape.roll", "=", "=", "method"),
     ("rotary", "attention.rotary", "-", "-", ""),
     ("round", "elementwise.round", "=", "=", "method"),
