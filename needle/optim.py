@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterator, Mapping
+from dataclasses import InitVar, dataclass, field
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -33,6 +33,7 @@ from needle.nn.utils import clip_grad_norm, grad_norm  # noqa: F401  names of th
 
 OWN = ("lr", "weight_decay")  # what a group of parameters may have of its own
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
+Kept = dict[str, NDArray]  # by slot, the float32 arrays of a parameter
 
 
 def _check(owner: str, name: str, value: Any) -> None:
@@ -43,10 +44,23 @@ def _check(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"{owner}: {name} must be {kind}, but is {value!r:.40}")
 
 
+@dataclass(eq=False)
+class _Trained:
+    """A parameter in an optimizer."""
+
+    name: Any
+    p: Tensor
+    group: int  # the number of the group that it was given in
+    own: dict[str, Any]  # the settings of that group
+    steps: int = 0  # those in which it had a gradient
+    kept: Kept = field(default_factory=dict)  # made when it is first needed
+
+
 class Optimizer:
     """The parameters, their names, and state that is saved by name: the base of all optimizers.
 
-    `step()` is atomic: whatever needs memory is made before the first change.
+    `step()` walks the parameters one by one, in float32 array arithmetic. It is atomic: whatever
+    needs memory, the new values and state beside the old ones, is made before the first change.
 
     Names are those of the pairs or of the flat object, else the ones that the module's
     `parameters()` gave, else ordinals "0", "1", ... A list takes a state with ordinals by place.
@@ -55,96 +69,92 @@ class Optimizer:
     hyperparameters: tuple[str, ...] = ("lr",)
     slots: tuple[str, ...] = ()  # names of the float32 arrays kept for each parameter
 
-    lr: float  # and of these the ones that `hyperparameters` names
-    momentum: float
-    beta1: float
-    beta2: float
-    eps: float
+    lr: float
     weight_decay: float
 
     def __init__(self, params: Params) -> None:
+        kind = type(self).__name__
+        if isinstance(params, Tensor):
+            raise TypeError(f"{kind}: params must be a list, not a {type(params).__name__}")
         self.flat: FlatParameters | None = None
-        self.t = 0  # steps done
-        self._own: dict[str, dict[str, Any]] = {}  # name: settings of its group
-        self._group: list[int] = []  # of each parameter: the number of its group
         if isinstance(params, FlatParameters):
-            self.flat = params
-            named = list(zip(params.names, params.parameters))
-            self._group = [0] * len(named)
-            self._own = {name: {} for name in params.names}
-        else:
-            if isinstance(params, Tensor):
-                raise TypeError(
-                    f"{type(self).__name__}: params must be a list, not a {type(params).__name__}"
-                )
-            named = self._named(list(params))
-        if not named:
-            raise ValueError(f"{type(self).__name__}: there are no parameters")
-        self.names = [name for name, _ in named]
-        self.params = [p for _, p in named]
-        self._steps = dict.fromkeys(self.names, 0)  # of each parameter, those with a gradient
+            self.flat, params = params, zip(params.names, params.parameters)
+        self.t = 0  # steps done
+        self.trained = [*self._found(params)]
+        if not self.trained:
+            raise ValueError(f"{kind}: there are no parameters")
+        names = [x.name for x in self.trained]
+        if None in names or len(set(names)) != len(names):
+            names = [*range(len(names))]
+        for x, name in zip(self.trained, names):
+            x.name = str(name)
+        self.names, self.params = [x.name for x in self.trained], [x.p for x in self.trained]
         if len({id(p) for p in self.params}) != len(self.params):
-            raise ValueError(f"{type(self).__name__}: a parameter is given twice")
+            raise ValueError(f"{kind}: a parameter is given twice")
 
-    def _named(self, params: list) -> list[tuple[str, Tensor]]:
-        entries: list[tuple[str | None, Tensor, dict]] = []
+    def _found(self, params: Any) -> Iterator[_Trained]:
+        kind = type(self).__name__
         for number, item in enumerate(params):
             group = item if isinstance(item, dict) else {"params": [item]}
             own = {k: v for k, v in group.items() if k != "params"}
             if "params" not in group or not own.keys() <= {*OWN}:
                 raise ValueError(
-                    f"{type(self).__name__}: a group has 'params' and may have 'lr' and "
-                    f"'weight_decay', but this one has {sorted(group)}"
+                    f"{kind}: a group has 'params' and may have 'lr' and 'weight_decay', "
+                    f"but this one has {sorted(group)}"
                 )
             members = group["params"]
             for member in [members] if isinstance(members, Tensor) else members:
                 name, p = member if isinstance(member, tuple) else (None, member)
                 if not isinstance(p, Tensor):
-                    raise TypeError(
-                        f"{type(self).__name__}: params must hold Parameters, "
-                        f"not {type(p).__name__}"
-                    )
+                    raise TypeError(f"{kind}: params must hold Parameters, not {type(p).__name__}")
                 if p.op is not None:
                     raise ValueError(
-                        f"{type(self).__name__}: params must hold Parameters, not the result of "
+                        f"{kind}: params must hold Parameters, not the result of "
                         f"{type(p.op).__name__}, which would not be trained"
                     )
-                entries.append((name or getattr(p, "name", None), p, own))
-                self._group.append(number if group is item else 0)
-        names = [name for name, _, _ in entries]
-        if None in names or len(set(names)) != len(names):
-            names = [str(i) for i in range(len(entries))]
-        self._own = {str(name): own for name, (_, _, own) in zip(names, entries)}
-        return [(str(name), p) for name, (_, p, _) in zip(names, entries)]
+                name = name or getattr(p, "name", None)
+                yield _Trained(name, p, number if group is item else 0, own)
 
-    def _set(self, betas: tuple[float, float] | None = None, **settings: float) -> None:
-        """Take the hyperparameters, `betas` in the place of beta1 and beta2; ValueError where one
-        of them, or of a group's own, is one with which no step makes sense."""
+    def __post_init__(self, params: Params, betas: tuple[float, float] | None = None) -> None:
+        """Take the parameters, and `betas` in the place of beta1 and beta2. ValueError where a
+        hyperparameter, or one of a group's own, is one with which no step makes sense."""
+        Optimizer.__init__(self, params)
         if betas is not None:
-            settings["beta1"], settings["beta2"] = betas
-        for group in (settings, *self._own.values()):
+            vars(self).update(zip(("beta1", "beta2"), betas))
+        for group in (self.settings(), *(x.own for x in self.trained)):
             for name, value in group.items():
                 _check(type(self).__name__, name, value)
-        for name, value in settings.items():
-            setattr(self, name, value)
+
+    def settings(self) -> dict[str, Any]:
+        """The hyperparameters by name."""
+        return {name: getattr(self, name) for name in self.hyperparameters}
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        raise NotImplementedError(f"{type(self).__name__}.step is not defined")
+        self._prepare()
+        changes: list[tuple[Any, Any, Any]] = [(vars(self), "t", self.t + 1)]
+        for x in self.trained:
+            p, grad = x.p.cached_data, x.p.grad
+            if grad is None:
+                continue
+            g = grad.cached_data.astype("float32")
+            decay = x.own.get("weight_decay", self.weight_decay)
+            if decay:
+                g = g + decay * p.astype("float32")
+            new, kept = self._updated(x, g, x.own.get("lr", self.lr))
+            changes.append((p, ..., new.astype(p.dtype)))
+            changes += [(vars(x), "steps", x.steps + 1), (vars(x), "kept", kept)]
+        commit(changes)
 
-    def _next_steps(self) -> dict[str, int]:
-        """The number of the next step of each parameter that has a gradient, by name: its own
-        count, by which Adam corrects the bias."""
-        named = zip(self.names, self.params)
-        return {name: self._steps[name] + 1 for name, p in named if p.grad is not None}
+    def _updated(self, x: _Trained, g: NDArray, lr: float) -> tuple[NDArray, Kept]:
+        """The values of a parameter after its next step, and what is kept of it then, given its
+        gradient in float32."""
+        raise NotImplementedError(f"{type(self).__name__}._updated is not defined")
 
     def reset_grad(self) -> None:
         """Drop the gradients: those of a flat object count as zeros, each other `.grad` is None."""
-        if self.flat is not None:
-            self.flat.reset_grad()
-        else:
-            for p in self.params:
-                p.grad = None
+        for x in self.params if self.flat is None else [self.flat]:
+            x.reset_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """PyTorch's name of reset_grad, which takes no account of `set_to_none`."""
@@ -154,36 +164,40 @@ class Optimizer:
     def param_groups(self) -> list[ParamGroup]:
         """PyTorch's groups: those given, and of a group the parameters with the same settings.
         `group["lr"] = 0.1` sets the rate of these alone in the optimizer."""
-        groups: list[ParamGroup] = []
-        for number, name, p in zip(self._group, self.names, self.params):
-            own = self._own[name]
-            key = (number, dict(own))
-            group = next((group for group in groups if group.key == key), None)
-            if group is None:
-                settings = {n: own.get(n, getattr(self, n)) for n in self.hyperparameters}
-                group = ParamGroup(vars(self), key, settings)
-                groups.append(group)
-            group["params"].append(p)
-            group.own.append(own)
-        for group in groups:
-            group.others = [own for other in groups if other is not group for own in other.own]
-        return groups
+        alike: dict[Any, list[_Trained]] = {}
+        for x in self.trained:
+            alike.setdefault((x.group, *sorted(x.own.items())), []).append(x)
+        return [ParamGroup(self, members) for members in alike.values()]
 
     # -- state
 
+    def _prepare(self) -> None:
+        """Make the state that is not there yet."""
+        for x in self.trained:
+            x.kept = x.kept or self._new(x.p.cached_data)
+
+    def _new(self, data: NDArray) -> Kept:
+        """What is kept of a parameter before its first step."""
+        return {slot: zeros(data.shape, "float32", data.device) for slot in self.slots}
+
     def _arrays(self) -> dict[str, NDArray]:
         """The kept arrays under "<slot>.<parameter>", in the parameters' shapes."""
-        raise NotImplementedError(f"{type(self).__name__}._arrays is not defined")
+        self._prepare()
+        return {
+            f"{slot}.{x.name}": x.kept[slot].reshape(x.p.shape)
+            for slot in self.slots
+            for x in self.trained
+            if slot in x.kept
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """{"step": steps done, "arrays": {name: NDArray}, the hyperparameters, "groups": the
         settings of parameters that have their own, and "steps": those of parameters that had no
         gradient in some}. The arrays are the optimizer's own memory; apart from them everything is
         plain numbers and strings."""
-        state: dict[str, Any] = {"step": self.t, "arrays": self._arrays()}
-        state.update({name: getattr(self, name) for name in self.hyperparameters})
-        state["groups"] = {name: dict(own) for name, own in self._own.items() if own}
-        state["steps"] = {name: steps for name, steps in self._steps.items() if steps != self.t}
+        state = {"step": self.t, "arrays": self._arrays(), **self.settings()}
+        state["groups"] = {x.name: dict(x.own) for x in self.trained if x.own}
+        state["steps"] = {x.name: x.steps for x in self.trained if x.steps != self.t}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,11 +209,10 @@ class Optimizer:
         """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
         op, own = f"{type(self).__name__}.load_state_dict", self._arrays()
         names = self._names_in(state)
-        split = {key: key.partition(".") for key in state["arrays"]}
-        arrays = {
-            f"{slot}.{names.get(name, name)}": state["arrays"][key]
-            for key, (slot, _, name) in split.items()
-        }
+        arrays = {}
+        for key, array in state["arrays"].items():
+            slot, _, name = key.partition(".")
+            arrays[f"{slot}.{names.get(name, name)}"] = array
         check_arrays(op, own, arrays)
         for name in ("step", *self.hyperparameters):
             if name not in state:
@@ -208,13 +221,16 @@ class Optimizer:
             (array, ..., arrays[name].to(array.device)) for name, array in own.items()
         ]
         changes += [(vars(self), name, state[name]) for name in self.hyperparameters]
-        if "groups" in state:
-            groups = {names.get(name, name): group for name, group in state["groups"].items()}
-            own_settings = {name: dict(groups.get(name, {})) for name in self.names}
-            changes.append((vars(self), "_own", own_settings))
-        steps = dict.fromkeys(self.names, int(state["step"]))
-        steps |= {names.get(name, name): n for name, n in state.get("steps", {}).items()}
-        return [*changes, (vars(self), "_steps", steps), (vars(self), "t", int(state["step"]))]
+        changes.append((vars(self), "t", int(state["step"])))
+        steps, groups = (
+            {names.get(name, name): value for name, value in state.get(part, {}).items()}
+            for part in ("steps", "groups")
+        )
+        for x in self.trained:
+            changes.append((vars(x), "steps", steps.get(x.name, int(state["step"]))))
+            if "groups" in state:
+                changes.append((vars(x), "own", dict(groups.get(x.name, {}))))
+        return changes
 
     def _names_in(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Map the names of a state to those here, where either are ordinals: a list of parameters
@@ -227,7 +243,7 @@ class Optimizer:
         return {getattr(p, "name", None): name for p, name in named}
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={getattr(self, name)}" for name in self.hyperparameters)
+        values = ", ".join(f"{name}={value}" for name, value in self.settings().items())
         return f"{type(self).__name__}({len(self.params)} parameters, step {self.t}, {values})"
 
 
@@ -235,67 +251,27 @@ class ParamGroup(UserDict):
     """An entry of `param_groups`: "params" and the hyperparameters, which can be set. KeyError for
     another name, ValueError for a value with which no step makes sense."""
 
-    def __init__(self, optimizer: dict, key: tuple, settings: dict[str, Any]) -> None:
-        self.optimizer, self.key = optimizer, key
-        self.own: list[dict[str, Any]] = []  # of each parameter: the settings of its group
-        self.others: list[dict[str, Any]] = []  # those of the parameters of other groups
-        self.data = {"params": [], **settings}
+    def __init__(self, optimizer: Optimizer, members: list[_Trained]) -> None:
+        self.optimizer, self.members = optimizer, members
+        settings = {**optimizer.settings(), **members[0].own}
+        self.data = {"params": [x.p for x in members], **settings}
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.data or name == "params":
             raise KeyError(f"param_groups: {name!r} is none of {[*self.data][1:]}")
         _check("param_groups", name, value)
         self.data[name] = value
-        if name in OWN and not self.own[0]:  # the others keep what they had of the optimizer
-            for other in self.others:
-                other.setdefault(name, self.optimizer[name])
-        for own in self.own:
-            (own if own and name in OWN else self.optimizer)[name] = value
+        shared = vars(self.optimizer)
+        if name in OWN and not self.members[0].own:  # the others keep what they had of it
+            for x in self.optimizer.trained:
+                if x not in self.members:
+                    x.own.setdefault(name, shared[name])
+        for x in self.members:
+            (x.own if x.own and name in OWN else shared)[name] = value
 
 
-class _PerParameter(Optimizer):
-    """An optimizer that walks the parameters one by one, in float32 array arithmetic. During a step
-    there are the new values and state beside the old ones."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
-        self.state: dict[str, list[NDArray]] = {slot: [] for slot in self.slots}
-        for kept in self.state.values():
-            for p in self.params:
-                kept.append(zeros(p.shape, "float32", p.device))
-
-    def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
-        """Parameter i after its step t, given its gradient in float32: its values, and each
-        slot."""
-        raise NotImplementedError
-
-    def step(self) -> None:
-        steps = self._next_steps()
-        changes: list[tuple[Any, Any, Any]] = [
-            (vars(self), "t", self.t + 1),
-            (vars(self), "_steps", self._steps | steps),
-        ]
-        for i, (name, p) in enumerate(zip(self.names, self.params)):
-            if name not in steps:
-                continue
-            g, own = p.grad.cached_data.astype("float32"), self._own[name]
-            decay = own.get("weight_decay", self.weight_decay)
-            if decay:
-                g = g + decay * p.cached_data.astype("float32")
-            new, *kept = self._updated(i, p, g, steps[name], own.get("lr", self.lr))
-            changes.append((p.cached_data, ..., new.astype(p.dtype)))
-            changes += [(self.state[slot], i, array) for slot, array in zip(self.slots, kept)]
-        commit(changes)
-
-    def _arrays(self) -> dict[str, NDArray]:
-        return {
-            f"{slot}.{name}": array
-            for slot, kept in self.state.items()
-            for name, array in zip(self.names, kept)
-        }
-
-
-class SGD(_PerParameter):
+@dataclass(eq=False, repr=False)
+class SGD(Optimizer):
     """u = momentum u + (1 - momentum) (g + weight_decay p);  p -= lr u.
 
     >>> w = nn.Parameter([1.0, 2.0])
@@ -305,21 +281,21 @@ class SGD(_PerParameter):
     [0.5 1. ]
     """
 
+    params: InitVar[Params]
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
     hyperparameters = ("lr", "momentum", "weight_decay")
     slots = ("u",)
 
-    def __init__(
-        self, params: Params, lr: float = 0.01, momentum: float = 0.0, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params)
-        self._set(lr=lr, momentum=momentum, weight_decay=weight_decay)
-
-    def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
-        u = self.momentum * self.state["u"][i] + (1 - self.momentum) * g
-        return p.cached_data - lr * u, u
+    def _updated(self, x: _Trained, g: NDArray, lr: float) -> tuple[NDArray, Kept]:
+        u = self.momentum * x.kept["u"] + (1 - self.momentum) * g
+        return x.p.cached_data - lr * u, {"u": u}
 
 
-class Adam(_PerParameter):
+@dataclass(eq=False, repr=False)
+class Adam(Optimizer):
     """Adam (Kingma and Ba 2015), bias-corrected, with L2 decay in the gradient:
 
     g += weight_decay p;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
@@ -332,30 +308,27 @@ class Adam(_PerParameter):
     [0.5 1.5]
     """
 
+    params: InitVar[Params]
+    lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    betas: InitVar[tuple[float, float] | None] = None
+
     hyperparameters = ("lr", "beta1", "beta2", "eps", "weight_decay")
     slots = ("m", "v")
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] | None = None,
-    ) -> None:
-        super().__init__(params)
-        self._set(betas, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
-
-    def _updated(self, i: int, p: Tensor, g: NDArray, t: int, lr: float) -> tuple[NDArray, ...]:
-        m = self.beta1 * self.state["m"][i] + (1 - self.beta1) * g
-        v = self.beta2 * self.state["v"][i] + (1 - self.beta2) * (g * g)
+    def _updated(self, x: _Trained, g: NDArray, lr: float) -> tuple[NDArray, Kept]:
+        t = x.steps + 1
+        m = self.beta1 * x.kept["m"] + (1 - self.beta1) * g
+        v = self.beta2 * x.kept["v"] + (1 - self.beta2) * (g * g)
         change = (m / (1 - self.beta1**t)) / (_C.sqrt(v / (1 - self.beta2**t)) + self.eps)
-        return p.cached_data - lr * change, m, v
+        return x.p.cached_data - lr * change, {"m": m, "v": v}
 
 
-class AdamW(Optimizer):
+@dataclass(eq=False, repr=False)
+class AdamW(Adam):
     """Adam with decoupled decay (Loshchilov and Hutter 2019), one fused launch a run of parameters.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
@@ -374,28 +347,19 @@ class AdamW(Optimizer):
     AdamW(2 parameters, step 1, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.01)
     """
 
-    hyperparameters = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    lr: float = 0.001
+    weight_decay: float = 0.01
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 0.001,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        betas: tuple[float, float] | None = None,
-    ) -> None:
-        super().__init__(params)
-        self._set(betas, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    slots = ("m", "v", "master")
+
+    def __post_init__(self, params: Params, betas: tuple[float, float] | None = None) -> None:
+        super().__post_init__(params, betas)
         if self.flat is not None:
-            for name, offset in zip(self.flat.names, self.flat.offsets):
+            self._part = slice(0, self.flat.size)  # of the flat buffer: what is updated here ...
+            self._kept: Kept = {}  # ... and what is kept of it
+            for x, offset in zip(self.trained, self.flat.offsets):
                 if offset >= self.flat.decay_size:
-                    self._own[name] = {"weight_decay": 0.0}
-        # By slot: of a flat object one array, of the part that is updated here, else one a
-        # parameter. Made at the first step.
-        self._state: dict[str, list[NDArray | None]] = {}
-        self._part: slice | None = None if self.flat is None else slice(0, self.flat.size)
+                    x.own["weight_decay"] = 0.0
 
     # -- the arrays
 
@@ -403,70 +367,69 @@ class AdamW(Optimizer):
         """Shard the optimizer: `step` updates flat.data[part] alone from now on, with the state
         `arrays`, by slot, or a copy of that part of the state so far. With a flat object only;
         other ranks keep the other parts of the state, and return them before `state_dict`."""
-        assert self.flat is not None and self._part is not None
-        if arrays is None and not self._part.start <= part.start <= part.stop <= self._part.stop:
-            raise ValueError(f"AdamW.keep: {part} is not within what is kept, {self._part}")
-        if arrays is None and self._state:
-            at = slice(part.start - self._part.start, part.stop - self._part.start)
+        before = self._part
+        if arrays is None and not before.start <= part.start <= part.stop <= before.stop:
+            raise ValueError(f"AdamW.keep: {part} is not within what is kept, {before}")
+        if arrays is None and self._kept:
+            at = slice(part.start - before.start, part.stop - before.start)
             arrays = {slot: array[at].copy() for slot, array in self.kept().items()}
         self._part = part
         if arrays is not None:
-            self._state = {slot: [arrays.get(slot)] for slot in ("m", "v", "master")}
+            self._kept = dict(arrays)
 
     def kept(self) -> dict[str, NDArray]:
         """The state of the part that is updated here, flat, by slot."""
         self._prepare()
-        return {slot: one for slot, (one,) in self._state.items() if one is not None}
+        return self._kept
 
     def _prepare(self) -> None:
-        if self._state:
-            return
-        data = [p.cached_data for p in self.params]
-        if self.flat is not None:
-            data = [self.flat.data[self._part]]
-        m, v = ([zeros(x.size, "float32", x.device) for x in data] for _ in range(2))
-        master = [
-            None if x.dtype == "float32" else x.astype("float32").reshape((x.size,)) for x in data
-        ]
-        self._state = {"m": m, "v": v, "master": master}
+        if self.flat is None:
+            super()._prepare()
+        else:
+            self._kept = self._kept or self._new(self.flat.data[self._part])
+
+    def _new(self, data: NDArray) -> Kept:
+        flat = (data.size,)
+        kept = {slot: zeros(flat, "float32", data.device) for slot in "mv"}
+        if data.dtype != "float32":
+            kept["master"] = data.astype("float32").reshape(flat)
+        return kept
 
     def _arrays(self) -> dict[str, NDArray]:
-        self._prepare()
-        if self.flat is not None and self._part != slice(0, self.flat.size):
+        if self.flat is None:
+            return super()._arrays()
+        if self._part != slice(0, self.flat.size):
             raise RuntimeError(
                 "AdamW: the state of the other ranks' parameters is theirs: save within "
                 "DataParallel.whole_optimizer(), and load before DataParallel is made"
             )
-        out = {}
-        for slot, arrays in self._state.items():
-            for i, (name, p) in enumerate(zip(self.names, self.params)):
-                array = arrays[0] if self.flat is not None else arrays[i]
-                if array is not None:
-                    view = array.reshape(p.shape) if self.flat is None else self.flat.view(array, i)
-                    out[f"{slot}.{name}"] = view
-        return out
+        kept, named = self.kept().items(), [*enumerate(self.names)]
+        return {f"{slot}.{name}": self.flat.view(x, i) for slot, x in kept for i, name in named}
 
-    def _next_steps(self) -> dict[str, int]:
-        if self.flat is None:
-            return super()._next_steps()
-        named = zip(self.names, self.params)
-        return {name: self._steps[name] + 1 for name, p in named if p.requires_grad}
+    def _runs(self) -> list[tuple]:
+        """Of each run of neighbours in the flat buffer that are set alike: data, gradient, what is
+        kept and where in that, settings, and the number of the step. Others than those due stay."""
+        runs, first = [], self._part.start
+        data, grad = self.flat.data, self.flat.grad
+        alike = [(x.own, x.p.requires_grad and x.steps + 1) for x in self.trained]
+        heads = groupby(zip(self.flat.offsets, alike), itemgetter(1))
+        starts = [(next(group)[0], *settings) for settings, group in heads]
+        for (start, own, t), (end, *_) in pairwise([*starts, (self.flat.size,)]):
+            start, end = max(start, first), min(end, self._part.stop)
+            if t and start < end:
+                at = slice(start - first, end - first)
+                runs.append((data[start:end], grad[start:end], self._kept, at, own, t))
+        return runs
 
-    def _launches(self, steps: dict[str, int]) -> list[tuple[int, int, int, dict, int]]:
-        """(array, start, end, own settings, step): neighbours in the flat buffer that are set alike
-        go together; parameters without a step stay."""
-        own = [(self._own[name], steps.get(name)) for name in self.names]
-        if self.flat is None:
-            each = enumerate(zip(self.params, own))
-            return [(i, 0, p.size, *settings) for i, (p, settings) in each if settings[1]]
-        alike = groupby(zip(self.flat.offsets, own), itemgetter(1))
-        runs = [(next(group)[0], settings) for settings, group in alike]
-        out: list[tuple[int, int, int, dict, int]] = []
-        for (start, settings), (end, _) in zip(runs, [*runs[1:], (self.flat.size, None)]):
-            start, end = max(start, self._part.start), min(end, self._part.stop)
-            if settings[1] and start < end:
-                out.append((0, start, end, *settings))
-        return out
+    def _run_of(self, x: _Trained) -> tuple:
+        """The same of one parameter."""
+        data, grad = x.p.cached_data, x.p.grad.cached_data
+        if grad.dtype != "float32":
+            grad = grad.astype("float32")
+        if not data.is_compact():
+            data = x.p.cached_data = data.compact()
+        size = (data.size,)
+        return data.reshape(size), grad.reshape(size), x.kept, slice(None), x.own, x.steps + 1
 
     def step(self, scale: NDArray | None = None) -> None:
         """Update every parameter that has a gradient, multiplied by `scale` first.
@@ -475,29 +438,19 @@ class AdamW(Optimizer):
         step changes nothing but the number of steps.
         """
         self._prepare()
-        steps, launches = self._next_steps(), []
-        if self.flat is not None:
-            grad, data = self.flat.grad, self.flat.data
-        for i, start, end, own, t in self._launches(steps):
-            if self.flat is None:
-                data = self.params[i].cached_data
-                grad = self.params[i].grad.cached_data
-                if grad.dtype != "float32":
-                    grad = grad.astype("float32")
-                grad = grad.reshape((data.size,))
-                if not data.is_compact():
-                    data = self.params[i].cached_data = data.compact()
-                data = data.reshape((data.size,))
-            part, (m, v, master) = slice(start, end), map(itemgetter(i), self._state.values())
-            first = 0 if self._part is None else self._part.start
-            kept = slice(start - first, end - first)
-            p, p_low = (data[part], None) if master is None else (master[kept], data[part])
+        if self.flat is None:
+            due = [x for x in self.trained if x.p.grad is not None]
+            runs = [self._run_of(x) for x in due]
+        else:
+            due, runs = [x for x in self.trained if x.p.requires_grad], self._runs()
+        for data, grad, kept, at, own, t in runs:
+            p, p_low = (kept["master"][at], data) if "master" in kept else (data, None)
             rates = own.get("lr", self.lr), self.beta1, self.beta2, self.eps
             decay = own.get("weight_decay", self.weight_decay)
-            launches.append((p, grad[part], m[kept], v[kept], p_low, scale, *rates, decay, t))
-        for operands in launches:
-            _C.adamw(*operands)
-        self.t, self._steps = self.t + 1, self._steps | steps
+            _C.adamw(p, grad, kept["m"][at], kept["v"][at], p_low, scale, *rates, decay, t)
+        for x in due:
+            x.steps += 1
+        self.t += 1
 
 
 # ---- schedules -----------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def write_description(run: Run) -> None:
         "recipe": recipe and {"name": recipe, "changed": flags.changes(run.settings)},
         "optimizer": {
             "class": type(optimizer).__name__,
-            **{name: getattr(optimizer, name) for name in optimizer.hyperparameters},
+            **optimizer.settings(),
             "lr": run.settings.lr,
         },
         "model": run.model.config.to_dict(),
