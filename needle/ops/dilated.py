@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from needle import _C
-from needle._C import Device, NDArray
+from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.ops.attention import scale_of
 from needle.ops.ring_attention import Ranks, SharedSequence, exact
@@ -146,17 +146,6 @@ def calls_of(
     return calls
 
 
-def to_join(
-    branches: Sequence[tuple[Branch, int]], shape: tuple[int, ...], dtype: str, device: Device
-) -> list[NDArray]:
-    """Return the result (B, T, H, D) and its log-sum-exp (B, T, H) before the first branch."""
-    arrays = [_C.empty(shape, dtype, device), _C.empty(shape[:3], "float32", device)]
-    if branches[0][1]:
-        for array, value in zip(arrays, (0, -math.inf)):
-            array.fill(value)
-    return arrays
-
-
 class DilatedAttention(FusedOp):
     def __init__(
         self,
@@ -174,8 +163,12 @@ class DilatedAttention(FusedOp):
         self.merges = self.group.size == 1 and all(
             x.shape[0] == 1 or x.strides[0] == x.shape[1] * x.strides[1] for x in (q, k, v)
         )
-        keys, values = self.sequence.gathered(k, v)
-        self.out, self.lse = to_join(self.branches, q.shape, q.dtype, q.device)
+        *_, keys, values = next(self.sequence.gathered(k, v, False))
+        self.out = _C.empty(q.shape, q.dtype, q.device)
+        self.lse = _C.empty(q.shape[:3], "float32", q.device)
+        if self.branches[0][1]:
+            self.out.fill(0)
+            self.lse.fill(-math.inf)
         for (own, out, lse), calls in self._runs(q, self.out, self.lse):
             for queries, seen, joins in calls:
                 _C.attention_part_fwd(
@@ -187,7 +180,7 @@ class DilatedAttention(FusedOp):
     def _runs(self, *arrays: NDArray) -> Iterator[tuple[list[NDArray], list[Call]]]:
         """Yield of each run of this rank's tokens the parts of arrays, and its kernels."""
         batch, _, heads = arrays[0].shape[:3]
-        for local, run in self.sequence.own():
+        for local, run in self.sequence.own:
             tokens = (run.start, run.stop), self.sequence.time, self.branches
             calls = calls_of(batch, heads, *tokens, bool(self.causal), self.merges)
             yield [x[:, local] for x in arrays], calls
@@ -208,7 +201,7 @@ class DilatedAttention(FusedOp):
 class RingDilatedAttention(DilatedAttention):
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
         sequence, (q, k, v) = self.sequence, (x.cached_data for x in node.inputs)
-        keys, values = map(exact, sequence.gathered(k, v))
+        keys, values = map(exact, next(sequence.gathered(k, v, False))[2:])
         q, dout, result = map(exact, (q, dout.compact(), self.out))
         dq = _C.empty(q.shape, q.dtype, q.device)
         pair = [sequence.empty(x, dtype="float32") for x in (k, v)]
@@ -230,8 +223,7 @@ class RingDilatedAttention(DilatedAttention):
                 for total, dx in zip(pair, grads):
                     place = seen(total)
                     place += dx if dx.dtype == "float32" else dx.astype("float32")
-        ends = [[sequence.time] * self.group.size]
-        return sequence.gradients(node.inputs, dq, [pair], ends)
+        return sequence.gradients(node.inputs, dq, [pair], False)
 
 
 def dilated_attention(

@@ -83,105 +83,87 @@ class SharedSequence:
         self._runs = [
             ring_chunks(self.time, rank, group.size, layout) for rank in range(group.size)
         ]
+        # Of each run of this rank's tokens: where it lies in its arrays, and which tokens it is.
+        self.own: list[tuple[slice, slice]] = []
+        end = 0
+        for tokens in self._runs[group.rank]:
+            begin, end = end, end + tokens.stop - tokens.start
+            self.own.append((slice(begin, end), tokens))
 
-    def ends(self, causal: bool) -> list[list[int]]:
-        """Return for each run of a rank, of each rank, the end of the keys that it sees."""
-        return [[run.stop if causal else self.time for run in runs] for runs in zip(*self._runs)]
+    def gathered(
+        self, k: NDArray, v: NDArray, causal: bool
+    ) -> Iterator[tuple[slice, slice, NDArray, NDArray]]:
+        """Gather keys and values, a run of each rank at a time. Yield for each run of this rank's
+        tokens where it lies, which tokens it is, and the keys and values that it sees: all, or with
+        `causal` those up to its end, of the ranks' runs of its place and of before. The device then
+        computes before it waits for the second runs."""
+        whole, waits = (k, v), []
+        if self.group.size > 1:
+            whole = self.empty(k), self.empty(v)
+            for local, tokens in self.own:
+                for x, to in zip((k, v), whole):
+                    _C.assign(to[:, tokens], x[:, local])
+            for runs in zip(*self._runs):
+                parts = [_of_sequences(whole, run) for run in runs]
+                sends = [(rank, x) for rank in self.group.others for x in parts[self.group.rank]]
+                receives = [(rank, x) for rank in self.group.others for x in parts[rank]]
+                is_beside = causal and len(self.own) > 1
+                begun = self.group.begin("the keys and values", sends, receives, is_beside)
+                waits.append(begun)
+        arriving = iter(waits)
+        for local, tokens in self.own:
+            for wait in islice(arriving, 1 if causal else None):
+                wait()
+            seen = slice(tokens.stop if causal else self.time)
+            yield local, tokens, whole[0][:, seen], whole[1][:, seen]
 
-    def own(self) -> list[tuple[slice, slice]]:
-        """(where a run of this rank's tokens lies in its arrays, which tokens it is)."""
-        placed, begin = [], 0
-        for tokens in self._runs[self.group.rank]:
-            size = tokens.stop - tokens.start
-            placed.append((slice(begin, begin + size), tokens))
-            begin += size
-        return placed
-
-    def gather(
-        self, k: NDArray, v: NDArray, beside: bool
-    ) -> tuple[NDArray, NDArray, Iterator[Wait]]:
-        """Begin to gather keys and values, a run of each rank at a time. Return those of all
-        tokens, in their order, and what waits for the runs, in theirs. beside: the device computes
-        before it waits for the second runs."""
-        if self.group.size == 1:
-            return k, v, iter(())
-        beside, whole = beside and len(self.own()) > 1, (self.empty(k), self.empty(v))
-        for local, tokens in self.own():
-            for x, to in zip((k, v), whole):
-                _C.assign(to[:, tokens], x[:, local])
-        waits = []
-        for runs in zip(*self._runs):
-            parts = [_of_sequences(whole, run) for run in runs]
-            sends = [(rank, x) for rank in self.group.others for x in parts[self.group.rank]]
-            receives = [(rank, x) for rank in self.group.others for x in parts[rank]]
-            waits.append(self.group.begin("the keys and values", sends, receives, beside))
-        return *whole, iter(waits)
-
-    def gathered(self, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
-        """Return the keys and the values of all tokens, in their order."""
-        keys, values, waits = self.gather(k, v, False)
-        for wait in waits:
-            wait()
-        return keys, values
-
-    def empty(self, x: NDArray, end: int | None = None, dtype: str | None = None) -> NDArray:
-        """Return memory like x (B, T, H, D), of the first `end` tokens, by default of all."""
+    def empty(self, x: NDArray, dtype: str | None = None) -> NDArray:
+        """Return memory like x (B, T, H, D), of all tokens."""
         b, _, h, d = x.shape
-        return _C.empty((b, self.time if end is None else end, h, d), dtype or x.dtype, x.device)
+        return _C.empty((b, self.time, h, d), dtype or x.dtype, x.device)
 
     def gradients(
-        self,
-        qkv: Sequence[Tensor],
-        dq: NDArray,
-        pairs: Sequence[Sequence[NDArray]],
-        ends: Sequence[Sequence[int]],
+        self, qkv: Sequence[Tensor], dq: NDArray, pairs: Sequence[Sequence[NDArray]], causal: bool
     ) -> list[NDArray | None]:
         """Return the gradients of this rank's q, k and v. pairs: for each run of its queries, or
-        for all of them, those of the keys and of the values of the first tokens; ends: for each
-        pair the end of these tokens, of each rank. All ranks call."""
+        one for all of them, those of the keys and of the values that it sees. All ranks call."""
         q, k, v = (x.cached_data for x in qkv)
         grads = [dq, *(_C.empty(x.shape, x.dtype, x.device) for x in (k, v))]
-        for (local, _), parts in zip(self.own(), self._exchanged(pairs, ends)):
+        for (local, _), parts in zip(self.own, self._exchanged(pairs, causal)):
             total = _C.sum(parts.permute((1, 2, 3, 4, 5, 0)), 1)
-            total = total if total.dtype == k.dtype else total.astype(k.dtype)
             for which, dx in enumerate(grads[1:]):
-                _C.assign(dx[:, local], total[which].reshape(total.shape[1:]))
+                _C.assign(dx[:, local], total.at((which,)))
         return [
             (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
             for x, dx in zip(qkv, grads)
         ]
 
-    def _exchanged(
-        self, pairs: Sequence[Sequence[NDArray]], ends: Sequence[Sequence[int]]
-    ) -> list[NDArray]:
+    def _exchanged(self, pairs: Sequence[Sequence[NDArray]], causal: bool) -> list[NDArray]:
         """Send `pairs` to the ranks that own the keys. Return for each run of this rank's keys the
         parts of their gradients, in the order of the sum: (parts, 2, B, tokens, H, D)."""
         rank, (b, _, h, d) = self.group.rank, pairs[0][0].shape
-        sends = [
-            (other, x)
-            for other in self.group.others
-            for run in self._runs[other]
-            for pair, of_ranks in zip(pairs, ends)
-            if run.start < of_ranks[rank]
-            for x in _of_sequences(pair, run)
-        ]
-        stacks, receives, copies = [], [], []
-        for run in self._runs[rank]:
+        ranks = [*enumerate(self._runs)]
+        stacks, sends, receives, copies = [], [], [], []
+        for owner, run in [(owner, run) for owner, runs in ranks for run in runs]:
             parts = [
-                (other, pair)
-                for other, of_pairs in enumerate(zip(*ends))
-                for pair, end in zip(pairs, of_pairs)
-                if run.start < end
+                (giver, pair)
+                for giver, queries in ranks
+                for pair, seen in zip(pairs, queries)
+                if run.start < (seen.stop if causal else self.time)
             ]
+            if owner != rank:
+                given = [pair for giver, pair in parts if giver == rank]
+                sends += [(owner, x) for pair in given for x in _of_sequences(pair, run)]
+                continue
             shape = len(parts), 2, b, run.stop - run.start, h, d
             stack = _C.empty(shape, pairs[0][0].dtype, pairs[0][0].device)
             stacks.append(stack)
-            for i, (other, pair) in enumerate(parts):
+            for i, (giver, pair) in enumerate(parts):
                 for which, x in enumerate(pair):
-                    if other == rank:
+                    if giver == rank:
                         copies.append((stack[i, which], x[:, run]))
                     else:
-                        receives += [(other, stack[i, which, n]) for n in range(b)]
+                        receives += [(giver, stack[i, which, n]) for n in range(b)]
         wait = self.group.begin("the gradients of keys and values", sends, receives, True)
         for to, x in copies:
             _C.assign(to, x)
@@ -203,45 +185,32 @@ class RingAttention(FusedOp):
                 f"{q.shape}, {k.shape} and {v.shape}"
             )
         self.sequence = SharedSequence(self.group, q.shape[1], self.layout)
-        keys, values, waits = self.sequence.gather(k, v, self.causal)
         out, self.kernels = _C.empty(q.shape, q.dtype, q.device), []
-        for local, tokens in self.sequence.own():
-            kernel = Kernel("ring_attention", self.scale, self.causal, self._mask_of(tokens))
-            end = tokens.stop if self.causal else self.sequence.time
-            self._await(waits)
-            kernel.forward(q[:, local], keys[:, :end], values[:, :end], out[:, local])
+        for local, tokens, *seen in self.sequence.gathered(k, v, self.causal):
+            mask = self._mask_of(tokens, seen[0].shape[1])
+            kernel = Kernel("ring_attention", self.scale, self.causal, mask)
+            kernel.forward(q[:, local], *seen, out[:, local])
             kernel.o = None  # it is in the result
             self.kernels.append(kernel)
         return out
 
     def backward(self, dout: NDArray, node: Tensor, into: Accumulators) -> list[NDArray | None]:
-        sequence, (q, k, v) = self.sequence, (x.cached_data for x in node.inputs)
+        q, k, v = (x.cached_data for x in node.inputs)
         # Gathered again: kept from the forward they would be N times the operands.
-        keys, values, waits = sequence.gather(k, v, self.causal)
+        runs = self.sequence.gathered(k, v, self.causal)
         q, dout, result = (exact(x) for x in (q, dout, node.cached_data))
         dq, pairs = _C.empty(q.shape, q.dtype, q.device), []
-        ends = sequence.ends(self.causal)
-        for kernel, (local, _), of_ranks in zip(self.kernels, sequence.own(), ends):
-            end = of_ranks[self.group.rank]
-            self._await(waits)
-            operands = q[:, local], exact(keys[:, :end]), exact(values[:, :end])
-            pair = [sequence.empty(x, end, q.dtype) for x in (k, v)]
+        for kernel, (local, _, *seen) in zip(self.kernels, runs):
+            pairs.append([_C.empty(x.shape, q.dtype, q.device) for x in seen])
             kernel.o = result[:, local]
-            kernel.backward(dout[:, local], operands, [dq[:, local], *pair])
+            operands = q[:, local], *map(exact, seen)
+            kernel.backward(dout[:, local], operands, [dq[:, local], *pairs[-1]])
             kernel.o = None
-            pairs.append(pair)
-        return sequence.gradients(node.inputs, dq, pairs, ends)
+        return self.sequence.gradients(node.inputs, dq, pairs, self.causal)
 
-    def _await(self, waits: Iterator[Wait]) -> None:
-        """Wait for the keys of the next run: with causal attention those of the ranks' runs of its
-        place and of before."""
-        for wait in islice(waits, 1 if self.causal else None):
-            wait()
-
-    def _mask_of(self, tokens: slice) -> BlockMask | None:
-        """Return the visible part of the given keys for the queries of these tokens."""
+    def _mask_of(self, tokens: slice, end: int) -> BlockMask | None:
+        """Return the visible part of the first `end` keys for the queries of these tokens."""
         mask, time = self.mask, self.sequence.time
-        end = tokens.stop if self.causal else time
         if mask is None:
             return None
         if (mask.T, mask.S) != (time, time):
