@@ -12,6 +12,13 @@ from needle._C import Device
 from needle.autograd import Tensor
 from needle.nn.module import Module, Parameter
 
+__all__ = [
+    "BCELoss", "BCEWithLogitsLoss", "BatchNorm1d", "Dropout", "ELU", "Embedding", "Flatten", "GELU",
+    "Identity", "KLDivLoss", "L1Loss", "LayerNorm1d", "LeakyReLU", "Linear", "LogSoftmax",
+    "MSELoss", "ModuleDict", "ModuleList", "RMSNorm", "ReLU", "Residual", "Sequential", "SiLU",
+    "Sigmoid", "Softmax", "SoftmaxLoss", "Softplus", "SwiGLU", "Tanh", "TiedHead",
+]  # fmt: skip
+
 
 def check_features(module: Module, x: Any, name: str) -> None:
     """ValueError where the last axis of x is not as long as the module's attribute `name` says."""
