@@ -24,6 +24,7 @@ from needle.autograd import (
     no_grad,
 )
 from needle.autograd.tensor import grads_within
+from needle.backend_ndarray import commit
 from needle.nn.module import Module
 from needle.ops.random import drawing, drawing_from
 
@@ -44,13 +45,9 @@ class Recomputed(FusedOp):
         # Those among the operands, whose changes the backward refuses.
         self.arrays = [x for one in rest for x in (one if isinstance(one, tuple) else (one,))]
 
-    def _settings(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The attributes of each part of the module, and what of them the second forward needs."""
-        parts = [vars(part) for _, part in self.module.named_modules()]
-        return [(own, {n: own[n] for n in SETTINGS if n in own}) for own in parts]
-
     def compute(self, x: NDArray, *weights: NDArray) -> NDArray:
-        self.settings = self._settings()
+        parts = [vars(part) for _, part in self.module.named_modules()]
+        self.settings = [(own, n, own[n]) for own in parts for n in SETTINGS if n in own]
         self.random = np.random.get_state()
         self.source = drawing.source and drawing.source.copy()
         with no_grad():
@@ -69,21 +66,15 @@ class Recomputed(FusedOp):
             for one in node.inputs[:count]
         ]
         x, *computed = leaves
-        found = [own[name] for own, name in self.places]
-        now, settings = np.random.get_state(), self._settings()
+        changes = [*self.settings, *((*place, w) for place, w in zip(self.places, computed))]
+        found, now = [(own, name, own[name]) for own, name, _ in changes], np.random.get_state()
         np.random.set_state(self.random)  # dropout drops the same
         try:
-            for own, before in self.settings:
-                own.update(before)
-            for (own, name), weight in zip(self.places, computed):
-                own[name] = weight
+            commit(changes)
             with enable_grad(), drawing_from(self.source and self.source.copy()):
                 out = self.module(x, *self.rest)
         finally:
-            for own, after in settings:
-                own.update(after)
-            for (own, name), weight in zip(self.places, found):
-                own[name] = weight
+            commit(found)
             np.random.set_state(now)
         wanted = *leaves, *node.inputs[count:]
         return grads_within(out, Tensor.from_ndarray(dout), wanted, into.buffers)
