@@ -316,8 +316,9 @@ def newest_checkpoint(
         try:
             return Checkpoint(path)
         except CheckpointError as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            # Asked without a name, which would keep this error, its frames and a run's lock alive.
+            refused = isinstance(error.__cause__, OSError)
+            if refused and not isinstance(error.__cause__, FileNotFoundError):
                 raise CheckpointError(
                     f"{error}; make it readable, or move it away to go on from an older one"
                 ) from error
