@@ -247,8 +247,8 @@ class Service:
             began, result = await loop.run_in_executor(self.workers, work)
         finally:
             self.jobs -= 1
-        if self.pool.closed:
-            raise web.HTTPServiceUnavailable(text="the service ends")
+            if self.pool.closed:  # which looks like a reference that fails
+                raise web.HTTPServiceUnavailable(text="the service ends")
         seconds = {"queued": began - came, "ran": time.monotonic() - began}
         self.statuses[result.status] += 1
         for name, took in seconds.items():

@@ -296,6 +296,16 @@ def test_errors_of_the_pool_have_a_status(client, pool, monkeypatch, caplog):
     assert client.service.counts() == {"running": 0, "waiting": 0}
 
 
+def test_reference_killed_by_the_end_of_the_service_gives_503(client, pool, monkeypatch):
+    def ends(problem):
+        monkeypatch.setattr(pool, "closed", True)
+        raise ValueError("original_model_src: crashed")
+
+    monkeypatch.setattr(pool, "evaluate", ends)
+    assert client.evaluate(PROBLEM)[1] == {"error": {"status": 503, "message": "the service ends"}}
+    assert client.service.counts() == {"running": 0, "waiting": 0}
+
+
 def test_full_queue_refuses_jobs_and_health_answers(client, pool, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(pool, "run", lambda *_: Result("ok", str(go.wait(60))))
