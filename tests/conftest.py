@@ -18,7 +18,7 @@ import pytest
 
 # For `building`; an installed needle comes first.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from harness import DEVICES, device_of  # noqa: E402
+from harness import DEVICES, WITHOUT_PLOTS, device_of  # noqa: E402
 
 import needle as ndl  # noqa: E402
 from needle import _C  # noqa: E402
@@ -111,9 +111,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exempt what is imported and collected from the collections of garbage that tests ask for.
     Processes that tests start have one thread, unless a test says more: bits are the same, and
-    threads that spin would take the processors of other tests."""
+    threads that spin would take the processors of other tests. They draw no plots."""
     gc.collect()
     gc.freeze()
+    os.environ["PYTHONPATH"] = WITHOUT_PLOTS + os.environ.get("PYTHONPATH", "")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # this process has read it
 
 

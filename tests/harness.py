@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(_C.__file__).resolve().parent  # of the needle that is tested
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")  # below make asan
+WITHOUT_PLOTS = f"{ROOT / 'tests/without_plots'}{os.pathsep}"  # before the rest of a PYTHONPATH
 # For mpirun. Ranks that wait leave their processor to other tests.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -35,7 +35,6 @@ from needle.models import pythia
 from needle.training import run as run_parts
 from needle.training import session
 
-sys.modules["matplotlib"] = None  # whose import takes as long as the training
 pythia.PRESETS["tiny"] = (2, 64, 2, 256)
 run_parts.SAMPLE_TOKENS = 4
 

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from harness import OPEN_MPI, ROOT, run, wait_for
+from harness import OPEN_MPI, ROOT, WITHOUT_PLOTS, run, wait_for
 
 from needle.checkpoint import checkpoint_path
 
 PROGRAM = Path(__file__).with_name("struck_program.py")
 TIMING = ("tokens_per_second", "seconds")
-ENVIRON = {**OPEN_MPI, "PYTHONPATH": str(ROOT)}
+ENVIRON = {**OPEN_MPI, "PYTHONPATH": f"{WITHOUT_PLOTS}{ROOT}"}
 
 
 def mpirun() -> list[str]:
