@@ -34,6 +34,8 @@ Group.begin = begin
 if os.environ.get("FAULT", "").startswith("stop"):
     DEADLINE = 8.0  # the other rank waits as long, and MPI waits by polling
 """
+# Appended to needle/diagnose/device.py: a backend that computes on the CPU takes seconds for a GPU's sizes.
+SMALL_RATES = "SIDE, BYTES = 512, 1 << 22\n"
 # Answers --query-gpu and --query-compute-apps from SMI: {"gpu": [{field: value}], ...}.
 NVIDIA_SMI = f"""#!{sys.executable}
 import json, os, sys
@@ -103,6 +105,8 @@ def machine(tmp_path_factory) -> Machine:
     fake_gpus(folder)
     with open(folder / "needle/diagnose/ranks.py", "a") as file:
         file.write(FAULT)
+    with open(folder / "needle/diagnose/device.py", "a") as file:
+        file.write(SMALL_RATES)
     for name in "lib", "bin":
         (folder / name).mkdir()
     (folder / "bin/nvidia-smi").write_text(NVIDIA_SMI)
