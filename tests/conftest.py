@@ -114,7 +114,8 @@ def pytest_collection_finish() -> None:
     threads that spin would take the processors of other tests. They draw no plots."""
     gc.collect()
     gc.freeze()
-    os.environ["PYTHONPATH"] = WITHOUT_PLOTS + os.environ.get("PYTHONPATH", "")
+    paths = WITHOUT_PLOTS + os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = paths.rstrip(os.pathsep)  # an empty place is the current folder
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # this process has read it
 
 

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("--full", action="store_true", help="try every op in every form: minutes")
-    made.add_argument("--device", type=whole(0), metavar="N", help="of GPUs examine cuda(N) alone")
+    made.add_argument("--device", type=whole(0), metavar="N", help="of the GPUs cuda(N) alone")
     made.add_argument(
         "--run", type=path, metavar="FOLDER", help="examine a run's folder: runs/NAME"
     )
