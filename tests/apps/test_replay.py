@@ -438,7 +438,11 @@ NEEDLE = [sys.executable, "-m", "needle"]
 def trained(tmp_path, tokens, *more, steps=6):
     """Train the run `a` in a process, without presets of the tests; return the environment."""
     shape = ["--layers", "1", "--hidden", "16", "--heads", "1", "--vocab-size", "64"]
-    env = {**os.environ, "PYTHONPATH": f"{WITHOUT_PLOTS}{ROOT}", "NEEDLE_CACHE": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{WITHOUT_PLOTS}{ROOT}",
+        "NEEDLE_CACHE": str(tmp_path / "cache"),
+    }
     words = [*NEEDLE, "train", *flags(tmp_path, tokens, "a", *shape, *more, steps=steps)]
     subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL)
     return env
