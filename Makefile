@@ -218,9 +218,8 @@ define sanitized
     NEEDLE_CPU_PRODUCTS=blas "$$python"
 endef
 asan fuzz: export LDFLAGS := -fsanitize=address,undefined
-# Compiling takes a third of the time where a function that is called once is not inlined (attention's
-# gradient is one function else, and its registers take longer than all the rest), and where one of
-# more than 300 accesses to memory calls the checks rather than holds them.
+# Compiling takes half the time where functions that are called once are not inlined, and where a
+# function of more than 300 accesses to memory calls the checks rather than contains them.
 asan fuzz: export CFLAGS := -O2 -g1 -fno-omit-frame-pointer -fno-inline-functions-called-once \
     --param=asan-instrumentation-with-call-threshold=300 -fno-sanitize-recover=all -fsanitize=address,undefined
 

@@ -34,7 +34,7 @@ Group.begin = begin
 if os.environ.get("FAULT", "").startswith("stop"):
     DEADLINE = 8.0  # the other rank waits as long, and MPI waits by polling
 """
-# Appended to needle/diagnose/device.py: a CPU takes seconds for the sizes of a GPU.
+# Appended to needle/diagnose/device.py: for a GPU's sizes the CPU takes seconds.
 SMALL_RATES = "SIDE, BYTES = 512, 1 << 22\n"
 # Answers --query-gpu and --query-compute-apps from SMI: {"gpu": [{field: value}], ...}.
 NVIDIA_SMI = f"""#!{sys.executable}
