@@ -109,7 +109,9 @@ class Bench:
         return state_of(self.model, self.optimizer)
 
     def fit(self, steps: int = 1):
-        ndl.fit(self.model, [self.batch] * steps, self.optimizer, max_norm=1.0, progress=False)
+        batches = [self.batch] * steps
+        more = {"steps": steps, "max_norm": 1.0, "progress": False}
+        ndl.fit(self.model, batches, self.optimizer, **more)
         return self.state
 
     def save(self):
