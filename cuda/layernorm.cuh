@@ -59,14 +59,18 @@ __device__ __forceinline__ void row_statistics(const Vec<T> (&xs)[count], int co
     rstd = 1.0f / sqrtf(group_sum<group>(squares) * inverse + eps);
 }
 
+template <class T> __device__ __forceinline__ T normalized(T x, T w, T b, float mean, float rstd) {
+    const float h = (to_float(x) - mean) * rstd;
+    return from_float<T>(h * to_float(w) + to_float(b));
+}
+
 template <class T>
 __device__ __forceinline__ Vec<T> normalized(const Vec<T> &x, const Vec<T> &w, const Vec<T> &b,
                                              float mean, float rstd) {
     Vec<T> y;
 #pragma unroll
     for (int k = 0; k < Vec<T>::size; k++) {
-        const float h = (to_float(x.v[k]) - mean) * rstd;
-        y.v[k] = from_float<T>(h * to_float(w.v[k]) + to_float(b.v[k]));
+        y.v[k] = normalized(x.v[k], w.v[k], b.v[k], mean, rstd);
     }
     return y;
 }

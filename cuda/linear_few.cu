@@ -6,12 +6,14 @@
  *   of few rows of x, whole 16 bytes in rows of x and of w
  *
  * Precision: float32 sums, in an order that the shape of w decides: a row has the same bits beside
- * any others. From 5 rows on decode_projections sums 16 bits in another one (tiles_kernel), again
- * the same beside any others. Parallel: a block owns LANES vectors of columns, or several such tiles
- * (wide_kernel), its threads share the depth: LANES neighbours read a row of w, and the groups meet
- * through shuffles and shared memory.
- * Bytes: w once; x once a block, into shared memory; normalised there by a warp a row.
+ * any others. Parallel: float32 in few_kernel: a block owns LANES vectors of columns, its threads
+ * share the depth: LANES neighbours read a row of w, and the groups meet through shuffles and shared
+ * memory. wide_kernel the same with several such tiles a block. 16 bits in tiles_kernel: a block owns
+ * columns, its warps share the depth by tensor cores.
+ * Bytes: w once; x once a block; normalised in shared memory by a warp a row.
  */
+#include <algorithm>
+
 #include "decode.h"
 #include "layernorm.cuh"
 #include "linear_few.cuh"
@@ -19,7 +21,8 @@
 
 namespace {
 
-constexpr int threads = 512, warps = threads / 32, tile_columns = 32;
+constexpr int threads = 512, warps = threads / 32;
+template <bool NORM> constexpr int tile_columns = NORM ? 32 : 16;
 
 /* What becomes of a sum. */
 struct Finish {
@@ -136,6 +139,7 @@ __device__ __forceinline__ void stage_rows(const T *x, T *xs, int rows, int dept
 template <class T>
 __device__ __forceinline__ void stage_scales(const Product<T> &p, T *scales, int depth) {
     constexpr int N = Vec<T>::size;
+#pragma unroll 1
     for (int i = (int)threadIdx.x * N; i < depth; i += threads * N) {
         *(Vec<T> *)(scales + i) = load16(p.norm_w + i);
         *(Vec<T> *)(scales + depth + i) = load16(p.norm_b + i);
@@ -310,105 +314,171 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     }
 }
 
-/* ---- more rows, by tensor cores ---------------------------------------------------------------*/
-/* One of two products of normalised rows, 5 to 32 of them. A block owns 32 columns, its warps share
- * the depth in steps of 16. A warp multiplies w^T, the operand A of mma.cuh, by 8 TILES rows of x.
- * Any order of k within a step serves that both operands have: lane (group, t) takes rows 4 t, ...,
- * 4 t + 3 of w and 4 neighbouring columns, so that it loads whole words. */
-template <class T, int TILES>
-__global__ void __launch_bounds__(threads, 1)
+/* ---- 16 bits, by tensor cores ------------------------------------------------------------------ */
+/* A block owns COLUMNS columns, its warps share the depth in steps of 16. A warp multiplies w^T, the
+ * operand A of mma.cuh, by 8 TILES rows of x. `round` rows of w, all of them where they fit, are on
+ * their way to shared memory before the wait, in chunks of 16 bytes that lie apart so that eight rows
+ * are read at once. NORM: one of two products of normalised rows, whose depth is at most NORM. The
+ * code is kept short: a kernel of a step runs once through it, and waits for it. */
+template <class T, int TILES, int NORM>
+__global__ void __launch_bounds__(threads, TILES == 1 ? 2 : 1)
     tiles_kernel(const T *x, const __grid_constant__ Products<T> products, int rows, int depth,
-                 float eps, bool ahead) {
+                 int round, float eps, bool ahead) {
     await_previous(ahead);
-    constexpr int N = Vec<T>::size, R = 8 * TILES, COLUMNS = tile_columns, pitch = COLUMNS + 4;
-    constexpr int steps = ND_STEP_COLUMNS / 16 / warps; /* of a warp, at most */
-    const Product<T> &p = products.of[blockIdx.x >= products.of[1].first_block];
-    const T *w = p.w;
+    constexpr int N = Vec<T>::size, R = 8 * TILES, COLUMNS = tile_columns<(NORM > 0)>;
+    constexpr int chunks = COLUMNS / N, pitch = COLUMNS + 4;
+    const Product<T> &p = products.of[NORM && blockIdx.x >= products.of[1].first_block];
     const int64_t columns = p.columns;
     extern __shared__ float4 shared[];
     float *sums = (float *)shared; /* [warps][R][pitch], after the products */
-    T *xs = (T *)shared;           /* [R][depth + 16], before */
-    T *scales = xs + R * (depth + 16);
+    T *ws = (T *)shared;           /* [round][COLUMNS], before */
+    T *xs = ws + round * COLUMNS;  /* [rows][depth + 8] */
+    float2 *statistics = (float2 *)(xs + rows * (depth + 8)); /* NORM: [rows] */
     const int tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32, group = lane / 4;
-    const int64_t first = (int64_t)(blockIdx.x - p.first_block) * COLUMNS,
-                  column = first + group * 4;
-    const int begin = warp * 16 + tid % 4 * 4; /* the lane's first row of w */
-    uint2 loaded[steps][4];
-#pragma unroll
-    for (int s = 0; s < steps; s++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int k = begin + s * 16 * warps;
-            loaded[s][i] = {};
-            if (k < depth && column < columns) {
-                loaded[s][i] = checked((const uint2 *)(w + (k + i) * columns + column));
-            }
+    const int64_t first = (int64_t)(blockIdx.x - p.first_block) * COLUMNS;
+    auto place = [&](int k, int chunk) {
+        return shared_address(ws + (k * chunks + (chunk ^ k * chunks / 8 % chunks)) * N);
+    };
+    auto fetch = [&](int base) {
+#pragma unroll 1
+        for (int i = tid; i < round * chunks; i += threads) {
+            const int k = i / chunks, chunk = i % chunks;
+            const int64_t column = first + chunk * N;
+            const bool inside = base + k < depth && column < columns;
+            copy_async16(place(k, chunk), p.w + (inside ? (base + k) * columns + column : 0),
+                         inside);
         }
+    };
+    fetch(0);
+    /* The thread's results are of one column. */
+    const int64_t result_column = first + tid % COLUMNS;
+    T bias = {}, residual = {};
+    if (p.finish.b && result_column < columns) {
+        bias = checked((const T *)p.finish.b + result_column);
     }
-    stage_scales(p, scales, depth);
+    const int own = tid * 2; /* the thread normalises two columns */
+    T norm_w[2] = {}, norm_b[2] = {};
+    if (NORM && own < depth) {
+        memcpy(norm_w, &checked((const uint32_t *)(p.norm_w + own)), sizeof norm_w);
+        memcpy(norm_b, &checked((const uint32_t *)(p.norm_b + own)), sizeof norm_b);
+    }
     if (ahead) {
         await_previous();
     }
-    constexpr int own = ceil_div(R, warps), vectors = ND_STEP_COLUMNS / 32 / N;
-    Vec<T> parts[own][vectors];
+    if constexpr (NORM) {
+        static_assert(NORM <= 2 * threads);
+#pragma unroll 1
+        for (int row = warp; row < rows; row += warps) {
+            Vec<T> parts[NORM / 32 / N];
+            load_row(x + row * depth, depth, 32, lane, parts);
+            float2 of_row;
+            row_statistics<32>(parts, depth, lane, eps, of_row.x, of_row.y);
+            if (lane == 0) {
+                statistics[row] = of_row;
+            }
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int row = 0; row < rows && own < depth; row++) {
+            const float2 of_row = statistics[row];
+            T of_x[2];
+            memcpy(of_x, &checked((const uint32_t *)(x + row * depth + own)), sizeof of_x);
 #pragma unroll
-    for (int i = 0; i < own; i++) {
-        const int row = warp + i * warps;
-        load_row(x + row * depth, row < rows ? depth : 0, 32, lane, parts[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < own; i++) {
-        if (warp + i * warps < R) {
-            normalize_row(parts[i], scales, xs + (warp + i * warps) * (depth + 16), depth, lane,
-                          eps);
+            for (int i = 0; i < 2; i++) {
+                xs[row * (depth + 8) + own + i] =
+                    normalized(of_x[i], norm_w[i], norm_b[i], of_row.x, of_row.y);
+            }
+        }
+    } else {
+        static_assert(R * COLUMNS <= threads, "a thread has one result");
+#pragma unroll 1
+        for (int row = 0; row < rows; row++) {
+#pragma unroll 1
+            for (int k = tid * N; k < depth; k += threads * N) {
+                copy_async16(shared_address(xs + row * (depth + 8) + k), x + row * depth + k, true);
+            }
+        }
+        if (p.finish.r && tid < rows * COLUMNS && result_column < columns) {
+            residual = checked((const T *)p.finish.r + tid / COLUMNS * columns + result_column);
         }
     }
-    __syncthreads();
 
-    float acc[2][TILES][4] = {};
+    float acc[COLUMNS / 16][TILES][4] = {};
+#pragma unroll 1
+    for (int base = 0; base < depth; base += round) {
+        if (base > 0) {
+            __syncthreads();
+            fetch(base);
+        }
+        copy_async_commit();
+        copy_async_wait<0>();
+        __syncthreads();
+#pragma unroll 2
+        for (int k = warp * 16; k < round && base + k < depth; k += 16 * warps) {
+            uint32_t of_x[TILES][2];
 #pragma unroll
-    for (int s = 0; s < steps; s++) {
-        const int k = begin + s * 16 * warps;
-        const uint2(&of)[4] = loaded[s];
-        const uint32_t left[4] = {
-            __byte_perm(of[0].x, of[1].x, 0x5410), __byte_perm(of[0].x, of[1].x, 0x7632),
-            __byte_perm(of[2].x, of[3].x, 0x5410), __byte_perm(of[2].x, of[3].x, 0x7632)};
-        const uint32_t right[4] = {
-            __byte_perm(of[0].y, of[1].y, 0x5410), __byte_perm(of[0].y, of[1].y, 0x7632),
-            __byte_perm(of[2].y, of[3].y, 0x5410), __byte_perm(of[2].y, of[3].y, 0x7632)};
-#pragma unroll
-        for (int i = 0; i < TILES && (s * warps + warp) * 16 < depth; i++) {
-            uint2 of_x = {};
-            if (k < depth) {
-                of_x = *(const uint2 *)(xs + (8 * i + group) * (depth + 16) + k);
+            for (int i = 0; i < TILES; i++) {
+                const int row = min(8 * i + group, rows - 1); /* those beyond are not used */
+                const T *from = xs + row * (depth + 8) + base + k + tid % 4 * 2;
+                of_x[i][0] = *(const uint32_t *)from;
+                of_x[i][1] = base + k + 8 < depth ? *(const uint32_t *)(from + 8) : 0;
             }
-            multiply_add<T>(acc[0][i], left, of_x.x, of_x.y);
-            multiply_add<T>(acc[1][i], right, of_x.x, of_x.y);
+#pragma unroll
+            for (int j = 0; j < COLUMNS / 16; j++) {
+                uint32_t of_w[4];
+                load_matrices_transposed(of_w,
+                                         place(k + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2));
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    multiply_add<T>(acc[j][i], of_w, of_x[i][0], of_x[i][1]);
+                }
+            }
         }
     }
-    __syncthreads(); /* xs is read */
+    __syncthreads(); /* ws and xs are read */
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < COLUMNS / 16; j++) {
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++) {
-            const int row = i / 2 * 8 + 2 * (tid % 4) + i % 2;
-            *(float2 *)(sums + (warp * R + row) * pitch + group * 4 + 2 * j) =
-                make_float2(acc[j][i / 2][i % 2], acc[j][i / 2][2 + i % 2]);
+        for (int i = 0; i < 4 * TILES; i++) {
+            const int row = i / 4 * 8 + tid % 4 * 2 + i % 2;
+            if (row < rows) {
+                sums[(warp * R + row) * pitch + j * 16 + i % 4 / 2 * 8 + group] =
+                    acc[j][i / 4][i % 4];
+            }
         }
     }
     __syncthreads();
-    for (int result = tid; result < rows * COLUMNS; result += threads) {
-        const int row = result / COLUMNS, at = result % COLUMNS;
-        if (first + at < columns) {
-            float sum = 0.0f;
+#pragma unroll 1
+    for (int result = tid; result < rows * COLUMNS && result_column < columns; result += threads) {
+        const int row = result / COLUMNS;
+        float sum = 0.0f;
 #pragma unroll
-            for (int s = 0; s < warps; s++) {
-                sum += sums[(s * R + row) * pitch + at];
-            }
-            put<T>(p.finish, row, first + at, columns,
-                   sum + to_float(checked((const T *)p.finish.b + first + at)));
+        for (int s = 0; s < warps; s++) {
+            sum += sums[(s * R + row) * pitch + tid % COLUMNS];
         }
+        put<T>(p.finish, row, result_column, columns, sum + (to_float(bias) + to_float(residual)));
     }
+}
+
+template <class T, int TILES, int NORM>
+nd_status tiles(const char *op, int device, const nd_array *x, Products<T> products, double eps,
+                bool ahead) {
+    const int rows = (int)x->shape[0], depth = (int)x->shape[1], R = 8 * TILES;
+    constexpr int COLUMNS = tile_columns<(NORM > 0)>;
+    unsigned blocks = 0;
+    for (Product<T> &p : products.of) {
+        p.first_block = blocks;
+        blocks += (unsigned)ceil_div<int64_t>(p.columns, COLUMNS);
+    }
+    const size_t sums = sizeof(float) * warps * R * (COLUMNS + 4);
+    const size_t of_x = rows * (sizeof(T) * (depth + 8) + sizeof(float2));
+    /* Whole steps of all warps, so that the sums do not depend on the memory of a block. */
+    const size_t row = sizeof(T) * COLUMNS, step = 16 * warps;
+    const size_t fit = (cuda_device_limits(device)->block_shared - of_x) / row / step * step;
+    const size_t all = ceil_div<size_t>(depth, 16) * 16, round = all < fit ? all : fit;
+    return cuda_launch(op, device, tiles_kernel<T, TILES, NORM>, blocks, threads,
+                       std::max(round * row + of_x, sums), data_of<T>(x), products, rows, depth,
+                       (int)round, (float)eps, ahead);
 }
 
 template <class T, int ROWS, bool NORM>
@@ -445,23 +515,11 @@ nd_status few(const char *op, int device, const nd_array *x, Products<T> product
                                (int)ceil_div<int64_t>(vectors, wide_lanes), ahead);
         }
     }
-    return launch(Constant<2>());
-}
-
-template <class T, int TILES>
-nd_status tiles(const char *op, int device, const nd_array *x, Products<T> products, double eps,
-                bool ahead) {
-    const int depth = (int)x->shape[1], R = 8 * TILES;
-    unsigned blocks = 0;
-    for (Product<T> &p : products.of) {
-        p.first_block = blocks;
-        blocks += (unsigned)ceil_div<int64_t>(p.columns, tile_columns);
+    if constexpr (sizeof(T) == 2) {
+        return tiles<T, 1, 0>(op, device, x, products, eps, ahead);
+    } else {
+        return launch(Constant<2>());
     }
-    const size_t normalised = sizeof(T) * (R * (depth + 16) + 2 * depth);
-    const size_t sums = sizeof(float) * warps * R * (tile_columns + 4);
-    return cuda_launch(op, device, tiles_kernel<T, TILES>, blocks, threads,
-                       normalised > sums ? normalised : sums, data_of<T>(x), products,
-                       (int)x->shape[0], depth, (float)eps, ahead);
 }
 
 nd_status few_rows(const char *op, int device, const nd_array *x, const nd_array *w,
@@ -535,20 +593,28 @@ nd_status cuda_decode_projections(int device, const decode_projections_args *a) 
                            data_of<T>(a->norm_b2)}}};
         const int64_t rows = a->x->shape[0];
         if constexpr (sizeof(T) == 2) {
-            if (rows > few_linear_rows) {
-                auto run = rows <= 8 ? tiles<T, 1> : rows <= 16 ? tiles<T, 2> : tiles<T, 4>;
-                return run(op, device, a->x, p, a->eps, ahead);
-            }
-        }
-        nd_array x = *a->x;
-        for (int64_t left = rows; left > 0; left -= few_linear_rows) {
-            x.shape[0] = left < few_linear_rows ? left : few_linear_rows;
-            auto run = left == 1 ? few<T, 1, true> : left == 2 ? few<T, 2, true> : few<T, 4, true>;
-            ND_TRY(run(op, device, &x, p, a->eps, ahead));
-            x.data = data_of<T>(&x) + few_linear_rows * x.shape[1];
-            for (Product<T> &product : p.of) {
-                product.finish.y =
-                    (T *)product.finish.y + few_linear_rows * product.finish.y_stride;
+            auto of_depth = [&](auto most) {
+                constexpr int NORM = decltype(most)::get;
+                return rows <= 8    ? tiles<T, 1, NORM>
+                       : rows <= 16 ? tiles<T, 2, NORM>
+                                    : tiles<T, 4, NORM>;
+            };
+            auto run = a->x->shape[1] <= 512 ? of_depth(Constant<512>())
+                                             : of_depth(Constant<ND_STEP_COLUMNS>());
+            return run(op, device, a->x, p, a->eps, ahead);
+        } else {
+            nd_array x = *a->x;
+            for (int64_t left = rows; left > 0; left -= few_linear_rows) {
+                x.shape[0] = left < few_linear_rows ? left : few_linear_rows;
+                auto run = left == 1   ? few<T, 1, true>
+                           : left == 2 ? few<T, 2, true>
+                                       : few<T, 4, true>;
+                ND_TRY(run(op, device, &x, p, a->eps, ahead));
+                x.data = data_of<T>(&x) + few_linear_rows * x.shape[1];
+                for (Product<T> &product : p.of) {
+                    product.finish.y =
+                        (T *)product.finish.y + few_linear_rows * product.finish.y_stride;
+                }
             }
         }
         return ND_OK;

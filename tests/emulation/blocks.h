@@ -7,9 +7,10 @@
 static std::map<unsigned, std::deque<std::vector<std::function<void()>>>> copies;
 
 uint32_t shared_address(const void *pointer) {
-    return (uint32_t)((const char *)pointer - (const char *)SHARED);
+    return emulated::BASE + (uint32_t)((const char *)pointer - (const char *)SHARED);
 }
 void copy_async16(uint32_t to, const void *from, bool inside) {
+    to -= emulated::BASE;
     if (to % 16 || (uintptr_t)from % 16 || to + 16 > sizeof SHARED) {
         emulated::fail("a copy that does not begin at 16 bytes, or outside of shared memory");
         return;
@@ -40,6 +41,7 @@ nd_status run_blocks(const char *op, int, void (*kernel)(A...), unsigned blocks,
                      size_t, std::enable_if_t<true, A>... arguments) {
     gridDim.x = blocks;
     emulated::failure = NULL;
+    emulated::of_block = (unsigned char *)SHARED;
     emulated::kernel_body = [&] { kernel(arguments...); };
     for (blockIdx.x = 0; blockIdx.x < blocks && !emulated::failure; blockIdx.x++) {
         memset(SHARED, 0xff, sizeof SHARED);

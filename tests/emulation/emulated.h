@@ -173,16 +173,17 @@ inline std::vector<Warp> warps;
 /* ---- shared memory ------------------------------------------------------------------------------- */
 constexpr uint32_t BASE = 4096; /* of its addresses: what is at 0 is a mistake */
 alignas(1024) inline unsigned char memory[232 << 10];
+inline unsigned char *of_block = memory; /* blocks.h has its own */
 
 inline unsigned char *at(uint32_t address, size_t bytes = 1) {
     if (address < BASE || address + bytes > BASE + sizeof memory) {
         fail("an address outside of shared memory");
-        return memory;
+        return of_block;
     }
     if (bytes <= 16 && address % bytes != 0) {
         fail("an address that is not aligned");
     }
-    return memory + (address - BASE);
+    return of_block + (address - BASE);
 }
 
 /* The copy engine and wgmma swizzle rows of 128 bytes by bits 7 to 9 of the address, of 32 by 7. */

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "n, k, m",
     [(1, 8, 8), (2, 264, 72), (3, 512, 24), (4, 1288, 16)]
-    + [(1, 8, 384), (2, 200, 1000), (4, 72, 520)],  # several tiles a block
+    + [(1, 8, 384), (2, 200, 1000), (4, 72, 520)]  # several tiles a block
+    + [(1, 7288, 24), (4, 7688, 16)],  # more of w than shared memory has room for
 )
 def test_output(compiled, n, k, m, is_half):
     x, w, b, r = drawn(is_half, ((n, k), 1), ((k, m), k**-0.5), ((m,), 1), ((n, m), 1))
