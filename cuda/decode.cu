@@ -311,66 +311,67 @@ nd_status decode(int device, const decode_attention_args *a, Decode s, int64_t h
 }
 
 /* ---- the next token -------------------------------------------------------------------------- */
-struct Best {
-    float value;
-    int32_t at; /* -1: something is NaN or inf */
-};
-
-__device__ __forceinline__ Best better(Best a, Best b) {
-    if (a.at < 0 || b.at < 0) {
-        return {a.value, -1};
-    }
-    const bool second = b.value > a.value || (b.value == a.value && b.at < a.at);
-    return second ? b : a;
-}
-
-__device__ __forceinline__ Best warp_best(Best best) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        Best other;
-        other.value = __shfl_xor_sync(0xffffffffu, best.value, offset);
-        other.at = __shfl_xor_sync(0xffffffffu, best.at, offset);
-        best = better(best, other);
-    }
-    return best;
-}
-
 constexpr int greedy_threads = 1024;
 
+/* Over the block, for all threads; each call has a `parts` of its own. */
+template <class V, class Op> __device__ __forceinline__ V block_wide(V v, V (&parts)[32], Op op) {
+    v = warp_reduce(v, op);
+    if (threadIdx.x % 32 == 0) {
+        parts[threadIdx.x / 32] = v;
+    }
+    __syncthreads();
+    return warp_reduce(parts[threadIdx.x % 32], op);
+}
+
+/* A thread knows the largest logit of its vectors, and the vector; those whose is the largest of all
+ * find its place. NaN is the largest. */
 template <class T, int N>
 __global__ void __launch_bounds__(greedy_threads)
     decode_greedy_kernel(const T *logits, int64_t vocabulary, int32_t *tokens, int32_t *positions) {
     await_previous();
-    __shared__ Best warps[32];
+    constexpr int unroll = 4, stride = greedy_threads * N;
+    __shared__ float tops[32];
+    __shared__ int firsts[32];
     const T *row = logits + blockIdx.x * vocabulary;
-    Best best = {-INFINITY, 0x7fffffff};
-    bool drawable = true;
-    for (int64_t i = (int64_t)threadIdx.x * N; i < vocabulary; i += greedy_threads * N) {
-        float x[N];
-        to_floats<T>(load_dims<T, N>(row + i, 0, 1), x);
+    auto larger = [](float a, float b) { return a > b || a != a ? a : b; };
+    float top = -INFINITY;
+    int64_t at = 0;
+    for (int64_t base = (int64_t)threadIdx.x * N; base < vocabulary; base += unroll * stride) {
+        Dims<T, N> loaded[unroll];
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            const float value = x[k];
-            drawable = drawable && value < INFINITY;
-            if (value > best.value) {
-                best = {value, (int32_t)(i + k)};
+        for (int u = 0; u < unroll; u++) {
+            const int64_t i = base + u * stride;
+            loaded[u] = load_dims<T, N>(row + (i < vocabulary ? i : base), 0, 1);
+        }
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            float x[N];
+            to_floats<T>(loaded[u], x);
+            float highest = x[0];
+#pragma unroll
+            for (int k = 1; k < N; k++) {
+                highest = larger(highest, x[k]);
+            }
+            if (highest > top || highest != highest) {
+                top = highest;
+                at = base + u * stride;
             }
         }
     }
-    if (!drawable) {
-        best.at = -1;
-    }
-    best = warp_best(best);
-    if ((threadIdx.x & 31) == 0) {
-        warps[threadIdx.x >> 5] = best;
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        best = warp_best(warps[threadIdx.x]);
-        if (threadIdx.x == 0) {
-            tokens[blockIdx.x] = best.value > -INFINITY ? best.at : -1;
-            positions[blockIdx.x] += 1;
+    const float of_all = block_wide(top, tops, larger);
+    int first = 0x7fffffff;
+    if (top == of_all) {
+        float x[N];
+        to_floats<T>(load_dims<T, N>(row + at, 0, 1), x);
+#pragma unroll
+        for (int k = N - 1; k >= 0; k--) {
+            first = x[k] == of_all ? (int)at + k : first;
         }
+    }
+    first = block_wide(first, firsts, [](int a, int b) { return a < b ? a : b; });
+    if (threadIdx.x == 0) {
+        tokens[blockIdx.x] = of_all > -INFINITY && of_all < INFINITY ? first : -1;
+        positions[blockIdx.x] += 1;
     }
 }
 
