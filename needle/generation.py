@@ -33,7 +33,7 @@ import numpy as np
 from needle import _C, nn
 from needle._C import Device, NDArray
 from needle.autograd import Tensor, no_grad
-from needle.backend_ndarray import array, full, zeros
+from needle.backend_ndarray import array, empty, full, zeros
 from needle.data.tokenizer import Tokenizer, load_tokenizer
 from needle.ops.attention import qkv_parts
 from needle.ops.random import new_state
@@ -469,9 +469,8 @@ class CachedLayer(NamedTuple):
         _C.rotary(packed, cos[:time], sin[:time], 2, 1.0)
         q, k, v = qkv_parts(packed)
         for kept, new in (keys, k), (values, v):
-            # Zeros: positions after a row's are never read, but copied with the prompts.
             shape = batch, heads, self.cache.capacity, size
-            kept[self.i] = zeros(shape, packed.dtype, packed.device)
+            kept[self.i] = empty(shape, packed.dtype, packed.device)  # read where it was written
             kept[self.i][:, :, :time] = new.permute((0, 2, 1, 3))
         _C.attention_fwd(q, k, v, scale, 1, into)
 
