@@ -46,14 +46,14 @@ static bool chosen, floats_chosen, pairs_chosen, tiles_chosen;
 void cpu_panels_setup(void) {
     const char *asked = getenv("NEEDLE_CPU_PRODUCTS");
     asked = asked == NULL ? "" : asked;
+    bool plain = strcmp(asked, "avx512") == 0, pairs = strcmp(asked, "avx512_bf16") == 0;
     chosen = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && strcmp(asked, "blas") != 0;
-    floats_chosen = chosen && (__builtin_cpu_is("intel") || strncmp(asked, "avx512", 6) == 0);
-    bool faster = __builtin_cpu_is("amd") && strcmp(asked, "avx512") != 0;
+    floats_chosen =
+        chosen && (__builtin_cpu_is("intel") || plain || pairs || strcmp(asked, "avx512_amx") == 0);
     pairs_chosen = chosen && __builtin_cpu_supports("avx512bf16") &&
-                   (faster || strcmp(asked, "avx512_bf16") == 0);
-    bool others = strcmp(asked, "avx512") == 0 || strcmp(asked, "avx512_bf16") == 0;
-    tiles_chosen = chosen && !others && tiles_granted();
+                   (pairs || (__builtin_cpu_is("amd") && !plain));
+    tiles_chosen = chosen && !plain && !pairs && tiles_granted();
 }
 
 bool cpu_panels_take(nd_dtype dtype, int64_t m) {

@@ -206,6 +206,7 @@ def test_other_bits_have_another_name(results):
     """Resumed runs and ranks compare this name, to see that products differ."""
     of_path(results, "avx512")  # else there is but one way
     found = {}
+    assert results("avx512_other", 1)["detail"] == results("no word of these", 1)["detail"]
     for path in (*PATHS, "no word of these"):
         of = results(path, 1)
         said = str(of.pop("detail"))
