@@ -48,7 +48,7 @@ from needle.files import beside, named, read_json, user_folder
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
-FORMAT = "5"
+FORMAT = "6"
 
 
 @dataclass

@@ -30,6 +30,8 @@ from needle.processes import terminal_bar
 CHUNK = 1 << 20  # characters of a document that are tokenised as one
 # Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
 GROUP = 1 << 22
+# Up to a space between two characters that are none, where the usual pre-tokenizers cut too.
+WORDS = re.compile(r".*\S(?= \S)", re.DOTALL)
 SKIP = "`needle data prepare --skip-bad-lines` leaves such lines out"
 # What a document is that has no text.
 EMPTY, BAD_LINE = "empty document(s)", "bad line(s)"
@@ -106,13 +108,16 @@ def documents_in(file: TextFile, field: str) -> Iterator[tuple[str, Any, Iterabl
 
 
 def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
-    """Cut the document that `texts` make together into parts of at most CHUNK characters, after
-    the last line break of each, if there is one. An empty document gives nothing."""
+    """Cut the document that `texts` make together into parts of at most CHUNK characters: before
+    the last word, else after the last line break, else anywhere. An empty document gives
+    nothing."""
     held = ""
     for text in texts:
         held, start = held + text, 0
         while len(held) - start > CHUNK:
-            end = held.rfind("\n", start, start + CHUNK) + 1 or start + CHUNK
+            words = WORDS.match(held, start, start + CHUNK)
+            end = words.end() if words else held.rfind("\n", start, start + CHUNK) + 1
+            end = end or start + CHUNK
             yield held[start:end], False
             start = end
         held = held[start:]
