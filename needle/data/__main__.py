@@ -17,13 +17,14 @@ from needle.data import megatron
 from needle.data.kinds import text_files, text_kind
 from needle.data.readers import open_tokens
 from needle.data.runs import open_run_data
-from needle.data.text import documents, tokenise
-from needle.data.tokenizer import id_limit, load_tokenizer
+from needle.data.text import documents, encode_texts, tokenise
+from needle.data.tokenizer import Tokenizer, id_limit, load_tokenizer
 from needle.data.tokens import DataError, Documents, to_ids
 from needle.files import named, naming, printable, replacing
 from needle.processes import program, unwound_by_sigterm
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, in 64 stretches spread over the file
+FIRST = 32  # ids that it shows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     text = "what a file holds: kind, tokens, documents, range of the ids, the first of them"
     add = commands.add_parser("inspect", help=text).add_argument
     add("file", metavar="FILE", help="whatever --data of needle train takes")
-    add("--tokenizer", metavar="PATH", help="show the beginning as text too")
+    add("--tokenizer", metavar="PATH", help="show the beginning as ids and as text")
 
     add = commands.add_parser("view", help="the exact batch of a training step").add_argument
     add("run", metavar="RUN", help="the folder of a run")
@@ -103,8 +104,9 @@ def prepare(
 
 def show_file(file: str, tokenizer: str | None) -> None:
     data = open_tokens(file)
+    model = None if tokenizer is None else load_tokenizer(tokenizer)
     if data is None:
-        show_text(Path(file))
+        show_text(Path(file), model)
         return
     print(wrapped(data.source))
     for name, tokens in (("to train on", data.train), ("held out", data.held_out)):
@@ -122,21 +124,29 @@ def show_file(file: str, tokenizer: str | None) -> None:
         ids = to_ids(tokens.read(*[(start, start + length) for start in starts]))
         of = f" (in {SCANNED:,} of them)" if len(tokens) > SCANNED else ""
         print(f"    ids: {ids.min():,} to {ids.max():,}{of}")
-    first = to_ids(data.train[:32])
-    print(wrapped(f"begins: {' '.join(map(str, first))}"))
-    if tokenizer is not None:
-        print(repr(load_tokenizer(tokenizer).decode(first.tolist(), skip_special_tokens=False)))
+    known = None if model is None else id_limit(model)
+    first = data.train.read((0, min(FIRST, len(data.train))), vocab_size=known)
+    show_beginning(first.tolist(), model)
 
 
-def show_text(path: Path) -> None:
-    files, count, size = text_files(path), 0, 0
+def show_text(path: Path, model: Tokenizer | None) -> None:
+    files, count, size, begins = text_files(path), 0, 0, ""
     for text, last in documents(files):
+        begins = begins or text[:1000]
         count, size = count + last, size + len(text.encode())
     text = (
         f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
         f"{len(files):,} file(s)"
     )
     print(wrapped(text))
+    if model is not None:
+        show_beginning(encode_texts(model, [begins])[0].ids[:FIRST], model)
+
+
+def show_beginning(ids: list[int], model: Tokenizer | None) -> None:
+    print(wrapped(f"begins: {' '.join(map(str, ids))}"))
+    if model is not None:
+        print(repr(model.decode(ids, skip_special_tokens=False)))
 
 
 # ---- view --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from harness import naming
 from token_files import TEXTS, json_lines, write_megatron
 
 from needle.checkpoint import Checkpoint, list_checkpoints
-from needle.data import Prefetch, __main__, megatron, open_run_data
+from needle.data import Prefetch, __main__, load_tokenizer, megatron, open_run_data
 from needle.data.text import train_tokenizer
 from needle.models import pythia
 
@@ -76,8 +76,19 @@ def test_inspect(tmp_path, inputs, capsys):
     size = sum(len(text.encode()) for text in TEXTS[:30])
     said = f"a.jsonl: JSON lines: 30 documents, {size:,} bytes of UTF-8 in 1 file(s)"
     assert said in " ".join(capsys.readouterr().out.split())
-    assert __main__.main(["inspect", str(tmp_path / "nothing")]) == 1
-    assert "no such file" in capsys.readouterr().err
+    assert __main__.main(["inspect", inputs[0], *tokenizer]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\nbegins: (\d+\s+)+'document 0: ", out), out
+    ids = [int(word) for word in re.search(r"begins: ([\d\s]+)", out)[1].split()]
+    assert ids == load_tokenizer(tokenizer[1]).encode(TEXTS[0]).ids[:32]
+    np.save(tmp_path / "other.npy", [5, -100, 300])
+    for file, more, said in (
+        ("nothing", [], "no such file"),
+        ("a.jsonl", ["--tokenizer", "nothing.json"], "nothing.json: no such tokenizer file"),
+        ("other.npy", tokenizer, "offset 136: id -100 is outside the vocabulary of 300"),
+    ):
+        assert __main__.main(["inspect", str(tmp_path / file), *more]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_inspect_tells_the_range_of_ids_and_the_sizes_of_documents(tmp_path, monkeypatch, capsys):
