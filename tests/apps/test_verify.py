@@ -447,6 +447,7 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
             assert found == code and (says is None or re.search(says, " ".join(err.split()))), err
     wrong = [["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"]]
     wrong += [["--launch", "'"], ["--name", "b"], ["--out", "x"], ["--resume", "auto"]]
+    wrong += [["--seed", "1"]]
     for words in wrong:
         with naming(words), pytest.raises(SystemExit, match="2"):
             verify.main([str(folder), *words])

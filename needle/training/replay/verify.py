@@ -372,7 +372,10 @@ def parser() -> argparse.ArgumentParser:
 @reporting("needle verify")
 @unwound_by_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
-    args, flags = parse_beside(parser(), argv)
+    top = parser()
+    args, flags = parse_beside(top, argv)
+    if args.seed is not None and args.sample is None:
+        top.error("argument --seed: needs --sample")
     args.seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     claims = Claims(args.run, passed_on(flags))
     intervals = intervals_of(claims, args)
