@@ -51,6 +51,7 @@ from needle.training.settings import (
     decay_steps,
     located,
     parse,
+    refuse_flag,
     resumed,
 )
 
@@ -218,7 +219,8 @@ def restored(
 
 
 def check(settings: Settings, config: models.Config, device: Device) -> None:
-    """Raise ValueError for what the model or the device cannot do."""
+    """Raise ValueError for what the model or the device cannot do; refuse flags that exclude one
+    another."""
     model = config.meta_model(device)
     if settings.recompute and model.recompute is None:
         raise ValueError(f"--recompute: a {type(model).__name__} cannot compute layers again")
@@ -226,7 +228,7 @@ def check(settings: Settings, config: models.Config, device: Device) -> None:
         name = type(model).__name__
         raise ValueError(f"--context-parallel: sequences of a {name} cannot be shared among ranks")
     if settings.graph and settings.context_parallel > 1:
-        raise ValueError("--graph: not together with --context-parallel: leave it out")
+        refuse_flag("graph", "not allowed with argument --context-parallel")
     if settings.fp8:
         model.use_fp8()
 

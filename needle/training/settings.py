@@ -451,6 +451,10 @@ def check_new(given: Settings) -> None:
     """End the program with exit code 2 for flags that no new run has together."""
     _need(given, "window", "sparse")
     _need(given, "keep_optimizer", "keep")
+    if given.init is None:  # with which a tokenizer may lie
+        _need(given, "end_of_text", "tokenizer")
+    if given.decay_share is not None and given.schedule != "wsd":
+        refuse_flag("decay_share", "needs --schedule wsd")
     if given.config and given.model:
         refuse_flag("config", "not allowed with argument --model")
 
@@ -577,8 +581,6 @@ def _check(settings: Settings) -> None:
     """Raise ValueError for a warmup longer than the run, and for micro-batches that products in FP8
     do not take. A constant rate has no end to reach, so such a run may stop within its warmup."""
     warmup, steps, context = settings.warmup, settings.steps, settings.context_parallel
-    if settings.schedule != "wsd" and settings.decay_share is not None:
-        raise ValueError("--decay-share: needs --schedule wsd")
     if settings.schedule == "wsd" and warmup + decay_steps(settings) > steps:
         raise ValueError(
             f"--warmup {warmup}: with {decay_steps(settings)} steps of decay "

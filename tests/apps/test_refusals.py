@@ -50,6 +50,8 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
         # With nothing to resume, auto begins a new run.
         (f"{new} --window 70 --resume auto", "argument --window: needs --sparse"),
         (f"{new} --keep-optimizer --recipe pythia", "argument --keep-optimizer: needs --keep"),
+        (f"{new} --decay-share 0.5", "argument --decay-share: needs --schedule wsd"),
+        (f"{new} --end-of-text e", "argument --end-of-text: needs --tokenizer"),
     ):
         with naming(words):
             with pytest.raises(SystemExit, match="2"):
@@ -90,7 +92,6 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
         (tokens, "--fp8 --seq-len 12", "--seq-len 12, the tokens of a rank's micro-batch, must be"),
         (tokens, "--context-parallel 2", "1 cannot be cut into such groups"),
         (tokens, "--warmup 7", "--warmup 7: the run has 6 steps, and its warmup must be 0 to 6 of"),
-        (tokens, "--decay-share 0.5", "--decay-share: needs --schedule wsd"),
         (tokens, "--schedule wsd --warmup 6", "--warmup 6: with 1 steps of decay .* the run's 6"),
         (tokens, "--recipe pythia --batch-size 3", "--batch-size 3 cannot make the 1,024 sequenc"),
         (tokens, "--device cuda:63", re.escape(f"needle train: device cuda:63: {why}\n")),
@@ -123,7 +124,7 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
         ("texts", "--vocab-size 256: the tokenizer has 257 tokens", "--vocab-size 256"),
         ("texts", "vocabulary is 64, but the tokenizer has 262", f"{init} --tokenizer {small}"),
         ("texts", "not a tokenizer.json", "--tokenizer", texts / "00.txt"),
-        ("texts", "--end-of-text: is for a tokenizer that is given", "--end-of-text e"),
+        (tokens, "--end-of-text: is for a tokenizer that is given", f"{init} --end-of-text e"),
     ):
         argv = flags(tmp_path, tmp_path / name, "a", *more)
         assert train_pythia.main(without(argv, "--model") if "--init" in argv else argv) == 1
@@ -132,7 +133,7 @@ def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, m
         shutil.rmtree(tmp_path / "runs" / "a", ignore_errors=True)  # of ids that a batch shows
 
 
-def test_what_a_model_or_its_ranks_cannot_do_is_named():
+def test_what_a_model_or_its_ranks_cannot_do_is_named(capsys):
     model = SimpleNamespace(recompute=None, shares=False)
     plain = SimpleNamespace(meta_model=lambda device: model)
     for given, said in (
@@ -142,8 +143,10 @@ def test_what_a_model_or_its_ranks_cannot_do_is_named():
         with pytest.raises(ValueError, match=said):
             train_pythia.check(complete(Settings(**given), False, 2), plain, ndl.cpu())
     model.shares, given = True, complete(Settings(graph=True, context_parallel=2), False, 2)
-    with pytest.raises(ValueError, match="--graph: not together with --context-parallel"):
+    with pytest.raises(SystemExit, match="2"):
         train_pythia.check(given, plain, ndl.cpu())
+    said = "argument --graph: not allowed with argument --context-parallel\n"
+    assert capsys.readouterr().err.endswith(said)
     rank = Place(1, 2, 1, 2, "mpirun")
     with pytest.raises(ValueError, match="of its own: .*, needle supervise -- mpirun"):
         train_pythia.join(parse(["--supervise"]), [], rank, Path("train.py"))
