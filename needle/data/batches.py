@@ -96,7 +96,8 @@ class Batches:
                 raise ValueError(
                     f"Batches: {name} must be 1 or more, a whole number, but is {size!r}"
                 )
-        tokens = in_memory(tokens.train if isinstance(tokens, TokenData) else tokens)
+        source = tokens.source if isinstance(tokens, TokenData) else None
+        tokens = in_memory(tokens.train if source else tokens)
         self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
         self.vocab_size = vocab_size
         self.stride, self.passes = seq_len, None
@@ -112,7 +113,7 @@ class Batches:
         self.count = self._count(self.passes)  # samples an epoch
         if len(self) == 0:
             raise DataError(
-                f"{tokens!r}: fewer than one batch of {batch_size} x {seq_len} "
+                f"{source or repr(tokens)}: fewer than one batch of {batch_size} x {seq_len} "
                 "(+ 1); give more text (--data), a smaller batch (--batch-size) or shorter "
                 "sequences (--seq-len)"
             )

@@ -57,7 +57,7 @@ def run_data(
 def run_batches(data: TokenData, described: dict, vocab_size: int | None = None) -> Batches:
     """The micro-batches of a run, from its beginning; ids must lie below `vocab_size`."""
     sizes = (described[name] for name in ("batch_size", "seq_len", "seed", "samples"))
-    return Batches(data.train, *sizes, vocab_size)
+    return Batches(data, *sizes, vocab_size)
 
 
 def open_run_data(
