@@ -90,6 +90,11 @@ def prepare(
         for ids, last in tokenise(files, model, dtype, field, skip_bad_lines):
             file.write(ids)
             size += len(ids)
+            if size > megatron.LONGEST:
+                raise DataError(
+                    f"{prefix}.idx: cannot hold a document of more than {megatron.LONGEST:,} "
+                    "tokens: cut its file, or train on the text itself"
+                )
             if last and size:  # of a text that has no ids there is nothing to say
                 sizes.append(size)
             size = 0 if last else size

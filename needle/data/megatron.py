@@ -37,6 +37,7 @@ TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 ROW_LENGTH = 2049  # Pythia's preshuffled rows
 SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})$")  # after NAME
 BLOCK = 1 << 22  # samples at a time: intermediate arrays stay small
+LONGEST = 2**31 - 1  # ids of a sequence
 SPLIT = (969, 30, 1)  # training, validation, test: GPT-NeoX's default, in thousandths
 
 

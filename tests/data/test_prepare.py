@@ -60,6 +60,9 @@ def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
     monkeypatch.setattr(megatron, "write_index", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit, match="143"):
         run(tmp_path, inputs, "y")
+    monkeypatch.setattr(megatron, "LONGEST", 9)
+    assert run(tmp_path, inputs, "y") == 1
+    assert "y.idx: cannot hold a document of more than 9 tokens" in capsys.readouterr().err
     assert {*tmp_path.rglob("*")} == {*there}
 
 
