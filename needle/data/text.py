@@ -70,7 +70,7 @@ def is_text(path: Path) -> bool:
 
 
 def json_text(line: bytes, where: str, field: str) -> str:
-    """The text in a line of JSON, empty where it is null; where: file and offset, for errors."""
+    """The text in a line of JSON, empty where it is null; where: file and line, for errors."""
     value = None
     try:
         value = json.loads(line)
@@ -95,8 +95,9 @@ def documents_in(file: TextFile, field: str) -> Iterator[tuple[str, Any, Iterabl
         return
     with open_bytes(file.path) as lines:
         end = 0
-        for line in lines:
-            where, end = f"{file.path}: the line at offset {end:,}", end + len(line)
+        for number, line in enumerate(lines, 1):
+            where = f"{file.path}: line {number:,}, at offset {end:,}"
+            end += len(line)
             if not line.strip():
                 continue
             try:

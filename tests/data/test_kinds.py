@@ -66,7 +66,7 @@ REFUSED = [
     *(({"a.dat": content}, NOT_TEXT) for content in (b"\xff\xfe", b"a\0b", BOM)),
     ({"a.txt.gz": pack(b"one" * 99)[:-9]}, "a.txt.gz: cannot be unpacked"),
     ({"caf\udce9.txt": b"some text\n"}, r"\\xe9.*a name that is not UTF-8; rename it"),
-    *(({f"a.{end}": b"{\n{\n"}, "line at offset 0: no obj") for end in (
+    *(({f"a.{end}": b"{\n{\n"}, "line 1, at offset 0: no obj") for end in (
         "jsonl", "ndjson.gz", "JSONL", "jsonl.zst",
     )),
 ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_bad_line_is_named_or_left_out_and_counted(written, tokenizer, capsys):
         said = r"`text` has \\ud800, half of" if b"ud800" in line else other
         path = written({"a.jsonl": b"\n" + good + line + b"\n" + good + line})[0]
         with naming(line[:20]):
-            with pytest.raises(DataError, match=f"the line at offset 18: .*{said}"):
+            with pytest.raises(DataError, match=f"line 3, at offset 18: .*{said}"):
                 open_data(path, tokenizer)
             assert prepare(path, tokenizer)[0] == 1
             error = capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_bad_line_is_named_or_left_out_and_counted(written, tokenizer, capsys):
             assert ("it has body, id: `prepare --field`" in error) is (b"body" in line)
             assert prepare(path, tokenizer, "--skip-bad-lines") == (0, ["good", "good"])
             error = " ".join(capsys.readouterr().err.split())
-            assert f"left out: 2 bad line(s); the first: {path}: the line at offset 18: " in error
+            assert f"left out: 2 bad line(s); the first: {path}: line 3, at offset 18: " in error
 
 
 def test_empty_documents_and_files_that_are_no_text_are_counted(written, tokenizer, capsys):
@@ -164,7 +164,7 @@ def test_empty_documents_and_files_that_are_no_text_are_counted(written, tokeniz
         read(folder, *more)
         error = capsys.readouterr().err
         assert all(len(line) <= 80 or " " not in line.strip() for line in error.splitlines())
-        error, first = " ".join(error.split()), f"{folder / 'a.jsonl'}: the line at offset 0"
+        error, first = " ".join(error.split()), f"{folder / 'a.jsonl'}: line 1, at offset 0"
         assert f"left out: 8 empty document(s); the first: {first} " in error
         said = "2 file(s) that are not UTF-8 or hold zero bytes"
         assert f"{said}; the first: {folder / 'e.png'}" in error
