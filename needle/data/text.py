@@ -83,7 +83,7 @@ def json_text(line: bytes, where: str, field: str) -> str:
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         has = f"; it has {', '.join(value)}: `prepare --field`" if isinstance(value, dict) else ""
         said = f"{where}: no object of JSON with a string as its field `{field}`{has}"
-        raise DataError(f"{said} ({error!r:.80})") from error
+        raise DataError(f"{said} ({type(error).__name__}: {error})") from error
 
 
 def documents_in(file: TextFile, field: str) -> Iterator[tuple[str, Any, Iterable[str]]]:

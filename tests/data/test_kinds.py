@@ -149,6 +149,7 @@ def test_bad_line_is_named_or_left_out_and_counted(written, tokenizer, capsys):
             assert prepare(path, tokenizer)[0] == 1
             error = capsys.readouterr().err
             assert "--skip-bad-lines` leaves such" in error
+            assert ("byte 0xff in position 0" in error) is (line == b"\xff")
             assert ("it has body, id: `prepare --field`" in error) is (b"body" in line)
             assert prepare(path, tokenizer, "--skip-bad-lines") == (0, ["good", "good"])
             error = " ".join(capsys.readouterr().err.split())
