@@ -96,8 +96,12 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         packed = PACKED.match(file.read(4))
         file.seek(0)
         try:
-            if packed:
-                file = (gzip if packed[1] else zstd_module(path)).open(file)
+            if packed and packed[1]:
+                file = gzip.open(file)
+            elif packed:
+                zstd = zstd_module(path)
+                widest = {zstd.DecompressionParameter.window_log_max: 31}  # of zstd --long=31
+                file = zstd.open(file, options=widest)
             yield file
         except Exception as error:  # each library that unpacks has its own
             if isinstance(error, ValueError) or packed is None:

@@ -184,7 +184,9 @@ def test_packed_by_zstandard(written, tokenizer, monkeypatch):
     zstd = pytest.importorskip("backports.zstd")
     frames = b"".join(map(zstd.compress, TWO.splitlines(keepends=True)))
     skipped = b"\x5e\x2a\x4d\x18\x03\0\0\0any"  # a frame that says something else
-    for content in (skipped + frames, frames):
+    packer = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 28})
+    wide = packer.compress(TWO) + packer.flush()  # more than is unpacked unasked
+    for content in (skipped + frames, wide, frames):
         path = written({"a.jsonl.zst": content})[0]
         assert "2 documents" in open_data(path, tokenizer).source
     path.write_bytes(frames[:-1])
