@@ -71,6 +71,8 @@ class Tokenizer:
     @functools.cached_property
     def _opened(self) -> Any:
         package = tokenizers_package()
+        if "tokenizer.json" not in self.files:  # as of slow tokenizers of transformers
+            raise DataError(f"{self.source}: holds no tokenizer: give a tokenizer.json")
         try:
             opened = package.Tokenizer.from_str(self.files["tokenizer.json"])
         except Exception as error:  # the package raises bare Exception
@@ -206,6 +208,4 @@ def _read(path: Path) -> Tokenizer:
         file.seek(0)
         state = json.loads(read_header(file)[0].get("state", "{}")) if is_checkpoint else {}
     files = state.get("text_files", {}) if is_checkpoint else files_in(path.parent, path.name)
-    if "tokenizer.json" not in files:
-        raise DataError(f"{path}: holds no tokenizer: give a tokenizer.json")
     return Tokenizer(files, str(path))

@@ -4,6 +4,7 @@ place that takes one, against the package `tokenizers` itself."""
 import copy
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,7 +115,9 @@ def test_damaged_files_beside_a_tokenizer_are_named(tmp_path):
 
 def test_what_is_no_tokenizer_is_refused_at_once(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
+    slow = SimpleNamespace(save_pretrained=lambda folder: None)  # as ByT5's, without a file of it
     for given, error, said in (
+        (slow, DataError, "the tokenizer: holds no tokenizer: give a tokenizer.json"),
         (3, TypeError, "the path of a tokenizer.json, not 3"),
         (tmp_path / "none", DataError, "none: no such tokenizer file; give a tokenizer.json"),
         (tmp_path, DataError, "tokenizer.json: not a tokenizer.json: "),
