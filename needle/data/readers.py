@@ -53,12 +53,13 @@ FORMAT = "6"
 
 @dataclass
 class TokenData:
-    """Two flat arrays of token ids in files, and what made them."""
+    """Flat arrays of token ids in files, and what made them."""
 
     train: FlatTokens
     held_out: FlatTokens
     source: str  # one line for people: where from, and which kind it was taken for
     tokenizer: Tokenizer | None = field(default=None, repr=False)  # where there is one
+    test: FlatTokens | None = field(default=None, repr=False)  # which GPT-NeoX keeps for a test
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -174,7 +175,8 @@ def _split_documents(tokens: Documents, source: str) -> TokenData:
     first, last = tokens.borders[[end, stop]].tolist()
     train = Documents(tokens.between(0, first).parts, tokens.sizes[:end])
     source += f"; {end:,} to train on in GPT-NeoX's order, {stop - end:,} held out"
-    return TokenData(train, tokens.between(first, last), source)
+    test = tokens.between(last, len(tokens))
+    return TokenData(train, tokens.between(first, last), source, test=test)
 
 
 def hold_out_end(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:

@@ -284,9 +284,9 @@ def evaluate(args: argparse.Namespace) -> Scores:
     with contextlib.redirect_stdout(sys.stderr):  # it says when it tokenises; ours is the result
         opened = data.open_data(args.data, tokenizer=tokenizer)
     print(wrapped(f"{model}\n{opened.source}\n{tokenizer or 'no tokenizer'}"), file=sys.stderr)
-    # Two texts: the held-out tokens do not continue those of training.
-    train, held_out = opened.train, opened.held_out
-    texts = {"all": [train, held_out], "train": [train], "held-out": [held_out]}[args.split]
+    # Texts of their own: the held-out tokens do not continue those of training.
+    kept = {"train": opened.train, "held-out": opened.held_out, "test": opened.test}
+    texts = [text for name, text in kept.items() if text and args.split in ("all", name)]
     left = sum(map(len, texts)) if args.limit is None else args.limit
     parts = []
     for text in texts:

@@ -228,6 +228,15 @@ def test_rows_that_are_preshuffled_are_scored_apart(run, tmp_path, monkeypatch, 
         assert code == 0 and f"tokens          {count}\n" in out, err
 
 
+def test_documents_that_training_keeps_for_a_test_are_scored_with_all(run, tmp_path, capsys):
+    tokens(3000).tofile(tmp_path / "x.bin")
+    with open(tmp_path / "x.idx", "wb") as index:
+        megatron.write_index(index, np.dtype("<u2"), [3] * 1000)
+    for split, counts in ("all", (2907, 90, 3)), ("train", (2907,)), ("held-out", (90,)):
+        code, out, err = command(capsys, run, "--data", tmp_path / "x", f"--json --split {split}")
+        assert code == 0 and json.loads(out)["tokens"] == sum(counts) - len(counts), err
+
+
 def test_errors_are_named(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").mkdir()
