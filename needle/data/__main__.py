@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     text = "a tokenizer.json, to show text too (default: the run's own)"
     add("--tokenizer", metavar="PATH", help=text)
     add("--data", metavar="PATH", help="where its data lie now (default: where they were)")
-    add("--rows", **count, help="show the first N sequences (default: all)")
+    add("--rows", **count, help="the first N sequences alone (default: all)")
     text = "write the ids there as .npy, (sequences, seq_len + 1), instead"
     add("--save", metavar="FILE", help=text)
     return top
@@ -174,12 +174,13 @@ def show_step(args: argparse.Namespace) -> None:
     print(wrapped(text))
     if batches.edits is not None:
         print("of a replay, with its edits: a target without a loss is written as -1 - id")
+    rows = rows[: args.rows]
     if args.save is not None:
         with naming(args.save), open(args.save, "wb") as file:
             np.save(file, rows)
         print(printable(f"written to {args.save}: {rows.dtype} {rows.shape}"))
         return
-    for number, row in enumerate(rows[: args.rows]):
+    for number, row in enumerate(rows):
         print(wrapped(f"---- sequence {number}\n{' '.join(map(str, row))}"))
         if data.tokenizer is not None:
             ids = np.maximum(row, ~row).tolist()

@@ -173,3 +173,5 @@ def test_view_shows_each_step_of_a_run_that_was_killed_and_went_on(
     assert "three" not in capsys.readouterr().out
     assert __main__.main([*view, "30", "--save", str(tmp_path / "rows")]) == 0
     np.testing.assert_array_equal(np.load(tmp_path / "rows"), rows)
+    assert __main__.main([*view, "30", "--rows", "2", "--save", str(tmp_path / "rows")]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "rows"), rows[:2])
