@@ -504,17 +504,22 @@ class Pythia(FactoredWeights, LanguageModel):
 
 
 def sparse_mask(config: PythiaConfig, time: int) -> BlockMask:
-    """The block mask that the configuration describes, for sequences of `time` tokens."""
+    """The block mask that the configuration describes, for sequences of `time` tokens: the corner
+    of that of max_seq_len, so that a query sees the same keys however many tokens follow."""
     window, block = config.sparse_window, config.sparse_block
+    length = max(time, config.max_seq_len)
     if config.sparse_pattern == "local":
-        return BlockMask.local(time, window, block)
-    if config.sparse_pattern == "strided":
-        return BlockMask.strided(time, window, block)
-    if config.sparse_pattern == "global":
-        return BlockMask.global_(time, block, block)
-    if config.sparse_pattern == "dense":
-        return BlockMask.dense(time, block)
-    return BlockMask.mixed(time, window=window, n_global=block, block=block)
+        whole = BlockMask.local(length, window, block)
+    elif config.sparse_pattern == "strided":
+        whole = BlockMask.strided(length, window, block)
+    elif config.sparse_pattern == "global":
+        whole = BlockMask.global_(length, block, block)
+    elif config.sparse_pattern == "dense":
+        whole = BlockMask.dense(length, block)
+    else:
+        whole = BlockMask.mixed(length, window=window, n_global=block, block=block)
+    n = -(-time // block)
+    return BlockMask(whole.blocks[:, :n, :n], block, time)
 
 
 def create_pythia_70m(
