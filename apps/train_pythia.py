@@ -229,6 +229,13 @@ def check(settings: Settings, config: models.Config, device: Device) -> None:
         raise ValueError(f"--context-parallel: sequences of a {name} cannot be shared among ranks")
     if settings.graph and settings.context_parallel > 1:
         refuse_flag("graph", "not allowed with argument --context-parallel")
+    if settings.context_parallel > 1 and (mask := model.block_mask(settings.seq_len)) is not None:
+        fits = 2 * settings.context_parallel * mask.block
+        if settings.seq_len % fits:
+            raise ValueError(
+                f"--seq-len {settings.seq_len}: with blocks of {mask.block} tokens and "
+                f"--context-parallel {settings.context_parallel} it must be a multiple of {fits}"
+            )
     if settings.fp8:
         model.use_fp8()
 

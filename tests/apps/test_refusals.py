@@ -20,6 +20,7 @@ from needle.data.__main__ import main as data_main
 from needle.distributed.environment import Place
 from needle.training import evaluate
 from needle.training import folder as folders
+from needle.training import run as runs
 from needle.training.replay import bank, verify
 from needle.training.settings import Settings, complete, located, parse, resumed
 
@@ -149,6 +150,9 @@ def test_what_a_model_or_its_ranks_cannot_do_is_named(capsys):
         train_pythia.check(given, plain, ndl.cpu())
     said = "argument --graph: not allowed with argument --context-parallel\n"
     assert capsys.readouterr().err.endswith(said)
+    given = complete(Settings(sparse="local", seq_len=192, context_parallel=2), False, 2)
+    with pytest.raises(ValueError, match="--seq-len 192: with blocks of 64 .* multiple of 256"):
+        train_pythia.check(given, runs.model_config(given), ndl.cpu())
     rank = Place(1, 2, 1, 2, "mpirun")
     with pytest.raises(ValueError, match="of its own: .*, needle supervise -- mpirun"):
         train_pythia.join(parse(["--supervise"]), [], rank, Path("train.py"))
