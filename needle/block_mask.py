@@ -203,11 +203,9 @@ class BlockMask:
         """The blocks of either; a mask for all heads joins one a head."""
         if not isinstance(other, BlockMask):
             return NotImplemented
-        if (self.T, self.S, self.block) != (other.T, other.S, other.block):
-            raise ValueError(
-                f"BlockMask: union: T, S, block are {(self.T, self.S, self.block)} and "
-                f"{(other.T, other.S, other.block)}"
-            )
+        one, two = ((mask.T, mask.S, mask.block, mask.heads) for mask in (self, other))
+        if one[:3] != two[:3] or len({1, self.heads, other.heads}) > 2:
+            raise ValueError(f"BlockMask: union: T, S, block, heads are {one} and {two}")
         return BlockMask(self.blocks | other.blocks, self.block, self.T, self.S)
 
     def causal(self) -> BlockMask:

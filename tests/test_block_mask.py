@@ -200,6 +200,7 @@ def test_a_mask_that_is_added_to_scores_is_refused(hidden):
 
 
 ONES = np.ones((4, 4), bool)
+THREE, FOUR = (BlockMask([ONES] * heads, 2, 8) for heads in (3, 4))
 
 
 WRONG = [  # error, its words, call
@@ -214,9 +215,10 @@ WRONG = [  # error, its words, call
     (ValueError, None, lambda: convert_to_block_mask(np.ones(4), 2)),
     (ValueError, None, lambda: convert_to_block_mask(np.ones((0, 4)), 2)),
     (ValueError, None, lambda: BlockMask.local(70, 16, 16) | BlockMask.local(70, 16, 8)),
+    (ValueError, r"heads are \(8, 8, 2, 3\) and \(8, 8, 2, 4\)", lambda: THREE | FOUR),
     (AttributeError, None, lambda: setattr(BlockMask.local(70, 16, 16), "block", 3)),
     (ValueError, None, lambda: BlockMask.local(9, 3, 3).blocks.__setitem__((0, 0, 0), False)),
-    (IndexError, "out of bounds", lambda: BlockMask([ONES] * 3, 2, 8).head(3)),
+    (IndexError, "out of bounds", lambda: THREE.head(3)),
     (ValueError, "n_random must be a whole number above 0", lambda: BlockMask.random(9, 0, 3)),
     (ValueError, "must be bool", lambda: BlockMask.from_function(lambda i, j: i - j, 20, 10)),
     (ValueError, None, lambda: BlockMask.from_function(lambda i, j: ONES[:, :3] > 0, 20, 10)),
