@@ -15,7 +15,7 @@ from harness import naming
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from needle import _C, Tensor, hf, nn, optim, safetensors
+from needle import _C, BlockMask, Tensor, hf, nn, optim, safetensors
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from needle.models import from_pretrained, registry
 from needle.models.pythia import Pythia, PythiaConfig
@@ -390,12 +390,13 @@ def test_a_subclass_gives_models_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_registered_subclass_leaves_the_folders_of_its_base_to_it(tmp_path, monkeypatch):
-    """One that makes other parts is no GPT-NeoX; one that makes the same is, as a Pythia."""
+    """One of other parts or with a mask is no GPT-NeoX; one of the same parts is, as a Pythia."""
     monkeypatch.setattr(registry, "_families", dict(registry._families))
 
     @dataclasses.dataclass(frozen=True)
     class GatedConfig(PythiaConfig):
         gates: bool = False
+        masks: bool = False
         presets = classmethod(lambda cls: {})
 
     @registry.register("gated")
@@ -408,11 +409,18 @@ def test_a_registered_subclass_leaves_the_folders_of_its_base_to_it(tmp_path, mo
                 for layer in self.layers:
                     layer.mlp = nn.SwiGLU(self.config.hidden_size, 8)
 
+        def block_mask(self, time):
+            return BlockMask.local(time, 2, 2) if self.config.masks else None
+
     model_of().save_pretrained(tmp_path / "a")
     assert type(from_pretrained(tmp_path / "a")) is Pythia
     fields = dataclasses.asdict(CONFIG)
-    with pytest.raises(ValueError, match="a Gated has .* of Pythia.*layers.0.mlp.gate is unknown"):
-        Gated(GatedConfig(**fields, gates=True)).save_pretrained(tmp_path / "b")
+    for field, said in (
+        ("gates", "layers.0.mlp.gate is unknown"),
+        ("masks", r"block_mask\(\) leaves"),
+    ):
+        with pytest.raises(ValueError, match=f"a Gated has .* of Pythia.*{said}"):
+            Gated(GatedConfig(**fields, **{field: True})).save_pretrained(tmp_path / "b")
     assert not (tmp_path / "b").exists()
     same = Gated(GatedConfig(**fields))
     same.save_pretrained(tmp_path / "b")

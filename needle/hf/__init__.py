@@ -167,25 +167,28 @@ def refuse_run(folder: Path) -> None:
             raise FileError(f"{folder}: is the folder of a run, or in one: choose another")
 
 
-def mapping_of(model_class: type, config: Any) -> Any:
+def mapping_of(model: Any) -> Any:
     """Return the weight_mapping of a model. ValueError for one that transformers cannot open."""
-    mapping = getattr(model_class, "weight_mapping", None)
+    kind, config = type(model), model.config
+    mapping = getattr(kind, "weight_mapping", None)
     if mapping is None:
         raise ValueError(
-            f"save_pretrained: a {model_class.__name__} has no weight_mapping, the names that "
+            f"save_pretrained: a {kind.__name__} has no weight_mapping, the names that "
             "transformers gives its fields and tensors; save it with save_checkpoint"
         )
-    described, own = mapping.config_to_hf(config), config.model_class
-    owner = next(cls for cls in model_class.__mro__ if "weight_mapping" in vars(cls))
-    base = getattr(getattr(owner, "config_class", None), "model_class", own)
-    if base is not own:  # a registered class, from which this one has the mapping
-        made = read_config(base, described, config.dtype)
-        if wrong := made.misfits(config.meta_model()):
-            raise ValueError(
-                f"save_pretrained: a {own.__name__} has the weight_mapping of {base.__name__}, but "
-                f"is another model: {'; '.join(wrong)}. Save it with save_checkpoint, or write a "
-                "weight_mapping of its own"
-            )
+    described, wrong = mapping.config_to_hf(config), []
+    owner = next(cls for cls in kind.__mro__ if "weight_mapping" in vars(cls))
+    base = getattr(getattr(owner, "config_class", None), "model_class", config.model_class)
+    if base is not config.model_class:  # a registered class, from which this one has the mapping
+        wrong = read_config(base, described, config.dtype).misfits(config.meta_model())
+    if owner is not kind and model.block_mask(config.max_seq_len) is not None:
+        wrong.append("its block_mask() leaves keys out")
+    if wrong:
+        raise ValueError(
+            f"save_pretrained: a {kind.__name__} has the weight_mapping of {owner.__name__}, but "
+            f"is another model: {'; '.join(wrong)}. Save it with save_checkpoint, or write a "
+            "weight_mapping of its own"
+        )
     return mapping
 
 
@@ -200,7 +203,7 @@ def save(
     FileError where a file cannot be, and for the folder of a run.
     """
     folder, config = named(folder), model.config
-    mapping = mapping_of(type(model), config)
+    mapping = mapping_of(model)
     refuse_run(folder)
     if wrong := config.misfits(model):
         raise ValueError(

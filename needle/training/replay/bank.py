@@ -53,7 +53,7 @@ def describe(
     """
     check_free(bank)
     config = described_config(Path(base.parent) / "config.json")
-    hf.mapping_of(config.model_class, config)  # of models that transformers opens
+    hf.mapping_of(config.meta_model())  # of models that transformers opens
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise DataError(f"{folder}: there is no file of edits (*.toml) in it")

@@ -53,7 +53,7 @@ def check(name: str, flags: list[str], out: Path) -> int:
     settings = complete(given, not choose_device(given.device).is_host, given.gpus or 1)
     if given.init is None:
         config = model_config(settings)
-        hf.mapping_of(config.model_class, config)  # of a model that transformers opens
+        hf.mapping_of(config.meta_model())  # of a model that transformers opens
     if settings.tokenizer is not None:
         load_tokenizer(settings.tokenizer)
     if given.data is not None and is_text(given.data):
