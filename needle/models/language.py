@@ -87,7 +87,8 @@ class LanguageModel(Texts, Hooked):
 
     def block_mask(self, time: int) -> BlockMask | None:
         """The blocks of keys that attention reads in sequences of `time` tokens; None: all. Models
-        that have one generate without a cache."""
+        that have one generate without a cache. A query must see the same keys in sequences of any
+        length: those of a batch to score are padded to the longest."""
         return None
 
     def share_sequences(self, group: Any) -> None:
