@@ -93,8 +93,9 @@ class PythiaConfig(Config):
         if not self.intermediate_size and isinstance(self.hidden_size, int):
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
         sizes = self.max_seq_len, self.sparse_block
-        if self.sparse_window == 0 and all(isinstance(size, int) for size in sizes):
-            window = max(sizes[0] // 4, sizes[1]) if self.use_sparse_attention else 256
+        if self.sparse_window == 0:
+            follows = self.use_sparse_attention and all(isinstance(size, int) for size in sizes)
+            window = max(sizes[0] // 4, sizes[1]) if follows else 256
             object.__setattr__(self, "sparse_window", window)
         own = dataclasses.fields(PythiaConfig)  # those of a subclass have rules of their own
         of_type = lambda kind: (field.name for field in own if field.type == kind)

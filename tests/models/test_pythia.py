@@ -358,6 +358,7 @@ def test_a_seed_makes_the_same_model(device):
         {"dtype": "float64"},
         {"rotary_pct": 1.5},
         {"sparse_pattern": "zigzag"},
+        {"sparse_block": 32.0},
         {"num_layers": 2.5},
         {"rotary_base": "10000"},
         {"layer_norm_eps": float("nan")},
