@@ -488,6 +488,8 @@ def read_config(path: str) -> dict:
             name = fields.get("settings", {}).get("model", "pythia")
             family = models.preset(name).family if name in models.preset_names() else name
             cls, fields = models.model_class(family), fields["model"]
+            if fields.get("use_sparse_attention") is False:
+                fields.pop("sparse_window", None)  # of --sparse: as by default
         else:
             cls = models.model_class(fields.pop("model", "pythia"))
         cls.config_class.from_dict(fields)

@@ -17,7 +17,7 @@ from needle.distributed.environment import Place
 from needle.distributed.group import ALONE
 from needle.models import gpt_neox
 from needle.training import run as run_parts
-from needle.training.settings import FIELDS, option, parse
+from needle.training.settings import FIELDS, complete, located, option, parse
 
 # ---- flags ------------------------------------------------------------------------------------
 
@@ -67,6 +67,8 @@ def test_shape_flags_and_files_make_the_model(tmp_path, tokens, capsys):
         assert own == shape and c.tie_word_embeddings == (name == "json"), name
     shown = [line for line in capsys.readouterr().out.split("\n") if "Pythia(" in line]
     assert shown and max(map(len, shown)) <= 80
+    dense = parse(f"{more} --sparse local".split())
+    assert run_parts.model_config(complete(located(dense), False)).sparse_window == 64
     with pytest.raises(SystemExit, match="2"):
         train_pythia.main(flags(tmp_path, tokens, "wrong", f"--config {ours}"))
 
