@@ -16,6 +16,7 @@ from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask, as_block_mask
 from needle.ops.broadcast import differentiable
+from needle.ops.common import check_tensors
 
 
 def array_on(x: Any, device: Any) -> NDArray:
@@ -44,6 +45,7 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
     x: (B, T, H, P, D); cos, sin: (T, R) float32 with 2 R <= D. In the first `parts` of the P slices
     dims (i, i + R), i < R, rotate by the angle of position t; everything else is copied.
     """
+    check_tensors("rotary", x=x)
     device = x.device
     return _rotary(x, array_on(cos, device), array_on(sin, device), parts, 1.0)
 
@@ -207,5 +209,6 @@ def qkv_attention(
     qkv: (B, T, H, 3, D); cos, sin: (T, R) float32, as in `rotary`; the result is (B, T, H, D).
     overwrite: qkv has no other reader and may be rotated in place, which saves a copy.
     """
+    check_tensors("qkv_attention", qkv=qkv)
     cos, sin = array_on(cos, qkv.device), array_on(sin, qkv.device)
     return QKVAttention(Kernel("qkv_attention", scale, causal, mask), cos, sin, overwrite)(qkv)

@@ -297,3 +297,11 @@ def test_shapes_that_do_not_fit_are_named():
     layer, x = nn.Attention(32, 2), Tensor(draw(0, 1, 16, 32))
     with pytest.raises(TypeError, match="ttention: mask must be a BlockMask, not ndarray"):
         layer(x, None, np.ones((16, 16), bool))
+
+
+def test_operands_that_are_no_tensors_are_named():
+    qkv, angles = np.ones((1, 8, 2, 3, 4)), np.ones((8, 2), np.float32)
+    with pytest.raises(TypeError, match="^qkv_attention: qkv must be a Tensor, but is ndarray"):
+        ops.qkv_attention(qkv, angles, angles)
+    with pytest.raises(TypeError, match="^rotary: x must be a Tensor, but is ndarray"):
+        ops.rotary(qkv, angles, angles, 2)
