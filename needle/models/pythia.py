@@ -271,7 +271,8 @@ class Layer(nn.Module):
         """The layer as one operation, or part by part where something is hooked in, replaced or
         shared. fp8, recompute: as in ops.layer; the parts know no FP8."""
         weights = self._weights_of_one_operation()
-        if weights is None or not (cache is None or self._has_joined_weights()):
+        # Attention refuses a mask over a cache.
+        if weights is None or not (cache is None or (mask is None and self._has_joined_weights())):
             if recompute:
                 return nn.recompute(self, x, rotary, mask)
             return self._by_parts(x, rotary, mask, cache)

@@ -133,6 +133,21 @@ def test_a_class_and_a_head_of_ones_own_are_trained_as_they_are():
 # ---- rows and time -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_layer_with_a_mask_of_its_own_is_refused_over_a_cache(parallel):
+    """Generation would pass over the mask."""
+
+    class Local(pythia.Layer):
+        def forward(self, x, rotary, mask=None, cache=None):
+            return super().forward(x, rotary, BlockMask.local(x.shape[1], 2, 2), cache)
+
+    model = small(use_parallel_residual=parallel)
+    model.layers[1].__class__ = Local
+    assert model(tokens(2, 1, 9))[0].shape == (1, 9, 41)
+    with pytest.raises(ValueError, match="Attention: over a cache there is no mask"):
+        model.generate(tokens(2, 1, 9), 3)
+
+
 @pytest.mark.parametrize("pattern", [None, *PATTERNS])
 def test_the_model_is_causal(pattern, device):
     """A later token, or its lack, moves no earlier logit; the loss at a position sends no gradient
