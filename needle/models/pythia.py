@@ -388,7 +388,7 @@ class Pythia(FactoredWeights, LanguageModel):
             for parameter in self.parameters():
                 parameter.cached_data = parameter.cached_data.compact()
         nn.place_neighbours(self)
-        self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
+        self._mask: tuple[Any, BlockMask] | None = None  # the last one, and what it is of
         mask = self.block_mask(self.config.max_seq_len)
         is_meant = mask is None or config.sparse_pattern == "dense"
         is_meta = not self.embed_in.weight.is_contiguous()
@@ -473,8 +473,9 @@ class Pythia(FactoredWeights, LanguageModel):
     def block_mask(self, time: int) -> BlockMask | None:
         if not self.config.use_sparse_attention:
             return None
-        if self._mask is None or self._mask[0] != time:
-            self._mask = (time, sparse_mask(self.config, time))
+        of = self.config, time
+        if self._mask is None or self._mask[0] != of:
+            self._mask = of, sparse_mask(*of)
         return self._mask[1]
 
     @classmethod

@@ -2,6 +2,7 @@
 mathematics are compared in tests/interp/test_hooks.py with NumPy's, in test_parity.py with
 transformers'.)"""
 
+import dataclasses
 import json
 import re
 import warnings
@@ -198,7 +199,10 @@ def test_sparse_window_follows_the_sequence_and_dense_patterns_warn():
         ("mixed", BlockMask.mixed(96, window=32, n_global=16, block=16)),
     ):  # fmt: skip
         sizes = dict(sparse_pattern=pattern, sparse_window=32, sparse_block=16)
-        assert small(use_sparse_attention=True, **sizes).block_mask(96) == wanted
+        model = small(use_sparse_attention=True, **sizes)
+        assert model.block_mask(96) == wanted
+        model.config = dataclasses.replace(model.config, sparse_pattern="local")
+        assert model.block_mask(96) == BlockMask.local(96, 32, 16)
     with pytest.warns(
         UserWarning, match="sparse_window 64 and blocks of 64 leave out no key of 128"
     ):
