@@ -1,18 +1,20 @@
 """Jobs in KernelBench's form: candidates that are right, wrong, fail and cheat, on a CPU and on a
 GPU, each in a process of its own."""
 
+import multiprocessing
 import os
 import re
 from pathlib import Path
 
 import pytest
 from fake_pool import SECONDS, children
-from harness import ROOT, naming
+from harness import ROOT, in_thread, naming
 from kernelbench_problems import CPU, GPU, REFERENCE
 
-from needle.kernels import Pool, Problem, kernelbench
+from needle.kernels import Pool, Problem, kernelbench, process
 
 torch = pytest.importorskip("torch", reason="no torch (pip install torch): no problems")
+ALONE = {"right", "right, in C++", "stops the clock", "a crash", "a hang"}  # in processes
 
 
 def problem(candidate, **more) -> Problem:
@@ -46,9 +48,36 @@ def fewer_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tests beside this one have the other processors
 
 
+class Thread(process.Process):
+    """A side in a thread of this process, which has imported torch already."""
+
+    def __init__(self, command, state, cwd, variables) -> None:
+        from needle.kernels.torch_worker import Side
+
+        super().__init__(["true"], state, cwd, variables)
+        self.connection.close()
+        self.connection, theirs = multiprocessing.Pipe()
+        in_thread(self.answer, theirs, Side())
+
+    def answer(self, theirs, side) -> None:
+        with theirs:
+            process.send(theirs, {"status": "ok", "facts": side.facts})
+            while True:
+                process.send(theirs, side.do(process.receive(theirs)))
+
+
+@pytest.fixture
+def threads(monkeypatch, tmp_path):
+    """Sides that change nothing of their process are threads: importing torch takes seconds."""
+    monkeypatch.chdir(tmp_path)  # where they write their sources
+    monkeypatch.setattr(process, "Process", Thread)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CPU)
-def test_each_candidate_has_its_result(pool, name, fewer_threads, monkeypatch):
+def test_each_candidate_has_its_result(pool, name, fewer_threads, monkeypatch, request):
+    if name not in ALONE:
+        request.getfixturevalue("threads")
     if name == "a hang":
         monkeypatch.setattr(pool, "timeout", 0.2)
         monkeypatch.setattr(kernelbench, "FIRST_CALL_SECONDS", 5.0)
@@ -69,7 +98,7 @@ def get_init_inputs(): return []
 
 
 @pytest.mark.parity
-def test_values_of_each_kind_travel_in_each_precision(pool, fewer_threads):
+def test_values_of_each_kind_travel_in_each_precision(pool, threads):
     """Integers keep their dtype, and other bits of a second run are reported."""
     candidate = OTHER.replace("Model", "ModelNew")
     noisy = candidate.replace("* scale", "* scale + 1e-6 * torch.rand(())")
@@ -85,7 +114,7 @@ def test_values_of_each_kind_travel_in_each_precision(pool, fewer_threads):
 
 
 @pytest.mark.parity
-def test_outputs_that_are_kept_are_found_overwritten(pool, fewer_threads):
+def test_outputs_that_are_kept_are_found_overwritten(pool, threads):
     """The second one is computed anew for other ids alone, and the first trial runs twice."""
     kept = """
         if not torch.equal(ids, getattr(self, "ids", ids[:0])):
@@ -115,7 +144,7 @@ def get_init_inputs(): return []
 
 
 @pytest.mark.parity
-def test_models_that_keep_a_state_agree(pool, fewer_threads):
+def test_models_that_keep_a_state_agree(pool, threads):
     """Both are called as often, and a buffer that is an output keeps its values."""
     result = pool.evaluate(Problem(STATE, STATE.replace("Model", "ModelNew"), num_perf_trials=1))
     assert result.correctness and result.metadata["correctness_trials"] == "(5 / 5)"
@@ -134,7 +163,7 @@ def test_candidates_process_has_nothing_of_the_reference(pool, fewer_threads):
 
 
 @pytest.mark.parity
-def test_reference_that_fails_is_a_wrong_call(pool, fewer_threads):
+def test_reference_that_fails_is_a_wrong_call(pool, threads):
     for old, new, said in (
         ("nn.Linear", "Missing", ".*'Missing' is not defined"),
         ("return torch.relu(self.linear(x))", "return {'y': x}", "dict: models take and give"),
