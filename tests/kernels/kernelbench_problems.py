@@ -104,7 +104,9 @@ CPU = {
     "a crash": Candidate(
         model("os.kill(os.getpid(), 11)"), entry="runtime_error", said="was ended by SIGSEGV"
     ),
-    "a hang": Candidate(model("while True: pass"), entry="runtime_error_name", said="timeout"),
+    "a hang": Candidate(
+        model("import time\ntime.sleep(1000)"), entry="runtime_error_name", said="timeout"
+    ),
     "an error": Candidate(model("return x + y"), entry="runtime_error", said="'y' is not defined"),
     "no Python": Candidate("def (:", False, entry="compilation_error", said="invalid syntax"),
 }
