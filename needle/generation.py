@@ -407,10 +407,12 @@ def _tokens(
     if cached:
         decoder = _Decoder(model, contexts, longest + cached - 1, chooser)
         try:
-            yield from decoder.tokens(cached)
+            for drawn in decoder.tokens(cached):
+                count -= 1
+                yield drawn
         finally:
             decoder.close()
-    for _ in range(count - cached):
+    for _ in range(count):
         yield chooser.choose(_recomputed(model, contexts))
 
 
@@ -440,12 +442,19 @@ class Cache:
     def __init__(self, capacity: int, positions: NDArray) -> None:
         self.capacity, self.filled = capacity, False
         self.positions = positions  # int32 (B,), of the tokens fed
+        self.layers: set[int] = set()  # those that were asked for
         self.keys: dict[int, NDArray] = {}  # by layer: a model may have one twice
         self.values: dict[int, NDArray] = {}
         self.biases: dict[int, NDArray] = {}  # by layer, see CachedLayer.last_bias
 
     def layer(self, i: int) -> CachedLayer:
+        self.layers.add(i)
         return CachedLayer(self, i)
+
+    @property
+    def serves(self) -> bool:
+        """False after the prompts of a model whose attention, or a part of it, takes no cache."""
+        return bool(self.keys) and self.layers == self.keys.keys()
 
 
 class CachedLayer(NamedTuple):
@@ -502,8 +511,11 @@ class _Decoder:
         self.graph = None
 
     def tokens(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the next `count` tokens of each row, from which the next are computed."""
+        """Yield the next `count` tokens of each row, from which the next are computed; none where
+        the model passes over the cache."""
         self._prefill()
+        if not self.cache.serves:
+            return
         on_device = self.chooser.on_device
         told = self.tokens_now if on_device else self.logits
         ahead = on_device and not self.device.is_host
@@ -538,6 +550,8 @@ class _Decoder:
         for row, context in zip(ids, self.contexts):
             row[: len(context)] = context
         x = self.model.hidden(array(ids, "int32", self.device), self.cache).cached_data
+        if not self.cache.serves:
+            return
         self.cache.filled = True
         ends = np.array([row * longest + len(c) - 1 for row, c in enumerate(self.contexts)])
         rows = x.reshape((self.batch * longest, x.shape[2]))

@@ -82,6 +82,21 @@ def test_a_layer_in_two_places_has_a_cache_for_each(parallel, device):
         assert row[end] == full_logits(model, row[:end]).argmax()
 
 
+@pytest.mark.parametrize("blind", [[0], [1], [0, 1]])
+def test_attention_that_takes_no_cache_generates_without_one(blind, device):
+    class Blind(nn.Attention):
+        def forward(self, x, rotary=None, mask=None, cache=None):
+            return super().forward(x, rotary, mask)
+
+    model = model_of(device)
+    for i in blind:
+        model.layers[i].attention.__class__ = Blind
+    rows = prompts(3, 12)
+    for row, prompt in zip(model.generate(rows, 20, **GREEDY), rows, strict=True):
+        for end in range(len(prompt), len(prompt) + 20):
+            assert row[end] == full_logits(model, row[:end]).argmax()
+
+
 def test_a_copied_model_generates_beside_a_graph_and_views(device):
     """Generation leaves the weights of a copy, or of one that was cast, where they are."""
     model = model_of(device)

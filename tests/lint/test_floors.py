@@ -231,9 +231,9 @@ def test_only_tools_see_the_face():
 
 def test_needle_imports_neither_apps_nor_torch():
     """Neither programs on top of needle nor the libraries that it is compared with, which users may
-    lack; but for the program that runs sources in PyTorch, which nothing imports."""
+    lack; but for the program that runs sources in PyTorch, which only tests import."""
     arrows = python_arrows()
-    assert not [a for a in arrows if TORCH in arrows[a]]
+    assert not [a for a in arrows if TORCH in arrows[a] and not a.startswith("tests/")]
     up = [(a, b) for a in arrows for b in arrows[a] if a[:6] == "needle" != b[:6]]
     assert not up, "needle imports what stands on it:" + said(arrows, up)
     for path in ROOT.glob("needle/**/*.py"):
