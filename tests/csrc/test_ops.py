@@ -631,43 +631,47 @@ def test_two_runs_give_the_same_bits(op, device):
             assert_same_bits(one[name], other[name], f"{case} {name}")
 
 
-DIGESTS = """
-import hashlib
+# Computes all with each number of threads, in one process: the operands are drawn once.
+THREADS = """
+import ctypes
 import numpy as np
-from harness import attended_both_ways, bits, device_of
+from harness import assert_same_bits, attended_both_ways, device_of
 from needle import _C
 from needle.testing import CASES, call, prepare, to_ndarray
 device = device_of("cpu")
+def compare(what, results):
+    first = None
+    for n in numbers:
+        ctypes.CDLL(_C.__file__).omp_set_num_threads(n)
+        found = results()
+        for one, other in zip(first or found, found, strict=True):
+            assert_same_bits(one, other, f"{what}, {n} threads")
+        first = first or found
 for dtype in ("float32", "bfloat16"):
     for case in CASES:
-        written = call(case, prepare(case, dtype), dtype, device)
-        for name, array in written.items():
-            print(case, dtype, name, hashlib.sha256(bits(array).tobytes()).hexdigest())
+        values = prepare(case, dtype)
+        compare(f"{case} {dtype}", lambda: [*call(case, values, dtype, device).values()])
 rng = np.random.default_rng(0)
 for shape in [(1_000_003,), (3, 400_001), (1000, 1003)]:
     x = to_ndarray(rng.standard_normal(shape), "float32", device)
-    for op in ("sum", "sumsq"):
+    for op in (_C.sum, _C.sumsq):
         for axes in range(1, len(shape) + 1):
-            print(op, shape, axes, bits(getattr(_C, op)(x, axes)).tobytes().hex()[:64])
+            compare(f"{op} {shape} {axes}", lambda: [op(x, axes)])
 a, b = (to_ndarray(rng.standard_normal((1, 700, 700)), "float32", device) for _ in "ab")
-print(hashlib.sha256(bits(_C.matmul(a, b, None)).tobytes()).hexdigest())
+compare("matmul", lambda: [_C.matmul(a, b, None)])
 for b, t, h, d in (3, 130, 7, 32), (1, 70, 21, 24), (2, 257, 2, 64):  # heads for 2 threads, not 8
     for dtype in ("float32", "bfloat16"):
         made = (rng.standard_normal((b, t, h, d)) for _ in range(4))
-        q, k, v, dout = (to_ndarray(values, dtype, device) for values in made)
-        o, lse, grads = attended_both_ways(q, k, v, dout, 0.2)
-        for array in (o, lse, *grads):
-            print(hashlib.sha256(bits(array).tobytes()).hexdigest())
+        operands = [to_ndarray(values, dtype, device) for values in made]
+        def attention():
+            o, lse, grads = attended_both_ways(*operands, 0.2)
+            return [o, lse, *grads]
+        compare(f"attention {b, t, h, d} {dtype}", attention)
 """
 
 
 def test_the_number_of_threads_changes_no_bit():
-    printed = []
     # The sanitizers look at memory alone, most of which many threads take: no second run.
-    for n in ("8",) if SANITIZED else ("1", "2", "8"):
-        done = python(DIGESTS, OMP_NUM_THREADS=n, OPENBLAS_NUM_THREADS=n)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout.splitlines())
-    assert len(printed[0]) > len(CASES)
-    for other in printed[1:]:
-        assert printed[0] == other
+    numbers = [8] if SANITIZED else [1, 2, 8]
+    done = python(f"numbers = {numbers}{THREADS}")
+    assert done.returncode == 0, done.stderr
