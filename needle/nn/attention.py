@@ -61,7 +61,7 @@ class Attention(Module):
         out_std: float | None = None,
     ) -> None:
         super().__init__()
-        if features % heads:
+        if heads < 1 or features % heads:
             raise ValueError(f"Attention: features {features} are no multiple of heads {heads}")
         self.heads, self.head_dim = heads, features // heads
         self.query_key_value = Linear(features, 3 * features, bias, device, dtype, in_std)

@@ -61,6 +61,8 @@ def ring_chunks(time: int, rank: int, ranks: int, layout: str = "zigzag") -> lis
     """
     if layout not in LAYOUTS:
         raise ValueError(f"ring_attention: layout must be one of {LAYOUTS}, not {layout!r}")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"ring_attention: rank {rank} is none of {ranks} ranks")
     if ranks == 1:
         return [slice(0, time)]
     if time % (2 * ranks):

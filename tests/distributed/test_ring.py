@@ -151,6 +151,8 @@ def test_chunks_cover_a_sequence():
         ring_chunks(7, 0, 2)
     with pytest.raises(ValueError, match="layout must be one of"):
         ring_chunks(8, 0, 2, "striped")
+    with pytest.raises(ValueError, match="rank 2 is none of 2 ranks"):
+        ring_chunks(8, 2, 2)
 
 
 # ---- dilated ------------------------------------------------------------------------------------

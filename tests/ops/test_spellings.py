@@ -325,6 +325,7 @@ REFUSED = [
           "max([1], dim=0)", "roll([1], 1)", "tril([[1]])", "squeeze([1])", "chunk([1], 1)",
           "gather([1], 0, [0])", "clip([1], 0)", "topk([1], 1)", "index_select([1], 0, [0])")),
     ("nn.Attention(8, 3)", ValueError, "features 8 are no multiple of heads 3"),
+    ("nn.Attention(8, 0)", ValueError, "features 8 are no multiple of heads 0"),
     ("F.pad(x, (1, 1), 'reflect')", ValueError, "the mode 'constant'"),
     ("F.cross_entropy(x, [0, 1, 2], reduction='x')", ValueError, "reduction must be"),
     ("F.mse_loss(x, x[0])", ValueError, "mse_loss: target is"),
