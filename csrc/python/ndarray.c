@@ -255,9 +255,8 @@ static PyMethodDef ndarray_methods[] = {
     {"permute", nd_ndarray_permute, METH_VARARGS,
      "permute($self, axes, /)\n--\n\nView with the axes in another order."},
     {"broadcast_to", nd_ndarray_broadcast_to, METH_VARARGS,
-     "broadcast_to($self, shape, /)\n--\n\nView stretched with strides of 0. Writing an element "
-     "more than "
-     "once raises ValueError."},
+     "broadcast_to($self, shape, /)\n--\n\n"
+     "View stretched with strides of 0. Writing an element twice raises ValueError."},
     {"reshape", nd_ndarray_reshape, METH_VARARGS,
      "reshape($self, shape, /)\n--\n\nSame elements in another shape, one axis of which may be -1: "
      "a view where the strides allow it, else a copy."},
