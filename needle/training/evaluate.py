@@ -281,12 +281,16 @@ def evaluate(args: argparse.Namespace) -> Scores:
             f"{args.data} is text, and no tokenizer.json lies with {args.model}: "
             "give the one that it was trained with, by --tokenizer"
         )
+    elif args.end_of_text is not None:
+        raise data.DataError(
+            f"--end-of-text: no tokenizer.json lies with {args.model}: give --tokenizer"
+        )
     with contextlib.redirect_stdout(sys.stderr):  # it says when it tokenises; ours is the result
         opened = data.open_data(args.data, tokenizer=tokenizer)
     print(wrapped(f"{model}\n{opened.source}\n{tokenizer or 'no tokenizer'}"), file=sys.stderr)
     # Texts of their own: the held-out tokens do not continue those of training.
-    kept = {"train": opened.train, "held-out": opened.held_out, "test": opened.test}
-    texts = [text for name, text in kept.items() if text and args.split in ("all", name)]
+    splits = {"train": opened.train, "held-out": opened.held_out, "test": opened.test}
+    texts = [text for name, text in splits.items() if text and args.split in ("all", name)]
     left = sum(map(len, texts)) if args.limit is None else args.limit
     parts = []
     for text in texts:

@@ -212,6 +212,8 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
         assert code == 0, err
         assert f"tokens          {count}\n" in out and "bits per byte" not in out
         assert "bfloat16" in err
+    code, out, err = command(capsys, run, "--data", ids, "--end-of-text e")
+    assert code == 1 and out == "" and "--end-of-text: no tokenizer.json lies with" in err
     # Tokens that a tokenizer made for the occasion gives would mean nothing to the model.
     code, out, err = command(capsys, run, "--data", tmp_path / "text.txt")
     assert code == 1 and out == "" and "is text, and no tokenizer.json lies with" in err
