@@ -440,7 +440,8 @@ class Ending:
         if known is not None:
             reason, self.code = known
         elif error is not None:
-            reason, self.code = f"{type(error).__name__}: {error}", 1
+            reason = f"{type(error).__name__}: {error}"
+            self.code = error.code if isinstance(error, SystemExit) else 1
         reports = known is not None and not isinstance(error, RankFailed)  # which another reports
         if reports and ranks.rank == 0:
             print(printable(f"needle train: {reason}"), file=sys.stderr)

@@ -172,6 +172,10 @@ def test_errors_have_their_words_and_exit_codes():
         text, found = sessions.outcome(error)
         assert text.startswith(said) and found == code
     assert sessions.outcome(BrokenPipeError()) is sessions.outcome(TypeError()) is None
+    for error, code in (SystemExit(2), 2), (TypeError(), 1):
+        with pytest.raises(type(error)), sessions.Ending() as ending:
+            raise error
+        assert ending.code == code
 
 
 def test_source_of_ranks_is_the_program_the_package_and_its_core(tmp_path, monkeypatch):
