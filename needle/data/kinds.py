@@ -1,7 +1,7 @@
 """Which files a path names, and what each holds by its first bytes.
 
-Names decide only what bytes cannot: flat tokens (.bin), and JSON lines whose first lines are
-damaged (.jsonl, .ndjson).
+Names decide only what bytes cannot: flat tokens (.bin), and .npy and JSON lines (.jsonl, .ndjson)
+whose beginning is damaged.
 """
 
 from __future__ import annotations
