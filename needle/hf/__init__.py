@@ -180,7 +180,7 @@ def mapping_of(model: Any) -> Any:
     owner = next(cls for cls in kind.__mro__ if "weight_mapping" in vars(cls))
     base = getattr(getattr(owner, "config_class", None), "model_class", config.model_class)
     if base is not config.model_class:  # a registered class, from which this one has the mapping
-        wrong = read_config(base, described, config.dtype).misfits(config.meta_model())
+        wrong = read_config(base, described, config.dtype).misfits(model)
     if owner is not kind and model.block_mask(config.max_seq_len) is not None:
         wrong.append("its block_mask() leaves keys out")
     if wrong:
