@@ -51,7 +51,6 @@ from needle.training.settings import (
     decay_steps,
     located,
     parse,
-    refuse_flag,
     resumed,
 )
 
@@ -219,8 +218,7 @@ def restored(
 
 
 def check(settings: Settings, config: models.Config, device: Device) -> None:
-    """Raise ValueError for what the model or the device cannot do; refuse flags that exclude one
-    another."""
+    """Raise ValueError for what the model or the device cannot do."""
     model = config.meta_model(device)
     if settings.recompute and model.recompute is None:
         raise ValueError(f"--recompute: a {type(model).__name__} cannot compute layers again")
@@ -228,7 +226,7 @@ def check(settings: Settings, config: models.Config, device: Device) -> None:
         name = type(model).__name__
         raise ValueError(f"--context-parallel: sequences of a {name} cannot be shared among ranks")
     if settings.graph and settings.context_parallel > 1:
-        refuse_flag("graph", "not allowed with argument --context-parallel")
+        raise ValueError("--graph: not together with --context-parallel: leave it out")
     if settings.context_parallel > 1 and (mask := model.block_mask(settings.seq_len)) is not None:
         fits = 2 * settings.context_parallel * mask.block
         if settings.seq_len % fits:
