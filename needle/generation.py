@@ -513,8 +513,7 @@ class _Decoder:
     def tokens(self, count: int) -> Iterator[np.ndarray]:
         """Yield the next `count` tokens of each row, from which the next are computed; none where
         the model passes over the cache."""
-        self._prefill()
-        if not self.cache.serves:
+        if not self._prefill():
             return
         on_device = self.chooser.on_device
         told = self.tokens_now if on_device else self.logits
@@ -544,18 +543,20 @@ class _Decoder:
             self.graph = _C.Graph(self.device, self._step)
 
     @no_grad()
-    def _prefill(self) -> None:
+    def _prefill(self) -> bool:
+        """Compute the prompts. False where the model passes over the cache."""
         longest = max(map(len, self.contexts))
         ids = np.zeros((self.batch, longest), np.int32)
         for row, context in zip(ids, self.contexts):
             row[: len(context)] = context
         x = self.model.hidden(array(ids, "int32", self.device), self.cache).cached_data
         if not self.cache.serves:
-            return
+            return False
         self.cache.filled = True
         ends = np.array([row * longest + len(c) - 1 for row, c in enumerate(self.contexts)])
         rows = x.reshape((self.batch * longest, x.shape[2]))
         self._finish(_C.embedding_fwd(array(ends, "int32", self.device), rows))
+        return True
 
     @no_grad()
     def _step(self) -> None:
