@@ -87,7 +87,10 @@ class EditedStream:
 
     def documents(self, samples: np.ndarray) -> np.ndarray:
         """Return the numbers of the edited documents at whose places samples read."""
-        starts, count = np.sort(samples.astype(np.int64) * self._batches.stride), len(self._which)
+        starts, count = samples.astype(np.int64) * self._batches.stride, len(self._which)
+        length = self._batches.seq_len + 1  # what is beyond the end begins again
+        again = range(length // self._total + 2)
+        starts = np.sort(np.concatenate([starts % self._total - n * self._total for n in again]))
         places, ends = (self._ends[i : 2 * count : 2] for i in (0, 1))
         first = np.searchsorted(starts, places - self._batches.seq_len)
         return self._which[first < np.searchsorted(starts, ends)]

@@ -246,7 +246,16 @@ REPEAT = [
 ]
 
 
+# The last sample reads document 19 again, which stands at the beginning.
+FEWER = [
+    {"do": "replace", "where": document(19), "with_ids": [7], **MASK},
+    DROP | {"where": document(0), **SHIFT},
+]
+FEWER_SIZES = (4, 1, 1, 1, 1, 10, 1, 1, 10, 1, 12, 1, 2, 11, 12, 12, 12, 12, 1, 3)
+
+
 @given(cases())
+@example(("packed", FEWER_SIZES, FEWER, 1))
 @example(("packed", tuple(SIZES), REPEAT, 60))
 @example(("windows", tuple(SIZES), [*ENDS, DROP | SHIFT], 1))
 @example(("packed", tuple(SIZES), [*ENDS, DROP | SHIFT], 60))
