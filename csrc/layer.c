@@ -95,8 +95,9 @@ static void activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept) {
              *both = nd_keep(f, kept, BOTH, s.dtype, SHAPE(s.b, s.t, s.k + s.m)),
              *dgelu = nd_keep(f, kept, DGELU, s.dtype, SHAPE(s.n, s.m));
 
-    RUN(f, layernorm_pair_fwd, .x = ROWS(a->x), .w_n1 = a->w_n1, .b_n1 = a->b_n1, .w_n2 = a->w_n2,
-        .b_n2 = a->b_n2, .eps = a->eps, .y1 = ROWS(n1), .y2 = ROWS(n2), .mean = mean, .rstd = rstd);
+    RUN(f, layernorm_pair_fwd, .x = ROWS(a->x), .norm_w1 = a->norm_w1, .norm_b1 = a->norm_b1,
+        .norm_w2 = a->norm_w2, .norm_b2 = a->norm_b2, .eps = a->eps, .y1 = ROWS(n1), .y2 = ROWS(n2),
+        .mean = mean, .rstd = rstd);
     RUN(f, linear_rotary_fwd, .x = n1, .w = V(nd_by_heads(a->w_qkv, 1, &s)),
         .b = V(nd_by_heads(a->b_qkv, 0, &s)), .cos = a->cos, .sin = a->sin, .parts = 2,
         .y = V(nd_by_heads(qkv, 2, &s)));

@@ -15,8 +15,8 @@ typedef struct {
 
 /* Where a backward writes gradients: those that are not wanted go into temporary arrays. */
 typedef struct {
-    nd_array dw_n1, db_n1, dw_n2, db_n2; /* (C,) */
-    nd_array db1;                        /* (M,) */
+    nd_array dnorm_w1, dnorm_b1, dnorm_w2, dnorm_b2; /* (C,) */
+    nd_array db1;                                    /* (M,) */
 } nd_vector_grads;
 
 #pragma GCC visibility push(hidden)

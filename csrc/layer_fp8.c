@@ -87,10 +87,11 @@ static last fp8_activations(nd_frame *f, const layer_fwd_args *a, nd_kept *kept)
         w1 = made(f, kept, W1, true, s.c, s.m), w2 = made(f, kept, W2, true, s.m, s.c);
     nd_array *bound = nd_temporary(f, ND_F32, 0, NULL);
 
-    RUN(f, layernorm_pair_fp8, .x = ROWS(a->x), .w_n1 = a->w_n1, .b_n1 = a->b_n1, .w_n2 = a->w_n2,
-        .b_n2 = a->b_n2, .eps = a->eps, .q1 = x1.q, .q1_t = x1.q_t, .scale1 = x1.scale, .q2 = x2.q,
-        .q2_t = x2.q_t, .scale2 = x2.scale, .mean = mean, .rstd = rstd);
-    RUN(f, fp8_layer_weights, .norm_w = a->w_n2, .norm_b = a->b_n2, .w_qkv = a->w_qkv,
+    RUN(f, layernorm_pair_fp8, .x = ROWS(a->x), .norm_w1 = a->norm_w1, .norm_b1 = a->norm_b1,
+        .norm_w2 = a->norm_w2, .norm_b2 = a->norm_b2, .eps = a->eps, .q1 = x1.q, .q1_t = x1.q_t,
+        .scale1 = x1.scale, .q2 = x2.q, .q2_t = x2.q_t, .scale2 = x2.scale, .mean = mean,
+        .rstd = rstd);
+    RUN(f, fp8_layer_weights, .norm_w = a->norm_w2, .norm_b = a->norm_b2, .w_qkv = a->w_qkv,
         .w_o = a->w_o, .w1 = a->w1, .b1 = FLAT(a->b1), .w2 = a->w2, .q_qkv = w_qkv.q,
         .q_qkv_t = w_qkv.q_t, .scale_qkv = w_qkv.scale, .q_o = w_o.q, .q_o_t = w_o.q_t,
         .scale_o = w_o.scale, .q1 = w1.q, .q1_t = w1.q_t, .scale1 = w1.scale, .q2 = w2.q,

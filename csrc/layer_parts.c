@@ -22,12 +22,12 @@ nd_layer_sizes nd_sizes_of(const layer_fwd_args *a) {
 
 layer_fwd_args nd_forward_of(const layer_bwd_args *a) {
 #define SAME(field) .field = a->field
-    return (layer_fwd_args){SAME(x),       SAME(w_n1),    SAME(b_n1),  SAME(w_n2),      SAME(b_n2),
-                            SAME(w_qkv),   SAME(b_qkv),   SAME(w_o),   SAME(b_o),       SAME(w1),
-                            SAME(b1),      SAME(w2),      SAME(b2),    SAME(cos),       SAME(sin),
-                            SAME(offsets), SAME(columns), SAME(order), SAME(offsets_t), SAME(rows),
-                            SAME(order_t), SAME(block),   SAME(heads), SAME(eps),       SAME(tanh),
-                            SAME(fp8)};
+    return (layer_fwd_args){
+        SAME(x),         SAME(norm_w1), SAME(norm_b1), SAME(norm_w2), SAME(norm_b2), SAME(w_qkv),
+        SAME(b_qkv),     SAME(w_o),     SAME(b_o),     SAME(w1),      SAME(b1),      SAME(w2),
+        SAME(b2),        SAME(cos),     SAME(sin),     SAME(offsets), SAME(columns), SAME(order),
+        SAME(offsets_t), SAME(rows),    SAME(order_t), SAME(block),   SAME(heads),   SAME(eps),
+        SAME(tanh),      SAME(fp8)};
 #undef SAME
 }
 
@@ -101,8 +101,8 @@ void nd_bias_grads(nd_frame *f, const nd_array *dy, nd_array *db, nd_array *db2)
 nd_vector_grads nd_vectors(nd_frame *f, const layer_bwd_args *a) {
     int64_t c = a->x->shape[2], m = a->w1->shape[1];
     nd_vector_grads into;
-    nd_array *to[] = {&into.dw_n1, &into.db_n1, &into.dw_n2, &into.db_n2, &into.db1};
-    nd_array *wanted[] = {a->dw_n1, a->db_n1, a->dw_n2, a->db_n2, a->db1};
+    nd_array *to[] = {&into.dnorm_w1, &into.dnorm_b1, &into.dnorm_w2, &into.dnorm_b2, &into.db1};
+    nd_array *wanted[] = {a->dnorm_w1, a->dnorm_b1, a->dnorm_w2, a->dnorm_b2, a->db1};
     for (int i = 0; i < 5; i++) {
         int64_t size = i < 4 ? c : m;
         *to[i] =
@@ -114,7 +114,8 @@ nd_vector_grads nd_vectors(nd_frame *f, const layer_bwd_args *a) {
 
 void nd_norm_grads(nd_frame *f, const layer_bwd_args *a, nd_vector_grads *into, nd_array *dn1,
                    nd_array *dn2, const nd_array *mean, const nd_array *rstd) {
-    RUN(f, layernorm_pair_bwd, .dy1 = dn1, .dy2 = dn2, .x = ROWS(a->x), .w_n1 = a->w_n1,
-        .w_n2 = a->w_n2, .mean = mean, .rstd = rstd, .dres = ROWS(a->dy), .dw_n1 = &into->dw_n1,
-        .db_n1 = &into->db_n1, .dw_n2 = &into->dw_n2, .db_n2 = &into->db_n2, .dx = ROWS(a->dx));
+    RUN(f, layernorm_pair_bwd, .dy1 = dn1, .dy2 = dn2, .x = ROWS(a->x), .norm_w1 = a->norm_w1,
+        .norm_w2 = a->norm_w2, .mean = mean, .rstd = rstd, .dres = ROWS(a->dy),
+        .dnorm_w1 = &into->dnorm_w1, .dnorm_b1 = &into->dnorm_b1, .dnorm_w2 = &into->dnorm_w2,
+        .dnorm_b2 = &into->dnorm_b2, .dx = ROWS(a->dx));
 }

@@ -500,8 +500,8 @@ nd_status cuda_layernorm_fwd(int device, const layernorm_fwd_args *a) {
 
 nd_status cuda_layernorm_pair_fwd(int device, const layernorm_pair_fwd_args *a) {
     return forward<2>("layernorm_pair_fwd", device, a->x,
-                      {{a->w_n1, a->b_n1, a->y1}, {a->w_n2, a->b_n2, a->y2}}, a->eps, a->mean,
-                      a->rstd);
+                      {{a->norm_w1, a->norm_b1, a->y1}, {a->norm_w2, a->norm_b2, a->y2}}, a->eps,
+                      a->mean, a->rstd);
 }
 
 nd_status cuda_layernorm_bwd(int device, const layernorm_bwd_args *a) {
@@ -510,8 +510,8 @@ nd_status cuda_layernorm_bwd(int device, const layernorm_bwd_args *a) {
 }
 
 nd_status cuda_layernorm_pair_bwd(int device, const layernorm_pair_bwd_args *a) {
-    return backward<2>(
-        "layernorm_pair_bwd", device, a->x,
-        {{a->dy1, a->w_n1, a->dw_n1, a->db_n1}, {a->dy2, a->w_n2, a->dw_n2, a->db_n2}}, a->mean,
-        a->rstd, a->dres, a->dx);
+    return backward<2>("layernorm_pair_bwd", device, a->x,
+                       {{a->dy1, a->norm_w1, a->dnorm_w1, a->dnorm_b1},
+                        {a->dy2, a->norm_w2, a->dnorm_w2, a->dnorm_b2}},
+                       a->mean, a->rstd, a->dres, a->dx);
 }

@@ -24,7 +24,7 @@ constexpr int block_rows = 32, warp_rows = 4, warps = block_rows / warp_rows, th
 constexpr int parts = block_rows / 16; /* of a column of q_t, 16 bytes each */
 
 template <class T> struct Norms {
-    const T *x, *of[4]; /* w_n1, b_n1, w_n2, b_n2 */
+    const T *x, *of[4]; /* norm_w1, norm_b1, norm_w2, norm_b2 */
     uint8_t *q[2], *q_t[2];
     float *scale[2], *mean, *rstd, eps;
     int64_t rows;
@@ -308,7 +308,8 @@ nd_status cuda_layernorm_pair_fp8(int device, const layernorm_pair_fp8_args *a) 
             max(ceil_div(ceil_div(columns, chunks), multiple), (int64_t)1) * multiple;
         Norms<T> p = {
             data_of<T>(a->x),
-            {data_of<T>(a->w_n1), data_of<T>(a->b_n1), data_of<T>(a->w_n2), data_of<T>(a->b_n2)},
+            {data_of<T>(a->norm_w1), data_of<T>(a->norm_b1), data_of<T>(a->norm_w2),
+             data_of<T>(a->norm_b2)},
             {data_of<uint8_t>(a->q1), data_of<uint8_t>(a->q2)},
             {data_of<uint8_t>(a->q1_t), data_of<uint8_t>(a->q2_t)},
             {data_of<float>(a->scale1), data_of<float>(a->scale2)},

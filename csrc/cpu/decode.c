@@ -142,10 +142,10 @@ nd_status cpu_decode_projections(int device, const decode_projections_args *args
     dgelu.shape[1] = dgelu.strides[0] = m;
     rstd.data = statistics[1];
     layernorm_pair_fwd_args norms = {.x = x,
-                                     .w_n1 = args->norm_w1,
-                                     .b_n1 = args->norm_b1,
-                                     .w_n2 = args->norm_w2,
-                                     .b_n2 = args->norm_b2,
+                                     .norm_w1 = args->norm_w1,
+                                     .norm_b1 = args->norm_b1,
+                                     .norm_w2 = args->norm_w2,
+                                     .norm_b2 = args->norm_b2,
                                      .eps = args->eps,
                                      .y1 = &y1,
                                      .y2 = &y2,

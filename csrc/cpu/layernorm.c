@@ -80,7 +80,7 @@ static nd_status forward(int device, const nd_array *x_rows, int norms, const fo
 
 /* ---- FP8 ------------------------------------------------------------------------------------- */
 nd_status cpu_layernorm_pair_fp8(int device, const layernorm_pair_fp8_args *args) {
-    const nd_array *of[4] = {args->w_n1, args->b_n1, args->w_n2, args->b_n2};
+    const nd_array *of[4] = {args->norm_w1, args->norm_b1, args->norm_w2, args->norm_b2};
     uint8_t *q[2] = {args->q1->data, args->q2->data};
     uint8_t *q_t[2] = {args->q1_t->data, args->q2_t->data};
     float *scales[2] = {args->scale1->data, args->scale2->data};
@@ -213,7 +213,7 @@ nd_status cpu_layernorm_fwd(int device, const layernorm_fwd_args *a) {
 }
 
 nd_status cpu_layernorm_pair_fwd(int device, const layernorm_pair_fwd_args *a) {
-    const forward_norm of[] = {{a->w_n1, a->b_n1, a->y1}, {a->w_n2, a->b_n2, a->y2}};
+    const forward_norm of[] = {{a->norm_w1, a->norm_b1, a->y1}, {a->norm_w2, a->norm_b2, a->y2}};
     return forward(device, a->x, 2, of, a->eps, a->mean, a->rstd);
 }
 
@@ -223,7 +223,7 @@ nd_status cpu_layernorm_bwd(int device, const layernorm_bwd_args *a) {
 }
 
 nd_status cpu_layernorm_pair_bwd(int device, const layernorm_pair_bwd_args *a) {
-    const backward_norm of[] = {{a->dy1, a->w_n1, a->dw_n1, a->db_n1},
-                                {a->dy2, a->w_n2, a->dw_n2, a->db_n2}};
+    const backward_norm of[] = {{a->dy1, a->norm_w1, a->dnorm_w1, a->dnorm_b1},
+                                {a->dy2, a->norm_w2, a->dnorm_w2, a->dnorm_b2}};
     return backward(device, a->x, 2, of, a->mean, a->rstd, a->dres, a->dx);
 }

@@ -119,9 +119,9 @@ def fp8_quantize(r, x, gelu, dgelu, e5m2, largest, scale_a, scale_b, bound, sums
     return found
 
 
-def layernorm_pair_fp8(r, x, w_n1, b_n1, w_n2, b_n2, eps):
+def layernorm_pair_fp8(r, x, norm_w1, norm_b1, norm_w2, norm_b2, eps):
     c, found = x.shape[1], {}
-    for n, w, b in ("1", w_n1, b_n1), ("2", w_n2, b_n2):
+    for n, w, b in ("1", norm_w1, norm_b1), ("2", norm_w2, norm_b2):
         largest = np.sqrt(c) * np.abs(w).max(initial=0) + np.abs(b).max(initial=0)
         scale = scale_of(largest * (1 + 2.0**-10), "e4m3")
         with np.errstate(invalid="ignore"):
@@ -225,7 +225,7 @@ def norm_inputs(n, c, sizes=(1.0, 1.0, 1.0, 1.0), operand="x", at=(), value=0.0)
     def inputs(rng):
         x = rng.standard_normal((n, c)) * 2 + 1
         made = [rng.standard_normal(c) * size for size in sizes]
-        values = {"x": x, **dict(zip(("w_n1", "b_n1", "w_n2", "b_n2"), made)), "eps": 1e-5}
+        values = {"x": x, **dict(zip("norm_w1 norm_b1 norm_w2 norm_b2".split(), made)), "eps": 1e-5}
         values[operand].reshape(-1)[list(at)] = value
         return values
 
@@ -336,12 +336,12 @@ NORMS = {  # rows of half a block, columns beyond 256, 512 and 1,024
     "none": (0, 32),
     "unlike": (48, 2048, (1e-3, 1e-6, 40.0, 300.0)),
     "zeros": (16, 32, (0.0, 0.0, 0.0, 2.0)),
-    "sqrt-c-w-is-448": (16, 16, (1.0, 0.0, 1.0, 0.0), "w_n1", (3,), 112.0),
+    "sqrt-c-w-is-448": (16, 16, (1.0, 0.0, 1.0, 0.0), "norm_w1", (3,), 112.0),
     "one-far": (32, 1040, (1.0, 1.0, 1.0, 1.0), "x", range(7, 32 * 1040, 1040), -6e4),
     "nan": (64, 272, (1.0, 1.0, 1.0, 1.0), "x", (300, 40 * 272), np.nan),
     "infinity": (64, 1296, (1.0, 1.0, 1.0, 1.0), "x", (1500, 40 * 1296 + 1295), -np.inf),
-    "nan-in-w_n2": (16, 48, (1.0, 1.0, 1.0, 1.0), "w_n2", (47,), np.nan),
-    "infinity-in-b_n1": (16, 272, (1.0, 1.0, 1.0, 1.0), "b_n1", (271,), np.inf),
+    "nan-in-norm_w2": (16, 48, (1.0, 1.0, 1.0, 1.0), "norm_w2", (47,), np.nan),
+    "infinity-in-norm_b1": (16, 272, (1.0, 1.0, 1.0, 1.0), "norm_b1", (271,), np.inf),
 }
 
 WEIGHTS = {  # widths about strips of 32 and 64, heights about 64 and 256 rows, tiles of 128

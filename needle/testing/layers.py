@@ -61,8 +61,9 @@ def layernorm_bwd(r, dy, x, w, mean, rstd, dres, dw, db):
     }
 
 
-def layernorm_pair_fwd(r, x, w_n1, b_n1, w_n2, b_n2, eps):
-    one, other = layernorm_fwd(r, x, w_n1, b_n1, eps), layernorm_fwd(r, x, w_n2, b_n2, eps)
+def layernorm_pair_fwd(r, x, norm_w1, norm_b1, norm_w2, norm_b2, eps):
+    one = layernorm_fwd(r, x, norm_w1, norm_b1, eps)
+    other = layernorm_fwd(r, x, norm_w2, norm_b2, eps)
     return {"y1": one["y"], "y2": other["y"], "mean": one["mean"], "rstd": one["rstd"]}
 
 
@@ -74,11 +75,13 @@ def decode_projections(
     return {"packed": packed, "g": linear_gelu_fwd(r, of["y2"], w1, b1, tanh, g)["y"]}
 
 
-def layernorm_pair_bwd(r, dy1, dy2, x, w_n1, w_n2, mean, rstd, dres, dw_n1, db_n1, dw_n2, db_n2):
-    one = layernorm_bwd(r, dy1, x, w_n1, mean, rstd, dres, dw_n1, db_n1)
-    other = layernorm_bwd(r, dy2, x, w_n2, mean, rstd, one["dx"], dw_n2, db_n2)
-    sums = {"dw_n1": one["dw"], "db_n1": one["db"], "dw_n2": other["dw"], "db_n2": other["db"]}
-    return sums | {"dx": other["dx"]}
+def layernorm_pair_bwd(
+    r, dy1, dy2, x, norm_w1, norm_w2, mean, rstd, dres, dnorm_w1, dnorm_b1, dnorm_w2, dnorm_b2
+):
+    one = layernorm_bwd(r, dy1, x, norm_w1, mean, rstd, dres, dnorm_w1, dnorm_b1)
+    other = layernorm_bwd(r, dy2, x, norm_w2, mean, rstd, one["dx"], dnorm_w2, dnorm_b2)
+    sums = {"dnorm_w1": one["dw"], "dnorm_b1": one["db"], "dx": other["dx"]}
+    return sums | {"dnorm_w2": other["dw"], "dnorm_b2": other["db"]}
 
 
 def embedding_fwd(r, ids, w):
@@ -157,18 +160,18 @@ def adamw(r, p, g, m, v, p_low, scale, lr, beta1, beta2, eps, weight_decay, step
 
 
 def layernorm_bwd_inputs(n, c, residual=True, norms=("",)):
-    ends = [i and f"_n{i}" for i in norms]  # of the names of weights and biases
+    norm = norms[0] and "norm_"  # begins the names of weights and biases
 
     def inputs(rng):
         x = rng.standard_normal((n, c)) * 2 + 1
         return {
             **{f"dy{i}": rng.standard_normal((n, c)) for i in norms},
             "x": x,
-            **{f"w{end}": 1 + 0.3 * rng.standard_normal(c) for end in ends},
+            **{f"{norm}w{i}": 1 + 0.3 * rng.standard_normal(c) for i in norms},
             "mean": x.mean(-1),
             "rstd": 1 / np.sqrt(x.var(-1) + 1e-5),
             "dres": rng.standard_normal((n, c)) if residual else None,
-            **{f"d{p}{end}": rng.standard_normal(c) for end in ends for p in "wb"},
+            **{f"d{norm}{p}{i}": rng.standard_normal(c) for i in norms for p in "wb"},
         }
 
     return inputs
@@ -376,10 +379,10 @@ CASES = [
         layernorm_pair_fwd,
         lambda n, c: draw(
             x=normal(n, c, mean=1, std=2),
-            w_n1=normal(c, mean=1),
-            b_n1=normal(c),
-            w_n2=normal(c, mean=1),
-            b_n2=normal(c),
+            norm_w1=normal(c, mean=1),
+            norm_b1=normal(c),
+            norm_w2=normal(c, mean=1),
+            norm_b2=normal(c),
             eps=1e-5,
         ),
         ROWS,

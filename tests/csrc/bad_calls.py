@@ -28,13 +28,14 @@ def of_16(op: str, operand: str, **shapes) -> tuple:
     return op, changes, rf"{operand}: (is )?\({rows}, {columns}\), but .* multiples of 16"
 
 
+NORMS = ["norm_w1", "norm_b1", "norm_w2", "norm_b2"]
 BAD = [
     ("sort", each(["values", "indices"], ones(31, 258)), "the first 258 of 257 elements"),
     ("layernorm_bwd", dict(dres=ones(2, 3)), "dres: axis N is 2"),
-    ("layernorm_pair_fwd", dict(w_n2=ones(2)), "w_n2: axis C is 2"),
+    ("layernorm_pair_fwd", dict(norm_w2=ones(2)), "norm_w2: axis C is 2"),
     ("layernorm_pair_bwd", dict(dres=ones(31, 4)), "dres: axis C is 4"),
     of_16("layernorm_pair_fp8", "x", x=(24, 48)),
-    of_16("layernorm_pair_fp8", "x", x=(16, 40), **each(["w_n1", "b_n1", "w_n2", "b_n2"], (40,))),
+    of_16("layernorm_pair_fp8", "x", x=(16, 40), **each(NORMS, (40,))),
     of_16("fp8_linear_gelu_fwd", "x", x=(24, 16)),
     of_16("fp8_linear_gelu_fwd", "x", x=(0, 16)),
     of_16("fp8_linear_gelu_fwd", "w", w=(24, 16), b=(24,)),
@@ -49,8 +50,7 @@ BAD = [
     ),
     (
         "decode_projections",
-        dict(x=ones(2, 1032), w_qkv=ones(1032, 24), w1=ones(1032, 40))
-        | each(["norm_w1", "norm_b1", "norm_w2", "norm_b2"], ones(1032)),
+        dict(x=ones(2, 1032), w_qkv=ones(1032, 24), w1=ones(1032, 40)) | each(NORMS, ones(1032)),
         r"x: is \(2, 1032\), .* 8 to 1024 columns",
     ),
     (

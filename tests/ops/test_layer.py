@@ -147,7 +147,8 @@ def operands(**changed):
     "changed, message",
     [
         ({"x": (10, 6)}, r"layer_fwd: x: has 2 axes, must have 3: \(B, T, C\)"),
-        ({"norm_w2": (5,)}, r"layer_fwd: w_n2: axis C is 5, but was 6"),
+        ({"norm_w2": (5,)}, r"layer_fwd: norm_w2: axis C is 5, but was 6"),
+        *[({name: (1,) * 5}, rf"layer_fwd: {name}: ") for name in SHAPES],
         ({"w_qkv": (6, 35)}, r"layer_fwd: w_qkv: must be \(6, 3 x heads x D\).* 35 columns"),
         ({"b_qkv": (12,)}, r"layer_fwd: b_qkv: must have an element a column of w_qkv"),
         ({"heads": 5}, r"layer_fwd: w_qkv: .* for 5 heads"),
