@@ -510,7 +510,7 @@ def sparse_mask(config: PythiaConfig, time: int) -> BlockMask:
     """The block mask that the configuration describes, for sequences of `time` tokens: the corner
     of that of max_seq_len, so that a query sees the same keys however many tokens follow."""
     window, block = config.sparse_window, config.sparse_block
-    length = max(time, config.max_seq_len)
+    length = min(-(-time // block) * block, max(time, config.max_seq_len))  # of whole blocks
     if config.sparse_pattern == "local":
         whole = BlockMask.local(length, window, block)
     elif config.sparse_pattern == "strided":
@@ -521,8 +521,7 @@ def sparse_mask(config: PythiaConfig, time: int) -> BlockMask:
         whole = BlockMask.dense(length, block)
     else:
         whole = BlockMask.mixed(length, window=window, n_global=block, block=block)
-    n = -(-time // block)
-    return BlockMask(whole.blocks[:, :n, :n], block, time)
+    return BlockMask(whole.blocks, block, time)
 
 
 def create_pythia_70m(

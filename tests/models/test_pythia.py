@@ -214,6 +214,21 @@ def test_sparse_window_follows_the_sequence_and_dense_patterns_warn():
         assert PythiaConfig.from_dict(saved | {"sparse_block": 8}).sparse_window == 8
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_mask_of_some_tokens_is_the_corner_of_the_longest(pattern):
+    """And is made without it: the blocks of 2^40 tokens fit in no memory."""
+    sizes = dict(sparse_pattern=pattern, sparse_window=7, sparse_block=4)
+
+    def blocks(time, longest):
+        config = PythiaConfig(max_seq_len=longest, use_sparse_attention=True, **sizes)
+        return pythia.sparse_mask(config, time).blocks[0]
+
+    whole = blocks(37, 37)
+    for time in range(1, 38):
+        np.testing.assert_array_equal(blocks(time, 37), whole[: -(-time // 4), : -(-time // 4)])
+    np.testing.assert_array_equal(blocks(40, 2**40), blocks(40, 40))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cast_model_is_that_of_the_dtype(dtype, device, tmp_path):
     model, ids = small(), tokens(7, 2, 9)
