@@ -4,6 +4,7 @@ of a training step, as ids and text)."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from array import array
 from collections.abc import Sequence
@@ -77,8 +78,11 @@ def prepare(
 
     tokenizer: as load_tokenizer takes it; its end of text ends each document. field: of JSON lines,
     which holds a document's text. skip_bad_lines: of JSON, instead of raising their errors.
-    DataError, also where OUT is there already."""
-    prefix = named(out[:-4] if out.endswith((".bin", ".idx")) else out)
+    DataError, also where OUT is there already, or names a folder, as "data/" does."""
+    name = out[:-4] if out.endswith((".bin", ".idx")) else out
+    if out and os.path.basename(name) in ("", ".", ".."):
+        raise DataError(f"{out}: a name of files must end it, as {os.path.join(name, 'tokens')}")
+    prefix = named(name)
     model = load_tokenizer(tokenizer)
     files = [file for name in inputs for file in text_files(named(name), field)]
     for made in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):

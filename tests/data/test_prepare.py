@@ -29,7 +29,7 @@ def inputs(tmp_path, monkeypatch):
 
 
 def run(tmp_path, inputs, out):
-    where = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / out)]
+    where = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--out", f"{tmp_path}/{out}"]
     return __main__.main(["prepare", *inputs, *where])
 
 
@@ -44,6 +44,9 @@ def test_prepare_keeps_files_of_its_name_and_leaves_none_after_an_error(
     for files, out, error, code, said in (
         (inputs[1:], "new/folders/x", None, 1, "x.idx: exists already; remove it, or choose"),
         (inputs, "train", None, 1, "train.bin: exists already"),
+        (inputs, "texts/", None, 1, "texts/: a name of files must end it, as "),
+        (inputs, "texts/.bin", None, 1, "/texts/tokens"),
+        (inputs, "texts/..", None, 1, "/texts/../tokens"),
         ([missing], "y", None, 1, "no such file or folder"),
         ([blank], "y", None, 1, "blank.txt: not text: empty, not UTF-8"),
         (inputs, "y", OSError(28, "No space left on device"), 1, "written: No space left"),
