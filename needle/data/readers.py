@@ -48,7 +48,7 @@ from needle.files import beside, named, read_json, user_folder
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
-FORMAT = "6"
+FORMAT = "7"
 
 
 @dataclass
@@ -95,13 +95,17 @@ def open_data(
         source, files = os.fspath(data), text_files(Path(data))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     folder = cached_text(files, source, given, vocab_size)
-    facts = read_json(folder / "facts.json")
-    parts = (map_part(folder / f"{name}.bin", facts["dtype"]) for name in ("train", "held_out"))
-    train, held_out = (FlatTokens([part]) for part in parts)
-    if facts["documents"] < HELD_OUT:
-        train, held_out = hold_out_end(train)
-    counts = f"{facts['documents']:,} documents, {len(train) + len(held_out):,} tokens"
-    found = given or load_tokenizer(folder / "tokenizer.json")
+    try:
+        facts = read_json(folder / "facts.json")
+        names = ("train", "held_out")
+        parts = (map_part(folder / f"{n}.bin", facts["dtype"], 0, facts[n]) for n in names)
+        train, held_out = (FlatTokens([part]) for part in parts)
+        if facts["documents"] < HELD_OUT:
+            train, held_out = hold_out_end(train)
+        counts = f"{facts['documents']:,} documents, {len(train) + len(held_out):,} tokens"
+        found = given or load_tokenizer(folder / "tokenizer.json")
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{folder}: delete this damaged folder of the cache: {error}") from error
     return TokenData(train, held_out, f"{source}: {text_kind(files)}, {counts}", found)
 
 
@@ -275,4 +279,6 @@ def _tokenise(
         for ids, last in tokenise(files, tokenizer, dtype):
             (end if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
             count += last
-    (folder / "facts.json").write_text(json.dumps({"documents": count, "dtype": dtype.str}))
+        sizes = {"train": train.tell() // dtype.itemsize, "held_out": end.tell() // dtype.itemsize}
+    facts = {"documents": count, "dtype": dtype.str, **sizes}
+    (folder / "facts.json").write_text(json.dumps(facts))

@@ -180,6 +180,22 @@ def test_cache_is_whole_or_not_there(tmp_path, tokenizer, folder, monkeypatch):
     assert [*(tmp_path / "cache").iterdir()] == [made]
 
 
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "facts.json", "tokenizer.json"])
+def test_a_damaged_folder_of_the_cache_is_named_to_be_deleted(tmp_path, folder, name):
+    """Its files are missing, cut, as a lack of power leaves them, or of other content."""
+    for number in range(readers.HELD_OUT):
+        (folder / f"{number}.txt").write_text(LINE * 9)
+    open_data(folder, vocab_size=270)
+    (made,) = (tmp_path / "cache").iterdir()
+    good = (made / name).read_bytes()
+    for damaged in (None, b"", good[:-1], good[:-2], b"{}", b'{"documents": 1, "dtype": "x"}'):
+        (made / name).unlink() if damaged is None else (made / name).write_bytes(damaged)
+        with naming(damaged), pytest.raises(DataError, match=f"{made}: delete this damaged folder"):
+            open_data(folder, vocab_size=270)
+    shutil.rmtree(made)
+    open_data(folder, vocab_size=270)
+
+
 def test_tokenizer_that_is_trained_has_the_size_that_is_asked_for(folder):
     for size in 270, 264, 270:
         assert open_data(folder, vocab_size=size).vocab_size == size
