@@ -121,11 +121,12 @@ def schedule_of(settings: Settings) -> optim.Schedule:
 # ---- data, model, optimizer --------------------------------------------------------------------
 
 
-def make_run(given: Settings, group: Group) -> Run:
+def make_run(given: Settings, ending: Ending) -> Run:
     """Make a new run, or go on with that of --resume: from its checkpoint, or from the beginning by
-    its config.json where it never saved. Flags may then repeat its settings."""
-    given = located(given)
-    path, lock, saved = find_run(given, group)
+    its config.json where it never saved. Flags may then repeat its settings. `ending` has the ranks
+    and gets the lock of the run's folder."""
+    given, group = located(given), ending.ranks
+    path, ending.lock, saved = find_run(given, group)
     device, out = open_device(given.device, group), Path(given.out)
     model = fingerprint = None
     if saved is None:
@@ -168,15 +169,14 @@ def make_run(given: Settings, group: Group) -> Run:
     set_up(model, parallel, settings)
 
     def take_folder() -> str:
-        nonlocal lock
-        taken, lock = folder.begin(out, given.name, settings.model)
+        taken, ending.lock = folder.begin(out, given.name, settings.model)
         return str(taken)
 
     if path is None:
         path = Path(group.first("the folder of the run", take_folder))
     step = 0 if saved is None else saved.state["step"]
     replay = read_replay(path, step)
-    run = Run(settings, path, lock, data, model, optimizer, batches, parallel, step, replay)
+    run = Run(settings, path, ending.lock, data, model, optimizer, batches, parallel, step, replay)
     if replay is not None:
         replay.begin(data, batches.batches, settings.grad_accum)
     if group.rank == 0 and step == 0:
@@ -273,8 +273,8 @@ def main(argv: list[str] | None = None) -> int:
             return supervise.Supervisor(command, given.hang_seconds, folder.again).run()
         if starts_ranks(given, place):
             return spawn.run(command, given.gpus)
-        ending.ranks = group = join(given, words, place, Path(__file__))
-        ending.run = run = make_run(given, group)
+        ending.ranks = join(given, words, place, Path(__file__))
+        run = make_run(given, ending)
         print(wrapped(str(run.model)))
         if run.model.fp8:
             products = f"{runs.products_in_fp8(run.model)}, all others in {run.settings.dtype}"

@@ -73,8 +73,9 @@ class Begun:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "config.json"
-        self.state = {"data": {}, **read_description(folder)}
-        self.state["fingerprint"] = self.state["data"].get("fingerprint")
+        self.state = read_description(folder)
+        data = self.state.get("data")
+        self.state["fingerprint"] = data.get("fingerprint") if isinstance(data, dict) else None
         self.state |= {"step": 0, "data": {"epoch": 0, "batch": 0}}
 
     def configuration(self) -> Config:

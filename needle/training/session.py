@@ -27,7 +27,7 @@ from needle.data import Batches, DataError, token_bytes
 from needle.distributed.control import Control, RankError, RankFailed
 from needle.distributed.environment import Place
 from needle.distributed.group import Group, visible_gpus
-from needle.files import described, printable
+from needle.files import Lock, described, printable
 from needle.processes import HEARTBEAT, collecting
 from needle.training.heartbeat import beat, rest
 from needle.training.log import NotFinite, RunLog, trackers_of
@@ -429,8 +429,8 @@ class Ending:
     """
 
     def __init__(self) -> None:
-        self.ranks, self.run, self.code = Group(), None, 1
-        self.run: Run | None
+        self.ranks, self.code = Group(), 1
+        self.lock: Lock | None = None  # of the run's folder
 
     def __enter__(self) -> Ending:
         return self
@@ -445,8 +445,8 @@ class Ending:
         reports = known is not None and not isinstance(error, RankFailed)  # which another reports
         if reports and ranks.rank == 0:
             print(printable(f"needle train: {reason}"), file=sys.stderr)
-        if self.run is not None and self.run.lock is not None:
-            self.run.lock.release()
+        if self.lock is not None:
+            self.lock.release()
         ranks.close(reason, self.code)
         if reports and ranks.rank > 0:
             who = "" if reason.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "

@@ -16,10 +16,10 @@ from harness import DEVICES
 from small_runs import flags, lines_of
 
 from needle import CudaError, CudaFatalError, Tensor
-from needle.distributed.group import Group
 from needle.models import Pythia
 from needle.processes import collecting
 from needle.training import log as logs
+from needle.training import run as runs
 from needle.training import session as sessions
 from needle.training.session import STOPS, Stop
 from needle.training.settings import parse
@@ -54,7 +54,7 @@ def test_each_update_is_that_of_a_plain_loop(
         f"--grad-accum {accumulate} --clip {clip} --lr {LR} --warmup {WARMUP}",
         f"--weight-decay {DECAY}", device=device, steps=STEPS,
     )  # fmt: skip
-    run = train_pythia.make_run(parse(argv), Group())
+    run = train_pythia.make_run(parse(argv), sessions.Ending())
 
     def now():
         slots = {n: a.numpy() for n, a in run.optimizer.state_dict()["arrays"].items()}
@@ -144,7 +144,7 @@ def test_speed_of_a_step_counts_neither_evaluating_nor_saving(tmp_path, run, mon
 
 def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatch):
     """Dropout is off in these alone."""
-    run, beats = train_pythia.make_run(parse(flags(tmp_path, tokens, "a")), Group()), []
+    run, beats = train_pythia.make_run(parse(flags(tmp_path, tokens, "a")), sessions.Ending()), []
     run.data.held_out = run.data.train
     monkeypatch.setattr(sessions, "beat", lambda: beats.append(run.model.training))
     assert sessions.evaluate(run)["val_loss"] > 0
@@ -160,6 +160,20 @@ def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatc
     for sequences, found in (1, False), (2, True):  # the last of them lacks a target
         run.data.held_out = run.data.train.between(0, sequences * length)
         assert bool(sessions.evaluate(run)) is found
+
+
+def test_a_start_that_fails_leaves_the_folder_to_the_next(run, monkeypatch):
+    """Its errors are kept, as notebooks keep those that they show."""
+    kept = []
+    for where, name in (
+        (train_pythia, "read_replay"), (train_pythia, "Run"), (runs, "write_description"),
+        (sessions, "open_log"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch, pytest.raises(TypeError) as error:
+            patch.setattr(where, name, None)
+            run("a")
+        kept.append(error)
+    assert run("a") == 0
 
 
 def test_errors_have_their_words_and_exit_codes():

@@ -257,10 +257,13 @@ def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):
 def test_damaged_config_is_named_by_what_reads_it(tmp_path, tokens, stopped, capsys):
     """A run with a checkpoint goes on without it."""
     whole = folders.read_description(stopped[0])
-    for folder in stopped:
-        (folder / "config.json").write_text("{")
     saved, begun = stopped
     auto = arguments("--resume auto --device cpu --out", saved.parent, "--name")
+    (begun / "config.json").write_text(json.dumps({**whole, "saved": False, "data": []}))
+    assert train_pythia.main([*auto, "begun"]) == 1
+    assert "begun/config.json: not of a run" in capsys.readouterr().err
+    for folder in stopped:
+        (folder / "config.json").write_text("{")
     for main, words in (
         (train_pythia.main, [*auto, "begun"]),
         (train_pythia.main, flags(tmp_path, tokens, "begun")),
