@@ -42,7 +42,14 @@ class MPITransport:
                 data = memoryview(known).cast("B")
                 for begin in range(0, len(data), MOST):
                     requests.append(start([data[begin : begin + MOST], MPI.BYTE], peer))
-        MPI.Request.Waitall(requests)
+        try:
+            MPI.Request.Waitall(requests)
+        except MPI.Exception as error:
+            here = {f"{array.dtype} {array.shape}" for _, array in receives}
+            raise ValueError(
+                f"{error}: all ranks need operands of one shape, and rank {self._world.rank} "
+                f"receives arrays of {', '.join(sorted(here))}"
+            ) from error
 
     def close(self) -> None:
         """Finalize MPI. All ranks call it."""

@@ -38,6 +38,26 @@ def test_ranks_change_no_byte(runs, alone, ranks):
     assert runs.written("a") == alone
 
 
+def test_operands_of_unlike_shapes_are_named():
+    """By the rank that has less room; MPI ends the other."""
+    code = """
+import sys, needle as ndl
+from needle.distributed import control, environment, group
+place = environment.find()
+ranks = group.Group(place, control.Control.join(place, {}))
+ranks.connect(ndl.cpu())
+x = ndl.ones(1, 8, 2 + 2 * place.rank, 4)
+try:
+    ndl.ops.ring_attention(x, x, x, ranks)
+except ValueError as error:
+    ranks.close(str(error), 3)
+    sys.exit(f"rank {place.rank}: {error}")
+"""
+    done = ended("-n", "2", sys.executable, "-c", code)
+    said = r"rank 0: MPI_ERR.*: all ranks .*rank 0 receives arrays of float32 \(1, 4, 2, 4\)"
+    assert done.returncode and re.search(said, done.stderr), done.stderr
+
+
 @pytest.mark.slow
 def test_ranks_drop_the_same_elements(runs):
     """Masks follow from the seed, the step and the micro-batch; so also after a resume."""
