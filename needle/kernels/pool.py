@@ -249,7 +249,7 @@ class Pool:
                 raise TypeError(f"source and entry must be text; {name} is {type(text).__name__}")
         source.encode()  # UnicodeEncodeError, a ValueError
         if NO_GPU in self.devices:
-            return Result("device_lost", "this Pool has no GPU (devices=[])")
+            raise ValueError("there is no GPU here (devices=[], --devices cpu): Problems alone run")
         while True:
             with self._reserved() as device:
                 if device.lost:

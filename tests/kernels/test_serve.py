@@ -174,10 +174,10 @@ def test_answer_has_all_fields_of_a_result(client, pool, monkeypatch):
     assert client.ask("GET", "/statistics")[1]["jobs"] == jobs | after
 
 
-def test_cuda_job_without_a_gpu_is_answered():
+def test_cuda_job_without_a_gpu_is_a_wrong_request():
     with FakePool(devices=[]) as pool, running(pool) as client:
-        answer = client.evaluate(JUDGED | {"reference": REFERENCE})[1]
-        assert answer["status"] == "device_lost" and "has no GPU" in answer["message"], answer
+        status, answer = client.evaluate(JUDGED | {"reference": REFERENCE})
+        assert status == 400 and "there is no GPU here" in answer["error"]["message"]
         _, answer, _ = client.ask("POST", "/reset_gpu/0")
         assert answer["error"] == {"status": 404, "message": "no device 0; there are none"}
 
