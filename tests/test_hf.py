@@ -421,6 +421,10 @@ def test_a_registered_subclass_leaves_the_folders_of_its_base_to_it(tmp_path, mo
     ):
         with pytest.raises(ValueError, match=f"a Gated has .* of Pythia.*{said}"):
             Gated(GatedConfig(**fields, **{field: True})).save_pretrained(tmp_path / "b")
+    masked = model_of()
+    masked.block_mask = lambda time: BlockMask.local(time, 2, 2)
+    with pytest.raises(ValueError, match=r"block_mask\(\) leaves"):
+        masked.save_pretrained(tmp_path / "b")
     assert not (tmp_path / "b").exists()
     same = Gated(GatedConfig(**fields))
     same.save_pretrained(tmp_path / "b")
