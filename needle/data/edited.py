@@ -382,7 +382,7 @@ class Edits:
 
     def _check_read(self, read: set[int]) -> None:
         """Raise DataError for an edit of documents of which none was read."""
-        for number, edit in enumerate(self.checked, 1):
+        for number, edit in reversed([*enumerate(self.checked, 1)]):
             tables = [edit["to"]] if edit["do"] == "swap" else []
             tables += [edit["where"]] if edit["do"] not in (*TRAINING, "repeat") else []
             pairs = [pair for table in tables for pair in table.get("document", [])]
@@ -392,6 +392,8 @@ class Edits:
                     f"edit {number} ({edit['do']}): no step from {self.first} to {self.last} reads "
                     "what is edited: name other documents, or take more steps"
                 )
+            if edit["do"] == "swap":
+                read = read | named  # by edits before it: each place takes the text of the other
 
     def describe(self) -> list[str]:
         """Return the plan as lines for a terminal."""

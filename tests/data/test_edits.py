@@ -253,8 +253,15 @@ FEWER = [
 ]
 FEWER_SIZES = (4, 1, 1, 1, 1, 10, 1, 1, 10, 1, 12, 1, 2, 11, 12, 12, 12, 12, 1, 3)
 
+# No step reads document 12, whose text the swap brings to document 0.
+BROUGHT = [
+    {"do": "replace", "where": document(12), "with_ids": [7], **MASK},
+    {"do": "swap", "where": document(0), "to": document(12), **MASK},
+]
+
 
 @given(cases())
+@example(("rows", (T + 1,) * 13, BROUGHT, 1))
 @example(("packed", FEWER_SIZES, FEWER, 1))
 @example(("packed", tuple(SIZES), REPEAT, 60))
 @example(("windows", tuple(SIZES), [*ENDS, DROP | SHIFT], 1))
