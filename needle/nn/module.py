@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -201,13 +201,9 @@ class Module:
 
     def named_parameters(self) -> Parts[tuple[str, Parameter]]:
         """(name, parameter) in the order of definition; a shared one once, under its first name."""
-        found: Parts[tuple[str, Parameter]] = Parts()
-        seen: set[int] = set()
-        for name, value in _walk(self, "", set()):
-            if isinstance(value, Parameter) and id(value) not in seen:
-                seen.add(id(value))
-                value.name = name
-                found.append((name, value))
+        found = _once(_walk(self, "", set()), Parameter)
+        for name, value in found:
+            value.name = name
         return found
 
     def parameters(self) -> Parts[Parameter]:
@@ -216,16 +212,16 @@ class Module:
 
     def distinct_parameters(self) -> list[Parameter]:
         """The same; their names stay those that they have in a module around this one."""
-        found = {id(v): v for _, v in _walk(self, "", set()) if isinstance(v, Parameter)}
-        return list(found.values())
+        return [parameter for _, parameter in _once(_walk(self, "", set()), Parameter)]
 
     def named_buffers(self) -> Parts[tuple[str, Tensor]]:
-        """(name, buffer) in the order of definition, also those that are not saved."""
-        tensors = (x for x in _walk(self, "", set()) if isinstance(x[1], Tensor))
+        """(name, buffer) in the order of definition, also those that are not saved; a shared one
+        once, under its first name."""
+        tensors = _once(_walk(self, "", set()), Tensor)
         return Parts((name, x) for name, x in tensors if not isinstance(x, Parameter))
 
     def buffers(self) -> Parts[Tensor]:
-        """Every buffer, in the order of definition."""
+        """Every buffer once, in the order of definition."""
         return Parts(buffer for _, buffer in self.named_buffers())
 
     def saved(self) -> dict[str, Tensor]:
@@ -239,7 +235,7 @@ class Module:
 
     def named_modules(self) -> Parts[tuple[str, Module]]:
         """("", self) and every module below it with its name, each once."""
-        return Parts((n, v) for n, v in _walk(self, "", set()) if isinstance(v, Module))
+        return _once(_walk(self, "", set()), Module)
 
     def modules(self) -> Parts[Module]:
         """This module and every one below it, each once."""
@@ -269,12 +265,12 @@ class Module:
             p.reset_grad()
 
     def named_children(self) -> Parts[tuple[str, Module]]:
-        """(name, module) of the modules directly below, also inside dicts, lists and tuples."""
-        below = _directly_below(contents(self), "")
-        return Parts((name, value) for name, value in below if isinstance(value, Module))
+        """(name, module) of the modules directly below, also inside dicts, lists and tuples; a
+        shared one once, under its first name."""
+        return _once(_directly_below(contents(self), ""), Module)
 
     def children(self) -> Parts[Module]:
-        """The modules directly below."""
+        """The modules directly below, each once."""
         return Parts(module for _, module in self.named_children())
 
     def apply(self: M, function: Callable[[Module], Any]) -> M:
@@ -398,7 +394,9 @@ def _label(module: Module) -> str:
 def _tree(module: Module) -> list[str]:
     """A line for each module below; neighbours that look alike share theirs."""
     blocks: list[tuple[str, str, list[str]]] = []  # first name, last name, lines
-    for name, value in module.named_children():
+    for name, value in _directly_below(contents(module), ""):
+        if not isinstance(value, Module):
+            continue
         block = [_label(value), *_tree(value)]
         if blocks and blocks[-1][2] == block:
             blocks[-1] = (blocks[-1][0], name, block)
@@ -447,6 +445,15 @@ def _walk(module: Module, name: str, seen: set[int]) -> Iterator[tuple[str, Any]
             yield from _walk(value, below, seen)
         else:
             yield below, value
+
+
+def _once(named: Iterable[tuple[str, Any]], kind: type[Part]) -> Parts[tuple[str, Part]]:
+    """Return the pairs of this kind, each value once, under its first name."""
+    found: dict[int, tuple[str, Part]] = {}
+    for name, value in named:
+        if isinstance(value, kind):
+            found.setdefault(id(value), (name, value))
+    return Parts(found.values())
 
 
 def _join(prefix: str, name: str) -> str:

@@ -101,6 +101,27 @@ def test_modules_find_parameters_and_children():
     assert all(p.grad is None for p in module.parameters())
 
 
+def test_what_is_shared_is_found_once_under_its_first_name():
+    """As in PyTorch; repr shows each place, as a tree."""
+    linear, net = nn.Linear(2, 3), nn.Module()
+    net.a, net.b, net.c, net.again = linear, [linear], nn.Sequential(linear), linear.weight
+    net.mask = net.other = ndl.zeros(3)
+    for walk, wanted in (
+        ("modules", ["", "a", "c"]),
+        ("children", ["a", "c"]),
+        ("parameters", ["a.weight", "a.bias"]),
+        ("buffers", ["mask"]),
+    ):
+        assert [name for name, _ in getattr(net, f"named_{walk}")()] == wanted
+        assert len(getattr(net, walk)()) == len(wanted)
+    assert [*net.state_dict()] == ["a.weight", "a.bias", "mask"]
+    assert [line.split(":")[0] for line in repr(net).split("\n")[1:]] == [
+        "  a ... b.0",
+        "  c",
+        "    0",
+    ]
+
+
 def test_state_dict_round_trip():
     one, other = (nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4)) for _ in range(2))
     one(Tensor(draw(0, 5, 3)))  # moves the running statistics
