@@ -50,9 +50,9 @@ def from_pretrained(
     revision: str | None = None,
     cls: Any = None,
 ) -> Any:
-    """Return the model at `path`: a checkpoint, the folder of a run (its newest whole checkpoint),
-    a folder that transformers saved, or a name on the Hugging Face hub, at `revision` (a branch, a
-    tag or a commit).
+    """Return the model at `path`, in evaluation mode: that of a checkpoint, of a run's folder (its
+    newest whole checkpoint), of a folder that transformers saved, or of a name on the Hugging Face
+    hub, at `revision` (a branch, a tag or a commit).
 
     dtype: by default that of the checkpoint; float32 of a model of transformers. cls: its
     class; by default a checkpoint says it, and the model_type of a model of transformers chooses a
@@ -61,11 +61,11 @@ def from_pretrained(
     """
     source = pretrained(path, revision)
     if not isinstance(source, Path):
-        return source.restore_model(device, dtype, cls)
+        return source.restore_model(device, dtype, cls).eval()
     if cls is None:
         config = source / "config.json"
         try:
             cls = class_of_transformers(hf.read_json(config).get("model_type"))
         except ValueError as error:
             raise FileError(f"{config}: {error}") from error
-    return hf.load(cls, source, device, dtype or "float32")
+    return hf.load(cls, source, device, dtype or "float32").eval()

@@ -236,7 +236,6 @@ def load_model(
     `models.from_pretrained`, which name the file.
     """
     model = models.from_pretrained(path, device, dtype)
-    model.eval()
     return model, model.tokenizer
 
 
