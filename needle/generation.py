@@ -89,7 +89,7 @@ def stream(
     stops = np.array(list(stop) if np.iterable(stop) else [None])
     if stops.size and stops.dtype.kind not in "iu":
         raise TypeError(f"generate: stop must be a list of token ids, not {stop!r}")
-    check_sampling(temperature, top_k, top_p, repetition_penalty)
+    check_sampling(temperature, top_k, top_p, repetition_penalty, seed)
     vocabulary = model.config.vocab_size
     rows = prompt_rows(ids, vocabulary)
     settings = temperature, top_k, top_p

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,19 @@ def check_sampling(
     top_k: int | None = None,
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
+    seed: int | None = None,
 ) -> None:
     """ValueError that says what is allowed."""
-    if not (temperature >= 0 and np.isfinite(temperature)):
-        raise ValueError(f"temperature must be a number of 0 or more, not {temperature}")
-    if top_k is not None and (not isinstance(top_k, (int, np.integer)) or top_k < 1):
+    if not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
+        raise ValueError(f"temperature must be a number of 0 or more, not {temperature!r}")
+    if top_k is not None and not (isinstance(top_k, Integral) and top_k >= 1):
         raise ValueError(f"top_k must be a whole number of 1 or more, not {top_k!r}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
-    if not (repetition_penalty > 0 and np.isfinite(repetition_penalty)):
-        raise ValueError(f"repetition_penalty must be a number above 0, not {repetition_penalty}")
+    if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
+        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p!r}")
+    if not (isinstance(repetition_penalty, Real) and 0 < repetition_penalty < math.inf):
+        raise ValueError(f"repetition_penalty must be a number above 0, not {repetition_penalty!r}")
+    if seed is not None and not (isinstance(seed, Integral) and 0 <= seed < 1 << 32):
+        raise ValueError(f"seed must be a whole number from 0 to 2^32 - 1, not {seed!r}")
 
 
 def penalized(logits: np.ndarray, seen: np.ndarray, penalty: float) -> np.ndarray:

@@ -512,12 +512,13 @@ def test_refusals():
         *(
             ([1], {name: value}, ValueError, name)
             for name, values in (
-                ("repetition_penalty", (0.0, float("nan"))),
-                ("temperature", (-1.0, float("nan"))),
+                ("repetition_penalty", (0.0, float("nan"), None)),
+                ("temperature", (-1.0, float("nan"), None)),
                 ("top_k", (0, 2.5)),
                 ("top_p", (0.0, 1.5)),
+                ("seed", (-1, 1 << 32, 2.5)),
             )
-            for value in values
+            for value in (*values, "1", [1])
         ),
         *(([1], {"max_new_tokens": n}, ValueError, f"{counts} {n}") for n in (2.5, -1, None)),
         ("abc", {}, ValueError, "Pythia has no tokenizer, so it takes ids"),
