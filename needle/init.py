@@ -21,6 +21,7 @@ from needle.autograd import Tensor
 from needle.backend_ndarray import full as full_array
 from needle.backend_ndarray import given_device, listed
 
+_DTYPES = {"i": "int64", "u": "int64", "b": "bool"}  # of numbers, by NumPy's kind; float32 else
 _meta: contextvars.ContextVar[bool] = contextvars.ContextVar("meta", default=False)
 
 
@@ -210,7 +211,7 @@ def tensor(
         kind = array.dtype.kind
         if kind == "O" and all(isinstance(item, int) for item in array.flat):
             kind = "i"  # beyond 64 bits, which _C.array refuses
-        dtype = dtype or {"i": "int64", "u": "int64", "b": "bool"}.get(kind)
+        dtype = dtype or _DTYPES.get(kind)
     given = data.cached_data if isinstance(data, Tensor) else data
     return Tensor(given, device, dtype, requires_grad)
 
@@ -247,7 +248,14 @@ def arange(
 
 
 def full(shape: int | Sequence[int], fill_value: float, **place: Any) -> Tensor:
-    """Every element `fill_value`. place: device, dtype and requires_grad of `constant`."""
+    """Every element `fill_value`. place: device, dtype and requires_grad of `constant`; the dtype
+    of integers is int64, of truth values bool, unless it is given.
+
+    >>> print(ndl.full((2,), -100), ndl.full((2,), True))
+    [-100 -100] [ True  True]
+    """
+    if place.get("dtype") is None:
+        place["dtype"] = _DTYPES.get(np.asarray(fill_value).dtype.kind, "float32")
     return constant(*listed(shape), c=fill_value, **place)
 
 

@@ -168,6 +168,8 @@ ndl.nan_to_num(n, 7, 0) = np.nan_to_num(n, True, 7, 0) ; (-n).nan_to_num(neginf=
 x.var(dim=1, correction=0) = x.var(1) ; x.std(dim=0, unbiased=False) = x.std(0)
 ndl.var_mean(x, 1, True)[1] = x.mean(1, keepdims=True)
 ndl.std_mean(x, 0, True)[0] = x.std(0, ddof=1, keepdims=True)
+ndl.full((2,), -100) = np.full(2, -100) ; ndl.full([1, 2], True) = np.full((1, 2), True)
+ndl.full(2, np.uint8(3)) = np.full(2, 3) ; ndl.full((), 7.0, dtype=None) = np.float32(7)
 ndl.norm(x, 0, 1, True) = norm(x, 0, 1, True) ; ndl.norm(x, 1, 0, True) = norm(x, 1, 0, True)
 ndl.norm(x, 3, 1, True) = norm(x, 3, 1, True) ; x.norm(np.inf, 0, True) = norm(x, np.inf, 0, True)
 x.argmin(1, keepdims=True) = x.argmin(1, keepdims=True)
