@@ -106,7 +106,7 @@ def nonzero(a: Tensor, as_tuple: bool = True) -> Any:
     return columns if as_tuple else stack(columns, 1)
 
 
-def unique(a: Tensor, return_inverse: bool = False, return_counts: bool = False) -> Any:
+def unique(a: Tensor, *, return_inverse: bool = False, return_counts: bool = False) -> Any:
     """The different elements of `a` in order; also where each element of `a` is among them, and how
     often each occurs, as int64. Computed on the host.
 

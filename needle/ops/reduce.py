@@ -258,8 +258,8 @@ def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
 def var(
     a: Tensor,
     axes: Axes = None,
-    keepdims: bool = False,
     correction: float | None = None,
+    keepdims: bool = False,
     dim: Axes = None,
 ) -> Tensor:
     """The variance over `axes`, or over `dim`: squared distances from the mean, summed and divided
@@ -286,15 +286,15 @@ def _correction(given: float | None, dim: Axes) -> float:
 def std(
     a: Tensor,
     axes: Axes = None,
-    keepdims: bool = False,
     correction: float | None = None,
+    keepdims: bool = False,
     dim: Axes = None,
 ) -> Tensor:
     """The standard deviation, the root of `var`, which has the arguments; its gradient at 0 is
     0."""
     axes, correction = axes_or_dim("std", axes, dim), _correction(correction, dim)
     wide, scale = _scaled(astype(a, "float32"), axes, "max")
-    out = _root(var(wide, axes, keepdims, correction))
+    out = _root(var(wide, axes, correction, keepdims))
     return _rounded(out * reshape(scale, out.shape), a)
 
 
@@ -317,17 +317,17 @@ def _scaled(a: Tensor, axes: Axes, by: str) -> tuple[Tensor, Tensor]:
 
 
 def var_mean(
-    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 1
+    a: Tensor, axes: Axes = None, correction: float = 1, keepdims: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(var, mean) over `axes`, as PyTorch has them: var with `correction` 1."""
-    return var(a, axes, keepdims, correction), mean(a, axes, keepdims)
+    return var(a, axes, correction, keepdims), mean(a, axes, keepdims)
 
 
 def std_mean(
-    a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 1
+    a: Tensor, axes: Axes = None, correction: float = 1, keepdims: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(std, mean) over `axes`, as PyTorch has them: std with `correction` 1."""
-    return std(a, axes, keepdims, correction), mean(a, axes, keepdims)
+    return std(a, axes, correction, keepdims), mean(a, axes, keepdims)
 
 
 def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> Tensor:

@@ -231,7 +231,7 @@ def test_reductions_keep_axes_as_numpy_does(name):
             if name == "median" and isinstance(axes, tuple):
                 continue
             with naming(name, axes, keepdims):
-                got = getattr(ops, name)(Tensor(x), axes, keepdims)
+                got = getattr(ops, name)(Tensor(x), axes, keepdims=keepdims)
                 wanted = (reference.get(name) or getattr(np, name))(x, axis=axes, keepdims=keepdims)
                 assert got.shape == np.shape(wanted)
                 np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)

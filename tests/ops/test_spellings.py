@@ -151,7 +151,8 @@ x.data_ptr() - x[1].data_ptr() = -16 ; x.stride() = (4, 1)
 ndl.arange(5) = np.arange(5) ; ndl.arange(1, 4) = np.arange(1, 4) ; ndl.arange(3.0) = np.arange(3.0)
 ndl.arange(4, 1, -1) = np.arange(4, 1, -1) ; ndl.arange(0, 1, 0.25) = np.arange(0, 1, 0.25)
 ndl.arange(2, 2) = np.arange(2, 2) ; ndl.arange(3, dtype="bfloat16").dtype = "bfloat16"
-ndl.unique(i) = np.unique(i) ; i.unique(return_inverse=True)[0][i.unique(True)[1]] = i
+ndl.unique(i) = np.unique(i)
+i.unique(return_inverse=True)[0][i.unique(return_inverse=True)[1]] = i
 i.unique(return_counts=True)[1] = np.unique(i, return_counts=True)[1]
 ndl.unique(x.to("bfloat16")).dtype = "bfloat16"
 ndl.sort(x, None) = np.sort(x, None) ; ndl.argsort(x, axis=None) = np.argsort(x, None)
@@ -166,8 +167,9 @@ ndl.round(x * 99, -1) = np.round(x * 99, -1) ; t.flatten(end_dim=-2) = t.reshape
 ndl.nan_to_num(n, 7, 0) = np.nan_to_num(n, True, 7, 0) ; (-n).nan_to_num(neginf=0)[1] = 0 * x[0, 0]
 (i - 2).clip(0) = np.maximum(i - 2, 0) ; i.clip(max=0) = 0 * i ; x.size(0) = 3 ; x.stride(0) = 4
 x.var(dim=1, correction=0) = x.var(1) ; x.std(dim=0, unbiased=False) = x.std(0)
-ndl.var_mean(x, 1, True)[1] = x.mean(1, keepdims=True)
-ndl.std_mean(x, 0, True)[0] = x.std(0, ddof=1, keepdims=True)
+ndl.var_mean(x, 1, True, True)[1] = x.mean(1, keepdims=True) ; x.var(0, False) = x.var(0)
+ndl.std_mean(x, 0, True, True)[0] = x.std(0, ddof=1, keepdims=True)
+x.std(0, True) = x.std(0, ddof=1) ; ndl.var(x, 1, True, True) = x.var(1, ddof=1, keepdims=True)
 ndl.full((2,), -100) = np.full(2, -100) ; ndl.full([1, 2], True) = np.full((1, 2), True)
 ndl.full(2, np.uint8(3)) = np.full(2, 3) ; ndl.full((), 7.0, dtype=None) = np.float32(7)
 ndl.norm(x, 0, 1, True) = norm(x, 0, 1, True) ; ndl.norm(x, 1, 0, True) = norm(x, 1, 0, True)
@@ -319,6 +321,7 @@ REFUSED = [
     ("F.nll_loss(x, ndl.tensor([0, 1, -1]))", ValueError, "number below 0"),
     ("F.pad(x, (1,))", ValueError, "needs pairs"),
     ("F.nll_loss(x, [0, 1, 2], x)", ValueError, "one element"),
+    ("ndl.unique(x, True)", TypeError, "positional"),
     ("ndl.einsum('ij', [x])", TypeError, "einsum: operand 0 must be a Tensor"),
     ("F.scaled_dot_product_attention(x, x, x, None, 0.0)", TypeError, "positional"),
     *((f"ndl.{call}", TypeError, f"{call.partition('(')[0]}: a must be a Tensor, but is list")
