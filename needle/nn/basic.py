@@ -10,6 +10,7 @@ from typing import Any
 from needle import init, ops
 from needle._C import Device
 from needle.autograd import Tensor
+from needle.backend_ndarray import listed
 from needle.nn.module import Module, Parameter
 
 __all__ = [
@@ -23,7 +24,7 @@ __all__ = [
 def check_features(module: Module, x: Any, name: str) -> None:
     """ValueError where the last axis of x is not as long as the module's attribute `name` says."""
     size = getattr(module, name)
-    if isinstance(x, Tensor) and x.cached_data.shape[-1:] != (size,):
+    if isinstance(x, Tensor) and x.cached_data.shape[-1:] != listed(size):
         got = f"{x.shape[-1]}: the last axis of x {x.shape}" if x.shape else "x without axes"
         raise ValueError(f"{type(module).__name__}: {name} is {size}, got {got}")
 

@@ -49,10 +49,13 @@ def layer_norm(
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, *, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """ops.attention of q, k and v (B, H, T, D); is_causal: query i sees keys j <= i, of as many or
-    more."""
+    """ops.attention of q, k and v (B, H, T, D), (H, T, D) or (T, D); is_causal: query i sees keys
+    j <= i, of as many or more."""
+    if 2 <= q.ndim < 4:
+        wide = (x.unsqueeze(0) for x in (q, k, v))
+        return scaled_dot_product_attention(*wide, is_causal=is_causal, scale=scale).squeeze(0)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if is_causal:
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
@@ -80,7 +83,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def nll_loss(input: Tensor, target: Any, ignore_index: int = -100) -> Tensor:
+def nll_loss(input: Tensor, target: Any, *, ignore_index: int = -100) -> Tensor:
     """The mean of -input[target] over the rows of log-probabilities (N, V) whose target, a Tensor,
     array or list, is not `ignore_index`; 0 with no row left."""
     given = target if isinstance(target, Tensor) else init.tensor(target, device=input.device)
