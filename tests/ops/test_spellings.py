@@ -174,6 +174,9 @@ x.std(0, True) = x.std(0, ddof=1) ; ndl.var(x, 1, True, True) = x.var(1, ddof=1,
 ndl.full((2,), -100) = np.full(2, -100) ; ndl.full([1, 2], True) = np.full((1, 2), True)
 ndl.full(2, np.uint8(3)) = np.full(2, 3) ; ndl.full((), 7.0, dtype=None) = np.float32(7)
 nn.LayerNorm((4,), 0)(x) = (x - x.mean(1)[:, None]) / x.std(1)[:, None]
+x.take_along_dim(i, 1) = np.take_along_axis(x, i, 1) ; r.bincount() = np.bincount(r)
+i.count_nonzero() = (i != 0).sum() ; x.clone().index_add_(0, [0], y[:1])[0] = x[0] + y[0]
+x.clone().scatter_add_(1, i[:1], y)[0] = x[0] + y[0] @ np.eye(4)[i[0]].astype("f4")
 ndl.norm(x, 0, 1, True) = norm(x, 0, 1, True) ; ndl.norm(x, 1, 0, True) = norm(x, 1, 0, True)
 ndl.norm(x, 3, 1, True) = norm(x, 3, 1, True) ; x.norm(np.inf, 0, True) = norm(x, np.inf, 0, True)
 x.argmin(1, keepdims=True) = x.argmin(1, keepdims=True)
