@@ -455,7 +455,7 @@ def check_new(given: Settings) -> None:
         _need(given, "end_of_text", "tokenizer")
     if given.decay_share is not None and given.schedule != "wsd":
         refuse_flag("decay_share", "needs --schedule wsd")
-    if given.graph and given.context_parallel > 1:
+    if given.graph and (given.context_parallel or 1) > 1:
         refuse_flag("graph", "not allowed with argument --context-parallel")
     if given.config and given.model:
         refuse_flag("config", "not allowed with argument --model")
