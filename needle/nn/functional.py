@@ -49,10 +49,22 @@ def layer_norm(
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """ops.attention of q, k and v (B, H, T, D), (H, T, D) or (T, D); is_causal: query i sees keys
-    j <= i, of as many or more."""
+    j <= i, of as many or more. ValueError for a mask and for dropout, which it does not have."""
+    if attn_mask is not None or dropout_p:
+        raise ValueError(
+            "scaled_dot_product_attention: has no attn_mask and no dropout_p: take is_causal, "
+            "ops.block_sparse_attention for blocks, or softmax with where and dropout"
+        )
     if 2 <= q.ndim < 4:
         wide = (x.unsqueeze(0) for x in (q, k, v))
         return scaled_dot_product_attention(*wide, is_causal=is_causal, scale=scale).squeeze(0)

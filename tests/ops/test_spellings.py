@@ -197,7 +197,7 @@ F.layer_norm(x, (4,), y[0], y[1], 0) = (x - x.mean(1)[:, None]) / x.std(1)[:, No
 F.scaled_dot_product_attention(q, q, q, scale=0)[..., 0, :] = q.mean(2)
 F.scaled_dot_product_attention(q, q, q, is_causal=True)[..., 0, :] = q[..., 0, :]
 F.scaled_dot_product_attention(q[..., :1, :], q, q, is_causal=True) = q[..., :1, :]
-F.scaled_dot_product_attention(q[0], q[0], q[0]) = attended[0]
+F.scaled_dot_product_attention(q[0], q[0], q[0], None, 0.0) = attended[0]
 F.scaled_dot_product_attention(q[0, 0], q[0, 0], q[0, 0], is_causal=True)[0] = q[0, 0, 0]
 nn.RMSNorm([4], 9)(x) = x / np.sqrt((x**2).mean(1)[:, None] + 9)
 nn.BatchNorm1d(4, 9)(x) = (x - x.mean(0)) / np.sqrt(x.var(0) + 9)
@@ -330,7 +330,8 @@ REFUSED = [
     ("F.nll_loss(x, [0, 1, 2], x)", TypeError, "positional"),
     ("ndl.unique(x, True)", TypeError, "positional"),
     ("ndl.einsum('ij', [x])", TypeError, "einsum: operand 0 must be a Tensor"),
-    ("F.scaled_dot_product_attention(x, x, x, x > 0)", TypeError, "positional"),
+    ("F.scaled_dot_product_attention(x, x, x, x > 0)", ValueError, "has no attn_mask"),
+    ("F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)", ValueError, "no dropout_p"),
     *((f"ndl.{call}", TypeError, f"{call.partition('(')[0]}: a must be a Tensor, but is list")
       for call in (
           "median([1])", "sort([1])", "argmax([1])", "cumsum([1], 0)", "var([1])", "pad([1], 1)",
