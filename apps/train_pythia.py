@@ -227,6 +227,8 @@ def check(settings: Settings, config: models.Config, device: Device) -> None:
         raise ValueError(f"--context-parallel: sequences of a {name} cannot be shared among ranks")
     if settings.graph and settings.context_parallel > 1:
         raise ValueError("--graph: not together with --context-parallel: leave it out")
+    if settings.graph and not device.records_graphs:
+        raise ValueError(f"--graph: {device} records no graphs: leave it out")
     if settings.context_parallel > 1 and (mask := model.block_mask(settings.seq_len)) is not None:
         fits = 2 * settings.context_parallel * mask.block
         if settings.seq_len % fits:

@@ -143,6 +143,7 @@ def test_what_a_model_or_its_ranks_cannot_do_is_named():
     for given, said in (
         ({"recompute": True}, "--recompute: a SimpleNamespace cannot compute layers again"),
         ({"context_parallel": 2}, "--context-parallel: sequences of a SimpleNamespace cannot be"),
+        ({"graph": True}, r"--graph: cpu\(\) records no graphs: leave it out"),
     ):
         with pytest.raises(ValueError, match=said):
             train_pythia.check(complete(Settings(**given), False, 2), plain, ndl.cpu())
