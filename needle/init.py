@@ -21,7 +21,6 @@ from needle.autograd import Tensor
 from needle.backend_ndarray import full as full_array
 from needle.backend_ndarray import given_device, listed
 
-_DTYPES = {"i": "int64", "u": "int64", "b": "bool"}  # of numbers, by NumPy's kind; float32 else
 _meta: contextvars.ContextVar[bool] = contextvars.ContextVar("meta", default=False)
 
 
@@ -207,13 +206,18 @@ def tensor(
     [2 0] [ True] [1.  0.5]
     """
     if not isinstance(data, (Tensor, NDArray)):
-        array = np.asarray(data)
-        kind = array.dtype.kind
-        if kind == "O" and all(isinstance(item, int) for item in array.flat):
-            kind = "i"  # beyond 64 bits, which _C.array refuses
-        dtype = dtype or _DTYPES.get(kind)
+        dtype = dtype or _dtype_of(data)
     given = data.cached_data if isinstance(data, Tensor) else data
     return Tensor(given, device, dtype, requires_grad)
+
+
+def _dtype_of(data: Any) -> str | None:
+    """Return PyTorch's dtype of integers and of truth values; None for the default."""
+    array = np.asarray(data)
+    kind = array.dtype.kind
+    if kind == "O" and all(isinstance(item, int) for item in array.flat):
+        kind = "i"  # beyond 64 bits, which _C.array refuses
+    return {"i": "int64", "u": "int64", "b": "bool"}.get(kind)
 
 
 def as_tensor(
@@ -255,7 +259,7 @@ def full(shape: int | Sequence[int], fill_value: float, **place: Any) -> Tensor:
     [-100 -100] [ True  True]
     """
     if place.get("dtype") is None:
-        place["dtype"] = _DTYPES.get(np.asarray(fill_value).dtype.kind, "float32")
+        place["dtype"] = _dtype_of(fill_value) or "float32"
     return constant(*listed(shape), c=fill_value, **place)
 
 
