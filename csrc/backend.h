@@ -171,13 +171,12 @@ typedef struct nd_backend {
     nd_status (*event_elapsed)(int device, nd_event *from, nd_event *to, double *milliseconds);
     nd_status (*event_free)(int device, nd_event *event);
 
-    /* Work recorded once and enqueued again by one call, on the same memory. From begin to capture
-     * ops run, and the graph notes their allocations; the same ops from capture to end are recorded
-     * and do not run. In between no other caller may use the device, and nothing may be
-     * uploaded, downloaded or waited for. free gives up a recording that has not come to its end.
+    /* Work recorded once and enqueued again by one call, on the same memory. From begin to end ops
+     * are recorded and do not run, and the graph owns what they allocate. In between no other caller
+     * may use the device, and nothing may be uploaded, downloaded or waited for. free gives up a
+     * recording that has not come to its end.
      * All NULL in a backend that records none (the CPU). */
     nd_status (*graph_begin)(int device, nd_graph **out); /* new */
-    nd_status (*graph_capture)(int device, nd_graph *graph);
     nd_status (*graph_end)(int device, nd_graph *graph);
     nd_status (*graph_launch)(int device, nd_graph *graph);
     nd_status (*graph_free)(int device, nd_graph *graph);

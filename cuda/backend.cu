@@ -364,7 +364,6 @@ nd_backend make_backend() {
     b.event_elapsed = Guarded<cuda_event_elapsed>::call;
     b.event_free = Guarded<cuda_event_free>::call;
     b.graph_begin = Guarded<cuda_graph_begin>::call;
-    b.graph_capture = Guarded<cuda_graph_capture>::call;
     b.graph_end = Guarded<cuda_graph_end>::call;
     b.graph_launch = Guarded<cuda_graph_launch>::call;
     b.graph_free = Guarded<cuda_graph_free>::call;

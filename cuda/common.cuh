@@ -51,7 +51,7 @@ typedef struct {
 const cuda_limits *cuda_device_limits(int device);
 cudaStream_t cuda_stream(int device, bool side = false);
 /* graph.cpp: true where launches become those of a graph that is being recorded. */
-bool cuda_is_capturing(int device);
+bool cuda_is_recording(int device);
 /* graph.cpp: true where an op may read `operands` (or NULL) before the work before is done: in a graph
  * that is being recorded, and where none of them lies in memory of that graph, which other work in it
  * writes: an operand without the layout that the op needs is copied there. Not in a debug build,

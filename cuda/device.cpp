@@ -116,14 +116,18 @@ Device &cuda_device(int device) { return state().devices[device]; }
 /* ---- the pool -------------------------------------------------------------------------------- */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
     Device &d = cuda_device(device);
-    cudaError_t error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
+    /* A graph that is being recorded is not to allocate at each launch. */
+    cudaStream_t stream = d.recording ? d.side_stream : d.stream;
+    cudaError_t error = cudaMallocFromPoolAsync(out, bytes, d.pool, stream);
     if (error == cudaErrorMemoryAllocation) {
         /* memory freed lately, but in pieces of other sizes, may be enough */
         cudaGetLastError();
-        ND_TRY(cuda_free_idle(d));
-        CUDA_TRY("allocate", cudaStreamSynchronize(d.stream));
+        if (!d.recording) {
+            ND_TRY(cuda_free_idle(d));
+        }
+        CUDA_TRY("allocate", cudaStreamSynchronize(stream));
         CUDA_TRY("allocate", cudaMemPoolTrimTo(d.pool, 0));
-        error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
+        error = cudaMallocFromPoolAsync(out, bytes, d.pool, stream);
     }
     if (error == cudaErrorMemoryAllocation) {
         cudaGetLastError();

@@ -23,7 +23,7 @@
 struct Bytes {
     size_t count;
     nd_graph *owner = nullptr; /* the graph whose block it is */
-    bool late = false;         /* released while capturing: given back when that ends */
+    bool late = false;         /* released while recording: the graph's when that ends */
     void *memory = nullptr;    /* of an idle block: its address ... */
     Bytes *next = nullptr;     /* ... and the next one in its list */
 };

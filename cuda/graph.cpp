@@ -1,8 +1,7 @@
 /* graph.cpp - CUDA graphs: the memory of recorded work, its capture, its launch (graph.cuh).
  *
- * Blocks are handed out by their exact rounded size, last in first out. The captured run makes the
- * same calls in the same order as the run before it, so it finds every size it asks for, and two
- * arrays that live at the same time never share a block.
+ * Blocks are handed out by their exact rounded size, last in first out. Two arrays that live at the
+ * same time never share a block.
  */
 #include <map>
 #include <vector>
@@ -31,7 +30,6 @@ size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; 
 
 struct nd_graph {
     cudaGraphExec_t exec = nullptr;
-    bool capturing = false;
     std::map<size_t, Blocks> blocks; /* by rounded size */
     Scratch scratch;
 };
@@ -43,13 +41,6 @@ nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **
         *out = blocks.idle.back().memory;
         blocks.idle.pop_back();
         return ND_OK;
-    }
-    if (graph->capturing) {
-        return nd_error(ND_ECUDA,
-                        "graph: the captured run allocates %zu bytes that the run before it did "
-                        "not: a step that is recorded must do the same each time, and may keep no "
-                        "array that it makes",
-                        bytes);
     }
     blocks.idle.reserve(blocks.made + 1);
     ND_TRY(cuda_pool_malloc(device, rounded(bytes), out));
@@ -64,14 +55,11 @@ void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes) {
 Scratch &cuda_graph_scratch(nd_graph *graph) { return graph->scratch; }
 
 /* ---- capture --------------------------------------------------------------------------------- */
-bool cuda_is_capturing(int device) {
-    const nd_graph *recording = cuda_device(device).recording;
-    return recording && recording->capturing;
-}
+bool cuda_is_recording(int device) { return cuda_device(device).recording; }
 
 bool cuda_reads_ahead(int device, std::initializer_list<const nd_array *> operands) {
     const Device &d = cuda_device(device);
-    bool good = cuda_is_capturing(device);
+    bool good = d.recording;
 #ifdef NEEDLE_DEBUG
     good = false;
 #endif
@@ -83,7 +71,7 @@ bool cuda_reads_ahead(int device, std::initializer_list<const nd_array *> operan
 }
 
 nd_status cuda_refuse_in_capture(int device, const char *op) {
-    return cuda_is_capturing(device)
+    return cuda_is_recording(device)
                ? nd_error(ND_EVALUE,
                           "%s: a graph is being recorded, and what it does may not go to the host "
                           "or come from it; do it before or after",
@@ -101,17 +89,14 @@ nd_status cuda_graph_begin(int device, nd_graph **out) {
     }
     d.graphs.reserve(d.graphs.size() + 1);
     nd_graph *graph = new nd_graph;
+    /* Relaxed: other threads may use other streams. */
+    cudaError_t error = cudaStreamBeginCapture(d.stream, cudaStreamCaptureModeRelaxed);
+    if (error != cudaSuccess) {
+        delete graph;
+        return cuda_error("graph", "cudaStreamBeginCapture", error);
+    }
     d.graphs.push_back(graph);
     d.recording = *out = graph;
-    return ND_OK;
-}
-
-nd_status cuda_graph_capture(int device, nd_graph *graph) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    /* Relaxed: other threads may use other streams. */
-    CUDA_TRY("graph", cudaStreamBeginCapture(cuda_stream(device), cudaStreamCaptureModeRelaxed));
-    graph->capturing = true;
     return ND_OK;
 }
 
@@ -119,14 +104,21 @@ namespace {
 
 /* Ends the capture whatever became of it; *captured is null when it was broken. */
 nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
-    *captured = nullptr;
-    graph->capturing = false;
     Device &d = cuda_device(device);
+    *captured = nullptr;
+    d.recording = nullptr;
     cudaError_t error = cudaStreamEndCapture(d.stream, captured);
+    cudaEvent_t allocated; /* what uses or frees the graph's memory comes after it */
+    cudaError_t made = cudaEventCreateWithFlags(&allocated, cudaEventDisableTiming);
+    if (made == cudaSuccess) {
+        made = cudaEventRecord(allocated, d.side_stream);
+        made = made == cudaSuccess ? cudaStreamWaitEvent(d.stream, allocated, 0) : made;
+        cudaEventDestroy(allocated);
+    }
+    error = error == cudaSuccess ? made : error;
     for (auto entry = d.blocks.begin(); entry != d.blocks.end();) {
-        if (entry->second.late) {
-            cudaError_t freed = cudaFreeAsync(entry->first, d.stream);
-            error = error == cudaSuccess ? freed : error;
+        if (entry->second.late) { /* recorded work may read it in each replay */
+            graph->blocks[rounded(entry->second.count)].idle.push_back({entry->first});
             entry = d.blocks.erase(entry);
         } else {
             ++entry;
@@ -138,7 +130,7 @@ nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
 /* Everything but the blocks that arrays still use. */
 nd_status free_graph(int device, nd_graph *graph) {
     nd_status status = ND_OK;
-    if (graph->capturing) {
+    if (cuda_device(device).recording == graph) {
         cudaGraph_t captured;
         stop_capture(device, graph, &captured); /* its failure is why the graph goes */
         if (captured) {
@@ -172,7 +164,6 @@ nd_status free_graph(int device, nd_graph *graph) {
 nd_status cuda_graph_end(int device, nd_graph *graph) {
     Exclusive call;
     ND_TRY(call.begin(device));
-    cuda_device(device).recording = nullptr;
     cudaGraph_t captured;
     ND_TRY(stop_capture(device, graph, &captured));
     cudaError_t error = cudaGraphInstantiateWithFlags(&graph->exec, captured, 0);
@@ -195,7 +186,6 @@ nd_status cuda_graph_free(int device, nd_graph *graph) {
     Exclusive call;
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
-    d.recording = d.recording == graph ? nullptr : d.recording;
     for (auto &entry : d.blocks) {
         if (entry.second.owner == graph) {
             entry.second.owner = nullptr; /* now the array's own */
@@ -216,6 +206,5 @@ nd_status cuda_graph_reset(int device) {
         ND_TRY(free_graph(device, graph));
     }
     d.graphs.clear();
-    d.recording = nullptr;
     return ND_OK;
 }

@@ -82,18 +82,18 @@ nd_status cuda_scratch(int device, size_t bytes, void **out) {
     if (whole > scratch.bytes) {
         ND_TRY(cuda_add_held_sums(device));
     }
-    if (cuda_is_capturing(device)) {
-        if (bytes > scratch.bytes) {
-            return nd_error(ND_ECUDA,
-                            "graph: the captured run needs %zu bytes of scratch and the run before "
-                            "it needed %zu: a step that is recorded must do the same each time",
-                            bytes, scratch.bytes);
+    if (whole > scratch.bytes) {
+        const size_t rounded = ceil_div(whole, scratch_step) * scratch_step;
+        if (d.recording) { /* recorded work uses the old bytes in each replay */
+            if (scratch.memory) {
+                cuda_graph_reuse(d.recording, scratch.memory, scratch.bytes);
+                scratch = {};
+            }
+            ND_TRY(cuda_graph_allocate(device, d.recording, rounded, &scratch.memory));
+        } else { /* stream order keeps them for work already enqueued */
+            ND_TRY(cuda_free_scratch(d, scratch));
+            ND_TRY(cuda_pool_malloc(device, rounded, &scratch.memory));
         }
-    } else if (whole > scratch.bytes) {
-        /* Stream order keeps the old bytes alive for work already enqueued. */
-        ND_TRY(cuda_free_scratch(d, scratch));
-        size_t rounded = ceil_div(whole, scratch_step) * scratch_step;
-        ND_TRY(cuda_pool_malloc(device, rounded, &scratch.memory));
         scratch.bytes = rounded;
     }
     d.used_scratch = (const char *)scratch.memory;
@@ -155,7 +155,7 @@ nd_status cuda_release(int device, void *memory) {
         cuda_graph_reuse(owner, memory, bytes);
         return ND_OK;
     }
-    if (cuda_is_capturing(device)) {
+    if (d.recording) {
         block.late = true;
         return ND_OK;
     }

@@ -177,7 +177,7 @@ nd_status cuda_module_unload(int device, nd_module *module) {
     Exclusive call;
     ND_TRY(call.begin(device));
     module->leaving = true;
-    if (cuda_is_capturing(device)) {
+    if (cuda_is_recording(device)) {
         return ND_OK;
     }
     CUDA_TRY("module", cudaStreamSynchronize(cuda_stream(device)));

@@ -42,7 +42,7 @@ from needle.sampling import BROKEN, check_sampling, penalized, sample
 # A cache holds a multiple of so many positions.
 CAPACITY_STEP = 64
 # With fewer steps to come, recording one costs more than it saves.
-STEPS_WORTH_RECORDING = 4
+STEPS_WORTH_RECORDING = 2
 
 
 # ---- ids ----------------------------------------------------------------------------------------
@@ -535,12 +535,12 @@ class _Decoder:
 
     def _advance(self, left: int) -> None:
         """One step; `left` are to come with it."""
+        if self.graph is None and self.device.records_graphs and left >= STEPS_WORTH_RECORDING:
+            self.graph = _C.Graph(self.device, self._step)
         if self.graph is not None:
             self.graph.replay()
-        elif not self.device.records_graphs or left < STEPS_WORTH_RECORDING:
-            self._step()
         else:
-            self.graph = _C.Graph(self.device, self._step)
+            self._step()
 
     @no_grad()
     def _prefill(self) -> bool:

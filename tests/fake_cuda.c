@@ -148,7 +148,7 @@ __attribute__((visibility("default"))) const nd_backend *needle_backend(void) {
     fake.gelu = fake_gelu;
     if (getenv("FAKE_LOG") != NULL) {
         fake.graph_begin = graph_begin;
-        fake.graph_capture = fake.graph_end = fake.graph_launch = graph_part;
+        fake.graph_end = fake.graph_launch = graph_part;
         fake.graph_free = graph_free;
         fake.launch_limits = launch_limits;
         fake.module_load = module_load;

@@ -1,13 +1,13 @@
 /* graph.c - the type Graph: a step of work recorded once and enqueued again by one call.
  *
- *     graph = Graph(device, step)   calls step() twice: for real, then recorded
- *     graph.replay()                does the work of step() once more, on the same arrays; with
- *                                   NEEDLE_SYNC by step() itself, so that a fault carries its op
+ *     graph = Graph(device, step)   calls step() once: its work is recorded and does not run
+ *     graph.replay()                does that work, on the same arrays; with NEEDLE_SYNC by step()
+ *                                   itself, so that a fault carries its op
  *
  * A step may use arrays of the one device only: nothing is uploaded, downloaded or waited for in
- * it, and numbers of Python are frozen into it. It must do the same in both calls and keep no array
- * that it makes: its results go into arrays made before, which the graph keeps alive through step.
- * The modules whose kernels it launches are kept as well, until the graph itself has gone.
+ * it, and numbers of Python are frozen into it. Arrays that it makes belong to the graph: one that
+ * is kept holds what the latest replay left in it. The graph keeps alive, through step, the arrays
+ * that the work uses, and the modules whose kernels it launches until the graph itself has gone.
  */
 #include "backends.h"
 #include "device.h"
@@ -27,31 +27,20 @@ static int call_step(GraphObject *self) {
     return result == NULL ? -1 : 0;
 }
 
-/* Once for real; the results are gone before the second call asks for the same memory. */
-static int record_steps(GraphObject *self) {
-    nd_device *device = self->head.device;
-    if (call_step(self) < 0 ||
-        nd_check("Graph", device, ND_CALL(device, graph_capture, self->graph)) < 0) {
-        return -1;
-    }
-    bool sync = nd.sync, trace = nd.trace; /* neither can wait for recorded work */
-    nd.sync = nd.trace = false;
-    int result = call_step(self);
-    nd.sync = sync;
-    nd.trace = trace;
-    return result < 0 ? -1 : nd_check("Graph", device, ND_CALL(device, graph_end, self->graph));
-}
-
 static int record(GraphObject *self) {
     nd_device *device = self->head.device;
     if (nd_check("Graph", device, ND_CALL(device, graph_begin, &self->graph)) < 0) {
         return -1;
     }
     PyObject **recorded = &nd.recorded[nd_device_slot(device)];
+    bool sync = nd.sync, trace = nd.trace;
+    nd.sync = nd.trace = false; /* neither can wait for recorded work */
     *recorded = self->modules;
-    int result = record_steps(self);
+    int result = call_step(self);
     *recorded = NULL;
-    return result;
+    nd.sync = sync;
+    nd.trace = trace;
+    return result < 0 ? -1 : nd_check("Graph", device, ND_CALL(device, graph_end, self->graph));
 }
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -119,14 +108,13 @@ static PyObject *graph_replay(PyObject *object, PyObject *unused) {
 
 static PyMethodDef graph_methods[] = {
     {"replay", graph_replay, METH_NOARGS,
-     "replay($self)\n--\n\nEnqueue the recorded work once more; its results land in the same "
-     "arrays. While each op is\nwaited for (NEEDLE_SYNC=1), call step() instead."},
+     "replay($self)\n--\n\nEnqueue the recorded work; its results land in the same arrays. While "
+     "each op is\nwaited for (NEEDLE_SYNC=1), call step() instead."},
     {NULL, NULL, 0, NULL},
 };
 
 ND_HANDLE_TYPE(Graph, graph, Py_TPFLAGS_HAVE_GC,
-               "Graph(device, step)\n--\n\nCalls step() twice, once for real and once to record "
-               "what it does on the device; replay() does it again. ValueError where "
-               "device.records_graphs is False.",
+               "Graph(device, step)\n--\n\nCalls step() once and records what it would do on the "
+               "device; replay() does it. ValueError where device.records_graphs is False.",
                {Py_tp_traverse, graph_traverse}, {Py_tp_clear, graph_clear},
                {Py_tp_methods, graph_methods}, )

@@ -180,9 +180,9 @@ class GraphedStep:
 
     compute: takes int32 NDArrays of `shape`, leaves gradients in buffers that stay where they are,
     and returns the loss, a scalar; each call does the same (`_C.Graph`). ids and targets may be any
-    arrays of integers of that shape. The first call computes, the second records, later ones
-    replay. The graph owns the memory of one micro-batch. The second call raises ValueError on a
-    device that records no graphs.
+    arrays of integers of that shape. The first call computes, the second records, and from then on
+    calls replay. The graph owns the memory of one micro-batch. The second call raises ValueError on
+    a device that records no graphs.
     """
 
     def __init__(
@@ -202,13 +202,12 @@ class GraphedStep:
             _C.assign(place, array)
         if self._source.state is not None:
             _C.assign(self._source.state, new_state(self._device))
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._has_computed:
-            self._graph = _C.Graph(self._device, self._step)
-        else:
+        if not self._has_computed:
             self._step()
             self._has_computed = True
+        else:
+            self._graph = self._graph or _C.Graph(self._device, self._step)
+            self._graph.replay()
         return self._loss.copy()
 
     def _step(self) -> None:

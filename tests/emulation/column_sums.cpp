@@ -19,7 +19,6 @@ nd_status add_in_order(const char *, int, K, dim3, dim3, size_t, const ColumnSum
 
 struct nd_graph {
     Scratch scratch;
-    bool capturing;
 };
 static nd_graph graph;
 
@@ -35,9 +34,10 @@ nd_status add_in_order(const char *, int, K, dim3, dim3, size_t, const ColumnSum
     return ND_OK;
 }
 
-nd_status cuda_graph_allocate(int, nd_graph *, size_t, void **) { return ND_OK; }
-void cuda_graph_reuse(nd_graph *, void *, size_t) {}
-bool cuda_is_capturing(int) { return device.recording && graph.capturing; }
+nd_status cuda_graph_allocate(int device, nd_graph *, size_t bytes, void **out) {
+    return cuda_pool_malloc(device, bytes, out);
+}
+void cuda_graph_reuse(nd_graph *, void *memory, size_t) { cudaFreeAsync(memory, NULL); }
 nd_status cuda_refuse_in_capture(int, const char *) { return ND_OK; }
 Scratch &cuda_graph_scratch(nd_graph *graph) { return graph->scratch; }
 
@@ -67,11 +67,10 @@ static nd_status run(const Step *steps, int count, float *to, int64_t width) {
     return ND_OK;
 }
 
-/* recorded: ops of a graph, the second time while capturing. */
+/* recorded: ops of a graph. */
 extern "C" const char *layer(const Step *steps, int count, float *to, int width, int hold,
                              int recorded, int empties, int *launched) {
     device.recording = recorded ? &graph : NULL;
-    graph.capturing = recorded == 2;
     launches = 0;
     nd_status status = cuda_hold_sums(0, hold);
     status = status == ND_OK ? run(steps, count, to, width) : status;

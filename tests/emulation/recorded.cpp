@@ -13,6 +13,11 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 nd_status cuda_add_held_sums(int) { return ND_OK; }
 
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *, unsigned) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+
 #define cuda_stream(device) NULL
 #include "graph.cpp"
 #include "memory.cpp"
@@ -30,16 +35,14 @@ struct Made {
     ~Made() { cuda_release(0, storage.memory); }
 };
 
-/* Whether operands may be read ahead: [run][which], of the run before, the captured one and none, of
- * one made before, one made in the run, both, and none. */
+/* Whether operands may be read ahead: [run][which], of a recorded run and another, of one made before,
+ * one made in the run, both, and none. */
 extern "C" const char *reads_ahead(int (*answers)[4]) {
     nd_graph *graph;
     Made before;
     cuda_graph_begin(0, &graph);
-    for (int run = 0; run < 3; run++) {
+    for (int run = 0; run < 2; run++) {
         if (run == 1) {
-            cuda_graph_capture(0, graph);
-        } else if (run == 2) {
             cuda_graph_end(0, graph);
         }
         Made now;
