@@ -3,6 +3,8 @@
  *   linear_fwd           y = r + x w + b; decode_output is the same
  *   linear_gelu_fwd      y = gelu(pre), dgelu = gelu'(pre), pre = x w + b
  *   decode_projections   one of each, without dgelu, of two norms of x, in one launch
+ *   decode_output_greedy the column of the largest y of a row, too: each warp of wide_kernel leaves the
+ *                        largest of its own, a second kernel chooses among them
  *   of few rows of x, whole 16 bytes in rows of x and of w
  *
  * Precision: float32 sums, in an order that the shape of w decides: a row has the same bits beside
@@ -30,7 +32,17 @@ struct Finish {
     const void *b, *r; /* or null */
     void *y, *dgelu;   /* dgelu: or null */
     int64_t y_stride;
+    uint64_t *largest = nullptr; /* of wide_kernel, or null: [rows][blocks][warps of a row] */
 };
+
+/* Orders the results of a row: the larger first, then that of the earlier column. */
+constexpr uint32_t key_of_infinity = 0xff800000u;
+__device__ __forceinline__ uint64_t key_of(float result, int64_t column) {
+    const uint32_t bits = __float_as_uint(result + 0.0f); /* -0 is 0 */
+    const uint32_t key = result != result ? 0xffffffffu : bits >> 31 ? ~bits : bits | 1u << 31;
+    return (uint64_t)key << 32 | ~(uint32_t)column;
+}
+__device__ __forceinline__ uint64_t larger_of(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 template <class T> struct Product {
     const T *w;
@@ -43,10 +55,10 @@ template <class T> struct Products {
     Product<T> of[2] = {}; /* one, or two of normalised rows */
 };
 
-/* y, and dgelu, of a sum that has its bias and residual. */
+/* y, and dgelu, of a sum that has its bias and residual. Returns y as it is stored. */
 template <class T>
-__device__ __forceinline__ void put(const Finish &f, int64_t row, int64_t column, int64_t columns,
-                                    float sum) {
+__device__ __forceinline__ T put(const Finish &f, int64_t row, int64_t column, int64_t columns,
+                                 float sum) {
     if (f.kind != Finish::LINEAR) {
         const bool tanh = f.kind == Finish::GELU_TANH;
         if (f.dgelu) {
@@ -55,7 +67,7 @@ __device__ __forceinline__ void put(const Finish &f, int64_t row, int64_t column
         }
         sum = tanh ? nd_gelu_tanh(sum) : nd_gelu(sum);
     }
-    checked((T *)f.y + row * f.y_stride + column) = from_float<T>(sum);
+    return checked((T *)f.y + row * f.y_stride + column) = from_float<T>(sum);
 }
 
 /* Sum v over the lanes that are multiples of OFFSET apart. Each keeps some of the sums, v[0], ...,
@@ -285,6 +297,7 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
     stage_rows<ROWS>(x, xs, rows, depth);
 
     const int row = group / N;
+    uint64_t largest = 0;
     for (int tile = (int)blockIdx.x; tile < tiles; tile += (int)gridDim.x) {
         const int64_t own = ((int64_t)tile * LANES + lane) * N + group % N;
         const bool has_own = row < rows && own < columns;
@@ -307,10 +320,44 @@ __global__ void __launch_bounds__(threads, ROWS > 4 ? 1 : 2)
         leave_sums<LANES>(acc, sums);
         __syncthreads();
         if (has_own) {
-            put<T>(p.finish, row, own, columns,
-                   whole_sum<SIZE * LANES>(sums) + (to_float(bias) + to_float(residual)));
+            const T y =
+                put<T>(p.finish, row, own, columns,
+                       whole_sum<SIZE * LANES>(sums) + (to_float(bias) + to_float(residual)));
+            largest = larger_of(largest, key_of(to_float(y), own));
         }
         __syncthreads(); /* sums are read */
+    }
+    if (p.finish.largest && row < rows) {
+        constexpr int parts = LANES * N / 32; /* warps of a row */
+        largest = warp_reduce(largest, larger_of);
+        if (tid % 32 == 0) {
+            p.finish.largest[((int64_t)row * gridDim.x + blockIdx.x) * parts + tid / 32 % parts] =
+                largest;
+        }
+    }
+}
+
+/* A block for each row: the first largest of its shares. */
+__global__ void __launch_bounds__(threads)
+    choose_kernel(const uint64_t *largest, int shares, int32_t *tokens, int32_t *positions) {
+    await_previous();
+    __shared__ uint64_t of_warps[warps];
+    uint64_t own = 0;
+    for (int i = (int)threadIdx.x; i < shares; i += threads) {
+        own = larger_of(own, largest[(int64_t)blockIdx.x * shares + i]);
+    }
+    own = warp_reduce(own, larger_of);
+    if (threadIdx.x % 32 == 0) {
+        of_warps[threadIdx.x / 32] = own;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < warps; warp++) {
+            own = larger_of(own, of_warps[warp]);
+        }
+        const uint32_t key = (uint32_t)(own >> 32);
+        tokens[blockIdx.x] = key > ~key_of_infinity && key < key_of_infinity ? ~(int)own : -1;
+        positions[blockIdx.x] += 1;
     }
 }
 
@@ -481,6 +528,15 @@ nd_status tiles(const char *op, int device, const nd_array *x, Products<T> produ
                        (int)round, (float)eps, ahead);
 }
 
+/* Blocks of wide_kernel for a w of so many columns, and their shared memory; 0 for fewer columns. */
+unsigned wide_blocks(int device, const nd_array *x, int64_t columns, size_t *bytes) {
+    const size_t size = nd_dtype_size(x->dtype), rows = few_rows_of(x->shape[0]);
+    const unsigned blocks = 2 * (unsigned)cuda_device_limits(device)->processors;
+    *bytes = 16 * threads * wide_stages + sizeof(float) * warps * rows * (16 / size) * wide_lanes +
+             size * rows * x->shape[1];
+    return columns * (int64_t)size / 16 >= wide_lanes * (int64_t)blocks ? blocks : 0;
+}
+
 template <class T, int ROWS, bool NORM>
 nd_status few(const char *op, int device, const nd_array *x, Products<T> products, double eps,
               bool ahead) {
@@ -500,17 +556,14 @@ nd_status few(const char *op, int device, const nd_array *x, Products<T> product
     };
     /* Whole lines of w where that leaves enough blocks, else sectors. */
     if constexpr (!NORM) {
-        const cuda_limits *limits = cuda_device_limits(device);
         const int64_t vectors = products.of[0].columns * (int64_t)sizeof(T) / 16;
-        const int64_t blocks = 2 * limits->processors;
-        if (vectors >= wide_lanes * blocks) {
-            const size_t bytes = 16 * threads * wide_stages +
-                                 sizeof(float) * warps * ROWS * Vec<T>::size * wide_lanes +
-                                 sizeof(T) * ROWS * depth;
-            if (bytes > limits->block_shared) {
-                return launch(Constant<wide_lanes>()); /* the same sums */
-            }
-            return cuda_launch(op, device, wide_kernel<T, ROWS>, (unsigned)blocks, threads, bytes,
+        size_t bytes;
+        const unsigned blocks = wide_blocks(device, x, products.of[0].columns, &bytes);
+        if (blocks > 0 && bytes > cuda_device_limits(device)->block_shared) {
+            return launch(Constant<wide_lanes>()); /* the same sums */
+        }
+        if (blocks > 0) {
+            return cuda_launch(op, device, wide_kernel<T, ROWS>, blocks, threads, bytes,
                                data_of<T>(x), products.of[0], (int)x->shape[0], depth,
                                (int)ceil_div<int64_t>(vectors, wide_lanes), ahead);
         }
@@ -567,6 +620,29 @@ nd_status cuda_decode_output(int device, const decode_output_args *a) {
     return linear_few_serves(a->x, a->w, few_linear_rows)
                ? linear_fwd_few(device, &product, cuda_reads_ahead(device, {a->w, a->b}))
                : cuda_linear_fwd(device, &product);
+}
+
+nd_status cuda_decode_output_greedy(int device, const decode_output_greedy_args *a) {
+    const char *op = "decode_output_greedy";
+    const int64_t rows = a->x->shape[0], columns = a->w->shape[1];
+    size_t bytes;
+    const unsigned blocks = wide_blocks(device, a->x, columns, &bytes);
+    if (!linear_few_serves(a->x, a->w, few_linear_rows) || blocks == 0 ||
+        bytes > cuda_device_limits(device)->block_shared) {
+        const decode_output_args product = {a->x, a->w, nullptr, nullptr, a->logits};
+        const decode_greedy_args choice = {a->logits, a->tokens, a->positions};
+        ND_TRY(cuda_decode_output(device, &product));
+        return cuda_decode_greedy(device, &choice);
+    }
+    const int shares = (int)(blocks * wide_lanes * 16 / nd_dtype_size(a->x->dtype) / 32);
+    void *largest;
+    ND_TRY(cuda_scratch(device, sizeof(uint64_t) * rows * shares, &largest));
+    const Finish f = {Finish::LINEAR,     nullptr, nullptr, a->logits->data, nullptr, columns,
+                      (uint64_t *)largest};
+    ND_TRY(few_rows(op, device, a->x, a->w, f, cuda_reads_ahead(device, {a->w})));
+    return cuda_launch(op, device, choose_kernel, (unsigned)rows, threads, 0,
+                       (const uint64_t *)largest, shares, data_of<int32_t>(a->tokens),
+                       data_of<int32_t>(a->positions));
 }
 
 nd_status cuda_decode_projections(int device, const decode_projections_args *a) {

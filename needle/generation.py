@@ -566,9 +566,13 @@ class _Decoder:
     def _finish(self, x: NDArray) -> None:
         """x (B, C), as the head reads it -> the chosen tokens, or the logits, and the next
         positions."""
-        head = self.model.embed_out
+        head, greedy = self.model.embed_out, self.chooser.on_device and self.chooser.state is None
         if type(head) is nn.Linear and head.bias is None:  # a recorded step reads its weight ahead
-            logits = _C.decode_output(x, head.weight.cached_data, None, None)
+            weight = head.weight.cached_data
+            if greedy:
+                _C.decode_output_greedy(x, weight, self.tokens_now, self.positions)
+                return
+            logits = _C.decode_output(x, weight, None, None)
         else:
             logits = head(Tensor.from_ndarray(x)).cached_data
         if self.chooser.on_device:

@@ -195,3 +195,10 @@ nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {
     }
     return ND_OK;
 }
+
+nd_status cpu_decode_output_greedy(int device, const decode_output_greedy_args *args) {
+    linear_fwd_args product = {.x = args->x, .w = args->w, .y = args->logits};
+    decode_greedy_args choice = {args->logits, args->tokens, args->positions};
+    nd_status status = cpu_linear_fwd(device, &product);
+    return status ? status : cpu_decode_greedy(device, &choice);
+}

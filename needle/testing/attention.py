@@ -217,6 +217,11 @@ def decode_greedy(r, logits, tokens, positions):
     return {"tokens": logits.argmax(-1), "positions": positions + 1}
 
 
+def decode_output_greedy(rounded, x, w, tokens, positions):
+    logits = rounded(x @ w)
+    return {"logits": logits} | decode_greedy(rounded, logits, tokens, positions)
+
+
 def angles(t: int, half: int) -> dict:
     angle = np.arange(t)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
     return {"cos": np.cos(angle), "sin": np.sin(angle)}
@@ -250,6 +255,17 @@ def decode_inputs(b, h, d, s, half, positions, scale=None, count=None):
             "values": rng.standard_normal((b, h, s, d)),
             "o": np.full((b, h, d), np.nan),
         }
+
+    return inputs
+
+
+def products_inputs(b, k, v):
+    """Products that are the logits of logits_inputs, so that many are the largest."""
+
+    def inputs(rng):
+        given = logits_inputs(k, v)(rng)
+        x = np.eye(k)[rng.integers(0, k, b)]
+        return {"x": x, "w": given["logits"], "tokens": np.zeros(b), "positions": np.arange(b)}
 
     return inputs
 
@@ -597,5 +613,10 @@ CASES = [
     ),
     *cases_of(
         decode_greedy, logits_inputs, [(31, 257), (1, 1), (3, 50304), (2, 1024), (5, 31), (0, 7)]
+    ),
+    *cases_of(
+        decode_output_greedy,
+        products_inputs,
+        [(31, 9, 257), (1, 1, 1), (1, 520, 50304), (3, 72, 34_008), (4, 8, 16_904), (0, 8, 7)],
     ),
 ]

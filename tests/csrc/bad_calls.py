@@ -140,6 +140,7 @@ BAD = [
     ("dropout_bwd", dict(p=1.0), r"p: must be in \[0, 1\), but is 1"),
     ("dropout_bwd", dict(drawn=zeros(0)), "drawn: axis S is 0, but .* 3 numbers"),
     ("decode_greedy", dict(logits=ones(31, 0)), "log"),
+    ("decode_output_greedy", dict(w=ones(9, 0)), "decode_greedy: log"),
     ("adamw", dict(step=0), "step"),
 ]
 # Values that the CPU looks at; CUDA, where no value can be read without waiting, gives NaN instead.

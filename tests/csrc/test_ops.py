@@ -601,7 +601,7 @@ def test_each_gradient_counts_once_in_the_norm(device):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("size", [1, 31, 2500])
+@pytest.mark.parametrize("size", [1, 31, 2500, 34_008])
 def test_greedy_decoding_marks_rows_without_a_largest(size, dtype, device):
     """-inf masks a token: a row is marked where it masks all of them."""
     logits = np.tile(np.arange(size) % 7 - 9.0, (6, 1))
@@ -614,6 +614,13 @@ def test_greedy_decoding_marks_rows_without_a_largest(size, dtype, device):
     wanted = [min(size - 1, 6), -1, -1, masked, -1, size - 1]
     np.testing.assert_array_equal(tokens.numpy(), wanted)
     np.testing.assert_array_equal(positions.numpy(), np.arange(1, 7))
+    x = _C.array(np.eye(1, 8), dtype=dtype, device=device)
+    w = _C.array(np.zeros((8, size)), dtype=dtype, device=device)
+    for row in range(6):  # each alone: 0 inf is NaN
+        w[:1] = made[row : row + 1]
+        _C.decode_output_greedy(x, w, tokens[row : row + 1], positions[row : row + 1])
+        np.testing.assert_array_equal(tokens.numpy()[row], wanted[row])
+    np.testing.assert_array_equal(positions.numpy(), np.arange(2, 8))
 
 
 # ---- same bits -----------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ struct Warp {
     std::deque<Product> products;
     size_t issued[32], seen[32]; /* products; so many a lane has waited for */
     std::vector<size_t> groups[32]; /* how many products were issued when a group ended */
-    uint32_t exchanged[32];
+    uint64_t exchanged[32];
     int gave, took;
     long round;
 };
@@ -261,7 +261,7 @@ inline void run_block(int threads) {
 template <class V> V from_lane(V mine, int lane) {
     Warp &warp = warps[threadIdx.x / 32];
     wait_until([&] { return warp.took == 0; });
-    memcpy(&warp.exchanged[threadIdx.x % 32], &mine, 4);
+    memcpy(&warp.exchanged[threadIdx.x % 32], &mine, sizeof mine);
     long round = warp.round;
     if (++warp.gave == 32) {
         warp.gave = 0;
@@ -269,7 +269,7 @@ template <class V> V from_lane(V mine, int lane) {
         warp.round++;
     }
     wait_until([&] { return warp.round != round; });
-    memcpy(&mine, &warp.exchanged[lane & 31], 4);
+    memcpy(&mine, &warp.exchanged[lane & 31], sizeof mine);
     warp.took--;
     return mine;
 }

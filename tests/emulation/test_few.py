@@ -27,6 +27,23 @@ def test_output(compiled, n, k, m, is_half):
 
 
 @both_types
+@pytest.mark.parametrize("n, k, m", [(1, 8, 384), (2, 200, 1000), (3, 72, 520), (4, 64, 4000)])
+def test_output_greedy(compiled, n, k, m, is_half):
+    """The first largest of what is stored, among many that are."""
+    one = np.float16(1).view(np.uint16) if is_half else np.uint16(0x3F80)
+    rows = np.random.default_rng(1).permutation(k)[:n]
+    x, w = np.zeros((n, k), np.uint16), np.full((k, m), one)
+    x[np.arange(n), rows] = one
+    first = np.array([m - 1, m // 2, 0, m // 3])[:n]
+    for row, column in zip(rows, first):
+        w[row, :column] = one ^ 0x8000  # -1
+    y, tokens, positions = poison((n, m)), np.full(n, 7, np.int32), np.arange(n, dtype=np.int32)
+    call(compiled("few", "greedy"), x, w, y, tokens, positions, n, k, m, is_half, 3)
+    np.testing.assert_array_equal(y, w[rows])
+    assert tokens.tolist() == first.tolist() and positions.tolist() == [*range(1, n + 1)]
+
+
+@both_types
 @both_forms
 @pytest.mark.parametrize(
     "n, c, p, m",
