@@ -36,6 +36,7 @@ from bench import Call, Timer
 import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask
+from needle.ops.attention import Kernel, qkv_parts
 from needle.ops.dilated import DilatedAttention
 
 SAMPLE_MS = 20.0
@@ -53,8 +54,8 @@ class Side:
     calls: tuple[Call, Call]  # forward, backward
     timer: Timer
     pairs: float
-    counts: tuple[int, int] = (1, 1)  # calls of a sample
-    times: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
+    counts: tuple[int, ...] = ()  # calls of a sample, and milliseconds of a call: see run()
+    times: tuple[list[float], ...] = ()
 
     def rate(self, way: int, operations: float) -> float:
         """TFLOP/s at the median, `operations` a pair."""
@@ -67,37 +68,11 @@ class Side:
 def needle_calls(
     packed: np.ndarray, dout: np.ndarray, dtype: str, mask: BlockMask | None
 ) -> tuple[Call, Call]:
-    device = ndl.cuda()
-    B, T, H, _, D = packed.shape
-    strides = (T * H * 3 * D, H * 3 * D, 3 * D, 1)
-
-    def views(array: _C.NDArray) -> list[_C.NDArray]:
-        flat = array.reshape((array.size,))
-        return [flat[i * D : array.size].as_strided((B, T, H, D), strides) for i in range(3)]
-
-    q, k, v = views(_C.array(packed, dtype=dtype, device=device))
+    device, kernel = ndl.cuda(), Kernel("attention", None, True, mask)
+    qkv = qkv_parts(_C.array(packed, dtype=dtype, device=device))
     do = _C.array(dout, dtype=dtype, device=device)
-    gradients = views(_C.empty(packed.shape, dtype, device))
-    scale = D**-0.5
-    lists = mask.lists(device) if mask is not None else ()
-
-    o = _C.empty(q.shape, dtype, device)
-
-    def forward() -> _C.NDArray:
-        if mask is None:
-            return _C.attention_fwd(q, k, v, scale, 1, o)
-        return _C.block_sparse_attention_fwd(q, k, v, *lists[:3], mask.block, scale, 1, o)
-
-    lse = forward()
-
-    def backward() -> None:
-        if mask is None:
-            _C.attention_bwd(do, q, k, v, o, lse, scale, 1, None, None, *gradients, None, None)
-        else:
-            last = scale, 1, None, None, *gradients, None, None
-            _C.block_sparse_attention_bwd(do, q, k, v, o, lse, *lists, mask.block, *last)
-
-    return forward, backward
+    grads, out = qkv_parts(_C.empty(packed.shape, dtype, device)), kernel.forward(*qkv)
+    return lambda: kernel.forward(*qkv, out), lambda: kernel.backward(do, qkv, grads)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
@@ -172,11 +147,6 @@ def random_mask(T: int, block: int, density: float) -> BlockMask:
     return BlockMask(kept, block, T)
 
 
-def kept_pairs(mask: BlockMask) -> float:
-    """Count the pairs that causal queries see, for a mask of all heads."""
-    return causal_pairs(mask.T) / mask.ideal_speedup
-
-
 def causal_pairs(T: int) -> float:
     return T * (T + 1) / 2
 
@@ -225,24 +195,58 @@ def shape_of_all(args: argparse.Namespace, T: int, B: int) -> tuple[np.ndarray, 
 
 
 def compare(T: int, B: int, args: argparse.Namespace) -> None:
+    """Time a shape, and print a row for each side and how they stand to one another."""
     packed, dout = shape_of_all(args, T, B)
-    pairs = causal_pairs(T) * B * args.heads
+    timer, whole = bench.needle_timer(ndl.cuda()), causal_pairs(T) * B * args.heads
+    variants = args.densities or args.dilated  # of needle, without a baseline
     calls = needle_calls(packed, dout, args.dtype, None)
-    sides = [Side("needle", calls, bench.needle_timer(ndl.cuda()), pairs)]
-    if not args.alone and bench.has("torch"):
-        operands = torch_operands(packed, dout, args.dtype)
-        sides += torch_sides(operands, pairs)
+    own = Side("dense" if variants else "needle", calls, timer, whole)
+    sides = [own]
+    for density in args.densities or ():
+        mask = random_mask(T, args.block, density)
+        calls = needle_calls(packed, dout, args.dtype, mask)
+        share = mask.blocks.sum() / causal_pairs(mask.blocks.shape[1])
+        name = f"density {density:g}, in fact {share:.3f}"
+        sides.append(Side(name, calls, timer, whole / mask.ideal_speedup))
+    if args.dilated:
+        branches = [(min(w, T), r) for w, r in args.dilated]
+        calls, pairs = dilated_calls(packed, dout, args.dtype, branches), held(T, branches, args)
+        sides.append(Side("dilated", calls, timer, pairs * B))
+    if not variants and not args.alone and bench.has("torch"):
+        sides += torch_sides(torch_operands(packed, dout, args.dtype), whole)
     run(sides, args.rounds)
     for side in sides:
         show(side, T, B, args.head_dim)
+        if args.densities:
+            f, b = (gain * side.pairs / whole for gain in speeds(side, own))
+            print(f"    of the dense rate, by kept pairs: forward {f:.3f}, backward {b:.3f}")
+    if args.dilated:
+        f, b = (own.rate(way, 1.0) / sides[1].rate(way, 1.0) for way in (0, 1))
+        print(
+            "    of the time that its pairs take at the dense rate: "
+            f"forward {f:.2f}, backward {b:.2f}"
+        )
+    if variants:
+        return
     by_name = {side.name: side for side in sides}
     for baseline in ("torch cuDNN", "torch flash, deterministic"):
         if baseline in by_name:
-            ratios = speeds(by_name["needle"], by_name[baseline])
-            print(f"needle to {baseline}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
+            f, b = speeds(own, by_name[baseline])
+            print(f"needle to {baseline}: forward {f:.3f}, backward {b:.3f}")
     gpu = ndl.cuda().properties()["name"]
     for line in check(by_name.get("torch cuDNN"), T, B, args, gpu):
         print(line)
+
+
+def held(T: int, branches: list[tuple[int, int]], args: argparse.Namespace) -> float:
+    """Count the pairs that the branches of dilated attention hold, of all heads."""
+    return sum(
+        causal_pairs(-(-(length - h % r) // r)) * segments
+        for w, r in branches
+        for length, segments in ((w, T // w), (T % w, 1))
+        for h in range(args.heads)
+        if h % r < length
+    )
 
 
 def check(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu: str) -> list[str]:
@@ -265,65 +269,15 @@ def check(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu: str
     return lines
 
 
-def over_densities(T: int, B: int, args: argparse.Namespace) -> None:
-    packed, dout = shape_of_all(args, T, B)
-    timer, each = bench.needle_timer(ndl.cuda()), B * args.heads
-    pairs = causal_pairs(T) * each
-    sides = [Side("dense", needle_calls(packed, dout, args.dtype, None), timer, pairs)]
-    for density in args.densities:
-        mask = random_mask(T, args.block, density)
-        calls = needle_calls(packed, dout, args.dtype, mask)
-        n = mask.blocks.shape[1]
-        name = f"density {density:g}, in fact {mask.blocks.sum() / causal_pairs(n):.3f}"
-        sides.append(Side(name, calls, timer, kept_pairs(mask) * each))
-    run(sides, args.rounds)
-    for side in sides:
-        show(side, T, B, args.head_dim)
-        share, gains = side.pairs / pairs, speeds(side, sides[0])
-        print(
-            f"    of the dense rate, by kept pairs: forward {gains[0] * share:.3f}, "
-            f"backward {gains[1] * share:.3f}"
-        )
-
-
 def dilated_calls(
     packed: np.ndarray, dout: np.ndarray, dtype: str, branches: list[tuple[int, int]]
 ) -> tuple[Call, Call]:
-    device, D = ndl.cuda(), packed.shape[-1]
-    inputs = [
-        ndl.Tensor(packed[:, :, :, i], device=device, dtype=dtype, requires_grad=True)
-        for i in range(3)
-    ]
-    op, do = DilatedAttention(branches, D**-0.5, True), _C.array(dout, dtype=dtype, device=device)
-    arrays, node = [x.cached_data for x in inputs], types.SimpleNamespace(inputs=inputs)
+    device, op = ndl.cuda(), DilatedAttention(branches, packed.shape[-1] ** -0.5, True)
+    arrays = [_C.array(packed[:, :, :, i], dtype=dtype, device=device) for i in range(3)]
+    node = types.SimpleNamespace(inputs=[ndl.Tensor.from_ndarray(x) for x in arrays])
+    do = _C.array(dout, dtype=dtype, device=device)
     op.compute(*arrays)
     return lambda: op.compute(*arrays), lambda: op.backward(do, node, ())
-
-
-def over_branches(T: int, B: int, args: argparse.Namespace) -> None:
-    packed, dout = shape_of_all(args, T, B)
-    branches, timer = [(min(w, T), r) for w, r in args.dilated], bench.needle_timer(ndl.cuda())
-    held = sum(
-        causal_pairs(-(-(length - h % r) // r)) * segments
-        for w, r in branches
-        for length, segments in ((w, T // w), (T % w, 1))
-        for h in range(args.heads)
-        if h % r < length
-    )
-    pairs = causal_pairs(T) * B * args.heads
-    sides = [
-        Side("dense", needle_calls(packed, dout, args.dtype, None), timer, pairs),
-        Side("dilated", dilated_calls(packed, dout, args.dtype, branches), timer, held * B),
-    ]
-    run(sides, args.rounds)
-    for side in sides:
-        show(side, T, B, args.head_dim)
-    dense, dilated = sides
-    costs = [dense.rate(way, 1.0) / dilated.rate(way, 1.0) for way in (0, 1)]
-    print(
-        f"    of the time that its pairs take at the dense rate: forward {costs[0]:.2f}, "
-        f"backward {costs[1]:.2f}"
-    )
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -369,12 +323,7 @@ def main() -> None:
     columns = "".join(f"{way + ' ms (middle half)':>27} {'TFLOP/s':>7}" for way in WAYS)
     print(f"{'T':>6} {'B':>4} {'D':>4}  {'':31}{columns}")
     for T, B in shapes:
-        if args.dilated:
-            over_branches(T, B, args)
-        elif args.densities:
-            over_densities(T, B, args)
-        else:
-            compare(T, B, args)
+        compare(T, B, args)
 
 
 if __name__ == "__main__":
