@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from needle import _C, nn
-from needle._C import Device, NDArray
+from needle._C import NDArray
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array, empty, full, zeros
 from needle.data.tokenizer import Tokenizer, load_tokenizer
@@ -85,30 +85,24 @@ def stream(
         raise ValueError(
             f"generate: max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}"
         )
-    ids, stop = _ids_and_stop(model, input_ids, stop)
+    rows, stop, _ = _prompts(model, input_ids, stop)
     stops = np.array(list(stop) if np.iterable(stop) else [None])
     if stops.size and stops.dtype.kind not in "iu":
         raise TypeError(f"generate: stop must be a list of token ids, not {stop!r}")
     check_sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    vocabulary = model.config.vocab_size
-    rows = prompt_rows(ids, vocabulary)
     settings = temperature, top_k, top_p
-    chooser = _Chooser(settings, seed, repetition_penalty, rows, vocabulary, model.device)
+    chooser = _Chooser(model, settings, seed, repetition_penalty, rows)
     contexts = [row.tolist() for row in rows]
     stopped = np.zeros(len(rows), bool)
-    tokens = _tokens(model, contexts, max_new_tokens, chooser)
-    try:
-        for drawn in tokens:
-            last = np.array([context[-1] for context in contexts])
-            drawn = np.where(stopped, last, drawn).astype(np.int32)
-            for context, token in zip(contexts, drawn):
-                context.append(int(token))
-            yield drawn
-            stopped |= np.isin(drawn, stops)
-            if stopped.all():
-                return
-    finally:
-        tokens.close()
+    for drawn in _tokens(model, contexts, max_new_tokens, chooser):
+        last = np.array([context[-1] for context in contexts])
+        drawn = np.where(stopped, last, drawn).astype(np.int32)
+        for context, token in zip(contexts, drawn):
+            context.append(int(token))
+        yield drawn
+        stopped |= np.isin(drawn, stops)
+        if stopped.all():
+            return
 
 
 def generate(
@@ -135,15 +129,10 @@ def generate(
     >>> [len(row) for row in model.generate([[1, 2, 3], [4]], 10, top_p=0.9, seed=0)]
     [13, 11]
     """
-    ids, stop = _ids_and_stop(model, input_ids, stop)
-    rows = prompt_rows(ids, model.config.vocab_size)
-    new = list(
-        stream(
-            model, rows, max_new_tokens, temperature, top_k, top_p, seed, stop, repetition_penalty
-        )
-    )
+    rows, stop, is_text = _prompts(model, input_ids, stop)
+    settings = temperature, top_k, top_p, seed, stop, repetition_penalty
+    new = list(stream(model, rows, max_new_tokens, *settings))
     new = np.array(new, np.int64).reshape(len(new), len(rows)).T
-    is_text = ids is not input_ids
     if not is_text and len({len(row) for row in rows}) == 1:
         out = np.concatenate([np.stack(rows), new], axis=1)
         return out[0] if _is_one_prompt(input_ids) else out
@@ -153,15 +142,17 @@ def generate(
     return found[0] if isinstance(input_ids, str) else found
 
 
-def _ids_and_stop(
+def _prompts(
     model: Any, prompts: Any, stop: Collection[int] | None
-) -> tuple[Any, Collection[int]]:
-    """Return the ids of prompts that are text, and others as they are; and the tokens that stop."""
+) -> tuple[list[np.ndarray], Collection[int], bool]:
+    """Return the rows of ids, checked; the tokens that stop; and whether the prompts are text."""
     texts = [prompts] if isinstance(prompts, str) else prompts
-    if not (isinstance(texts, (list, tuple)) and texts and isinstance(texts[0], str)):
-        return prompts, () if stop is None else stop
-    ids = [model.to_tokens(text)[0] for text in texts]
-    return ids, model.tokenizer.stops if stop is None else stop
+    is_text = isinstance(texts, (list, tuple)) and bool(texts) and isinstance(texts[0], str)
+    if is_text:
+        prompts = [model.to_tokens(text)[0] for text in texts]
+    rows = prompt_rows(prompts, model.config.vocab_size)
+    ends = model.tokenizer.stops if is_text else ()
+    return rows, ends if stop is None else stop, is_text
 
 
 def _is_one_prompt(input_ids) -> bool:
@@ -235,11 +226,8 @@ def stream_text(
     several tokens has been yielded by then. tokenizer: as ndl.data.load_tokenizer takes it; an
     empty prompt begins after the end of a text. options: of stream().
     """
-    tokenizer = load_tokenizer(tokenizer)
-    ends = tokenizer.stops if end is None else (end,)
-    ids = [_encoded(tokenizer, prompt, ends)]
-    text = _Text(tokenizer, stop_strings, ends, ids[0])
-    for drawn in stream(model, ids, max_new_tokens, stop=ends, **options):
+    (text,), tokens = _begun(model, tokenizer, [prompt], max_new_tokens, stop_strings, end, options)
+    for drawn in tokens:
         yield text.push(int(drawn[0]))
         if text.done:
             break
@@ -269,11 +257,8 @@ def generate_text(
     """
     if isinstance(prompts, str):
         raise TypeError("generate_text: prompts must be a list of strings, not one string")
-    tokenizer = load_tokenizer(tokenizer)
-    ends = tokenizer.stops if end is None else (end,)
-    ids = [_encoded(tokenizer, p, ends) if isinstance(p, str) else p for p in prompts]
-    texts = [_Text(tokenizer, stop_strings, ends, row) for row in ids]
-    for drawn in stream(model, ids, max_new_tokens, stop=ends, **options):
+    texts, tokens = _begun(model, tokenizer, prompts, max_new_tokens, stop_strings, end, options)
+    for drawn in tokens:
         for text, token in zip(texts, drawn):
             text.push(int(token))
         if all(text.done for text in texts):
@@ -281,10 +266,25 @@ def generate_text(
     return [text.text for text in texts]
 
 
-def _encoded(tokenizer: Tokenizer, prompt: str, ends: tuple[int, ...]) -> list[int]:
-    prompt.encode()  # a ValueError for bytes of a shell that are no UTF-8
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    return ids or [*ends[:1]]
+def _begun(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    count: int,
+    stop_strings: Sequence[str],
+    end: int | None,
+    options: dict[str, Any],
+) -> tuple[list[_Text], Iterator[np.ndarray]]:
+    """Return the texts of the prompts, empty so far, and their tokens to come."""
+    tokenizer = load_tokenizer(tokenizer)
+    ends, ids = tokenizer.stops if end is None else (end,), []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            prompt.encode()  # a ValueError for bytes of a shell that are no UTF-8
+            prompt = tokenizer.encode(prompt, add_special_tokens=False).ids or [*ends[:1]]
+        ids.append(prompt)
+    texts = [_Text(tokenizer, stop_strings, ends, row) for row in ids]
+    return texts, stream(model, ids, count, stop=ends, **options)
 
 
 class _Text:
@@ -346,22 +346,16 @@ class _Chooser:
     seen."""
 
     def __init__(
-        self,
-        settings: tuple,
-        seed: int | None,
-        penalty: float,
-        rows: list[np.ndarray],
-        vocab: int,
-        device: Device,
+        self, model: Any, settings: tuple, seed: int | None, penalty: float, rows: list[np.ndarray]
     ) -> None:
         self.settings, self.penalty = settings, penalty
         self.random = np.random if seed is None else np.random.RandomState(seed)
         self.on_device = penalty == 1 and (settings[0] == 0 or settings[1:] == (None, None))
         self.state: NDArray | None = None  # of what the device draws from
         if self.on_device and settings[0] > 0:
-            self.state = new_state(device, self.random)
+            self.state = new_state(model.device, self.random)
         if penalty != 1:
-            self.seen = np.zeros((len(rows), vocab), bool)
+            self.seen = np.zeros((len(rows), model.config.vocab_size), bool)
             for seen, row in zip(self.seen, rows):
                 seen[row] = True
 
@@ -400,18 +394,13 @@ def _tokens(
 ) -> Iterator[np.ndarray]:
     """Yields the next `count` tokens of each row. The caller appends them to `contexts`."""
     longest = max(map(len, contexts))
-    cached = 0
     if model.block_mask(longest) is None and not model.is_hooked:
         # The last token of all is never fed, so it needs no position.
         cached = min(count, max(0, model.config.max_seq_len - longest + 1))
-    if cached:
-        decoder = _Decoder(model, contexts, longest + cached - 1, chooser)
-        try:
-            for drawn in decoder.tokens(cached):
-                count -= 1
-                yield drawn
-        finally:
-            decoder.close()
+        decoder = _Decoder(model, contexts, longest + cached - 1, chooser) if cached else None
+        if decoder is not None and decoder.prefill():
+            yield from decoder.tokens(cached)
+            count -= cached
     for _ in range(count):
         yield chooser.choose(_recomputed(model, contexts))
 
@@ -506,44 +495,39 @@ class _Decoder:
         self.cache = Cache(capacity, self.positions)
         self.graph: _C.Graph | None = None
 
-    def close(self) -> None:
-        """Gives the graph back now: it and this object hold each other."""
-        self.graph = None
-
     def tokens(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the next `count` tokens of each row, from which the next are computed; none where
-        the model passes over the cache."""
-        if not self._prefill():
-            return
+        """Yield the next `count` tokens of each row, from which the next are computed."""
         on_device = self.chooser.on_device
         told = self.tokens_now if on_device else self.logits
         ahead = on_device and not self.device.is_host
         coming = _C.AsyncCopy(told)
-        for left in range(count - 1, -1, -1):
-            now = coming
-            if ahead and left:  # the device starts on the next token before this one is read
-                self._advance(left)
-                coming = _C.AsyncCopy(told)
-            values = now.wait().numpy()
-            drawn = checked(values) if on_device else self.chooser.choose(values)
-            yield drawn
-            if left and not ahead:
-                if not on_device:
-                    self.tokens_now[:] = array(drawn, "int32", self.device)
-                self._advance(left)
-                coming = _C.AsyncCopy(told)
+        try:
+            for left in range(count - 1, -1, -1):
+                now = coming
+                if ahead and left:  # the device starts on the next token before this one is read
+                    coming = self._advanced(left, told)
+                values = now.wait().numpy()
+                drawn = checked(values) if on_device else self.chooser.choose(values)
+                yield drawn
+                if left and not ahead:
+                    if not on_device:
+                        self.tokens_now[:] = array(drawn, "int32", self.device)
+                    coming = self._advanced(left, told)
+        finally:
+            self.graph = None  # it and this object hold each other
 
-    def _advance(self, left: int) -> None:
-        """One step; `left` are to come with it."""
+    def _advanced(self, left: int, told: NDArray) -> _C.AsyncCopy:
+        """Take a step, of `left` that are to come, and return what is `told` after it."""
         if self.graph is None and self.device.records_graphs and left >= STEPS_WORTH_RECORDING:
             self.graph = _C.Graph(self.device, self._step)
         if self.graph is not None:
             self.graph.replay()
         else:
             self._step()
+        return _C.AsyncCopy(told)
 
     @no_grad()
-    def _prefill(self) -> bool:
+    def prefill(self) -> bool:
         """Compute the prompts. False where the model passes over the cache."""
         longest = max(map(len, self.contexts))
         ids = np.zeros((self.batch, longest), np.int32)

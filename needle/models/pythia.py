@@ -17,6 +17,7 @@ vocabulary, L layers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -42,6 +43,7 @@ SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
 # Hugging Face's names of the two forms; the three tanh names differ only in how they compute it.
 TANH = ("gelu_new", "gelu_fast", "gelu_tanh", "gelu_pytorch_tanh")
 ACTIVATIONS = {"gelu": "none", **dict.fromkeys(TANH, "tanh")}
+CHOICES = {"hidden_act": [*ACTIVATIONS], "dtype": FLOAT_DTYPES, "sparse_pattern": SPARSE_PATTERNS}
 
 # name: layers, hidden size, heads, vocabulary. `tiny` is not of the suite: it is what a CPU trains
 # in minutes.
@@ -90,35 +92,15 @@ class PythiaConfig(Config):
     attention_only: bool = False  # no MLPs: x = x + attention(norm1(x)) is all of a layer
 
     def __post_init__(self) -> None:
-        if not self.intermediate_size and isinstance(self.hidden_size, int):
+        for field in dataclasses.fields(PythiaConfig):  # a subclass has rules of its own for others
+            value = getattr(self, field.name)
+            if rule := _broken_rule(field, value):
+                raise ValueError(f"PythiaConfig: {field.name} must be {rule}, not {value!r:.40}")
+        if not self.intermediate_size:
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
-        sizes = self.max_seq_len, self.sparse_block
-        if self.sparse_window == 0:
-            follows = self.use_sparse_attention and all(isinstance(size, int) for size in sizes)
-            window = max(sizes[0] // 4, sizes[1]) if follows else 256
-            object.__setattr__(self, "sparse_window", window)
-        own = dataclasses.fields(PythiaConfig)  # those of a subclass have rules of their own
-        of_type = lambda kind: (field.name for field in own if field.type == kind)
-        for name in of_type("int"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
-                raise ValueError(
-                    f"PythiaConfig: {name} must be an int of 1 to 2^63 - 1, not {value!r:.40}"
-                )
-        for name in of_type("bool"):
-            if not isinstance(getattr(self, name), bool):  # "false" would be true
-                raise ValueError(
-                    f"PythiaConfig: {name} must be True or False, not {getattr(self, name)!r:.40}"
-                )
-        for name in of_type("float"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= value <= MOST or (name, value) == ("rotary_base", 0):
-                raise ValueError(
-                    f"PythiaConfig: {name} must be a finite float32 "
-                    f"{'above' if name == 'rotary_base' else 'of at least'} 0, "
-                    f"not {value!r:.40}"
-                )
+        if not self.sparse_window:
+            window = max(self.max_seq_len // 4, self.sparse_block)
+            object.__setattr__(self, "sparse_window", window if self.use_sparse_attention else 256)
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"PythiaConfig: hidden_size {self.hidden_size} is not a multiple of "
@@ -133,16 +115,6 @@ class PythiaConfig(Config):
                 f"{self.head_dim} dimensions (hidden_size / num_heads); it must be an even number: "
                 f"hidden_size {next(fits) * self.num_heads} fits"
             )
-        for name, allowed in (
-            ("hidden_act", tuple(ACTIVATIONS)),
-            ("dtype", FLOAT_DTYPES),
-            ("sparse_pattern", SPARSE_PATTERNS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"PythiaConfig: {name} must be one of {', '.join(allowed)}, "
-                    f"not {getattr(self, name)!r}"
-                )
 
     @classmethod
     def presets(cls) -> dict[str, dict[str, int]]:
@@ -184,6 +156,23 @@ class PythiaConfig(Config):
     d_vocab = property(lambda self: self.vocab_size)
     num_hidden_layers = property(lambda self: self.num_layers)
     num_attention_heads = property(lambda self: self.num_heads)
+
+
+def _broken_rule(field: dataclasses.Field, value: Any) -> str:
+    """Return what a field of PythiaConfig must be and is not, or ""."""
+    is_bool, positive = isinstance(value, bool), field.name == "rotary_base"
+    is_number = isinstance(value, (int, float)) and not is_bool
+    if field.type == "bool":
+        return "" if is_bool else "True or False"  # "false" would be true
+    if field.type == "str":
+        allowed = CHOICES[field.name]
+        return "" if value in allowed else f"one of {', '.join(allowed)}"
+    if field.type == "int":
+        least = 0 if field.default == 0 else 1
+        fits = is_number and isinstance(value, int) and least <= value < 2**63
+        return "" if fits else "an int of 1 to 2^63 - 1"
+    fits = is_number and 0 <= value <= MOST and not (positive and value == 0)
+    return "" if fits else f"a finite float32 {'above' if positive else 'of at least'} 0"
 
 
 # ---- parts ------------------------------------------------------------------------------------
@@ -380,13 +369,10 @@ class Pythia(FactoredWeights, LanguageModel):
         initialise: bool = True,
     ) -> None:
         super().__init__(config, device, dtype)
-        if initialise:
+        with contextlib.nullcontext() if initialise else init.meta_device():
             self._make()
-        else:
-            with init.meta_device():
-                self._make()
-            for parameter in self.parameters():
-                parameter.cached_data = parameter.cached_data.compact()
+        for parameter in () if initialise else self.parameters():
+            parameter.cached_data = parameter.cached_data.compact()
         nn.place_neighbours(self)
         self._mask: tuple[Any, BlockMask] | None = None  # the last one, and what it is of
         mask = self.block_mask(self.config.max_seq_len)
@@ -511,16 +497,14 @@ def sparse_mask(config: PythiaConfig, time: int) -> BlockMask:
     of that of max_seq_len, so that a query sees the same keys however many tokens follow."""
     window, block = config.sparse_window, config.sparse_block
     length = min(-(-time // block) * block, max(time, config.max_seq_len))  # of whole blocks
-    if config.sparse_pattern == "local":
-        whole = BlockMask.local(length, window, block)
-    elif config.sparse_pattern == "strided":
-        whole = BlockMask.strided(length, window, block)
-    elif config.sparse_pattern == "global":
-        whole = BlockMask.global_(length, block, block)
-    elif config.sparse_pattern == "dense":
-        whole = BlockMask.dense(length, block)
-    else:
-        whole = BlockMask.mixed(length, window=window, n_global=block, block=block)
+    parts: dict[str, dict[str, int]] = {
+        "local": {"window": window},
+        "strided": {"stride": window},
+        "global": {"n_global": block},
+        "mixed": {"window": window, "n_global": block},
+        "dense": {"n_global": length},
+    }
+    whole = BlockMask.mixed(length, **parts[config.sparse_pattern], block=block)
     return BlockMask(whole.blocks, block, time)
 
 
