@@ -21,8 +21,7 @@ from needle import ops
 from needle.autograd import Tensor
 
 IN_ATTENTION = ("q", "k", "v", "z", "rot_q", "rot_k", "result", "pattern", "attn_scores")
-IN_MLP = ("pre", "post")
-IN_NORMS = ("scale", "normalized")
+PART_OF = {**dict.fromkeys(IN_ATTENTION, "attn"), "pre": "mlp", "post": "mlp"}
 OTHER_NAMES = {
     "attn": "pattern",
     "attn_logits": "attn_scores",
@@ -61,12 +60,8 @@ def get_act_name(name: str, layer: int | None = None, part: str | None = None) -
     if short is not None and layer is None:
         name, layer, part = short[1], int(short[2]), short[3] or part
     name = OTHER_NAMES.get(name, name)
-    if name in IN_ATTENTION:
-        part = "attn"
-    elif name in IN_MLP:
-        part = "mlp"
-    part = PARTS.get(part or "", part)
-    if name in IN_NORMS and layer is None:
+    part = PART_OF.get(name) or PARTS.get(part or "", part)
+    if name in ("scale", "normalized") and layer is None:
         return f"ln_final.hook_{name}"
     block = "" if layer is None else f"blocks.{layer}."
     return f"{block}{part + '.' if part else ''}hook_{name}"
@@ -175,10 +170,9 @@ class ActivationCache(dict[str, Tensor]):
             parts[f"{end}_pre"] = self["resid_pre", end]
             if mlp_input:
                 parts[f"{end}_mid"] = self["resid_mid", end]
-        stack = ops.stack([_at(part, pos_slice) for part in parts.values()])
-        if apply_ln:
-            stack = self.apply_ln_to_stack(stack, end, mlp_input, pos_slice, recompute_ln=True)
-        return (stack, list(parts)) if return_labels else stack
+        parts = {label: _at(part, pos_slice) for label, part in parts.items()}
+        norm = (end, mlp_input, pos_slice, True) if apply_ln else None
+        return self._stacked(parts, norm, return_labels)
 
     def decompose_resid(
         self,
@@ -205,10 +199,9 @@ class ActivationCache(dict[str, Tensor]):
                 parts[f"{at}_mlp_out"] = self["mlp_out", at]
         if mlp_input and mode != "mlp":
             parts[f"{end}_attn_out"] = self["attn_out", end]
-        stack = ops.stack([_at(part, pos_slice) for part in parts.values()])
-        if apply_ln:
-            stack = self.apply_ln_to_stack(stack, end, mlp_input, pos_slice)
-        return (stack, list(parts)) if return_labels else stack
+        parts = {label: _at(part, pos_slice) for label, part in parts.items()}
+        norm = (end, mlp_input, pos_slice) if apply_ln else None
+        return self._stacked(parts, norm, return_labels)
 
     def stack_head_results(
         self,
@@ -227,14 +220,19 @@ class ActivationCache(dict[str, Tensor]):
             result = self["result", at]
             for head in range(result.shape[-2]):
                 parts[f"L{at}H{head}"] = _at(result[..., head, :], pos_slice)
-        stack = ops.stack(list(parts.values()))
         if incl_remainder:
-            whole = ops.astype(_at(self["resid_post", end - 1], pos_slice), stack.dtype)
-            rest = (whole - stack.sum(0)).reshape((1, *stack.shape[1:]))
-            stack, parts = ops.concatenate([stack, rest]), {**parts, "remainder": rest}
-        if apply_ln:
-            stack = self.apply_ln_to_stack(stack, end, pos_slice=pos_slice)
-        return (stack, list(parts)) if return_labels else stack
+            whole = ops.astype(_at(self["resid_post", end - 1], pos_slice), "float32")
+            parts["remainder"] = whole - ops.stack([*parts.values()]).sum(0)
+        norm = (end, False, pos_slice) if apply_ln else None
+        return self._stacked(parts, norm, return_labels)
+
+    def _stacked(self, parts: dict[str, Tensor], norm: tuple | None, labels: bool) -> Any:
+        """Return components in one Tensor, with their labels or without. norm: what
+        apply_ln_to_stack takes with them; None leaves them as they are."""
+        stack = ops.stack([*parts.values()])
+        if norm is not None:
+            stack = self.apply_ln_to_stack(stack, *norm)
+        return (stack, [*parts]) if labels else stack
 
     def stack_activation(self, name: str, layer: int | None = None, part: str | None = None) -> Any:
         """Return one activation of all layers before `layer` (None: of all), (L, ...)."""

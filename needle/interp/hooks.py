@@ -52,7 +52,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -76,13 +76,7 @@ class HookPoint:
         return int(self.name.split(".")[1])
 
 
-class Described(Protocol):
-    """A configuration that can show its model."""
-
-    def meta_model(self) -> Module: ...
-
-
-def hook_names(of: Module | Described) -> list[str]:
+def hook_names(of: Any) -> list[str]:
     """Return all names of a model, or of a model of this configuration, in the order of
     computation.
 
@@ -109,8 +103,9 @@ def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str
 
 def _checked(name: str, function: Hook) -> Callable[[Tensor], Tensor]:
     """Wrap a hook: return its result as a Tensor of the shape, dtype and device of x."""
-    if _takes_hook(function):
-        plain, function = function, lambda x: plain(x, hook=HookPoint(name))
+    with contextlib.suppress(ValueError):  # of a builtin, whose parameters are not known
+        if "hook" in inspect.signature(function).parameters:
+            plain, function = function, lambda x: plain(x, hook=HookPoint(name))
 
     def call(x: Tensor) -> Tensor:
         given: Any = function(x)
@@ -132,13 +127,6 @@ def _checked(name: str, function: Hook) -> Callable[[Tensor], Tensor]:
         return given
 
     return call
-
-
-def _takes_hook(function: Hook) -> bool:
-    try:
-        return "hook" in inspect.signature(function).parameters
-    except ValueError:  # a builtin
-        return False
 
 
 def chosen_names(of: Module, names: str | NameFilter | Collection[str] | None) -> list[str]:

@@ -91,7 +91,11 @@ def config_to_hf(config: Any) -> dict[str, Any]:
             "save_pretrained: this model has no MLPs (attention_only), and each layer of GPT-NeoX "
             "in transformers has one. Save it with save_checkpoint"
         )
-    return {
+    fields = {theirs: getattr(config, name) for theirs, name in SIZES.items()}
+    fields |= {theirs: getattr(config, name) for theirs, (name, _) in DEFAULTS.items()}
+    fields |= {theirs: getattr(config, name) for _, theirs, name, _ in ROTARY}
+    rotary = {nested: getattr(config, name) for nested, _, name, _ in ROTARY}
+    return fields | {
         "architectures": ["GPTNeoXForCausalLM"],
         "attention_bias": True,
         "attention_dropout": 0.0,
@@ -99,26 +103,11 @@ def config_to_hf(config: Any) -> dict[str, Any]:
         "dtype": config.dtype,
         "hidden_act": WRITE_ACTIVATIONS.get(config.hidden_act, config.hidden_act),
         "hidden_dropout": 0.0,
-        "hidden_size": config.hidden_size,
         "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "layer_norm_eps": config.layer_norm_eps,
-        "max_position_embeddings": config.max_seq_len,
         "model_type": MODEL_TYPE,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "rope_parameters": {
-            "partial_rotary_factor": config.rotary_pct,
-            "rope_theta": config.rotary_base,
-            "rope_type": "default",
-        },
-        "rotary_emb_base": config.rotary_base,
-        "rotary_pct": config.rotary_pct,
-        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": {**rotary, "rope_type": "default"},
         "torch_dtype": config.dtype,
         "use_cache": True,
-        "use_parallel_residual": config.use_parallel_residual,
-        "vocab_size": config.vocab_size,
     }
 
 
