@@ -101,41 +101,37 @@ class BlockMask:
         """Keys less than `window` tokens away: |i - j| < window. With causality a query sees itself
         and the window - 1 tokens before it, rounded out to blocks."""
         window = _positive("window", window)
-        rows, columns = _block_indices(T, block)
-        nearest = np.maximum((np.abs(rows - columns) - 1) * block + 1, 0)
-        return BlockMask((nearest < window) | (rows == columns), block, T)
+        lowest, highest = _distances(T, block)
+        return BlockMask((lowest < window) & (highest > -window), block, T)
 
     @staticmethod
     def strided(T: int, stride: int, block: int) -> BlockMask:
         """Keys a multiple of `stride` tokens away: (i - j) % stride == 0 (Child et al. 2019). Only
         a stride of more than two blocks leaves any block out."""
         stride = _positive("stride", stride)
-        rows, columns = _block_indices(T, block)
-        lowest = rows * block - (np.minimum((columns + 1) * block, T) - 1)
-        highest = np.minimum((rows + 1) * block, T) - 1 - columns * block
-        return BlockMask((highest // stride) * stride >= lowest, block, T)
+        lowest, highest = _distances(T, block)
+        return BlockMask(highest // stride * stride >= lowest, block, T)
 
     @staticmethod
     def global_(T: int, n_global: int, block: int) -> BlockMask:
         """The first `n_global` tokens see and are seen by all: i < n_global or j < n_global."""
         n_global = _positive("n_global", n_global)
-        rows, columns = _block_indices(T, block)
-        return BlockMask((rows * block < n_global) | (columns * block < n_global), block, T)
+        block, T, _, (rows, _) = _sizes(block, T, T)
+        reached = np.arange(rows) * block < n_global
+        return BlockMask(reached[:, None] | reached, block, T)
 
     @staticmethod
     def dilated(T: int, segment: int, dilation: int, block: int) -> BlockMask:
         """Keys of the query's segment of `segment` tokens that are a multiple of `dilation` tokens
         away, as a branch of ops.dilated_attention has them for all its heads together."""
         segment, dilation = _positive("segment", segment), _positive("dilation", dilation)
-        rows, columns = _block_indices(T, block)
-        kept = np.zeros((rows.size, columns.size), bool)
+        block, T, _, shape = _sizes(block, T, T)
+        kept = np.zeros(shape, bool)
         for start in range(0, T, segment):
             end = min(start + segment, T)
-            low, high = (np.clip(np.arange(rows.size) * block + x, start, end) for x in (0, block))
-            lowest = low[:, None] - (high[None, :] - 1)
-            highest = high[:, None] - 1 - low[None, :]
-            meet = (low < high)[:, None] & (low < high)[None, :]
-            kept |= meet & ((highest // dilation) * dilation >= lowest)
+            within = slice(start // block, -(-end // block))  # the blocks that the segment meets
+            lowest, highest = _distances(end, block, start)
+            kept[within, within] |= highest // dilation * dilation >= lowest
         return BlockMask(kept, block, T)
 
     @staticmethod
@@ -143,10 +139,10 @@ class BlockMask:
         """Keep, for each block of queries, its own keys and `n_random` earlier blocks (all, where
         there are fewer), drawn from the seed (Zaheer et al. 2020)."""
         n_random = _positive("n_random", n_random)
-        rows, _ = _block_indices(T, block)
+        block, T, _, (rows, _) = _sizes(block, T, T)
         generator = np.random.default_rng(seed)
-        kept = np.eye(rows.size, dtype=bool)
-        for row in range(rows.size):
+        kept = np.eye(rows, dtype=bool)
+        for row in range(rows):
             kept[row, generator.permutation(row)[:n_random]] = True
         return BlockMask(kept, block, T)
 
@@ -330,9 +326,12 @@ class BlockMask:
         )
 
 
-def _block_indices(T: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    n = -(-_positive("T", T) // _positive("block", block))
-    return np.arange(n)[:, None], np.arange(n)[None, :]
+def _distances(T: int, block: int, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest i - j of queries i and keys j of [start, T), by pair of blocks."""
+    block, T, _, (rows, _) = _sizes(block, T, T)
+    edges = np.arange(start // block, rows + 1) * block
+    first, last = np.maximum(edges[:-1], start), np.minimum(edges[1:], T) - 1
+    return first[:, None] - last, last[:, None] - first
 
 
 def _listed(kept: NDArray, count: int) -> tuple[NDArray, NDArray, NDArray]:
