@@ -168,22 +168,22 @@ def _state_of(
     reserved = [name for name in tensors if name.startswith("optimizer.")]
     if reserved:
         raise ValueError(f"save: {reserved[0]}: in a file that name is the optimizer's; rename it")
-    saved_optimizer = None
+    saved = None
     if optimizer is not None:
         names = names_in(module, optimizer, "save")
-        numbers = renamed(optimizer.state_dict(), names)
-        arrays = numbers.pop("arrays")
-        flat, saved_optimizer = optimizer.flat, {"class": type(optimizer).__name__, **numbers}
-        saved_optimizer["names"] = list(names.values())
-        saved_optimizer["decayed"] = None if flat is None else flat.decayed
-        accumulating = [n for n, p in module.named_parameters() if p.has_grad_buffer]
-        saved_optimizer["accumulating"] = accumulating
-        tensors.update({f"optimizer.{name}": value for name, value in arrays.items()})
+        saved = {
+            "class": type(optimizer).__name__,
+            **renamed(optimizer.state_dict(), names),
+            "names": [*names.values()],
+            "decayed": None if optimizer.flat is None else optimizer.flat.decayed,
+            "accumulating": [n for n, p in module.named_parameters() if p.has_grad_buffer],
+        }
+        tensors |= {f"optimizer.{name}": array for name, array in saved.pop("arrays").items()}
     return {
         "model": None if config is None else config.family,
         "config": None if config is None else config.to_dict(),
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
-        "optimizer": saved_optimizer,
+        "optimizer": saved,
     }
 
 

@@ -126,35 +126,25 @@ def _transposed(model: nn.Module) -> set[str]:
 
 def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[str, Entry]:
     """Our name -> tensor, of all weight files of the folder; buffers are left out."""
-    whole, index = folder / WEIGHTS, folder / INDEX
-    if whole.exists():
-        found = _header(whole)
-    elif index.exists():
-        found = _shards(folder, read_json(index), problems)
-    elif any(folder.glob("pytorch_model*.bin")):
-        raise FileError(
-            f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens: "
-            "let transformers read and save the model, as safetensors"
-        )
-    else:
-        raise FileError(f"{folder}: no {WEIGHTS} and no {INDEX} in it")
-    entries = ((mapping.our_name(entry.name), entry) for entry in found)
-    return {name: entry for name, entry in entries if not mapping.is_buffer(name)}
-
-
-def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[Entry]:
-    found: list[Entry] = []
-    for file in sorted({*index.get("weight_map", {}).values()}):
-        if Path(file).name != file or not (folder / file).exists():
-            problems.append(f"{INDEX} names the file {file!r}, which is not in the folder")
+    files: list[str] = [WEIGHTS]
+    if not (folder / WEIGHTS).exists():
+        if (folder / INDEX).exists():
+            files = sorted({*read_json(folder / INDEX).get("weight_map", {}).values()})
+        elif any(folder.glob("pytorch_model*.bin")):
+            raise FileError(
+                f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens: "
+                "let transformers read and save the model, as safetensors"
+            )
+        else:
+            raise FileError(f"{folder}: no {WEIGHTS} and no {INDEX} in it")
+    found: dict[str, Entry] = {}
+    for name in files:
+        if Path(name).name != name or not (folder / name).exists():
+            problems.append(f"{INDEX} names the file {name!r}, which is not in the folder")
             continue
-        found += _header(folder / file)
-    return found
-
-
-def _header(path: Path) -> list[Entry]:
-    with reading(path) as file:
-        return read_header(file)[1]
+        with reading(folder / name) as file:
+            found |= {mapping.our_name(entry.name): entry for entry in read_header(file)[1]}
+    return {name: entry for name, entry in found.items() if not mapping.is_buffer(name)}
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -222,32 +212,28 @@ def save(
         ) from error
 
     transposed = _transposed(model)
-    parameters = {
-        name: p.cached_data.permute((1, 0)) if name in transposed else p.cached_data
-        for name, p in model.named_parameters()
+    tensors = {
+        mapping.hf_name(n): p.cached_data.permute((1, 0)) if n in transposed else p.cached_data
+        for n, p in model.named_parameters()
     }
-    shards = _split(parameters, shard_size)
-    count = len(shards)
-    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    names = names if count > 1 else [WEIGHTS]
-    if count > 1:
-        places = {mapping.hf_name(key): name for name, shard in zip(names, shards) for key in shard}
+    shards = _split(tensors, shard_size)
+    if len(shards) > 1:
+        places = {key: name for name, shard in shards.items() for key in shard}
         total = {
-            "total_parameters": sum(value.size for value in parameters.values()),
-            "total_size": sum(value.nbytes for value in parameters.values()),
+            "total_parameters": sum(value.size for value in tensors.values()),
+            "total_size": sum(value.nbytes for value in tensors.values()),
         }
         files[INDEX] = json_text({"metadata": total, "weight_map": dict(sorted(places.items()))})
-    written = {*names, *files}
+    written = {*shards, *files}
     shard_name = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
     with replacing(folder / "config.json") as last:
         last.write(files.pop("config.json").encode())
         with contextlib.ExitStack() as stack:
             for name, text in files.items():
                 stack.enter_context(replacing(folder / name)).write(text.encode())
-            for name, shard in zip(names, shards):
-                tensors = {mapping.hf_name(key): parameters[key] for key in shard}
+            for name, shard in shards.items():
                 file = stack.enter_context(replacing(folder / name))
-                file.writelines(chunks(tensors, {"format": "pt"}))
+                file.writelines(chunks(shard, {"format": "pt"}))
             (folder / "config.json").unlink(missing_ok=True)
         for path in folder.iterdir():  # of an earlier save
             shadows = path.name in (WEIGHTS, INDEX, *TEXT_FILES) or shard_name.fullmatch(path.name)
@@ -257,17 +243,20 @@ def save(
     return [folder / name for name in sorted(written)]
 
 
-def _split(parameters: dict[str, NDArray], limit: int) -> list[list[str]]:
-    """Names of parameters by file, in order."""
-    shards: list[list[str]] = [[]]
+def _split(tensors: dict[str, NDArray], limit: int) -> dict[str, dict[str, NDArray]]:
+    """The tensors of each file, in order."""
+    shards: list[dict[str, NDArray]] = [{}]
     size = 0
-    for name, value in parameters.items():
+    for name, value in tensors.items():
         if shards[-1] and size + value.nbytes > limit:
-            shards.append([])
+            shards.append({})
             size = 0
-        shards[-1].append(name)
+        shards[-1][name] = value
         size += value.nbytes
-    return shards
+    count = len(shards)
+    if count == 1:
+        return {WEIGHTS: tensors}
+    return {f"model-{i:05}-of-{count:05}.safetensors": part for i, part in enumerate(shards, 1)}
 
 
 def _text_files(came: Tokenizer, mapping: WeightMapping, config: Any) -> dict[str, str]:

@@ -245,21 +245,20 @@ class Checkpoint:
         if saved is None:
             return None
         with self._naming("the optimizer's state cannot be used"):
-            numbers = dict(saved)
-            name = numbers.pop("class", None)
-            if name not in OPTIMIZERS:
-                raise ValueError(f"its class is {name}; there are {', '.join(OPTIMIZERS)}")
-            kind = OPTIMIZERS[name]
-            names, decayed = numbers.pop("names"), numbers.pop("decayed")
-            accumulating, own = numbers.pop("accumulating"), dict(model.named_parameters())
+            kind = OPTIMIZERS.get(saved["class"])
+            if kind is None:
+                raise ValueError(
+                    f"its class is {saved['class']}; there are {', '.join(OPTIMIZERS)}"
+                )
+            names, own = saved["names"], dict(model.named_parameters())
             parameters = [own[name] for name in names]
-            if decayed is not None:
-                optimizer = kind(nn.FlatParameters(names, parameters, decayed))
+            if saved["decayed"] is not None:
+                optimizer = kind(nn.FlatParameters(names, parameters, saved["decayed"]))
             else:
-                if accumulating:
-                    nn.flatten_parameters(model, only=accumulating)
+                if saved["accumulating"]:
+                    nn.flatten_parameters(model, only=saved["accumulating"])
                 optimizer = kind(list(zip(names, parameters)))
-            optimizer.load_state_dict({**numbers, "arrays": arrays})
+            optimizer.load_state_dict({**saved, "arrays": arrays})
         return optimizer
 
     def restore_random_state(self) -> None:
