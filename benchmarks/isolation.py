@@ -71,36 +71,38 @@ def timed(pool: Pool) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kernel with a fault, the status that is right, and a word that the message has."""
+    """A kernel with a fault: the status that is right, or several with spaces between; a word that
+    the message has; and its source, or the body of k(float* y)."""
 
-    source: str
-    status: str  # or several, with spaces between
+    status: str
     said: str
+    code: str
     args: list[Any] = field(default_factory=lambda: [Out(32)])
     grid: Any = 1
     block: Any = 32
     shared: int = 0
 
-
-def body(text: str) -> str:
-    return f'extern "C" __global__ void k(float* y) {{ {text} }}'
+    @property
+    def source(self) -> str:
+        whole = "__global__" in self.code
+        return self.code if whole else f'extern "C" __global__ void k(float* y) {{ {self.code} }}'
 
 
 FAULTS = {
-    "illegal read": Fault(
-        body("y[threadIdx.x] = *(float*)0x10;"), "illegal_address", "IllegalAddress"
-    ),
+    "illegal read": Fault("illegal_address", "IllegalAddress", "y[threadIdx.x] = *(float*)0x10;"),
     "illegal write": Fault(
-        body("y[threadIdx.x + (1ll << 40)] = 1;"), "illegal_address", "IllegalAddress"
+        "illegal_address", "IllegalAddress", "y[threadIdx.x + (1ll << 40)] = 1;"
     ),
     "misaligned address": Fault(
-        body("*(float4*)(y + 1 + threadIdx.x) = make_float4(1, 2, 3, 4);"),
         "misaligned_address",
         "MisalignedAddress",
+        "*(float4*)(y + 1 + threadIdx.x) = make_float4(1, 2, 3, 4);",
     ),
-    "assert": Fault(body("y[threadIdx.x] = 0; assert(threadIdx.x < 3);"), "assertion", "Assert"),
-    "trap": Fault(body("y[threadIdx.x] = 0; __trap();"), "launch_failure", "cudaError"),
+    "assert": Fault("assertion", "Assert", "y[threadIdx.x] = 0; assert(threadIdx.x < 3);"),
+    "trap": Fault("launch_failure", "cudaError", "y[threadIdx.x] = 0; __trap();"),
     "stack overflow": Fault(
+        "launch_failure illegal_address",
+        "cudaError",
         """
         __device__ __noinline__ float deep(volatile float* y, int n) {
             float here[64];
@@ -111,14 +113,14 @@ FAULTS = {
         }
         extern "C" __global__ void k(float* y, int n) { y[threadIdx.x] = deep(y, n); }
         """,
-        "launch_failure illegal_address",
-        "cudaError",
         [Out(32), np.int32(1_000_000)],
     ),
     "endless loop": Fault(
-        body("volatile float* v = y; while (v[0] != 12345.f) v[1] = 1;"), "timeout", "killed"
+        "timeout", "killed", "volatile float* v = y; while (v[0] != 12345.f) v[1] = 1;"
     ),
     "barrier deadlock": Fault(
+        "timeout",
+        "killed",
         """
         extern "C" __global__ void k(float* y, int* flag) {
             volatile int* v = flag;
@@ -127,50 +129,42 @@ FAULTS = {
             y[threadIdx.x] = 1;
         }
         """,
-        "timeout",
-        "killed",
         [Out(32), np.zeros(1, np.int32)],
     ),
     "printf flood": Fault(
-        body(
-            'y[threadIdx.x] = 0; for (int i = 0; i < 1000; i++) printf("line %d of %d\\n", i, '
-            "threadIdx.x);"
-        ),
         "ok",
         "",
+        'y[threadIdx.x] = 0; for (int i = 0; i < 1000; i++) printf("line %d of %d\\n", i, '
+        "threadIdx.x);",
     ),
     "forged result": Fault(
-        body(
-            "y[threadIdx.x] = 0;"
-            ' if (!threadIdx.x) printf("{\\"status\\": \\"illegal_address\\"}\\nndlk\\n");'
-        ),
         "ok",
         "",
+        "y[threadIdx.x] = 0;"
+        ' if (!threadIdx.x) printf("{\\"status\\": \\"illegal_address\\"}\\nndlk\\n");',
     ),
-    "device heap leak": Fault(
-        body("y[threadIdx.x] = malloc(100000) != nullptr;"), "ok", "", grid=8
-    ),
+    "device heap leak": Fault("ok", "", "y[threadIdx.x] = malloc(100000) != nullptr;", grid=8),
     "device heap used up": Fault(
-        body("float* p; do { p = (float*)malloc(1 << 20); p[0] = 1; } while (p); y[0] = 1;"),
         "illegal_address",
         "IllegalAddress",
+        "float* p; do { p = (float*)malloc(1 << 20); p[0] = 1; } while (p); y[0] = 1;",
     ),
-    "out of memory": Fault(
-        body("y[threadIdx.x] = 0;"), "out_of_memory", "", [Out((1 << 41,), "uint8")]
-    ),
+    "out of memory": Fault("out_of_memory", "", "y[threadIdx.x] = 0;", [Out((1 << 41,), "uint8")]),
     "2,048 threads": Fault(
-        body("y[threadIdx.x] = 0;"), "invalid_launch", "threads a block: 2,048", block=2048
+        "invalid_launch", "threads a block: 2,048", "y[threadIdx.x] = 0;", block=2048
     ),
     "grid.y 65,536": Fault(
-        body("y[threadIdx.x] = 0;"), "invalid_launch", "grid.y: 65,536", grid=(1, 65536)
+        "invalid_launch", "grid.y: 65,536", "y[threadIdx.x] = 0;", grid=(1, 65536)
     ),
     "300 KB shared memory": Fault(
-        body("extern __shared__ float s[]; s[threadIdx.x] = 1; y[threadIdx.x] = s[0];"),
         "invalid_launch",
         "of shared memory a block",
+        "extern __shared__ float s[]; s[threadIdx.x] = 1; y[threadIdx.x] = s[0];",
         shared=300_000,
     ),
     "too many registers": Fault(
+        "invalid_launch",
+        "registers",
         """
         extern "C" __global__ void k(const float* x, float* y) {
             float r[200];
@@ -183,40 +177,38 @@ FAULTS = {
             y[threadIdx.x] = s;
         }
         """,
-        "invalid_launch",
-        "registers",
         [np.ones(200 * 32 + 1024, np.float32), Out(1024)],
         1,
         1024,
     ),
-    "too few arguments": Fault(GOOD.replace("scale", "k"), "invalid_launch", "", [X, Out(N), 3.0]),
+    "too few arguments": Fault("invalid_launch", "", GOOD.replace("scale", "k"), [X, Out(N), 3.0]),
     "wrong dtype": Fault(
-        GOOD.replace("scale", "k"), "invalid_launch", "", [X.astype(np.int32), Out(N), 3.0, N]
+        "invalid_launch", "", GOOD.replace("scale", "k"), [X.astype(np.int32), Out(N), 3.0, N]
     ),
     "written past the end": Fault(
-        "__global__ void k(const float* x, float* y) { y[threadIdx.x] = x[0]; }",
         "out_of_bounds",
         "args[1] (float*): 4 bytes were written after its end",
+        "__global__ void k(const float* x, float* y) { y[threadIdx.x] = x[0]; }",
         [X, Out(31)],
     ),
     "written before the start": Fault(
-        "__global__ void k(const float* x, float* y) { y[(int)threadIdx.x - 1] = x[0]; }",
         "out_of_bounds",
         "written before its start",
+        "__global__ void k(const float* x, float* y) { y[(int)threadIdx.x - 1] = x[0]; }",
         [X, Out(31)],
     ),
     "const written": Fault(
-        "__global__ void k(const float* x, float* y) { y[threadIdx.x] = 0; ((float*)x)[5] = -1; }",
         "out_of_bounds",
         "it is const",
+        "__global__ void k(const float* x, float* y) { y[threadIdx.x] = 0; ((float*)x)[5] = -1; }",
         [X, Out(32)],
     ),
     "not all written": Fault(
-        "__global__ void k(float* y) { if (threadIdx.x != 7) y[threadIdx.x] = 0; }",
         "wrong_result",
         "1 of 32 elements (the first at [7]) were not written",
+        "__global__ void k(float* y) { if (threadIdx.x != 7) y[threadIdx.x] = 0; }",
     ),
-    "does not compile": Fault(body("y[0] = undeclared;"), "compile_error", "undeclared"),
+    "does not compile": Fault("compile_error", "undeclared", "y[0] = undeclared;"),
 }
 
 
