@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
+from itertools import accumulate, groupby
 
 from needle import _C
 from needle._C import NDArray
@@ -28,15 +29,10 @@ class FlatParameters:
     def __init__(self, names: list[str], parameters: list[Parameter], decayed: int) -> None:
         """Move the parameters into new buffers in this order; the first `decayed` decay."""
         self.names, self.parameters, self.decayed = names, parameters, decayed
-        self.offsets: list[int] = []
-        end = 0
-        self.decay_size = 0
-        for i, p in enumerate(self.parameters):
-            self.offsets.append(end)
-            end += -(-p.size // ALIGNMENT) * ALIGNMENT
-            if i + 1 == decayed:
-                self.decay_size = end
-        first = self.parameters[0]
+        sizes = [-(-p.size // ALIGNMENT) * ALIGNMENT for p in parameters]
+        *self.offsets, end = accumulate(sizes, initial=0)
+        self.decay_size = sum(sizes[:decayed])
+        first = parameters[0]
         self.data = _C.empty((end,), first.dtype, first.device)
         self._grad = _C.empty((end,), "float32", first.device)
         self.data.fill(0)
@@ -45,13 +41,18 @@ class FlatParameters:
         self._zeroed_late = [p for p in self.parameters if p.ndim >= 2]
         # Vectors, to whose gradients kernels only add: zeros are written at once, by runs
         # [start, end), since vectors lie together as a rule.
-        self._zeroed_now: list[tuple[int, int]] = []
-        for p, start, stop in zip(self.parameters, self.offsets, [*self.offsets[1:], end]):
-            if p.ndim < 2 and self._zeroed_now and self._zeroed_now[-1][1] == start:
-                self._zeroed_now[-1] = (self._zeroed_now[-1][0], stop)
-            elif p.ndim < 2:
-                self._zeroed_now.append((start, stop))
-        self._adopt()
+        places = zip(parameters, self.offsets, [*self.offsets[1:], end])
+        runs = [[*run] for late, run in groupby(places, lambda x: x[0].ndim >= 2) if not late]
+        self._zeroed_now = [(run[0][1], run[-1][2]) for run in runs]
+        for i, p in enumerate(parameters):
+            place, grad = self.view(self.data, i), p.grad
+            _C.assign(place, p.cached_data)
+            p.cached_data = place
+            p.grad_buffer = self.view(self._grad, i)
+            if grad is not None:
+                p.grad = grad
+            p._grad = None  # it would be a second gradient, in memory of its own
+            p._flat = weakref.ref(self)
 
     @property
     def grad(self) -> NDArray:
@@ -77,18 +78,6 @@ class FlatParameters:
         p = self.parameters[i]
         return buffer[self.offsets[i] : self.offsets[i] + p.size].reshape(p.shape)
 
-    def _adopt(self) -> None:
-        """Moves the parameters into the buffers, with the gradients that they have."""
-        for i, p in enumerate(self.parameters):
-            place, grad = self.view(self.data, i), p.grad
-            _C.assign(place, p.cached_data)
-            p.cached_data = place
-            p.grad_buffer = self.view(self._grad, i)
-            if grad is not None:
-                p.grad = grad
-            p._grad = None  # it would be a second gradient, in memory of its own
-            p._flat = weakref.ref(self)
-
     def __copy__(self) -> FlatParameters:
         return self  # a second object over the same buffers would be of no use
 
@@ -100,13 +89,6 @@ class FlatParameters:
             f"FlatParameters({len(self.names)} parameters, {self.size} elements of "
             f"{self.data.dtype}, {self.decay_size} decayed)"
         )
-
-
-def _flat_of(p: Parameter) -> FlatParameters | None:
-    """Return the buffers of a parameter while they are referenced. A strong reference would be a
-    cycle that keeps a dropped model's memory until the garbage collector runs."""
-    reference = getattr(p, "_flat", None)
-    return None if reference is None else reference()
 
 
 def is_decayed(name: str, p: Parameter) -> bool:
@@ -197,16 +179,15 @@ def flatten_parameters(
     order += _together([x for x, d in zip(named, chosen) if not d], pairs)
     decayed = sum(chosen)
 
-    before = _flat_of(first)
+    names, parameters = map(list, zip(*order))
+    before = first._flat()
     if (
         before is not None
-        and [id(p) for p in before.parameters] == [id(p) for _, p in order]
-        and all(_flat_of(p) is before for _, p in order)
         and before.decayed == decayed
+        and all(p._flat() is before for p in parameters)
     ):
-        return before
-
-    names, parameters = map(list, zip(*order))
+        if [*map(id, before.parameters)] == [*map(id, parameters)]:
+            return before
     flat = FlatParameters(names, parameters, decayed)
     flat.reset_grad()
     return flat

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -43,6 +45,9 @@ class Parameter(Tensor):
     trained = True
     name: str | None = None
     _grad: Tensor | None = None
+    # Gives the FlatParameters of its buffers while they are referenced. A strong reference would
+    # keep a dropped model's memory until the garbage collector runs.
+    _flat: Callable[[], Any] = staticmethod(lambda: None)
 
     def fill_zeros(self) -> None:
         """Write the zeros that reset_grad() left to the next product."""
@@ -226,12 +231,10 @@ class Module:
 
     def saved(self) -> dict[str, Tensor]:
         """Return by name all that a file holds: the parameters, and the buffers that are saved."""
-        found = dict([*self.named_parameters(), *self.named_buffers()])
-        for path, module in self.named_modules():
-            for name, persistent in module._registered.items():
-                if not persistent:
-                    found.pop(_join(path, name), None)
-        return found
+        registered = ((path, module._registered) for path, module in self.named_modules())
+        left_out = {_join(path, n) for path, own in registered for n in own if not own[n]}
+        found = [*self.named_parameters(), *self.named_buffers()]
+        return {name: x for name, x in found if name not in left_out}
 
     def named_modules(self) -> Parts[tuple[str, Module]]:
         """("", self) and every module below it with its name, each once."""
@@ -393,19 +396,13 @@ def _label(module: Module) -> str:
 
 def _tree(module: Module) -> list[str]:
     """A line for each module below; neighbours that look alike share theirs."""
-    blocks: list[tuple[str, str, list[str]]] = []  # first name, last name, lines
-    for name, value in _directly_below(contents(module), ""):
-        if not isinstance(value, Module):
-            continue
-        block = [_label(value), *_tree(value)]
-        if blocks and blocks[-1][2] == block:
-            blocks[-1] = (blocks[-1][0], name, block)
-        else:
-            blocks.append((name, name, block))
+    below = _directly_below(contents(module), "")
+    parts = [(name, [_label(x), *_tree(x)]) for name, x in below if isinstance(x, Module)]
     out = []
-    for first, last, (label, *below) in blocks:
-        out.append(f"  {first if first == last else f'{first} ... {last}'}: {label}")
-        out += [f"  {line}" for line in below]
+    for (label, *lines), alike in groupby(parts, itemgetter(1)):
+        names = [name for name, _ in alike]
+        span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        out += [f"  {span}: {label}", *(f"  {line}" for line in lines)]
     return out
 
 
