@@ -51,7 +51,6 @@ from needle.models.checkpoint_file import (
     list_checkpoints,
     names_in,
     newest_checkpoint,
-    renamed,
     step_of,
     weights_path,
 )
@@ -173,7 +172,7 @@ def _state_of(
         names = names_in(module, optimizer, "save")
         saved = {
             "class": type(optimizer).__name__,
-            **renamed(optimizer.state_dict(), names),
+            **optim.renamed(optimizer.state_dict(), names),
             "names": [*names.values()],
             "decayed": None if optimizer.flat is None else optimizer.flat.decayed,
             "accumulating": [n for n, p in module.named_parameters() if p.has_grad_buffer],

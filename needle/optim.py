@@ -208,11 +208,8 @@ class Optimizer:
     def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
         """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
         op, own = f"{type(self).__name__}.load_state_dict", self._arrays()
-        names = self._names_in(state)
-        arrays = {}
-        for key, array in state["arrays"].items():
-            slot, _, name = key.partition(".")
-            arrays[f"{slot}.{names.get(name, name)}"] = array
+        state = renamed(state, self._names_in(state))
+        arrays, groups = state["arrays"], state.get("groups")
         check_arrays(op, own, arrays)
         for name in ("step", *self.hyperparameters):
             if name not in state:
@@ -222,13 +219,10 @@ class Optimizer:
         ]
         changes += [(vars(self), name, state[name]) for name in self.hyperparameters]
         changes.append((vars(self), "t", int(state["step"])))
-        steps, groups = (
-            {names.get(name, name): value for name, value in state.get(part, {}).items()}
-            for part in ("steps", "groups")
-        )
         for x in self.trained:
-            changes.append((vars(x), "steps", steps.get(x.name, int(state["step"]))))
-            if "groups" in state:
+            steps = state.get("steps", {}).get(x.name, int(state["step"]))
+            changes.append((vars(x), "steps", steps))
+            if groups is not None:
                 changes.append((vars(x), "own", dict(groups.get(x.name, {}))))
         return changes
 
@@ -245,6 +239,20 @@ class Optimizer:
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value}" for name, value in self.settings().items())
         return f"{type(self).__name__}({len(self.params)} parameters, step {self.t}, {values})"
+
+
+def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the state of an optimizer with its parameters under other names, where there are
+    such."""
+
+    def key(text: str) -> str:
+        slot, _, name = text.partition(".")
+        return f"{slot}.{names.get(name, name)}"
+
+    changed = {**state, "arrays": {key(name): array for name, array in state["arrays"].items()}}
+    for part in {"groups", "steps"} & state.keys():
+        changed[part] = {names.get(name, name): of for name, of in state[part].items()}
+    return changed
 
 
 class ParamGroup(UserDict):

@@ -47,20 +47,6 @@ def names_in(module: nn.Module, optimizer: optim.Optimizer, op: str) -> dict[str
     return {name: own[id(p)] for name, p in zip(optimizer.names, optimizer.params)}
 
 
-def renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The state of an optimizer with its parameters under other names, where there are such."""
-
-    def key(text: str) -> str:
-        slot, _, name = text.partition(".")
-        return f"{slot}.{names.get(name, name)}"
-
-    changed = {**state, "arrays": {key(name): array for name, array in state["arrays"].items()}}
-    for part in ("groups", "steps"):
-        if isinstance(state.get(part), dict):
-            changed[part] = {names.get(name, name): of for name, of in state[part].items()}
-    return changed
-
-
 def checksum_offset(head: bytes) -> int:
     """Find the checksum's digits; it is the second entry of the metadata, so the first match
     is the right one."""
@@ -207,7 +193,7 @@ class Checkpoint:
             names = {new: old for old, new in names_in(module, optimizer, "load").items()}
             with self._naming("the optimizer's state cannot be used"):
                 arrays = self._optimizer_arrays(default_device())
-                changes += optimizer.load_changes(renamed({**saved, "arrays": arrays}, names))
+                changes += optimizer.load_changes(optim.renamed({**saved, "arrays": arrays}, names))
         commit(changes)
 
     def content(self, device: Device | None = None) -> Any:
