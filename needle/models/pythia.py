@@ -17,7 +17,6 @@ vocabulary, L layers.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -369,10 +368,13 @@ class Pythia(FactoredWeights, LanguageModel):
         initialise: bool = True,
     ) -> None:
         super().__init__(config, device, dtype)
-        with contextlib.nullcontext() if initialise else init.meta_device():
+        if initialise:
             self._make()
-        for parameter in () if initialise else self.parameters():
-            parameter.cached_data = parameter.cached_data.compact()
+        else:
+            with init.meta_device():
+                self._make()
+            for parameter in self.parameters():
+                parameter.cached_data = parameter.cached_data.compact()
         nn.place_neighbours(self)
         self._mask: tuple[Any, BlockMask] | None = None  # the last one, and what it is of
         mask = self.block_mask(self.config.max_seq_len)
