@@ -272,7 +272,10 @@ def methods() -> Iterator[str]:
     lines = [f"{name}: {annotation}\n" for name, annotation in kind.__annotations__.items()]
     for name, value in sorted(vars(kind).items()):
         if isinstance(value, property):
-            result = text_of(inspect.signature(value.fget).return_annotation)
+            if inspect.isfunction(value.fget):
+                result = text_of(inspect.signature(value.fget).return_annotation)
+            else:
+                result = RESULT[name]
             lines += ["@property\n", f"def {name}(self) -> {result}: ...\n"]
         elif inspect.isfunction(value):
             lines += overloads(name, value, is_method=True)

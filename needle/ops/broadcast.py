@@ -8,11 +8,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from needle._C import Device, NDArray
 from needle.autograd.tensor import FLOATS, Tensor, TensorOp, Value
-from needle.backend_ndarray import Axes, zeros
+from needle.backend_ndarray import Axes, listed, zeros
 from needle.ops.common import axes_of, const, kept_shape
 
 Rule = Callable[..., Any] | None  # None: the gradient is 0
@@ -22,50 +20,49 @@ class Ruled(TensorOp):
     """A function of arrays and settings, and for each operand the rule of its gradient."""
 
     function: Callable[..., NDArray]
+    operands: str  # their names in rules, a letter each
     names: tuple[str, ...]  # of the settings
     rules: tuple[Rule, ...]
     reads: tuple[tuple[str, ...], ...]  # the parameters of each rule
-    settings: tuple[Any, ...] = ()
 
     def __init__(self, *settings: Any) -> None:
         self.settings = settings
 
     @classmethod
     def made(
-        cls, name: str, function: Callable[..., NDArray], rules: tuple[Rule, ...], **parts: Any
+        cls,
+        name: str,
+        function: Callable[..., NDArray],
+        rules: tuple[Rule, ...],
+        names: tuple[str, ...] = (),
+        operands: str = "xy",
+        **parts: Any,
     ) -> type[Any]:
         """Return the class of an op, called `name`."""
         reads = tuple(tuple(inspect.signature(rule).parameters) if rule else () for rule in rules)
         read = {name for names in reads for name in names}
         own = {"function": staticmethod(function), "rules": rules, "reads": reads}
-        own |= {"reads_inputs": not read.isdisjoint("xy"), "reads_result": "out" in read}
-        return type(name, (cls,), own | parts)
-
-    def operands(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Return the operands of the function, of which `tensors` are those in the graph."""
-        return tensors
+        own |= {"reads_inputs": not read.isdisjoint(operands), "reads_result": "out" in read}
+        return type(name, (cls,), {**own, "names": names, "operands": operands, **parts})
 
     def reads_input(self, i: int, node: Any) -> bool:
-        given = [n for n, x in zip("xy", self.operands(node.inputs)) if isinstance(x, Value)]
-        return self._reads(given[i], node)
+        return self._reads(self.operands[i], node)
 
     def reads_output(self, node: Any) -> bool:
         return self._reads("out", node)
 
     def _reads(self, name: str, node: Any) -> bool:
         """True if the rule of an operand that needs a gradient reads this."""
-        parts = zip(self.reads, self.operands(node.inputs))
-        return any(name in read and getattr(x, "requires_grad", False) for read, x in parts)
+        return any(name in read and x.requires_grad for read, x in zip(self.reads, node.inputs))
 
     def compute(self, *arrays: Any) -> NDArray:
-        return self.function(*self.operands(arrays), *self.settings)
+        return self.function(*arrays, *self.settings)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        operands = self.operands(node.inputs)
-        given = {**dict(zip(self.names, self.settings)), **dict(zip("xy", operands))}
+        inputs = node.inputs
+        given = dict(zip((*self.names, *self.operands), (*self.settings, *inputs)))
         given |= {"g": out_grad, "out": node}
-        parts = zip(self.rules, self.reads, operands)
-        return tuple(_part(*part, given) for part in parts if isinstance(part[2], Value))
+        return tuple([_part(*part, given) for part in zip(self.rules, self.reads, inputs)])
 
 
 def _part(rule: Rule, names: Sequence[str], x: Value, given: dict[str, Any]) -> Any:
@@ -100,26 +97,22 @@ def differentiable(
         defaults = dict(zip(names[::-1], (function.__defaults__ or ())[::-1]))
         shown = reduces if isinstance(reduces, str) else function.__name__
         is_sequence = count < len(names) and "Sequence" in function.__annotations__[names[count]]
-        kind = Ruled.made(name, function, rules, names=names[count:], is_view=view)
-
-        def refuse(given: tuple, words: dict[str, Any]) -> None:
-            try:
-                signature.bind(*given, **words)
-            except TypeError as error:
-                raise TypeError(f"{function.__name__}: {error}") from None
+        kind = Ruled.made(name, function, rules, names[count:], is_view=view)
 
         @functools.wraps(function)
         def of_tensors(*given: Any, **words: Any) -> Any:
             if words or len(given) != len(names):
-                known = {**defaults, **words}
-                more = [known[word] for word in names[len(given) :] if word in known]
-                if words.keys() - names[len(given) :] or len(given) + len(more) != len(names):
-                    refuse(given, words)
-                given += tuple(more)
+                missing, known = names[len(given) :], {**defaults, **words}
+                if not words.keys() <= {*missing} <= known.keys() or len(given) > len(names):
+                    try:
+                        signature.bind(*given, **words)
+                    except TypeError as error:
+                        raise TypeError(f"{function.__name__}: {error}") from None
+                given += tuple([known[word] for word in missing])
             if reduces:
                 given = (given[0], axes_of(shown, *given[:2]), *given[2:])
-            elif is_sequence and not isinstance(given[count], (int, np.integer)):
-                given = (*given[:count], tuple(given[count]), *given[count + 1 :])
+            elif is_sequence:
+                given = (*given[:count], listed(given[count]), *given[count + 1 :])
             return kind(*given[count:])(*given[:count])
 
         return of_tensors

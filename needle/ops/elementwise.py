@@ -10,8 +10,9 @@ broadcast like NumPy, and gradients are summed back to each operand's shape and 
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
@@ -32,25 +33,16 @@ ROWS: dict[str, Callable[..., Tensor]] = {}  # the functions, which are methods 
 
 
 class _Elementwise(Ruled):
-    """A row with its operands: numbers, and None in the place of each Tensor."""
-
-    def __init__(self, *numbers: Any) -> None:
-        self.numbers = numbers
-        self.are_tensors = all([x is None for x in numbers])
-
-    def operands(self, tensors: Any) -> Any:
-        if self.are_tensors:
-            return tensors
-        rest: Iterator[Any] = iter(tensors)
-        return [next(rest) if x is None else x for x in self.numbers]
+    """The op of a row, also where one of two operands is a number, which is its setting."""
 
 
 def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
     """Make the function of a row of ops.def. Of two operands one may be a number, or what a Tensor
     is made from."""
-    name = NAMES.get(kernel, kernel.capitalize())
-    kind = _Elementwise.made(name, getattr(_C, kernel), rules, names=(), __doc__=doc)
-    of_tensors = kind(*[None] * len(rules))
+    name, compute = NAMES.get(kernel, kernel.capitalize()), getattr(_C, kernel)
+    of_tensors = _Elementwise.made(name, compute, rules, __doc__=doc)()
+    with_last = _Elementwise.made(name, compute, rules[:1], ("y",))
+    with_first = _Elementwise.made(name, lambda y, x: compute(x, y), rules[1:], ("x",), "y")
 
     def of_one(a: Tensor) -> Tensor:
         return of_tensors(a)
@@ -59,15 +51,13 @@ def row(kernel: str, doc: str, *rules: Rule) -> Callable[..., Tensor]:
         if isinstance(b, Tensor):
             if isinstance(a, Tensor):
                 return of_tensors(a, b)
-            if isinstance(a, NUMBER):
-                return kind(a, None)(b)
-            return of_tensors(b._operand(a), b)
+            return with_first(a)(b) if isinstance(a, NUMBER) else of_tensors(b._operand(a), b)
         if not isinstance(a, Tensor):
             raise TypeError(
                 f"{kernel}: a or b must be a Tensor, but they are {type(a).__name__} and "
                 f"{type(b).__name__} (ndl.Tensor(array) makes one)"
             )
-        return kind(None, b)(a) if isinstance(b, NUMBER) else of_tensors(a, a._operand(b))
+        return with_last(b)(a) if isinstance(b, NUMBER) else of_tensors(a, a._operand(b))
 
     function: Callable[..., Tensor] = of_one if len(rules) == 1 else of_two
     function.__name__ = function.__qualname__ = kernel
@@ -228,30 +218,6 @@ def _natural_log(x: Tensor | float) -> Tensor | float:
     return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
-def _with_number(
-    function: Callable[..., Tensor], doc: str, first: bool = False
-) -> Callable[..., Tensor]:
-    """Return the function under the course's name, which calls a number `scalar`."""
-
-    def of_number(a: Tensor, scalar: float) -> Tensor:
-        return function(a, scalar)
-
-    def number_first(scalar: float, a: Tensor) -> Tensor:
-        return function(scalar, a)
-
-    named = number_first if first else of_number
-    named.__doc__ = doc
-    return named
-
-
-add_scalar = _with_number(add, "a + scalar.")
-subtract_scalar = _with_number(subtract, "a - scalar.")
-multiply_scalar = _with_number(multiply, "a * scalar.")
-divide_scalar = _with_number(divide, "a / scalar.")
-scalar_divide = _with_number(divide, "scalar / a.", first=True)
-power_scalar = _with_number(power, "a ** scalar, as `power` has it.")
-scalar_power = _with_number(power, "scalar ** a, as `power` has it.", first=True)
-
 # ---- choices -------------------------------------------------------------------------------------
 
 BITS = {"float32": "int32", "bfloat16": "uint16", "float16": "uint16", "bool": "uint8"}
@@ -331,11 +297,23 @@ def composed(name: str, doc: str, function: Callable[..., Any]) -> Callable[...,
     """Give an expression of other ops a name and a docstring. Its operand `a` is a Tensor."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    b = {"b": "Any"} if function.__code__.co_argcount == 2 else {}
-    function.__annotations__ = {"a": "Tensor", **b, "return": "Tensor"}
+    types = {"a": "Tensor", "b": "Any", "scalar": "float"}
+    names = inspect.signature(function).parameters
+    function.__annotations__ = {word: types[word] for word in names} | {"return": "Tensor"}
     return function
 
 
+add_scalar = composed("add_scalar", "a + scalar.", lambda a, scalar: add(a, scalar))
+subtract_scalar = composed("subtract_scalar", "a - scalar.", lambda a, scalar: subtract(a, scalar))
+multiply_scalar = composed("multiply_scalar", "a * scalar.", lambda a, scalar: multiply(a, scalar))
+divide_scalar = composed("divide_scalar", "a / scalar.", lambda a, scalar: divide(a, scalar))
+scalar_divide = composed("scalar_divide", "scalar / a.", lambda scalar, a: divide(scalar, a))
+power_scalar = composed(
+    "power_scalar", "a ** scalar, as `power` has it.", lambda a, scalar: power(a, scalar)
+)
+scalar_power = composed(
+    "scalar_power", "scalar ** a, as `power` has it.", lambda scalar, a: power(scalar, a)
+)
 tan = composed("tan", "The tangent of radians.", lambda a: sin(a) / cos(a))
 reciprocal = composed("reciprocal", "1 / a.", lambda a: 1.0 / a)
 log2 = composed("log2", "The logarithm to base 2.", lambda a: log(a) * (1 / math.log(2)))
@@ -432,13 +410,7 @@ def elu(a: Tensor, alpha: float = 1.0) -> Tensor:
     return where(a > 0, a, expm1(clip(a, max=0)) * alpha)
 
 
-def _inside(x: Tensor, low: float, high: float) -> NDArray:
-    """Where x is within both limits, as bool."""
-    a = x.cached_data
-    return _C.not_equal(_C.multiply(_C.greater_equal(a, low), _C.less_equal(a, high)), 0)
-
-
-@differentiable("Clip", lambda g, x, low, high: keep(g, _inside(x, low, high)))
+@differentiable("Clip", lambda g, x, low, high: keep(g, ((x >= low) & (x <= high)).cached_data))
 def _clip(a: NDArray, low: float, high: float) -> NDArray:
     return _C.minimum(_C.maximum(a, low), high)
 
