@@ -82,37 +82,21 @@ def five_axes(x: NDArray, at: int) -> NDArray:
     return x.reshape(tuple(math.prod(sizes) for sizes in around))
 
 
-def picked_axes_at(ndim: int, axes: tuple[int, ...], at: int) -> list[int]:
-    """The order of axes that brings `axes` together, the first of them to `at` of the others."""
-    order = [i for i in range(ndim) if i not in axes]
-    order[at:at] = axes
-    return order
-
-
-@differentiable(
-    "IndexSelect", lambda g, like, axes, at, ids: add_at_places(g, axes, at, ids, like.shape)
-)
-def select_places(a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray) -> NDArray:
-    """The elements of a at `ids`, which number the elements of `axes` in row-major order, along one
-    axis `at` in the place of those.
+@differentiable("IndexSelect", lambda g, like, at, ids: add_at_places(g, at, ids, like.shape[at]))
+def select_places(a: NDArray, at: int, ids: NDArray) -> NDArray:
+    """The elements of a at `ids` along axis `at`.
 
     ids: int64 on the device of a, with the axes of the result, each of its size or 1. On a GPU one
-    outside of `axes` gives NaN, of integers -1.
+    outside of the axis gives NaN, of integers -1.
     """
-    end = at + len(axes)
-    x = a.permute(picked_axes_at(a.ndim, axes, at))
-    x = x.reshape((*x.shape[:at], math.prod(x.shape[at:end]), *x.shape[end:]))
-    shape = (*x.shape[:at], ids.shape[at], *x.shape[at + 1 :])
-    y = _C.take(five_axes(x, at), five_axes(ids.broadcast_to(shape), at))
+    shape = (*a.shape[:at], ids.shape[at], *a.shape[at + 1 :])
+    y = _C.take(five_axes(a, at), five_axes(ids.broadcast_to(shape), at))
     return y.reshape(shape)
 
 
-@differentiable("IndexAdd", lambda g, axes, at, ids: select_places(g, axes, at, ids))
-def add_at_places(
-    a: NDArray, axes: tuple[int, ...], at: int, ids: NDArray, shape: tuple[int, ...]
-) -> NDArray:
-    """Zeros of a shape, to whose elements at `ids` those of a are added, in float32."""
-    n = math.prod(shape[i] for i in axes)
+@differentiable("IndexAdd", lambda g, at, ids: select_places(g, at, ids))
+def add_at_places(a: NDArray, at: int, ids: NDArray, n: int) -> NDArray:
+    """Zeros, n along axis `at`, to which the elements of a are added at `ids`, in float32."""
     rest = [i for i in range(a.ndim) if i != at]
     found, inside = from_beginning(ids, n)
     columns = math.prod(a.shape[i] for i in rest)
@@ -134,11 +118,8 @@ def add_at_places(
         sums = np.zeros((count, columns), "int64")
         np.add.at(sums, found.numpy(), front.numpy())
         out = _C.array(sums, a.dtype, a.device)
-    groups: list[Sequence[int]] = [(i,) for i in range(len(shape)) if i not in axes]
-    groups.insert(at, axes)
-    together = [axis for i in order for axis in groups[i]]
-    back = tuple(together.index(i) for i in range(len(together)))
-    return out.reshape([shape[i] for i in together]).permute(back)
+    shape = [n if i == at else a.shape[i] for i in order]
+    return out.reshape(shape).permute([order.index(i) for i in range(a.ndim)])
 
 
 def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
@@ -155,7 +136,7 @@ def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
     if ndim != 1:
         raise ValueError(f"index_select: indices must have one axis, not {ndim}")
     ids = id_array("index_select", indices, a.device, n, lowest=-n).astype("int64")
-    return select_places(a, (axis,), axis, along(ids, axis, a.ndim))
+    return select_places(a, axis, along(ids, axis, a.ndim))
 
 
 # ---- rows of a table -----------------------------------------------------------------------------
@@ -214,17 +195,26 @@ def get_item(a: Tensor, index: Any) -> Tensor:
     items = index_items(index, a.shape)
     if not any(map(is_array, items)):
         return _view(a, tuple(items))
-    plain, axes, at, ids, shape = picks(items, a.shape, a.device)
+    plain, order, axes, ids, shape = picks(items, a.shape, a.device)
     if plain != (slice(None),) * len(plain):
         a = _view(a, plain)
-    out = select_places(a, axes, at, along(ids, at, a.ndim - len(axes) + 1))
+    at = axes.start
+    if axes.stop > at + 1:
+        a = merged(a.permute(order), axes)
+    out = select_places(a, at, along(ids, at, a.ndim))
     return out if len(shape) == 1 else reshape(out, out.shape[:at] + shape + out.shape[at + 1 :])
+
+
+def merged(x: Any, axes: slice) -> Any:
+    """x, an array or a Tensor, with these axes as one."""
+    return x.reshape((*x.shape[: axes.start], math.prod(x.shape[axes]), *x.shape[axes.stop :]))
 
 
 def picks(items: Sequence[Any], shape: tuple[int, ...], device: Device) -> tuple:
     """Return for an index with arrays: the index with a slice where an array, and then each
-    integer, picks; the axes of the result of that from which they pick; where their joint axis goes
-    among the others; the numbers of the picked places on it, int64 of one axis; their shape."""
+    integer, picks; the order of the axes of the result of that, in which those from which they pick
+    are neighbours; which of them these are; the numbers of the picked places on these, int64 of one
+    axis; their shape."""
     axis = 0
     plain: list[Any] = []
     picked: dict[int, Any] = {}  # axis of a[plain]: array or integer
@@ -254,9 +244,12 @@ def picks(items: Sequence[Any], shape: tuple[int, ...], device: Device) -> tuple
     except ValueError:
         shapes = ", ".join(str(getattr(place, "shape", ())) for place in picked.values())
         raise IndexError(f"the arrays of an index have shapes that differ: {shapes}") from None
-    axes = tuple(picked)
+    axes = list(picked)
     at = axes[0] if axes[-1] - axes[0] == len(axes) - 1 and not parted else 0  # NumPy's rule
-    return tuple(plain), axes, at, _numbers(list(picked.values()), sizes, joint, device), joint
+    order = [i for i in range(axis) if i not in picked]
+    order[at:at] = axes
+    ids = _numbers(list(picked.values()), sizes, joint, device)
+    return tuple(plain), order, slice(at, at + len(axes)), ids, joint
 
 
 def _numbers(
@@ -392,7 +385,7 @@ def gather(a: Tensor, axis: int, index: Any) -> Tensor:
     _check_shape("gather", a.shape, axis, index)
     if any(have < n and i != axis for i, (have, n) in enumerate(zip(index.shape, a.shape))):
         a = get_item(a, _beside(index.shape, axis))
-    return select_places(a, (axis,), axis, index)
+    return select_places(a, axis, index)
 
 
 def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
@@ -434,10 +427,9 @@ def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:
     ids = places_on("scatter_add", index, a, axis)
     _check_shape("scatter_add", a.shape, axis, ids)
     part = _covering("scatter_add", src, ids)
-    shape = tuple(a.shape[i] if i == axis else n for i, n in enumerate(ids.shape))
-    sums = add_at_places(part, (axis,), axis, ids, shape)
-    if shape != a.shape:
-        sums = place_item(sums, _beside(shape, axis), a.shape)
+    sums = add_at_places(part, axis, ids, a.shape[axis])
+    if sums.shape != a.shape:
+        sums = place_item(sums, _beside(sums.shape, axis), a.shape)
     return _added(a, sums)
 
 
@@ -455,8 +447,7 @@ def index_add(a: Tensor, axis: int, index: Any, source: Tensor) -> Tensor:
             f"index_add: source must be {shape} for {ids.size} indices of one axis, "
             f"but is {source.shape}"
         )
-    ids = along(ids, axis, a.ndim)
-    return _added(a, add_at_places(source, (axis,), axis, ids, a.shape))
+    return _added(a, add_at_places(source, axis, along(ids, axis, a.ndim), a.shape[axis]))
 
 
 def _added(a: Tensor, sums: Tensor) -> Tensor:
@@ -491,10 +482,9 @@ class SetItem(TensorOp):
             view = a.at(self.index)
             _C.assign(view, _fitting(value, view.ndim))
             return
-        plain, axes, at, ids, shape = picks(self.index, a.shape, a.device)
-        view = a.at(plain)
-        view = view.permute(picked_axes_at(view.ndim, axes, at))
-        before, after = view.shape[:at], view.shape[at + len(axes) :]
+        plain, order, axes, ids, shape = picks(self.index, a.shape, a.device)
+        view, at = a.at(plain).permute(order), axes.start
+        before, after = view.shape[:at], view.shape[axes.stop :]
         value = _fitting(value, len(before) + len(shape) + len(after))
         value = value.broadcast_to((*before, *shape, *after)).reshape((*before, ids.size, *after))
         # Of ids that repeat the last counts.
@@ -505,7 +495,7 @@ class SetItem(TensorOp):
             ids = _C.array(numbers[last], "int64", a.device)
             value = value.index_select(at, last)
         place = view.compact()
-        x = place.reshape((*before, math.prod(view.shape[at : at + len(axes)]), *after))
+        x = merged(place, axes)
         ids = along(ids, at, x.ndim).broadcast_to(value.shape)
         _C.put(five_axes(value, at), five_axes(ids, at), five_axes(x, at))
         if not view.is_compact():

@@ -99,7 +99,7 @@ def extremum(op: str, a: Tensor, axes: Any, keepdims: bool, dim: int | None) -> 
         return {"max": amax, "min": amin}[op](a, axes, keepdims)
     axis = normal_axis(op, axes_or_dim(op, axes, dim), a.ndim)
     places = getattr(a.cached_data, f"arg{op}")(axis=axis, keepdims=True)
-    values = select_places(a, (axis,), axis, places)
+    values = select_places(a, axis, places)
     shape = kept_shape(values.shape, (axis,), keepdims)
     return TopK(reshape(values, shape), const(places.reshape(shape)))
 
