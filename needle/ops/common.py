@@ -121,32 +121,30 @@ def id_array(
     return _C.array(np.ascontiguousarray(values, dtype=np.int32).reshape(-1), "int32", device)
 
 
-def flat_nonzero(a: NDArray) -> NDArray:
-    """The row-major numbers, int64, of the elements of a that are not 0. Waits for their count."""
-    if a.device.is_host:
-        return _C.array(np.flatnonzero(a.numpy()), "int64", a.device)
-    flags = _C.not_equal(a, 0).reshape((1, a.size))
-    count = int(flags.sum().item())
-    places = _C.empty((1, count), "int64", a.device)
-    _C.sort(flags, 1, _C.empty((1, count), "bool", a.device), places)  # stable
-    return places.reshape((count,))
-
-
 def nonzero_places(a: NDArray) -> list[NDArray]:
-    """Return the indices along each axis, int64, of the elements of a that are not 0, row-major."""
-    numbers, places = flat_nonzero(a), []
+    """Return the indices along each axis, int64, of the elements of a that are not 0, row-major.
+    Waits for their count."""
+    if a.device.is_host:
+        numbers = _C.array(np.flatnonzero(a.numpy()), "int64", a.device)
+    else:
+        flags = _C.not_equal(a, 0).reshape((1, a.size))
+        count = int(flags.sum().item())
+        numbers = _C.empty((1, count), "int64", a.device)
+        _C.sort(flags, 1, _C.empty((1, count), "bool", a.device), numbers)  # stable
+        numbers = numbers.reshape((count,))
+    places: list[NDArray] = []
     for n in reversed(a.shape[1:]):
-        places.append(_C.remainder(numbers, n))
+        places.insert(0, _C.remainder(numbers, n))
         numbers = _C.floor_divide(numbers, n)
-    return [numbers, *reversed(places)]
+    return [numbers, *places]
 
 
 def classes_of(files: Iterable[Any]) -> dict[str, type[Op]]:
-    """Return the classes of ops that files other than this one define, by name."""
+    """Return the classes of ops that files define, by name."""
     return {
         name: value
         for file in files
         for name, value in getattr(file, "__dict__", {}).items()
         if isinstance(value, type) and issubclass(value, Op) and name[0] != "_"
-        if value.__module__ == file.__name__ != __name__
+        if value.__module__ == file.__name__
     }

@@ -13,7 +13,7 @@ from needle.backend_ndarray import listed
 from needle.ops.broadcast import broadcast_to, reshape, summation
 from needle.ops.common import check_tensors, normal_axis
 from needle.ops.matmul import matmul
-from needle.ops.shape import permute
+from needle.ops.shape import diagonal, permute
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -128,12 +128,9 @@ def _diagonal(x: Tensor, term: str, sizes: dict[str, int]) -> tuple[Tensor, str]
     x = broadcast_to(x, [sizes[letter] for letter in term])
     for letter in sorted({*term}):
         while term.count(letter) > 1:
-            i = term.index(letter)
-            j = term.index(letter, i + 1)
-            order = [i, j, *(k for k in range(x.ndim) if k not in (i, j))]
-            at = np.arange(sizes[letter])
-            x = permute(x, order)[at, at]
-            term = letter + "".join(term[k] for k in order[2:])
+            pair = term.index(letter), term.rindex(letter)
+            x = diagonal(x, 0, *pair)
+            term = "".join(c for i, c in enumerate(term) if i not in pair) + letter
     return x, term
 
 

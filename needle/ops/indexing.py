@@ -21,7 +21,7 @@ from needle.autograd.graph import assigned, find_topo_sort, shares_memory, take_
 from needle.autograd.tensor import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, differentiable, reduced_to, reshape
-from needle.ops.common import const, id_array, nonzero_places, normal_axis, rows_of
+from needle.ops.common import const, id_array, kept_shape, nonzero_places, normal_axis, rows_of
 from needle.ops.elementwise import add, where
 
 ROWS = 2**31  # fewer than these can be told apart by the ids of a kernel
@@ -62,10 +62,14 @@ def places_on(op: str, index: Any, a: Tensor, axis: int) -> NDArray:
     values = index.numpy() if isinstance(index, (Tensor, NDArray)) else np.asarray(index)
     if values.dtype.kind not in "iu" and values.size:
         raise TypeError(f"{op}: index must hold whole numbers, not {values.dtype}")
+    _check_range(f"{op}: ", values, axis, n)
+    return _C.array(values.astype(np.int64), "int64", device)
+
+
+def _check_range(op: str, values: np.ndarray, axis: int, n: int) -> None:
     bad = values[(values < -n) | (values >= np.int64(n))]
     if bad.size:
-        raise IndexError(f"{op}: index {bad[0]} is out of range for axis {axis} of size {n}")
-    return _C.array(values.astype(np.int64), "int64", device)
+        raise IndexError(f"{op}index {bad.flat[0]} is out of range for axis {axis} of size {n}")
 
 
 def from_beginning(ids: NDArray, n: int) -> tuple[NDArray, NDArray]:
@@ -236,9 +240,7 @@ def picks(items: Sequence[Any], shape: tuple[int, ...], device: Device) -> tuple
         axis += 1
     for n, (i, place) in zip(sizes, picked.items()):
         if not isinstance(place, NDArray):
-            bad = np.asarray(place)[(np.asarray(place) < -n) | (place >= np.int64(n))]
-            if bad.size:
-                raise IndexError(f"index {bad.flat[0]} is out of range for axis {i} of size {n}")
+            _check_range("", np.asarray(place), i, n)
     try:
         joint = np.broadcast_shapes(*(getattr(place, "shape", ()) for place in picked.values()))
     except ValueError:
@@ -290,11 +292,7 @@ def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
                 array = array.numpy() if isinstance(array, NDArray) else np.asarray(array)
             if array.size == 0 and isinstance(item, (list, range)):
                 array = array.astype(np.int64)
-            is_whole = (
-                array.dtype in INTEGERS
-                if isinstance(array, NDArray)
-                else (array.dtype.kind in "iu")
-            )
+            is_whole = getattr(array.dtype, "name", array.dtype).startswith(("int", "uint"))
             if array.ndim == 0 and is_whole:
                 items.append(int(array))
             elif array.ndim > 0 and (is_whole or array.dtype == "bool"):
@@ -400,19 +398,16 @@ def take_along_axis(a: Tensor, indices: Any, axis: int | None = -1) -> Tensor:
     if axis is None:
         a = reshape(a, (-1,))
         index = places_on("take_along_axis", indices, a, 0)
-        return gather(a, 0, index.reshape((index.size,)))
+        return select_places(a, 0, index.reshape((index.size,)))
     axis = normal_axis("take_along_axis", axis, a.ndim)
     index = places_on("take_along_axis", indices, a, axis)
     if index.ndim != a.ndim:
         raise ValueError(f"take_along_axis: indices have {index.ndim} axes, but a has {a.ndim}")
-    own = [1 if i == axis else n for i, n in enumerate(a.shape)]
-    wide = list(
-        np.broadcast_shapes(own, [1 if i == axis else n for i, n in enumerate(index.shape)])
-    )
+    own = kept_shape(a.shape, (axis,))
+    wide = np.broadcast_shapes(own, kept_shape(index.shape, (axis,)))
     if wide != own:
-        a = a.broadcast_to([a.shape[axis] if i == axis else n for i, n in enumerate(wide)])
-    wide[axis] = index.shape[axis]
-    return gather(a, axis, index.broadcast_to(wide))
+        a = a.broadcast_to((*wide[:axis], a.shape[axis], *wide[axis + 1 :]))
+    return select_places(a, axis, index)
 
 
 def scatter_add(a: Tensor, axis: int, index: Any, src: Tensor) -> Tensor:

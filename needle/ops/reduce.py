@@ -269,7 +269,8 @@ def var(
     >>> print(ndl.var(ndl.Tensor([1, 3])), ndl.var(ndl.Tensor([1, 3]), dim=0))
     1.0 2.0
     """
-    correction = _correction(correction, dim)
+    if correction is None:
+        correction = 0 if dim is None else 1
     axes = axes_or_dim("var", axes, dim)
     count = math.prod(a.shape[i] for i in normal_axes("var", axes, a.ndim))
     wide = astype(a, "float32")
@@ -277,10 +278,6 @@ def var(
     total = summation(off * off, axes, keepdims)
     out = total / float(count - correction if count > correction else 0)
     return _rounded(out, a)
-
-
-def _correction(given: float | None, dim: Axes) -> float:
-    return (0 if dim is None else 1) if given is None else given
 
 
 def std(
@@ -292,9 +289,8 @@ def std(
 ) -> Tensor:
     """The standard deviation, the root of `var`, which has the arguments; its gradient at 0 is
     0."""
-    axes, correction = axes_or_dim("std", axes, dim), _correction(correction, dim)
-    wide, scale = _scaled(astype(a, "float32"), axes, "max")
-    out = _root(var(wide, axes, correction, keepdims))
+    wide, scale = _scaled(astype(a, "float32"), axes_or_dim("std", axes, dim), "max")
+    out = _root(var(wide, axes, correction, keepdims, dim))
     return _rounded(out * reshape(scale, out.shape), a)
 
 
