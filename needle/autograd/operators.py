@@ -101,6 +101,8 @@ class Operators(Generic[Result]):
     """
 
     cached_data: Any
+    shape: Any
+    ndim: Any
     clone: Callable[[Any], Result]
     requires_grad: bool
     op: Any
@@ -161,6 +163,9 @@ class Operators(Generic[Result]):
         """The one whole number, in ranges and slices: `data[i : i + 8]`. TypeError for a float."""
         return operator.index(self.cached_data.item())
 
+    def __len__(self) -> int:
+        return len(self.cached_data)
+
     def __iter__(self) -> Iterator[Result]:
         return (self[i] for i in range(len(self)))
 
@@ -178,6 +183,10 @@ class Operators(Generic[Result]):
     def __int__(self) -> int:
         return int(self.item())
 
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers."""
+        return self.cached_data.numpy().tolist()
+
     def __format__(self, spec: str) -> str:
         """f"{loss:.4f}" formats the one value of a Tensor of size 1; without a format, as str()."""
         return format(self.item(), spec) if spec else str(self)
@@ -189,6 +198,9 @@ class Operators(Generic[Result]):
     def __dlpack__(self, **kwargs: Any) -> Any:
         """The protocol by which other libraries read this memory: torch.from_dlpack(tensor)."""
         return self.cached_data.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.cached_data.__dlpack_device__()
 
     # -- shape, dtype, device
 
@@ -254,6 +266,10 @@ class Operators(Generic[Result]):
         size.shape = self.shape
         return size
 
+    def copy(self) -> Result:
+        """NumPy's name of clone."""
+        return self.clone()
+
     def dim(self) -> int:
         """The number of axes, as `ndim`."""
         return self.ndim
@@ -275,6 +291,7 @@ class Operators(Generic[Result]):
         """The address of the first element."""
         return self.cached_data.data_ptr
 
+    nbytes = property(lambda self: self.cached_data.nbytes, doc="The bytes of all elements.")
     is_cuda = property(lambda self: self.device.name == "cuda", doc="True on a GPU.")
     grad_fn = property(lambda self: self.op, doc="The op that computed it, None for a leaf.")
 
@@ -304,6 +321,10 @@ class Operators(Generic[Result]):
         """The elements one after the other in memory: itself where they are."""
         return self if self.is_contiguous() else ops.contiguous(self)  # type: ignore[return-value]
 
+    def is_contiguous(self) -> bool:
+        """True if the elements lie in memory in the order of their indices, without gaps."""
+        return self.cached_data.is_compact()
+
     def to(self, device: Device | str | None = None, dtype: str | None = None) -> Result:
         """The values on another device, `ndl.cuda()` or "cuda:0", or by the name of a dtype in that
         one; gradients come back to where these are."""
@@ -320,23 +341,3 @@ class Operators(Generic[Result]):
     def cuda(self) -> Result:
         """The values on the first GPU."""
         return self.to("cuda")
-
-
-def _of_its_array(name: str, result: str) -> Callable[..., Any]:
-    """Return a method of arrays as one of Tensors."""
-    call = operator.methodcaller(name)
-
-    def method(self):
-        return call(self.cached_data)
-
-    method.__doc__ = getattr(NDArray, name).__doc__
-    method.__annotations__ = {"return": result}
-    return method
-
-
-for _name in ("shape", "dtype", "device", "ndim", "nbytes"):
-    _get = operator.attrgetter(f"cached_data.{_name}")
-    setattr(Operators, _name, property(_get, doc=getattr(NDArray, _name).__doc__))
-METHODS = {"numpy": "np.ndarray", "tolist": "Any", "is_contiguous": "bool", "__len__": "int"}
-for _name, _result in {**METHODS, "__dlpack_device__": "tuple[int, int]"}.items():
-    setattr(Operators, _name, _of_its_array(_name, _result))

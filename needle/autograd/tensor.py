@@ -362,6 +362,22 @@ class Tensor(Value, Operators["Tensor"]):
     # -- data
 
     @property
+    def shape(self) -> tuple:
+        return self.cached_data.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.cached_data.dtype
+
+    @property
+    def device(self) -> Device:
+        return self.cached_data.device
+
+    @property
+    def ndim(self) -> int:
+        return self.cached_data.ndim
+
+    @property
     def data(self) -> Tensor:
         """A detached Tensor over the same memory. Assigning a Tensor replaces the data; a
         flattened parameter copies the values into its place in the flat buffer."""
@@ -388,11 +404,13 @@ class Tensor(Value, Operators["Tensor"]):
         """The same memory, outside of the graph."""
         return Tensor.make_const(self.cached_data)
 
+    def numpy(self) -> np.ndarray:
+        """The values as NumPy (bfloat16 becomes float32); waits for the device."""
+        return self.cached_data.numpy()
+
     def clone(self) -> Tensor:
         """A copy in memory of its own, in the graph, also called copy."""
         return _Copy()(self)
-
-    copy = clone  # in NumPy
 
     def __repr__(self) -> str:
         """Print as NumPy does, with the dtype, the device, and the op that computed it."""
