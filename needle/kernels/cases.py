@@ -11,7 +11,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.kernels.guard import itemsize
+from needle.kernels.guard import GUARD, Array
 from needle.kernels.limits import Entry, Size, triple, whole
 from needle.kernels.process import Message
 
@@ -190,47 +190,48 @@ class Launch:
     """A case with the arrays of a trial. TypeError and ValueError for arguments that cannot be
     sent.
 
-    Attributes: message (the launch as it is sent), arrays (its parts for arrays, by the number of
-    the argument: name, role, dtype, shape, elements), nbytes (of all arrays), written (bytes of the
-    Outs), given (an array is the same in each trial), right (the outputs that are expected, once
-    they are known).
+    Attributes: message (the launch as it is sent; None among its arguments is the next array),
+    arrays (by the number of the argument), nbytes (of all arrays), written (bytes of the Outs),
+    given (an array is the same in each trial), right (the outputs that are expected, once they are
+    known).
     """
 
     def __init__(self, case: Case, trial: int = 0) -> None:
         self.case = case
-        self.arrays: dict[int, Message] = {}
+        self.arrays: dict[int, Array] = {}
         self.nbytes = self.written = 0
         self.given = False
         self.right: list[np.ndarray] = []
         arguments: list[Any] = []
+        end = 0
         for number, value in enumerate(case.args):
-            role = "inout" if isinstance(value, InOut) else "in"
-            value = value.array if isinstance(value, InOut) else value
+            name, role = f"args[{number}]", "in"
+            if isinstance(value, InOut):
+                value, role = value.array, "inout"
             drawn = isinstance(value, Random)
             value = value.array(trial, number) if drawn else value
-            array: Message = {"name": f"args[{number}]", "role": role}
             if isinstance(value, Out):
-                array |= {"role": "out", "dtype": value.dtype, "shape": value.shape}
-                self.written += math.prod(value.shape) * itemsize(value.dtype)
+                array = Array(name, "out", value.dtype, value.shape, None, end + GUARD)
+                self.written += array.stop - array.start
             elif role == "inout" or isinstance(value, (np.ndarray, NDArray)):
                 try:
-                    array["dtype"], array["shape"], elements = host_array(value)
+                    array = Array(name, role, *host_array(value), end + GUARD)
                 except TypeError as error:
-                    raise TypeError(f"args[{number}]: {error}") from None
-                array["elements"] = elements
-                self.nbytes += elements.size
-                self.given |= elements.size > 0 and not drawn
+                    raise TypeError(f"{name}: {error}") from None
+                self.nbytes += array.elements.size
+                self.given |= array.size > 0 and not drawn
             else:
-                arguments.append(plain(number, value))
+                arguments.append(plain(name, value))
                 continue
-            self.arrays[number] = array
-            arguments.append(array)
+            self.arrays[number], end = array, array.end
+            arguments.append(None)
         self.nbytes += self.written
         self.message: Message = {
             "grid": triple("grid", case.grid),
             "block": triple("block", case.block),
             "shared": whole("shared", case.shared, 0),
             "arguments": arguments,
+            "arrays": [vars(array) for array in self.arrays.values()],
         }
 
     def bind(self, entry: Entry) -> None:
@@ -239,17 +240,17 @@ class Launch:
         for number, array in self.arrays.items():
             if number >= len(known):
                 continue
-            array["name"] = f"args[{number}] ({known[number]})"
-            if array["role"] == "in" and known[number].kind != "unknown":
-                array["role"] = "inout" if known[number].written else "const"
+            array.name = f"args[{number}] ({known[number]})"
+            if array.role == "in" and known[number].kind != "unknown":
+                array.role = "inout" if known[number].written else "const"
 
-    def outputs(self) -> list[Message]:
-        return [array for array in self.arrays.values() if array["role"] in ("out", "inout")]
+    def outputs(self) -> list[Array]:
+        return [array for array in self.arrays.values() if array.is_returned]
 
     def read(self, answer: Message) -> tuple[np.ndarray, ...]:
         """Return the outputs that a process sent."""
         pairs = zip(self.outputs(), answer.get("outputs", ()))
-        return tuple(readable(array["dtype"], array["shape"], block) for array, block in pairs)
+        return tuple(readable(array.dtype, array.shape, block) for array, block in pairs)
 
     def expect(self, reference: Any, tolerance: Tolerance) -> None:
         """Take the right outputs, of a function of the arguments without Out, or themselves."""
@@ -257,16 +258,15 @@ class Launch:
         if callable(reference):
             inputs = list(self.case.args)
             for number, array in self.arrays.items():
-                if array["role"] != "out":
-                    facts = array["dtype"], array["shape"], array["elements"]
-                    inputs[number] = readable(*facts)
+                if array.role != "out":
+                    inputs[number] = readable(array.dtype, array.shape, array.elements)
             reference = reference(*[value for value in inputs if not isinstance(value, Out)])
         single = isinstance(reference, (np.ndarray, np.generic, NDArray))
         if not single and not isinstance(reference, Iterable):
             said = "reference: must give an array, or several, one for each output, not "
             raise TypeError(f"{said}{type(reference).__name__}")
         self.right = [np.asarray(one) for one in ([reference] if single else reference)]
-        names = [array["name"] for array in self.outputs()]
+        names = [array.name for array in self.outputs()]
         if len(self.right) != len(names):
             said = f"reference: gave {len(self.right)} outputs, and the kernel has {len(names)}: "
             raise ValueError(f"{said}{', '.join(names) or 'none'}")
@@ -274,13 +274,13 @@ class Launch:
     def wrong(self, outputs: Sequence[np.ndarray]) -> str:
         """Describe the first output that is not as expected; "" if there is none."""
         for array, got, right in zip(self.outputs(), outputs, self.right):
-            said = difference(got, right, array["dtype"], self.tolerance)
+            said = difference(got, right, array.dtype, self.tolerance)
             if said is not None:
-                return f"{array['name']}: {said}"
+                return f"{array.name}: {said}"
         return ""
 
 
-def plain(number: int, value: Any) -> Any:
+def plain(name: str, value: Any) -> Any:
     """Return an argument that is no array as it is sent."""
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"number": value.tobytes(), "dtype": value.dtype.name}
@@ -289,6 +289,6 @@ def plain(number: int, value: Any) -> Any:
     if isinstance(value, (bool, int, float)):
         return value
     raise TypeError(
-        f"args[{number}]: {type(value).__name__} is no argument of a kernel; pass an array, Out, "
+        f"{name}: {type(value).__name__} is no argument of a kernel; pass an array, Out, "
         "InOut, Random, a number, or bytes for a struct"
     )

@@ -12,7 +12,7 @@ out. It continues from band to band, so that copying one band to another changes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,20 +24,22 @@ TILE = 131_071  # 16-bit units of the pattern: a prime, so that no stride meets 
 CANONICAL = 0xFFC0  # the negative NaN of bfloat16 that a calculation may give
 
 
-def itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
-@dataclass(frozen=True)
-class Place:
+@dataclass
+class Array:
     """An array of the buffer. role: "in" (may change), "const" (must not change), "inout" (is
-    returned), "out" (filled with the pattern, is returned). start: in bytes."""
+    returned), "out" (filled with the pattern, is returned). elements: their bytes, None of an
+    "out". start: in bytes."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
     role: str
+    dtype: str
+    shape: Sequence[int]
+    elements: Any
     start: int
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
 
     @property
     def size(self) -> int:
@@ -45,12 +47,16 @@ class Place:
 
     @property
     def stop(self) -> int:
-        return self.start + self.size * itemsize(self.dtype)
+        return self.start + self.size * self.itemsize
 
     @property
     def end(self) -> int:
         """Return where the band behind it ends."""
         return -(-(self.stop + GUARD) // ALIGN) * ALIGN
+
+    @property
+    def is_returned(self) -> bool:
+        return self.role in ("out", "inout")
 
     def bytes_of(self, memory: np.ndarray) -> np.ndarray:
         """Return a view of its bytes."""
@@ -63,16 +69,6 @@ class Place:
         return f"{flat.size:,} of {self.size:,} elements (the first at [{index}])"
 
 
-def lay_out(arrays: Iterable[Mapping[str, Any]]) -> tuple[list[Place], int]:
-    """Return the places of arrays (name, dtype, shape, role), and the bytes of the buffer."""
-    places, end = [], 0
-    for one in arrays:
-        shape = tuple(one["shape"])
-        places.append(Place(one["name"], one["dtype"], shape, one["role"], end + GUARD))
-        end = places[-1].end
-    return places, max(end, ALIGN)
-
-
 def fill(memory: np.ndarray) -> None:
     """Fill a buffer ((bytes,) uint8) with a new pattern."""
     units = np.random.default_rng().integers(0xFF81, 0xFFFF, TILE, dtype=np.uint16)
@@ -83,30 +79,30 @@ def fill(memory: np.ndarray) -> None:
         part[:] = tile[: part.size]
 
 
-def compare(before: np.ndarray, after: np.ndarray, places: Sequence[Place]) -> tuple[str, str]:
+def compare(before: np.ndarray, after: np.ndarray, arrays: Sequence[Array]) -> tuple[str, str]:
     """Describe writes beyond an array or into a const one, and the elements of outputs that a
     kernel left out; "" if there are none. Small integers may equal the pattern by chance: only a
     comparison finds those."""
     outside, missing = [], []
-    for place in places:
-        item = itemsize(place.dtype)
+    for array in arrays:
+        item = array.itemsize
         for side, start, stop, nearest in (
-            ("before its start", place.start - GUARD, place.start, -1),
-            ("after its end", place.stop, place.end, 0),
+            ("before its start", array.start - GUARD, array.start, -1),
+            ("after its end", array.stop, array.end, 0),
         ):
             changed = np.flatnonzero(before[start:stop] != after[start:stop])
             if changed.size:
-                at = start + int(changed[nearest]) - place.start
+                at = start + int(changed[nearest]) - array.start
                 outside.append(
-                    f"{place.name}: {changed.size:,} bytes were written {side}, the nearest at "
-                    f"byte {at:,} of it (element {at // item:,} of {place.size:,})"
+                    f"{array.name}: {changed.size:,} bytes were written {side}, the nearest at "
+                    f"byte {at:,} of it (element {at // item:,} of {array.size:,})"
                 )
-        if place.role not in ("const", "out"):
+        if array.role not in ("const", "out"):
             continue
-        ours, theirs = (place.bytes_of(memory).view(f"u{item}") for memory in (before, after))
+        ours, theirs = (array.bytes_of(memory).view(f"u{item}") for memory in (before, after))
         same = ours == theirs
-        if place.role == "const" and not same.all():
-            outside.append(f"{place.name}: it is const, and {place.count(~same)} were changed")
-        if place.role == "out" and (item == 8 or "float" in place.dtype) and same.any():
-            missing.append(f"{place.name}: {place.count(same)} were not written")
+        if array.role == "const" and not same.all():
+            outside.append(f"{array.name}: it is const, and {array.count(~same)} were changed")
+        if array.role == "out" and (item == 8 or "float" in array.dtype) and same.any():
+            missing.append(f"{array.name}: {array.count(same)} were not written")
     return "; ".join(outside), "; ".join(missing)

@@ -98,42 +98,39 @@ class Launch:
     ends."""
 
     def __init__(self, job: Message, device: Device, apart: bool) -> None:
-        self.job, self.apart = job, apart
-        arrays = [one for one in job["arguments"] if isinstance(one, dict) and "role" in one]
-        self.places, size = guard.lay_out(arrays)
-        self.image = np.empty(size, np.uint8)
+        self.sizes, self.apart = (tuple(job["grid"]), tuple(job["block"]), job["shared"]), apart
+        self.arrays = [guard.Array(**one) for one in job["arrays"]]
+        self.image = np.empty(self.arrays[-1].end if self.arrays else guard.ALIGN, np.uint8)
         guard.fill(self.image)
-        self.memory: list[NDArray] = []
-        for place, one in zip(self.places, arrays):
-            part = place.bytes_of(self.image)
-            if place.role != "out":
-                part[:] = np.frombuffer(one["elements"], np.uint8)
-            if apart and place.role == "out":  # uninitialised to initcheck
-                self.memory.append(_C.empty((part.size,), "uint8", device))
-            elif apart:
-                self.memory.append(_C.array(part, "uint8", device))
+        for array in self.arrays:
+            if array.role != "out":
+                array.bytes_of(self.image)[:] = np.frombuffer(array.elements, np.uint8)
         self.whole = None if apart else _C.array(self.image, "uint8", device)
+        self.memory: list[NDArray] = []  # of each array, `apart`
         self.pristine: NDArray | None = None
+        arrays, self.arguments = iter(self.arrays), list(job["arguments"])
+        for number, value in enumerate(self.arguments):
+            if value is None:
+                self.arguments[number] = self._argument(next(arrays), device)
+            elif isinstance(value, dict):  # a number of NumPy's
+                self.arguments[number] = np.frombuffer(value["number"], value["dtype"])[0]
+
+    def _argument(self, array: guard.Array, device: Device) -> NDArray:
+        """Return an array as the kernel gets it: elements that are passed as bytes add an axis."""
+        memory, start = self.whole, array.start
+        if self.apart:
+            memory, start = _C.empty((array.stop - array.start,), "uint8", device), 0
+            if array.role != "out":  # which is uninitialised to initcheck
+                memory = _C.array(array.bytes_of(self.image), "uint8", device)
+            self.memory.append(memory)
+        dtype = PASSED_AS.get(array.dtype, array.dtype)
+        unit = 1 if dtype == "uint8" else array.itemsize
+        shape = (*array.shape, array.itemsize) if unit < array.itemsize else array.shape
+        return NDArray.make(shape, handle=memory._handle, offset=start // unit, dtype=dtype)
 
     def call(self, kernel: Any) -> None:
-        arrays, job = iter(enumerate(self.places)), self.job
-        arguments = []
-        for value in job["arguments"]:
-            if isinstance(value, dict) and "role" in value:
-                value = self._array(*next(arrays))
-            elif isinstance(value, dict):  # a number of NumPy's
-                value = np.frombuffer(value["number"], value["dtype"])[0]
-            arguments.append(value)
-        kernel(tuple(job["grid"]), tuple(job["block"]), *arguments, shared=job["shared"])
-
-    def _array(self, number: int, place: guard.Place) -> NDArray:
-        memory, start = (self.memory[number], 0) if self.apart else (self.whole, place.start)
-        dtype = PASSED_AS.get(place.dtype, place.dtype)
-        item = guard.itemsize(place.dtype)
-        unit = 1 if dtype == "uint8" else item
-        # Elements that are passed as bytes add an axis.
-        shape = (*place.shape, item) if unit < item else place.shape
-        return NDArray.make(shape, handle=memory._handle, offset=start // unit, dtype=dtype)
+        grid, block, shared = self.sizes
+        kernel(grid, block, *self.arguments, shared=shared)
 
     def restore(self) -> None:
         """Bring inputs, outputs and bands back to what they were."""
@@ -144,13 +141,12 @@ class Launch:
     def result(self) -> Message:
         """Return status and message of what was written, and the outputs."""
         after = self.image.copy() if self.apart else self.whole.numpy()
-        for place, memory in zip(self.places, self.memory):
-            place.bytes_of(after)[:] = memory.numpy()
-        outside, missing = guard.compare(self.image, after, self.places)
+        for array, memory in zip(self.arrays, self.memory):
+            array.bytes_of(after)[:] = memory.numpy()
+        outside, missing = guard.compare(self.image, after, self.arrays)
         missing = "" if self.apart else missing
         status = "out_of_bounds" if outside else "wrong_result" if missing else "ok"
-        returned = [place for place in self.places if place.role in ("out", "inout")]
-        outputs = [place.bytes_of(after) for place in returned]
+        outputs = [array.bytes_of(after) for array in self.arrays if array.is_returned]
         return {"status": status, "message": outside or missing, "outputs": outputs}
 
 

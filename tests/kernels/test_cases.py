@@ -19,12 +19,12 @@ def test_seed_gives_other_numbers_at_each_place_and_trial():
     same = Random(100, seed=3)
     case = Case(1, 1, [same, 2, same, InOut(same)])
     a, b = (
-        [array["elements"].view(np.float32) for array in Launch(case, trial).arrays.values()]
+        [array.elements.view(np.float32) for array in Launch(case, trial).arrays.values()]
         for trial in (0, 1)
     )
     assert len({array.tobytes() for array in (*a, *b)}) == 6
     (again,) = Launch(Case(1, 1, [same])).arrays.values()
-    assert again["elements"].tobytes() == a[0].tobytes()
+    assert again.elements.tobytes() == a[0].tobytes()
     numpys = np.random.default_rng([3, 1, 2]).standard_normal(100)  # a client draws the same
     assert (b[1] == numpys.astype(np.float32)).all()
 
