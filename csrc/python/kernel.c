@@ -3,7 +3,7 @@
  *     kernel(grid, block, *arguments, shared=0, cluster=None, cooperative=False)
  *
  * enqueues a launch in the device's stream. A Kernel is made by a class in Python that derives from
- * it (needle/kernels/kernel.py) and has a method
+ * it (needle/kernels/compile.py) and has a method
  *
  *     admit(grid, block, shared, cluster, cooperative)
  *
