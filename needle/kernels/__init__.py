@@ -15,7 +15,7 @@ docs/kernels.md has both.
 toolkit, compile    CUDA's tools; NVRTC, and kernels on a device
 signature, limits   a kernel's parameters; what a launch may have
 pool, process       jobs in processes of their own; worker: such a process
-cases, guard        arguments and comparison; guard bands; timing: times that no cache flatters
+cases, timing       arguments, guard bands, comparison; times that no cache flatters
 kernelbench         jobs in KernelBench's form; torch_worker: their processes
 serve               the service over HTTP; __main__: `needle serve`
 """

@@ -1,4 +1,5 @@
-"""Launches for a process of the pool: their arguments, and the comparison of their outputs."""
+"""Launches for a process of the pool: their arguments, the memory of their arrays, and the
+comparison of what they wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.kernels.guard import GUARD, Array
 from needle.kernels.limits import Entry, Size, triple, whole
 from needle.kernels.process import Message
 
@@ -22,6 +22,11 @@ DTYPES = *FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"
 # Default tolerances, absolute and relative: those of KernelBench.
 TOLERANCES = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-4, "float64": 1e-8}
 Tolerance = float | Sequence[float] | None
+
+ALIGN = 256  # as cudaMalloc aligns
+GUARD = 64 << 10  # bytes of a band, at least, on each side of an array
+TILE = 131_071  # 16-bit units of the pattern: a prime, so that no stride meets its period
+CANONICAL = 0xFFC0  # the negative NaN of bfloat16 that a calculation may give
 
 
 def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
@@ -137,6 +142,100 @@ def readable(dtype: str, shape: Sequence[int], block: Any) -> np.ndarray:
     return flat.reshape(shape)
 
 
+# ---- guarded memory ------------------------------------------------------------------------------
+
+
+@dataclass
+class Array:
+    """An array of a launch. All lie in one buffer, each between two guard bands. role: "in" (may
+    change), "const" (must not change), "inout" (is returned), "out" (filled with the pattern, is
+    returned). elements: their bytes, None of an "out". start: in bytes."""
+
+    name: str
+    role: str
+    dtype: str
+    shape: Sequence[int]
+    elements: Any
+    start: int
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size * self.itemsize
+
+    @property
+    def end(self) -> int:
+        """Return where the band behind it ends."""
+        return -(-(self.stop + GUARD) // ALIGN) * ALIGN
+
+    @property
+    def is_returned(self) -> bool:
+        return self.role in ("out", "inout")
+
+    def bytes_of(self, memory: np.ndarray) -> np.ndarray:
+        """Return a view of its bytes."""
+        return memory[self.start : self.stop]
+
+    def count(self, chosen: np.ndarray) -> str:
+        """Return "2 of 6 elements" for (elements,) bool, and where the first of them is."""
+        flat = np.flatnonzero(chosen)
+        first = place(int(flat[0]), self.shape)
+        return f"{flat.size:,} of {self.size:,} elements (the first at {first})"
+
+
+def place(number: int, shape: Sequence[int]) -> str:
+    """Return "[0, 2]" for the element of this number in the order of C."""
+    return str([int(i) for i in np.unravel_index(number, tuple(shape) or (1,))])
+
+
+def fill(memory: np.ndarray) -> None:
+    """Fill a buffer ((bytes,) uint8) with a new pattern of 16-bit units from 0xFF81 to 0xFFFE: NaN
+    to floats of up to 32 bits, such as no calculation gives, and negative integers. It continues
+    from band to band, so that copying one band to another changes it."""
+    units = np.random.default_rng().integers(0xFF81, 0xFFFF, TILE, dtype=np.uint16)
+    units[units == CANONICAL] += 1
+    tile = units.view(np.uint8)
+    for at in range(0, memory.size, tile.size):
+        part = memory[at : at + tile.size]
+        part[:] = tile[: part.size]
+
+
+def compare(before: np.ndarray, after: np.ndarray, arrays: Sequence[Array]) -> tuple[str, str]:
+    """Describe writes beyond an array, which change a band, or into a const one, and the elements
+    of outputs that a kernel left out, which still have the pattern; "" if there are none. Small
+    integers may equal the pattern by chance: only a comparison finds those."""
+    outside, missing = [], []
+    for array in arrays:
+        item = array.itemsize
+        for side, start, stop, nearest in (
+            ("before its start", array.start - GUARD, array.start, -1),
+            ("after its end", array.stop, array.end, 0),
+        ):
+            changed = np.flatnonzero(before[start:stop] != after[start:stop])
+            if changed.size:
+                at = start + int(changed[nearest]) - array.start
+                outside.append(
+                    f"{array.name}: {changed.size:,} bytes were written {side}, the nearest at "
+                    f"byte {at:,} of it (element {at // item:,} of {array.size:,})"
+                )
+        if array.role not in ("const", "out"):
+            continue
+        ours, theirs = (array.bytes_of(memory).view(f"u{item}") for memory in (before, after))
+        same = ours == theirs
+        if array.role == "const" and not same.all():
+            outside.append(f"{array.name}: it is const, and {array.count(~same)} were changed")
+        if array.role == "out" and (item == 8 or "float" in array.dtype) and same.any():
+            missing.append(f"{array.name}: {array.count(same)} were not written")
+    return "; ".join(outside), "; ".join(missing)
+
+
 # ---- comparing -----------------------------------------------------------------------------------
 
 
@@ -172,12 +271,11 @@ def difference(
     if right.all():
         return None
     wrong = np.flatnonzero(~right)
-    place = ", ".join(str(int(i)) for i in np.unravel_index(wrong[0], got.shape or (1,)))
     with np.errstate(invalid="ignore"):
         error = np.abs(a - b)[~right]
     worst = max(error[np.isfinite(error)], default=math.nan)
     return (
-        f"{wrong.size:,} of {got.size:,} elements are wrong, the first at [{place}]: "
+        f"{wrong.size:,} of {got.size:,} elements are wrong, the first at {place(wrong[0], got.shape)}: "
         f"{got.flat[wrong[0]]}, expected {expected.flat[wrong[0]]}; the largest error is "
         f"{worst:.3g} (tolerance: {absolute:g} absolute, {relative:g} relative)"
     )

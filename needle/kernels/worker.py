@@ -36,7 +36,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
-from needle.kernels import cases, guard, timing
+from needle.kernels import cases, timing
 from needle.kernels.compile import Compiled, arch_of, build, load
 from needle.kernels.process import Message, answer_all, failure
 
@@ -98,9 +98,9 @@ class Launch:
 
     def __init__(self, job: Message, device: Device, apart: bool) -> None:
         self.sizes, self.apart = (tuple(job["grid"]), tuple(job["block"]), job["shared"]), apart
-        self.arrays = [guard.Array(**one) for one in job["arrays"]]
-        self.image = np.empty(self.arrays[-1].end if self.arrays else guard.ALIGN, np.uint8)
-        guard.fill(self.image)
+        self.arrays = [cases.Array(**one) for one in job["arrays"]]
+        self.image = np.empty(self.arrays[-1].end if self.arrays else cases.ALIGN, np.uint8)
+        cases.fill(self.image)
         for array in self.arrays:
             if array.role != "out":
                 array.bytes_of(self.image)[:] = np.frombuffer(array.elements, np.uint8)
@@ -114,7 +114,7 @@ class Launch:
             elif isinstance(value, dict):  # a number of NumPy's
                 self.arguments[number] = np.frombuffer(value["number"], value["dtype"])[0]
 
-    def _argument(self, array: guard.Array, device: Device) -> NDArray:
+    def _argument(self, array: cases.Array, device: Device) -> NDArray:
         """Return an array as the kernel gets it: elements that are passed as bytes add an axis."""
         memory, start = self.whole, array.start
         if self.apart:
@@ -142,7 +142,7 @@ class Launch:
         after = self.image.copy() if self.apart else self.whole.numpy()
         for array, memory in zip(self.arrays, self.memory):
             array.bytes_of(after)[:] = memory.numpy()
-        outside, missing = guard.compare(self.image, after, self.arrays)
+        outside, missing = cases.compare(self.image, after, self.arrays)
         missing = "" if self.apart else missing
         status = "out_of_bounds" if outside else "wrong_result" if missing else "ok"
         outputs = [array.bytes_of(after) for array in self.arrays if array.is_returned]

@@ -6,7 +6,7 @@ import pytest
 from harness import naming
 
 from needle import _C
-from needle.kernels import Reference, Timing, guard, timing
+from needle.kernels import Reference, Timing, cases, timing
 from needle.kernels.cases import Case, InOut, Launch, Out, Random, both, difference, host_array
 from needle.kernels.timing import judge
 
@@ -101,7 +101,7 @@ def test_reference_gives_one_output_and_keeps_its_own_sizes():
 
 def test_pattern_of_outputs_is_nan_that_no_calculation_gives():
     memory = np.empty(1 << 20, np.uint8)
-    guard.fill(memory)
+    cases.fill(memory)
     units = memory.view(np.uint16)
     assert 0xFF81 <= units.min() and units.max() <= 0xFFFE and 0xFFC0 not in units
 

@@ -14,8 +14,7 @@ from harness import in_thread, naming, python, state_of, wait_for, wait_until_go
 from needle._C import array, cpu, cuda
 from needle.kernels import Case, InOut, Out, Random, Reference, process
 from needle.kernels import pool as pool_module
-from needle.kernels.cases import DTYPES
-from needle.kernels.guard import GUARD
+from needle.kernels.cases import DTYPES, GUARD
 
 pytestmark = pytest.mark.slow
 
