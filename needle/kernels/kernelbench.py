@@ -184,8 +184,8 @@ class _Evaluation:
         times, reference_times = ([pair[side] for pair in both] for side in (0, 1))
         rates = self.ask("reference", {"do": "rates"}, FIRST_CALL_SECONDS)
         written, operations = rates["written"], rates["operations"]
-        least = least_time(written, operations, rates["fill_rate"], rates["product_rate"])
-        least, median = max(least, SHORTEST) / 1e3, statistics.median(times)
+        least = max(least_time(written, operations, rates), SHORTEST) / 1e3
+        median = statistics.median(times)
         if median < least:
             result.correctness = False
             result.metadata |= {

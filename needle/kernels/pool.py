@@ -77,93 +77,95 @@ class Result:
 
 
 class Job:
-    """A process of a device with the kernel that it has loaded. `answer`: the last one."""
+    """A process of a device with the kernel that it has loaded. A step returns whether it went
+    well. `result`: so far; `answer`: the last one of the process."""
 
     def __init__(self, pool: Pool, device: Device, process: Process) -> None:
         self.pool, self.device, self.process = pool, device, process
         self.timeout = pool.timeout
-        self.resources: dict[str, Any] = {}
-        self.deterministic: bool | None = None
+        self.result = Result("", device=device.number)
 
-    def ask(self, message: Message, seconds: float) -> Result:
-        """Return what the process answers."""
+    def tell(self, status: str, message: str, **more: Any) -> bool:
+        self.result = replace(self.result, status=status, message=message, **more)
+        return status == "ok"
+
+    def ask(self, message: Message, seconds: float) -> bool:
         self.answer = self.process.ask(message, seconds)
         status, said = self.answer["status"], self.answer.get("message", "")
         if status == "device_lost":  # as the driver reports
             self.device.lose(f"cuda({self.device.number}): {said}")
-        self.resources |= self.answer.get("resources", {})
-        return Result(status, said, resources=self.resources, device=self.device.number)
+        self.result.resources.update(self.answer.get("resources", {}))
+        return self.tell(status, said)
 
-    def load(self, source: str, entry: str) -> Result:
+    def load(self, source: str, entry: str) -> bool:
         """Compile and load, from the pool's code if it has some."""
         codes, arch = self.pool.codes, self.device.facts.get("arch")
         key = hashlib.sha256(f"{arch}\0{entry}\0{source}".encode()).digest()
         code = codes.get(key)
         message = {"do": "load", "entry": entry, "source": source, "code": code}
-        result = self.ask(message, COMPILE_SECONDS)
-        if result.status == "ok":
-            code = code or self.answer["code"]
-            self.entry = Compiled.unpack(code)[entry]
-            self.resources |= {name: getattr(self.entry, name) for name in RESOURCES}
-            if not reads_files(source):
-                codes[key] = code
-            if len(codes) > KEPT_CODES:
-                codes.pop(next(iter(codes)), None)
-        return result
+        if not self.ask(message, COMPILE_SECONDS):
+            return False
+        code = code or self.answer["code"]
+        self.entry = Compiled.unpack(code)[entry]
+        self.result.resources.update({name: getattr(self.entry, name) for name in RESOURCES})
+        if not reads_files(source):
+            codes[key] = code
+        if len(codes) > KEPT_CODES:
+            codes.pop(next(iter(codes)), None)
+        return True
 
-    def run(self, launch: Launch) -> Result:
+    def run(self, launch: Launch) -> bool:
         """Launch once."""
         total = int(self.device.facts["total_bytes"])
         most = min(self.pool.memory or total, total)
         if launch.nbytes > most:
             said = f"the arrays need {launch.nbytes:,} bytes, of {most:,} (memory=)"
-            return Result("out_of_memory", said, device=self.device.number)
+            return self.tell("out_of_memory", said, outputs=())
         launch.bind(self.entry)
-        return self._judged(launch, {"do": "run", **launch.message}, self.timeout)
+        return self._launch(launch, {"do": "run", **launch.message}, self.timeout)
 
-    def _judged(self, launch: Launch, message: Message, seconds: float) -> Result:
-        """Return what the process answers, with the outputs, compared where the right ones are
-        known."""
-        result = self.ask(message, seconds)
-        result = replace(result, outputs=launch.read(self.answer))
-        wrong = launch.wrong(result.outputs) if result.status == "ok" else ""
-        return replace(result, status="wrong_result", message=wrong) if wrong else result
+    def _launch(self, launch: Launch, message: Message, seconds: float) -> bool:
+        """Take the outputs of a step, and compare them where the right ones are known."""
+        is_good, outputs = self.ask(message, seconds), launch.read(self.answer)
+        self.result = replace(self.result, outputs=outputs)
+        wrong = launch.wrong(outputs) if is_good else ""
+        return self.tell("wrong_result", wrong) if wrong else is_good
 
     def evaluate(
         self, case: Case, right: Any, tolerance: Tolerance, trials: int, time: bool
-    ) -> Result:
-        """Run the trials of a case, the first one twice, and time all but that, or it alone."""
+    ) -> str:
+        """Run the trials of a case, the first one twice, and time all but that, or it alone. Return
+        where it failed, "" for nowhere."""
         times: list[float] = []
         for trial in range(trials):
-            launch, where = Launch(case, trial), f"trial {trial}"
+            launch = Launch(case, trial)
             launch.bind(self.entry)
             launch.expect(right, tolerance)
-            result = self.run(launch)
-            if trial == 0 and result.status == "ok":
-                first = result.outputs
-                result = self.run(launch)
-                pairs = zip(first, result.outputs)
+            is_good = self.run(launch)
+            if trial == 0 and is_good:
+                first, is_good = self.result.outputs, self.run(launch)
+                pairs = zip(first, self.result.outputs)
                 same = all(a.tobytes() == b.tobytes() for a, b in pairs)
-                self.deterministic = same and self.deterministic is not False
-            if time and result.status == "ok" and (trial > 0 or trials == 1):
-                where, warm = "timed", trial > 0 and not launch.given
-                seconds = TIME_SECONDS / max(trials - 1, 1)
+                same = same and self.result.deterministic is not False
+                self.result = replace(self.result, deterministic=same)
+            if not is_good:
+                return f"trial {trial}"
+            if time and (trial > 0 or trials == 1):
+                warm, seconds = trial > 0 and not launch.given, TIME_SECONDS / max(trials - 1, 1)
                 message = {"do": "time", "warm": warm, "seconds": seconds}
                 message["operations"] = case.operations
                 self.device.settle()
-                result = self._judged(launch, message, seconds + 4 * self.timeout)
-                times += self.answer.get("times", ())
-            if result.status != "ok":
-                return replace(result, message=f"{where}: {result.message}")
-        if not times:
-            return result
-        clock, done = self.answer["clock"], case.operations
-        figures = launch.written, launch.nbytes, self.entry.local_bytes, warm, done
-        timing = judge(times, clock, *figures)
-        result = replace(result, timing=(timing,))
-        if timing.valid:
-            return result
-        return replace(result, status="wrong_result", message=f"timed: {timing.reason}")
+                if not self._launch(launch, message, seconds + 4 * self.timeout):
+                    return "timed"
+                times += self.answer["times"]
+        if times:
+            figures = launch.written, launch.nbytes, self.entry.local_bytes, warm, case.operations
+            timing = judge(times, self.answer["clock"], *figures)
+            self.result = replace(self.result, timing=(*self.result.timing, timing))
+            if not timing.valid:
+                self.tell("wrong_result", timing.reason)
+                return "timed"
+        return ""
 
 
 class Pool:
@@ -241,9 +243,9 @@ class Pool:
             device.release()
 
     def _job(
-        self, source: str, entry: str, do: Callable[[Job], Result], command: Sequence[str] = ()
+        self, source: str, entry: str, do: Callable[[Job], object], command: Sequence[str] = ()
     ) -> Result:
-        """Load a kernel in a process, and return do(job). command: of a process for this job."""
+        """Load a kernel in a process, and do the job. command: of a process for this job."""
         for name, text in (("source", source), ("entry", entry)):
             if not isinstance(text, str):
                 raise TypeError(f"source and entry must be text; {name} is {type(text).__name__}")
@@ -257,16 +259,15 @@ class Pool:
                 process = device.start(command) if command else device.take()
                 if process is None:  # the device was lost just now, or the pool closed
                     continue
-                job, result = Job(self, device, process), Result("")
+                job = Job(self, device, process)
                 try:
                     if command:
                         device.facts = process.ask(None, START_SECONDS).get("facts", device.facts)
-                    result = job.load(source, entry)
-                    if result.status == "ok":
-                        result = do(job)
-                    return replace(result, printed=process.printed())
+                    if job.load(source, entry):
+                        do(job)
+                    return replace(job.result, printed=process.printed())
                 finally:
-                    device.finish(process, result.status in FAULTS)
+                    device.finish(process, job.result.status in FAULTS)
 
     # ---- running ---------------------------------------------------------------------------------
 
@@ -320,13 +321,12 @@ class Pool:
             command += ["--report-api-errors", "no", "--show-backtrace", "no"]
             command += ["--error-exitcode", "99", *self.worker, "apart"]
 
-            def do(job: Job) -> Result:
+            def do(job: Job) -> None:
                 job.timeout *= SLOWER
-                result = job.run(launch)
+                is_good = job.run(launch)
                 job.process.connection.close()  # it ends, and the tool completes its report
-                if job.process.end(START_SECONDS) == ERRORS_FOUND and result.status == "ok":
-                    return replace(result, status="wrong_result", message=f"{tool} reports errors")
-                return result
+                if job.process.end(START_SECONDS) == ERRORS_FOUND and is_good:
+                    job.tell("wrong_result", f"{tool} reports errors")
 
             result = self._job(source, entry, do, command)
             text = report.read_text(errors="replace") if report.exists() else ""
@@ -392,16 +392,14 @@ class Pool:
             if found.status != "ok":
                 raise ReferenceFails(f"reference: it fails: {found.status}: {found.message}")
 
-        def do(job: Job) -> Result:
-            timings: list[Timing] = []
+        def do(job: Job) -> None:
             for number, case in enumerate(cases):
                 right = reference if callable(reference) else reference[number]
-                result = job.evaluate(case, right, tolerance, trials, time)
-                timings += result.timing
-                if result.status != "ok":
-                    result = replace(result, message=f"case {number}, {result.message}")
+                where = job.evaluate(case, right, tolerance, trials, time)
+                if where:
+                    told = job.result
+                    job.tell(told.status, f"case {number}, {where}: {told.message}")
                     break
-            return replace(result, timing=tuple(timings), deterministic=job.deterministic)
 
         return self._job(source, entry, do)
 
@@ -412,14 +410,12 @@ class Pool:
         function that gives its outputs, in this order."""
         found: list[tuple[np.ndarray, ...]] = []
 
-        def do(job: Job) -> Result:
+        def do(job: Job) -> None:
             for case in cases:
                 for trial in range(trials):
-                    result = job.run(Launch(kernel.of(case), trial))
-                    if result.status != "ok":
-                        return result
-                    found.append(result.outputs)
-            return result
+                    if not job.run(Launch(kernel.of(case), trial)):
+                        return
+                    found.append(job.result.outputs)
 
         result, right = self._job(kernel.source, kernel.entry, do), iter(found)
         return result, lambda *inputs: next(right)

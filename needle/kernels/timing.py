@@ -1,11 +1,6 @@
-"""Timing of a kernel that may try to keep results from one call to the next.
-
-For each timed call the code is loaded anew, so its variables are as in the source, and its inputs
-and outputs are restored. Before it the code is warmed up with other values; without such, each
-timed call is the first of its code, some microseconds slower, and a hint says so. Before each call
-a buffer larger than any L2 cache is written, so inputs are read from memory. Events in the stream
-take the time. Reported are the median and the quartiles of all calls; a time that the device cannot
-reach is an error (`judge`).
+"""Timing of a kernel that may try to keep results from one call to the next (docs/kernels.md,
+`Kernels that cheat`). Events in the stream take the time, after a buffer larger than any L2 cache
+was written, so that inputs are read from memory.
 
 Not excluded: code may keep from its warm-up results of the numbers, the grid and the block alone,
 such as a table of sines; and a kernel may hide data on purpose in the heap of device code or far
@@ -97,11 +92,11 @@ class Clock:
         return 2 * size**3 / (min(self.timed(lambda: a @ a) for _ in range(4)) * 1e-6)
 
 
-def least_time(written: int, operations: float, fill_rate: float, product_rate: float) -> float:
-    """Return the microseconds that a device needs to write so many bytes, of which its L2 cache may
-    keep some, and to do so many operations."""
-    writing = max(written - L2_BYTES, 0) / (fill_rate * MARGIN)
-    return max(writing, operations / (product_rate * MARGIN_OF_PRODUCTS)) * 1e6
+def least_time(written: int, operations: float, rates: Mapping[str, float]) -> float:
+    """Return the microseconds that a device of these rates (fill_rate, product_rate) needs to write
+    so many bytes, of which its L2 cache may keep some, and to do so many operations."""
+    writing = max(written - L2_BYTES, 0) / (rates["fill_rate"] * MARGIN)
+    return max(writing, operations / (rates["product_rate"] * MARGIN_OF_PRODUCTS)) * 1e6
 
 
 def judge(
@@ -120,7 +115,7 @@ def judge(
     lower, median, upper = (
         statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     )
-    least = least_time(written, operations, fill_rate, clock["product_rate"])
+    least = least_time(written, operations, clock)
     reason, hints = "", []
     if median < SHORTEST:
         reason = f"{median:.3g} us are less than a launch takes"
