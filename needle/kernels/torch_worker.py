@@ -66,19 +66,23 @@ def unpack(sent: list[Any]) -> list[Any]:
     return found
 
 
-# ---- time ----------------------------------------------------------------------------------------
+# ---- the steps -----------------------------------------------------------------------------------
 
 
-class Clock:
-    """Times calls by events after writing a buffer larger than any L2 cache, on a CPU by the clock.
-    Work on other streams, which the events do not see, keeps the device busy after them: it
-    counts."""
+class Side:
+    """A source with its model. Each step returns a message. Attributes: inputs (of the last
+    call), facts (of the device)."""
 
     def __init__(self) -> None:
+        name = torch.cuda.get_device_name(0) if CUDA else "CPU"
+        self.facts = {"hardware": name, "device": str(DEVICE)}
         self.flush = torch.empty(FLUSH_BYTES if CUDA else 1 << 20, dtype=torch.uint8, device=DEVICE)
+        self.inputs: list[Any] = []
 
     def time(self, call: Any) -> tuple[float, Any]:
-        """Return (milliseconds, what the call returns)."""
+        """Return (milliseconds, what the call returns), by events after writing a buffer larger
+        than any L2 cache. Work on other streams, which the events do not see, keeps the device busy
+        after them: it counts."""
         self.flush.fill_(1)
         if not CUDA:
             began = time.perf_counter()
@@ -93,20 +97,6 @@ class Clock:
         torch.cuda.synchronize()
         after = end.elapsed_time(idle)
         return begin.elapsed_time(end) + (after if after > HOST_MILLISECONDS else 0.0), result
-
-
-# ---- the steps -----------------------------------------------------------------------------------
-
-
-class Side:
-    """A source with its model. Each step returns a message. Attributes: inputs (of the last
-    call), facts (of the device)."""
-
-    def __init__(self) -> None:
-        name = torch.cuda.get_device_name(0) if CUDA else "CPU"
-        self.facts = {"hardware": name, "device": str(DEVICE)}
-        self.clock = Clock()
-        self.inputs: list[Any] = []
 
     def load(self, job: Message) -> Message:
         """Import the source as a module, from a file, which Triton needs."""
@@ -134,7 +124,7 @@ class Side:
         if self.inputs:
             self.model(*self.inputs)
         self.inputs = inputs
-        return self.clock.time(lambda: self.model(*inputs))
+        return self.time(lambda: self.model(*inputs))
 
     # ---- of the reference ------------------------------------------------------------------------
 
@@ -179,14 +169,14 @@ class Side:
         device a second: of filling memory, and of a large product."""
         with FlopCounterMode(display=False) as counter:
             self.model(*self.inputs)
-        fill = min(self.clock.time(lambda: self.clock.flush.fill_(2))[0] for _ in range(3))
+        fill = min(self.time(lambda: self.flush.fill_(2))[0] for _ in range(3))
         size, dtype = (4096, torch.bfloat16) if CUDA else (512, torch.float32)
         a = torch.ones(size, size, dtype=dtype, device=DEVICE)
-        product = min(self.clock.time(lambda: a @ a)[0] for _ in range(4))
+        product = min(self.time(lambda: a @ a)[0] for _ in range(4))
         return {
             "written": sum(len(one["data"]) for one in pack(self.right) if isinstance(one, dict)),
             "operations": counter.get_total_flops(),
-            "fill_rate": self.clock.flush.numel() / (fill * 1e-3),
+            "fill_rate": self.flush.numel() / (fill * 1e-3),
             "product_rate": 2 * size**3 / (product * 1e-3),
         }
 
