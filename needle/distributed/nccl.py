@@ -3,11 +3,8 @@
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
 enqueued on needle's own stream of the device, in order with the kernels before and after, or, for
 an exchange beside kernels, on its side stream: after all kernels that were enqueued before; later
-ones run beside it, up to `wait`. The host does not wait. The control channel's thread watches the
-returned work (control.py). An event is recorded before and after an exchange: its deadline begins
-when the GPU reaches the first, and it is done at the second. Rejected: the host waits for the step
-before (waits may stand anywhere, in a loss, an evaluation or a checkpoint, and each would need a
-watch).
+ones run beside it, up to `wait`. The host does not wait: the control channel's thread watches the
+returned work.
 
 The communicator is blocking. NCCL finds and connects ranks on the host at the first exchange, in
 the caller's `watched`, which ends a hang. Nothing is aborted: a process whose ranks are gone ends.
