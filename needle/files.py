@@ -162,16 +162,12 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-LEFTOVER = re.compile(r"\..+\.tmp", re.DOTALL)
-
-
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed writers left in `folder`: temporary files of `replacing`. The caller alone
     writes there, as by the folder's Lock: another writer at work would lose its file."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if LEFTOVER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
+    for left in Path(folder).glob(".?*.tmp"):
+        if left.is_symlink() or not left.is_dir():
+            left.unlink()
 
 
 class Lock:

@@ -5,7 +5,7 @@
 
 `__main__` starts each part in a process of its own (`parts`), because what it examines may hang or
 kill it: `facts`, `gpus` (nvidia-smi), `device` (every op, rates), `ranks` (collectives),
-`folder` (a run), `server` (a kernel service). They print by `report`.
+`folder` (a run), `server` (a kernel service).
 """
 
 from needle.diagnose.facts import show_config

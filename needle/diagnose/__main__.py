@@ -30,8 +30,7 @@ from typing import Any
 
 from needle.backend_ndarray import cpu
 from needle.command import Parser, path, whole, wrapped
-from needle.diagnose.parts import run
-from needle.diagnose.report import FAILED, row
+from needle.diagnose.parts import FAILED, row, run
 from needle.distributed import environment
 from needle.distributed.environment import Place
 from needle.processes import program

@@ -11,7 +11,7 @@ import numpy as np
 from needle import _C, testing
 from needle.diagnose import gpus
 from needle.diagnose.facts import describe, in_words
-from needle.diagnose.report import failed, show, tell, trying
+from needle.diagnose.parts import failed, show, tell, trying
 from needle.testing import FLOATS, OPS, Case
 from needle.training.peaks import peak
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from needle import _C
-from needle.diagnose.report import failed, row, show, tell, trying
+from needle.diagnose.parts import failed, row, show, tell, trying
 from needle.kernels.compile import find_toolkit
 
 # Variables that change what needle and its libraries do.

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from needle.checkpoint import CheckpointError, newest_checkpoint
-from needle.diagnose.report import failed, show, trying
+from needle.diagnose.parts import failed, show, trying
 from needle.processes import command_line
 from needle.training.folder import again, has_saved
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 
-from needle.diagnose.report import failed, show, trying
+from needle.diagnose.parts import failed, show, trying
 from needle.kernels.toolkit import nvidia_smi
 
 RESET = (

@@ -1,10 +1,15 @@
-"""Parts of the diagnosis in processes of their own: one that dies or hangs costs a line, which says
-what it tried last."""
+"""Parts of the diagnosis in processes of their own, and the lines that they print: a label and a
+text, which begins with `ok`, `note` or `FAILED` if it is the result of a check.
+
+Two kinds of lines are for the parent and not shown: what a part tries now, which the parent names
+if the part dies or hangs there, and the result of a part as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import select
 import subprocess
 import sys
@@ -14,8 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from needle.diagnose import report
-from needle.diagnose.report import FAILED, RESULT, TRYING, failure
+from needle.files import printable
 from needle.processes import ends_within, kill, signal_name, start
 
 # `-c` puts the current folder first on the path: that of a checkout takes its place, or none.
@@ -26,23 +30,52 @@ CODE = (
 )
 END_SECONDS = 2.0  # for a process that has closed its output to end
 DIED = "look at the lines above, and in the kernel's log (dmesg) for an Xid or a killed process"
-HANGS = "end other programs on it and run this again; `nvidia-smi --gpu-reset`, or a reboot"
 EXPECTED = RuntimeError, MemoryError, OSError, ValueError  # whose message says enough
 SEE = "see the lines above, and docs/troubleshooting.md"
+HANGS = "end other programs on it and run this again; `nvidia-smi --gpu-reset`, or a reboot"
+TRYING, RESULT, FAILED = "... ", "=== ", " FAILED: "
+current = "its start"  # what this part tries now
+
+
+def row(label: str, text: str) -> str:
+    return f"{label:<14} {printable(' '.join(text.splitlines()))}"
+
+
+def failure(label: str, text: str, remedy: str) -> str:
+    """Return the line of a failed check. remedy: empty if the text names it."""
+    mend = f". To mend it: {remedy}" if remedy else ""
+    return row(label, f"{FAILED.strip()} {text.rstrip('.')}{mend}")
+
+
+def show(label: str, text: str) -> None:
+    print(row(label, text), flush=True)
+
+
+def failed(label: str, text: str, remedy: str = "") -> None:
+    print(failure(label, text, remedy), flush=True)
+
+
+def trying(what: str) -> None:
+    global current
+    current = what
+    print(TRYING + what, flush=True)
+
+
+def tell(result: Any) -> None:
+    print(RESULT + json.dumps(result), flush=True)
+
+
+# ---- processes ----------------------------------------------------------------------------------
 
 
 def child(label: str, part: str, *words: str) -> None:
     """Run a part in this process, and end it."""
-    from needle.diagnose import device, facts, folder, gpus, ranks, server
-
-    parts = {"device": device, "facts": facts, "folder": folder}
-    parts |= {"gpus": gpus, "ranks": ranks, "server": server}
     try:
-        parts[part].examine(*words)
+        pkgutil.resolve_name(f"needle.diagnose.{part}:examine")(*words)
     except Exception as error:
         if not isinstance(error, EXPECTED):
             traceback.print_exc()
-        report.failed(label, f"{report.current}: {type(error).__name__}: {error}", SEE)
+        failed(label, f"{current}: {type(error).__name__}: {error}", SEE)
     os._exit(0)  # destructors take time, and may hang
 
 

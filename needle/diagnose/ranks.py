@@ -9,7 +9,7 @@ import numpy as np
 from needle import _C
 from needle._C import Device
 from needle.checkpoint import versions
-from needle.diagnose.report import failed, show, trying
+from needle.diagnose.parts import failed, show, trying
 from needle.distributed import environment
 from needle.distributed.control import Control
 from needle.distributed.data_parallel import shards

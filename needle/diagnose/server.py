@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from needle.diagnose.report import failed, show, trying
+from needle.diagnose.parts import failed, show, trying
 
 SECONDS = 5.0
 KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}

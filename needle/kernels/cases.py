@@ -15,10 +15,12 @@ from needle._C import NDArray
 from needle.kernels.limits import Entry, Size, triple, whole
 from needle.kernels.process import Message
 
-# The dtypes that arrays of a job may have. NumPy has no bfloat16: it comes as an NDArray on the
-# host, lies as uint16, and is read as float32, which holds it exactly.
-FLOATS = "float32", "bfloat16", "float16", "float64"
-DTYPES = *FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"
+# The dtypes that arrays of a job may have, and that of the array that a kernel gets, since needle
+# has fewer. NumPy has no bfloat16: it comes as an NDArray on the host, lies as uint16, and is read
+# as float32, which holds it exactly.
+SAME = "float32", "bfloat16", "float16", "int32", "int64", "uint8", "uint16", "bool"
+OTHERS = {"int8": "uint8", "int16": "uint16", "uint32": "int32", "uint64": "int64"}
+DTYPES = dict(zip(SAME, SAME)) | OTHERS | {"float64": "uint8"}
 # Default tolerances, absolute and relative: those of KernelBench.
 TOLERANCES = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-4, "float64": 1e-8}
 Tolerance = float | Sequence[float] | None

@@ -56,14 +56,6 @@ STATUS = {
     "deviceunavailable": "device_lost",
     "nodevice": "device_lost",
 }
-# The dtype of the array that a kernel gets for elements that needle has no dtype for.
-PASSED_AS = {
-    "int8": "uint8",
-    "int16": "uint16",
-    "uint32": "int32",
-    "uint64": "int64",
-    "float64": "uint8",
-}
 PRODUCT_SIZE = 4096  # of the matrices whose product shows the rate of operations
 PROBE = """
 __global__ void probe(const float *x, float *y) {
@@ -121,7 +113,7 @@ class Launch:
             if array.role != "out":  # which is uninitialised to initcheck
                 memory = _C.array(array.bytes_of(self.image), "uint8", device)
             self.memory.append(memory)
-        dtype = PASSED_AS.get(array.dtype, array.dtype)
+        dtype = cases.DTYPES[array.dtype]
         unit = 1 if dtype == "uint8" else array.itemsize
         shape = (*array.shape, array.itemsize) if unit < array.itemsize else array.shape
         return NDArray.make(shape, handle=memory._handle, offset=start // unit, dtype=dtype)

@@ -8,7 +8,7 @@ import pytest
 from harness import naming, wait_until_gone
 
 from needle.diagnose import __main__ as program
-from needle.diagnose import facts, parts, report
+from needle.diagnose import facts, parts
 from needle.distributed import environment
 from needle.distributed.environment import Place
 
@@ -86,7 +86,7 @@ def test_variables_of_a_part_go_before_those_of_the_user(monkeypatch):
 
 
 def test_text_of_several_lines_is_shown_in_one(capsys):
-    report.failed("cuda()", "it says:\n  two\nlines.", "mend it")
+    parts.failed("cuda()", "it says:\n  two\nlines.", "mend it")
     assert capsys.readouterr().out == (
         "cuda()         FAILED: it says:   two lines. To mend it: mend it\n"
     )
