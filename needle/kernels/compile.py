@@ -300,21 +300,14 @@ class Kernel(_C.Kernel):
     launched. A fault inside the kernel is CudaFatalError, and the end of the process.
     """
 
-    entry: Entry
-    device: Device
-    name: str
-    signature: Signature
-    registers: int
-    shared_bytes: int
-    local_bytes: int
-
     def __new__(cls, module: Module, entry: Entry) -> Kernel:
         parameters = _C.Parameters(entry.name, entry.signature.plan)
-        self = super().__new__(cls, module.code, entry.symbol, parameters)
+        return super().__new__(cls, module.code, entry.symbol, parameters)
+
+    def __init__(self, module: Module, entry: Entry) -> None:
         self.entry, self.device = entry, module.device
         self.name, self.signature, self.registers = entry.name, entry.signature, entry.registers
         self.shared_bytes, self.local_bytes = entry.shared_bytes, entry.local_bytes
-        return self
 
     def check(
         self,

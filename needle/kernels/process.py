@@ -244,7 +244,6 @@ class Device:
                     if spare.runs():
                         spare.state = "used"
                         return spare
-                    self._kill(spare)
                 if not self.of("starting"):
                     self.keeper.submit(self._fill)
                 self.changed.wait()
