@@ -275,9 +275,9 @@ def difference(
     wrong = np.flatnonzero(~right)
     with np.errstate(invalid="ignore"):
         error = np.abs(a - b)[~right]
-    worst = max(error[np.isfinite(error)], default=math.nan)
+    worst, first = max(error[np.isfinite(error)], default=math.nan), place(wrong[0], got.shape)
     return (
-        f"{wrong.size:,} of {got.size:,} elements are wrong, the first at {place(wrong[0], got.shape)}: "
+        f"{wrong.size:,} of {got.size:,} elements are wrong, the first at {first}: "
         f"{got.flat[wrong[0]]}, expected {expected.flat[wrong[0]]}; the largest error is "
         f"{worst:.3g} (tolerance: {absolute:g} absolute, {relative:g} relative)"
     )

@@ -84,7 +84,7 @@ def open_device() -> Device:
 
 
 class Launch:
-    """A launch as the pool sends it, with its arrays on the device: slices of one guarded buffer or,
+    """A launch as the pool sends it, with its arrays on the device: slices of a guarded buffer or,
     `apart`, an allocation each, so that compute-sanitizer sees where each ends."""
 
     def __init__(self, job: Message, device: Device, apart: bool) -> None:
