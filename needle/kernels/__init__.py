@@ -81,10 +81,13 @@ def compile(
     arch: str | None = None,
     options: Sequence[str] = (),
 ) -> Module | Compiled:
-    """Compile CUDA C++ as `build` does, and load it on a device, by default cuda().
+    """Compile CUDA C++ and load it on a device, by default cuda().
 
-    arch: "90a" instead of the device's own; an arch without a device needs no GPU: the kernels can
-    be inspected and checked for that architecture, and are not loaded.
+    source: the text; entries: names of kernels as C++ spells them, needed for templates
+    (`scale<__nv_bfloat16>`), none: every kernel that is no template; options: more for NVRTC, such
+    as "-DTILE=64", "-I/my/headers". arch: "90a" instead of the device's own; an arch without a
+    device needs no GPU: the kernels can be inspected and checked for that architecture, and are
+    not loaded. CompileError has the compiler's log, with the lines of `source`.
     """
     if arch is not None and device is None:
         return build(source, entries, arch, options)

@@ -86,7 +86,8 @@ def _version() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code for an architecture ("90a"), the compiler's remarks, and its kernels by name."""
+    """Machine code for one architecture ("90a"), its kernels by name, the compiler's remarks, and
+    what it is compiled from."""
 
     arch: str
     cubin: bytes
@@ -96,7 +97,7 @@ class Compiled:
     options: tuple[str, ...] = field(default=(), compare=False)
 
     def __getitem__(self, name: str) -> Entry:
-        """KeyError lists the names."""
+        """Return the kernel of a name. KeyError lists the names."""
         if name not in self.entries:
             raise KeyError(
                 f"no kernel {name!r}: there are {', '.join(self.entries)}; a template is compiled "
@@ -134,13 +135,15 @@ class Compiled:
     @staticmethod
     def unpack(facts: dict[str, Any]) -> Compiled:
         """Read what pack() returns, also after JSON."""
-        entries = {}
-        for name, entry in facts["entries"].items():
-            parameters = tuple(Parameter(**one) for one in entry["signature"]["parameters"])
-            signature = Signature(entry["signature"]["name"], parameters)
-            sizes = {size: entry[size] and tuple(entry[size]) for size in ("block", "cluster")}
-            entries[name] = Entry(**{**entry, **sizes, "signature": signature})
+        entries = {name: _entry_from(entry) for name, entry in facts["entries"].items()}
         return Compiled(**{**facts, "entries": entries, "options": ()})
+
+
+def _entry_from(facts: dict[str, Any]) -> Entry:
+    signature = facts["signature"]
+    parameters = tuple(Parameter(**parameter) for parameter in signature["parameters"])
+    sizes = {name: facts[name] and tuple(facts[name]) for name in ("block", "cluster")}
+    return Entry(**{**facts, **sizes, "signature": Signature(signature["name"], parameters)})
 
 
 # ---- compiling -----------------------------------------------------------------------------------
@@ -151,11 +154,12 @@ def build(
 ) -> Compiled:
     """Compile CUDA C++ for an architecture.
 
-    source: the text. entries: names of kernels as C++ spells them, needed for templates
-    (`scale<__nv_bfloat16>`); none: every kernel that is no template. options: more for NVRTC, such
-    as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". Without options and headers of one's own,
-    which may have changed, the same source is compiled once a process. CompileError has the log,
-    with the lines of `source`; RuntimeError: there is no NVRTC.
+    source: the text; it may include the toolkit's headers. entries: names of kernels as C++ spells
+    them, `scale<__nv_bfloat16>` makes the template so; none: every kernel that is no template.
+    options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". The same
+    source, entries and arch are compiled once a process, but not with options, nor with headers of
+    one's own (#include "mine.h"), which may have changed.
+    CompileError has the log, with the lines of `source`; RuntimeError: there is no NVRTC.
     """
     if isinstance(options, str):
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
@@ -198,8 +202,8 @@ def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, .
 def _compile(
     source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...], whole: bool = False
 ) -> tuple[bytes, str, str, dict[str, str]]:
-    """Return (cubin, PTX, log, the symbol of each name). Without headers a source mostly needs no
-    textures and no runtime of the device, and is tried first without, in less time, unless `whole`.
+    """Return (cubin, PTX, log, the symbol of each name). whole: also of a source without headers,
+    which takes a fifth less time without textures and the device's runtime, where it needs none.
     """
     flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", "--ptxas-options=-v"]
     flags += [f"-I{folder}" for folder in find_toolkit().include]
@@ -271,7 +275,8 @@ def _kernels(ptx: str, log: str, arch: str) -> dict[str, Entry]:
 
 
 def _layout(parameters: str) -> Layout:
-    """Return (offset, size) of each of `.param .u64 name, .param .align 8 .b8 name[24]`."""
+    """Return (offset, size) of each parameter of a kernel in PTX: a number `.param .u64 name`, or
+    bytes `.param .align 8 .b8 name[24]`."""
     layout, end = [], 0
     for alignment, bits, count in PTX_PARAMETER.findall(parameters):
         size = int(bits) // 8 * int(count or 1)
@@ -288,16 +293,19 @@ _held_local: dict[Device, int] = defaultdict(lambda: OPEN_LOCAL)
 
 
 class Kernel(_C.Kernel):
-    """A kernel on a device. registers, local_bytes (stack and spilled registers): of a thread;
-    shared_bytes: static, of a block.
+    """A kernel on a device.
 
         kernel(grid, block, *arguments, shared=0, cluster=None, cooperative=False)
 
     enqueues a launch: grid blocks (x, or up to three sizes) of block threads, with `shared` bytes
     of dynamic shared memory a block. An array is an NDArray or a Tensor on the device, contiguous,
-    of the pointer's dtype, None for a null pointer; a struct its bytes. TypeError, ValueError and
-    OverflowError name the parameter, LaunchError (a CudaError) the limit; then nothing was
-    launched. A fault inside the kernel is CudaFatalError, and the end of the process.
+    of the pointer's dtype; None is no array. One that the kernel writes counts as written. A struct
+    is given as its bytes. TypeError, ValueError and OverflowError name the parameter, LaunchError
+    (a CudaError) the limit; then nothing was launched. A fault inside the kernel is
+    CudaFatalError, and the end of the process.
+
+    registers, local_bytes (stack and spilled registers): of a thread; shared_bytes: static, of a
+    block.
     """
 
     def __new__(cls, module: Module, entry: Entry) -> Kernel:

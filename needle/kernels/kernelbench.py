@@ -1,8 +1,10 @@
 """Jobs in KernelBench's form (Ouyang et al. 2025, arXiv:2502.10517), where this Python has torch.
 
-The reference and the candidate have a process each (needle.kernels.torch_worker). The reference's
-draws inputs for every call, timed ones too, and compares; the candidate's gets the inputs and the
-seed of the weights, never an output of the reference.
+A reference in PyTorch (`Model`, `get_inputs`, `get_init_inputs`) is compared with a candidate
+(`ModelNew`, with CUDA by `torch.utils.cpp_extension.load_inline`, Triton, or plain PyTorch). Each
+has a process of its own (needle.kernels.torch_worker). The reference's draws inputs for every call,
+timed ones too, and compares; the candidate's gets the inputs and the seed of the weights, never an
+output of the reference.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ class Problem:
 
 @dataclass
 class KernelExecResult:
-    """The outcome, in KernelBench's names (docs/kernels.md has each). Times are in milliseconds, -1
-    where there is none; `speedup` is ref_runtime by runtime."""
+    """The outcome, in KernelBench's names. Times are in milliseconds, -1 where there is none:
+    `runtime` is the mean of `runtime_stats`, `speedup` is ref_runtime by runtime. `metadata` has
+    hardware, device, deterministic, correctness_trials, and of an error its name and text."""
 
     compiled: bool = False
     correctness: bool = False

@@ -34,7 +34,9 @@ class LaunchError(CudaError):
 @dataclass(frozen=True)
 class Limits:
     """Limits of one GPU, as `device.limits()` has them; of an architecture alone, those that hold
-    for every GPU."""
+    for every GPU. held_local: bytes of local memory a thread that the context holds already;
+    count_blocks: returns how many blocks of (threads, dynamic shared memory) a multiprocessor
+    holds."""
 
     where: str
     arch: int  # 90 for compute capability 9.0
@@ -43,8 +45,7 @@ class Limits:
     block_registers: int = 65536
     block_shared: float = math.inf
     free_bytes: int = 0
-    held_local: int = OPEN_LOCAL  # bytes of local memory a thread that the context holds already
-    # The blocks of (threads, dynamic shared memory) that a multiprocessor holds.
+    held_local: int = OPEN_LOCAL
     count_blocks: Callable[[int, int], int] | None = None
 
 
@@ -74,9 +75,10 @@ class LaunchReport:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel, by the name that was asked for, and its needs. registers, local_bytes
-    (stack and spilled registers): of a thread; shared_bytes (static), max_threads
-    (__launch_bounds__): of a block; block, cluster: sizes that the source fixes."""
+    """A compiled kernel: its name as it was asked for, its symbol, the architecture that it is
+    compiled for, its signature and its needs. registers, local_bytes (stack and spilled registers):
+    of a thread; shared_bytes (static), max_threads (__launch_bounds__): of a block; block, cluster:
+    sizes that the source fixes."""
 
     name: str
     symbol: str
@@ -98,9 +100,9 @@ class Entry:
         cooperative: bool = False,
         limits: Limits | None = None,
     ) -> LaunchReport:
-        """Check a launch. shared: bytes of dynamic shared memory a block; limits: by default what
-        holds on every GPU of the code's architecture. LaunchError names the limit, with both
-        numbers and the remedy; TypeError and ValueError a wrong size."""
+        """Check a launch. shared: bytes of dynamic shared memory a block; limits: of a device, by
+        default what holds on every GPU of the code's architecture. LaunchError names the limit,
+        with both numbers and the remedy; TypeError and ValueError a wrong size."""
         try:
             sizes = triple("grid", grid), triple("block", block)
             shared = whole("shared", shared, 0)
@@ -162,7 +164,8 @@ def _up(number: int, unit: int) -> int:
 
 
 def _refusals(kernel: Entry, limits: Limits, launch: LaunchReport) -> Iterator[str]:
-    """Describe what does not fit."""
+    """Describe what does not fit: sizes that are not those of the source, or not positive, and what
+    is beyond a limit."""
     cluster = launch.cluster or (1, 1, 1)
     for what, size, fixed in (
         ("grid", launch.grid, None),

@@ -5,10 +5,12 @@
         if result.status == "ok":
             y = result.outputs[0]
 
-Each job has a process of its own (needle.kernels.worker), with a clean CUDA context, which is
-killed after it; the pool computes references and compares. A fault of a kernel is a Result with
-another status; exceptions are for wrong calls. The processes keep faults apart; they do not stop a
-person who means harm.
+Each job has a process of its own, with a clean CUDA context, which is killed after it
+(needle.kernels.worker); the pool computes references and compares. A fault of a kernel is a Result
+with another status; exceptions are for wrong calls.
+
+Compiling and running CUDA is running arbitrary code. The processes keep faults apart; they do not
+stop a person who means harm.
 """
 
 from __future__ import annotations
@@ -169,12 +171,15 @@ class Job:
 class Pool:
     """Processes that run kernels, for any number of threads at once.
 
-    devices: numbers as of `needle.cuda(i)`; None: all; []: none, for problems of KernelBench on the
-    CPU. timeout: seconds of a run, with the copies of its arrays, after which its process is
-    killed. memory: bytes of device memory that the arrays of a launch may take; None: all. spares:
-    processes more that wait on each device (some 500 MB each), so that the next job need not wait
-    for a start (0.5 s). RuntimeError where there is no GPU, and where MPS shares it, and faults
-    with it.
+    devices: numbers as of `needle.cuda(i)`; None: all that there are; []: none, for problems of
+    KernelBench on the CPU.
+    timeout: seconds that a run may take, with the copies of its arrays, before its process is
+    killed.
+    memory: bytes of device memory that the arrays of a launch may take; None: as many as there are.
+    spares: how many more processes are kept ready on each device, so that the next job need not
+    wait for a start (0.5 s); each holds a CUDA context of some 500 MB.
+
+    RuntimeError where there is no GPU, and where MPS shares it, and faults with it.
     """
 
     worker = (sys.executable, str(Path(__file__).with_name("worker.py")))
@@ -191,14 +196,17 @@ class Pool:
         if memory is not None:
             whole("memory", memory, 1)
         whole("spares", spares, 0)
+        _refuse_mps()
         self.timeout, self.memory = float(timeout), memory
         self.changed = threading.Condition()
         self.closed = False
         self.codes: dict[bytes, Message] = {}  # machine code by the hash of its source
-        self.devices: dict[int, Device] = {}
-        for number, name in _names(devices).items():
-            size = 0 if number == NO_GPU else 1 + spares
-            self.devices[number] = Device(number, name, size, self.worker, self.changed)
+        self.devices = {
+            number: Device(
+                number, name, 0 if number == NO_GPU else 1 + spares, self.worker, self.changed
+            )
+            for number, name in _names(devices).items()
+        }
 
     def __enter__(self) -> Pool:
         return self
@@ -277,10 +285,13 @@ class Pool:
         """Compile a kernel and launch it once.
 
         entry: its name as C++ spells it, `scale<__nv_bfloat16>`. args: for each parameter an array
-        (NumPy, or an NDArray on the host, which may be bfloat16), `Out`, `InOut`, `Random`, a
-        number, or the bytes of a struct. An array for a parameter that the signature shows as
-        written (`float*`) is as if it were InOut; `extern "C"` kernels show nothing. Out and InOut
-        are returned. sanitizer: one of TOOLS, to run under; explain: repeat a fault under it.
+        (NumPy, or an NDArray on the host, which may be bfloat16), `Out(shape, dtype)` for one that
+        the kernel writes all of, `InOut(array)`, `Random(shape, dtype, seed)`, a number, or the
+        bytes of a struct. An array for a parameter that the signature shows as written (`float*`)
+        is as if it were InOut; `extern "C"` kernels show nothing. Out and InOut are returned.
+
+        sanitizer: run under compute-sanitizer: "memcheck", "racecheck", "synccheck" or "initcheck".
+        explain: repeat a fault under it. `explanation` has its report then.
         ValueError and TypeError for wrong calls, also for a sanitizer that is not installed.
         """
         if sanitizer is not None and sanitizer not in TOOLS:
@@ -346,16 +357,20 @@ class Pool:
         trials: int = 5,
         time: bool = True,
     ) -> Result | KernelExecResult:
-        """Compile a kernel, compare its outputs with a reference, and time it. The first failure
-        ends it.
+        """Compile a kernel, compare its outputs with a reference, and time it.
 
-        source: CUDA, or a Problem of KernelBench's form, which stands alone. cases: launches; a
-        `Random` among their arguments is drawn anew for each of `trials`. reference: a function of
-        the arguments without Out (arrays as NumPy arrays, bfloat16 as float32) that returns the
-        outputs, or for each case its outputs, or a Reference. tolerance: (absolute, relative), a
-        number for both, or None for the dtype's own: 1e-4 for float32, 1e-2 for float16 and
-        bfloat16 (KernelBench's), 1e-8 for float64, 0 for all others; an element is right where
-        |got - expected| <= absolute + relative |expected|, NaN where NaN is expected.
+        source: CUDA, or a Problem of KernelBench's form, which stands alone.
+        cases: `Case(grid, block, args, shared=0)`; a `Random` among its args is drawn anew for each
+        of `trials`. reference: a function of the arguments without Out (arrays as NumPy arrays,
+        bfloat16 as float32) that returns the outputs, or for each case its outputs, or a Reference:
+        a kernel that is right. tolerance: (absolute, relative), a number for both, or None for the
+        dtype's own: 1e-4 for float32, 1e-2 for float16 and bfloat16 (KernelBench's), 1e-8 for
+        float64, 0 for all others; an element is right where |got - expected| <= absolute + relative
+        |expected|, NaN where NaN is expected.
+
+        The first trial of each case is run twice, and both are compared: `deterministic` says
+        whether their bits are equal. The first failure ends it. A timed call that is not possible
+        is `wrong_result` too.
         """
         if isinstance(source, Problem):
             with self._reserved() as device:
@@ -364,6 +379,10 @@ class Pool:
             Launch(case)  # TypeError, ValueError
         if not cases:
             raise ValueError("cases: there must be one at least")
+        fixed = not isinstance(reference, Reference) and not callable(reference)
+        if fixed and len(reference) != len(cases):
+            said = f"reference: {len(reference)} for {len(cases)} cases; give one each"
+            raise ValueError(said)
         whole("trials", trials, 1)
         both(tolerance)
         if isinstance(reference, Reference):
@@ -372,9 +391,6 @@ class Pool:
                 return found
             if found.status != "ok":
                 raise ReferenceFails(f"reference: it fails: {found.status}: {found.message}")
-        elif not callable(reference) and len(reference) != len(cases):
-            said = f"reference: {len(reference)} for {len(cases)} cases; give one each"
-            raise ValueError(said)
 
         def do(job: Job) -> None:
             for number, case in enumerate(cases):
@@ -434,17 +450,19 @@ class Pool:
         return freed
 
     def reset(self, device: int) -> None:
-        """Replace the processes of a device, also if it was set aside. RuntimeError, with the
-        reason, if none gets ready; KeyError for a device that is not the pool's."""
+        """Replace the processes of a device, each of which runs a kernel with a known answer, also
+        if it was set aside. RuntimeError, with the reason, if that fails; KeyError for a device
+        that is not the pool's."""
         self.devices[device]  # KeyError
         with self._reserved(device) as reserved:
             reserved.reset()
 
 
-def _names(devices: Sequence[int] | None) -> dict[int, str]:
-    """Return the name of each device as CUDA_VISIBLE_DEVICES has it. No context is made on any.
-    RuntimeError if there is no GPU, or a control daemon of MPS that processes would join;
-    ValueError for a number that is none."""
+# ---- validation ----------------------------------------------------------------------------------
+
+
+def _refuse_mps() -> None:
+    """RuntimeError where CUDA programs of this environment would join a control daemon of MPS."""
     pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps") / "control"
     if pipe.exists():
         raise RuntimeError(
@@ -452,6 +470,11 @@ def _names(devices: Sequence[int] | None) -> dict[int, str]:
             "cannot be kept apart. End it: echo quit | nvidia-cuda-mps-control; where no daemon "
             "runs any more, remove that file"
         )
+
+
+def _names(devices: Sequence[int] | None) -> dict[int, str]:
+    """Return the name of each device as CUDA_VISIBLE_DEVICES has it. No context is made on any.
+    RuntimeError if there is no GPU, ValueError for a number that is none."""
     if devices is None:
         devices = [d.index for d in _C.all_devices() if d.name == "cuda" and d.enabled()]
         if not devices:

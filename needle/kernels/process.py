@@ -90,9 +90,9 @@ def answer_all(words: Sequence[str], begin: Callable[[], Any]) -> None:
 
 
 class Process:
-    """A process, its connection, and its output. It is killed with the thread that starts it
-    (needle.processes.die_with). OSError where it does not start. `state`: "starting", "spare",
-    "used" by a job, or "dying"."""
+    """A process in a session of its own, its connection, and its output. It is killed with the
+    thread that starts it (needle.processes.die_with). OSError where it does not start. `state`:
+    "starting", "spare", "used" by a job, or "dying"."""
 
     def __init__(
         self, command: Sequence[str], state: str, cwd: str | None, variables: dict
@@ -150,7 +150,12 @@ class Process:
 
 class Device:
     """A GPU with its processes, for one job at a time. `changed` is held for every change here, and
-    notified; the devices of a pool share it. visible: its name in CUDA_VISIBLE_DEVICES."""
+    notified; the devices of a pool share it.
+
+    Attributes: number, visible (its name in CUDA_VISIBLE_DEVICES), lost (why no job runs here
+    before a reset, or None), facts (of the GPU, once a process has reported them), busy (a job has
+    it), counts that never fall (faults, started), processes.
+    """
 
     def __init__(
         self,
@@ -163,9 +168,9 @@ class Device:
         self.number, self.visible, self.size = number, visible, size
         self.command, self.changed = command, changed
         self.processes: list[Process] = []
-        self.lost: str | None = None  # why no job runs here before a reset
-        self.facts: dict[str, Any] = {}  # once a process has reported them
-        self.faults = self.started = 0  # counts that never fall
+        self.lost: str | None = None
+        self.facts: dict[str, Any] = {}
+        self.faults = self.started = 0
         self.busy = self.closed = False
         self.keeper = ThreadPoolExecutor(1 + size)  # threads of the spares, which end with them
         self.keeper.submit(self._fill)

@@ -7,7 +7,7 @@
     POST /reset_gpu/{id}    new processes on that device, which run a kernel with a known answer
 
 Compiling and running CUDA is running arbitrary code: a client with the token can do what this user
-can.
+can. It listens on loopback; other machines come by ssh, or through a proxy that has TLS.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class JobCase(Struct, forbid_unknown_fields=True):
 
 
 class Job(Struct, forbid_unknown_fields=True):
-    """CUDA with its cases. One case without `expected` or `reference` is launched once; others are
-    compared with the arrays that `expected` names, or with the outputs of the `reference`."""
+    """CUDA with its cases. One case without `expected` or `reference` is launched once. Otherwise
+    each case is compared with the arrays that `expected` names, or with the outputs of another
+    kernel for the same arguments."""
 
     source: str
     entry: Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -119,7 +120,8 @@ class Job(Struct, forbid_unknown_fields=True):
 
 
 async def read_request(request: web.Request) -> tuple[Job | Problem, dict[str, Any]]:
-    """Return the job of a request, and the arrays that came with it. ValueError."""
+    """Return the job of a request, and the arrays that came with it. ValueError with the place of
+    what is wrong."""
     size, most = request.content_length or 0, request.client_max_size
     if size > most:  # before aiohttp opens a file for it, which it leaves open then
         raise web.HTTPRequestEntityTooLarge(most, size)
@@ -151,8 +153,12 @@ def read_job(text: bytes) -> Job | Problem:
     return msgspec.convert(given, Job)
 
 
+# ---- figures of the GPUs -------------------------------------------------------------------------
+
+
 def figures(uuid: str | None, rows: Sequence[Mapping[str, str]], why: str) -> dict[str, Any]:
-    """Return the figures of a GPU from the rows of nvidia-smi; why: of a GPU that has none."""
+    """Return name, memory (bytes), temperature (degrees Celsius) and load (percent) of a GPU from
+    the rows of nvidia-smi, and why there are none."""
     row = next((row for row in rows if row["uuid"] == uuid), {})
     numbers = {field: int(text) for field, text in row.items() if text.isdigit()}
     mib = {kind: numbers.get(f"memory.{kind}") for kind in MEMORY}

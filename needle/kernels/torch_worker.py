@@ -1,7 +1,8 @@
 """A process for one of the two sources of a KernelBench problem: `torch_worker.py FD PARENT`.
 
-It imports torch, says so, and does the steps that the pool asks for, methods of `Side`. Tensors
-travel as raw bytes beside their dtypes and shapes.
+It imports torch, says so, and does what the pool asks for: "load" a source and "make" its model; as
+the reference "draw" inputs, "compare" a candidate's outputs with its own, and tell the "rates" of
+the device; as the candidate "run". Tensors travel as raw bytes beside their dtypes and shapes.
 """
 
 import sys
@@ -69,13 +70,14 @@ def unpack(sent: list[Any]) -> list[Any]:
 
 
 class Side:
-    """A source with its model. Each step returns a message."""
+    """A source with its model. Each step returns a message. Attributes: inputs (of the last
+    call), facts (of the device)."""
 
     def __init__(self) -> None:
         name = torch.cuda.get_device_name(0) if CUDA else "CPU"
         self.facts = {"hardware": name, "device": str(DEVICE)}
         self.flush = torch.empty(FLUSH_BYTES if CUDA else 1 << 20, dtype=torch.uint8, device=DEVICE)
-        self.inputs: list[Any] = []  # of the last call
+        self.inputs: list[Any] = []
 
     def time(self, call: Any) -> tuple[float, Any]:
         """Return (milliseconds, what the call returns), by events after writing a buffer larger

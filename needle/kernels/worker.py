@@ -1,8 +1,8 @@
 """A process of the pool, run by its path: `worker.py [apart] FD PARENT`.
 
-It opens the one GPU that it sees, runs a kernel with a known answer, says so, and does a job:
-"load", then "run" or "time" any number of times. `apart`: under compute-sanitizer, with an
-allocation for each array.
+It opens the one GPU that it sees, compiles and runs a kernel with a known answer, says so, and does
+one job, in steps that the pool asks for: "load", then "run" or "time" any number of times. The pool
+kills it after the job. `apart`: it runs under compute-sanitizer, with an allocation for each array.
 """
 
 import sys
@@ -66,7 +66,7 @@ __global__ void probe(const float *x, float *y) {
 
 
 def status_of(error: BaseException) -> str:
-    """Return the status of a Result."""
+    """Return the status of a result for an error of a load or a launch."""
     name = re.search(r"\b(?:cudaError|CUDA_ERROR_)(\w+)", str(error))
     known = STATUS.get(name[1].replace("_", "").lower()) if name else None
     if isinstance(error, CudaError) and known is not None:
@@ -84,8 +84,9 @@ def open_device() -> Device:
 
 
 class Launch:
-    """A launch as the pool sends it, with its arrays on the device: slices of a guarded buffer or,
-    `apart`, an allocation each, so that compute-sanitizer sees where each ends."""
+    """A launch as the pool sends it, with its arrays on the device: slices of one copy of the
+    guarded buffer or, `apart`, an allocation each, so that compute-sanitizer sees where each
+    ends."""
 
     def __init__(self, job: Message, device: Device, apart: bool) -> None:
         self.sizes, self.apart = (tuple(job["grid"]), tuple(job["block"]), job["shared"]), apart
