@@ -92,7 +92,8 @@ class RunLog:
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._flops_per_token, self._peak = flops_per_token, peak
-        self._pending: dict | None = None
+        self._line: dict | None = None  # of the queued step
+        self.proof: Callable[[], dict] | None  # waits for the line of proof behind it
         self._mark = time.perf_counter()
         self._start, self._started = start, time.perf_counter()
         shape = {"bar_format": "{n_fmt}/{total_fmt} {desc} |{bar}|"}
@@ -103,64 +104,47 @@ class RunLog:
         self, step: int, losses: Sequence[NDArray], norm: NDArray, lr: float, where: str
     ) -> None:
         """Take a step that the device still computes, and write the line of the step before it."""
-        queued = {
-            "step": step,
-            "losses": [_C.AsyncCopy(loss) for loss in losses],
-            "norm": _C.AsyncCopy(norm),
-            "lr": lr,
-            "where": where,
-        }
+        line = {"step": step, "tokens": step * self._tokens_per_step, "loss": None, "lr": lr}
+        copies = [_C.AsyncCopy(number) for number in (*losses, norm)]
         self.settle()
-        self._pending = queued
+        self._line, self._copies, self._where, self.proof = line, copies, where, None
         if self._device.is_host:
             self.wait()
 
-    def prove(self, proof: Callable[[], dict]) -> None:
-        """Have a line of proof follow that of the queued step. proof: waits for what it holds."""
-        self._pending["proof"] = proof
-
     def wait(self) -> None:
         """Wait for the queued step. Raise NotFinite, which names step and batch."""
-        step = self._pending
-        if "loss" in step:
+        line = self._line
+        if line["loss"] is not None:
             return
-        values = [float(loss.wait()) for loss in step["losses"]]
+        *values, norm = (float(copy.wait()) for copy in self._copies)
         broken = [i for i, value in enumerate(values) if not math.isfinite(value)]
         if broken and len(values) > 1:
-            step["where"] += f", micro-batch {broken[0]} of the {len(values)} from there"
-        step["loss"] = values[broken[0]] if broken else math.fsum(values) / len(values)
-        step["grad_norm"] = float(step["norm"].wait())
-        for what, value in (("loss", step["loss"]), ("gradient norm", step["grad_norm"])):
+            self._where += f", micro-batch {broken[0]} of the {len(values)} from there"
+        loss = values[broken[0]] if broken else math.fsum(values) / len(values)
+        line |= {"loss": loss, "grad_norm": norm}
+        for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
-                raise NotFinite(step["step"], f"the {what} is {value} ({step['where']})")
-        beat(step["step"])
+                raise NotFinite(line["step"], f"the {what} is {value} ({self._where})")
+        beat(line["step"])
         now = time.perf_counter()
-        step["duration"] = now - self._mark
-        self.seconds += step["duration"]
+        duration = now - self._mark
         self._mark = now
-        self.loss = step["loss"]
+        self.seconds += duration
+        line["tokens_per_second"] = round(self._tokens_per_step / duration, 1)
+        line["seconds"] = round(self.seconds, 3)
+        self.loss = loss
         if math.isnan(self.first_loss):
-            self.first_loss = step["loss"]
+            self.first_loss = loss
 
     def finish(self, **evaluated: float) -> None:
         """Write the line of the queued step, with the results of an evaluation after it."""
         self.wait()
-        step, self._pending = self._pending, None
+        line, self._line = {**self._line, **evaluated}, None
         if self.path is None:
             return
-        line = {
-            "step": step["step"],
-            "tokens": step["step"] * self._tokens_per_step,
-            "loss": step["loss"],
-            "lr": step["lr"],
-            "grad_norm": step["grad_norm"],
-            "tokens_per_second": round(self._tokens_per_step / step["duration"], 1),
-            "seconds": round(self.seconds, 3),
-            **evaluated,
-        }
         self._add(json.dumps(line))
-        if "proof" in step:
-            proof = {**step["proof"](), "previous": self._chain.previous}
+        if self.proof is not None:
+            proof = {**self.proof(), "previous": self._chain.previous}
             self._add(json.dumps(proof), is_proof=True)
         with naming(self.path):
             self._file.flush()
@@ -178,7 +162,7 @@ class RunLog:
 
     def settle(self) -> None:
         """Write the line of the queued step, if there is one."""
-        if self._pending is not None:
+        if self._line is not None:
             self.finish()
 
     def skip_time(self) -> None:

@@ -256,7 +256,7 @@ class Session:
         evaluates = is_last or _is_due(step, settings.eval_every)
         saves = ends or _is_due(step, settings.save_every) or is_kept(settings, step)
         if saves or _is_due(step, settings.prove):
-            log.prove(self._proof(before, scale))
+            log.proof = self._proof(before, scale)
         return Due(evaluates, keeps_weights(settings, step), saves, ends)
 
     def _proof(self, before: dict[str, int], scale: NDArray) -> Callable[[], dict]:
