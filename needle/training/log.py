@@ -35,7 +35,7 @@ from needle._C import Device, NDArray
 from needle.files import Lock, naming, printable, replace_text
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
-from needle.training.replay.proofs import Chain, Log
+from needle.training.replay.proofs import Log, chained
 from needle.training.settings import Settings
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
@@ -54,7 +54,7 @@ def read_lines(path: Path) -> list[dict[str, float]]:
     return [*Log(path).steps.values()]
 
 
-def drop_lines_after(path: Path, step: int) -> tuple[float, float, Chain]:
+def drop_lines_after(path: Path, step: int) -> tuple[float, float, Any]:
     """Cut metrics.jsonl back to `step`: later steps were not saved and are computed again.
 
     Return the first loss (nan if there is none), the seconds trained, and the chain of proofs."""
@@ -144,7 +144,7 @@ class RunLog:
             return
         self._add(json.dumps(line))
         if self.proof is not None:
-            proof = {**self.proof(), "previous": self._chain.previous}
+            proof = {**self.proof(), "previous": self._chain.hexdigest()}
             self._add(json.dumps(proof), is_proof=True)
         with naming(self.path):
             self._file.flush()
@@ -158,7 +158,7 @@ class RunLog:
 
     def _add(self, line: str, is_proof: bool = False) -> None:
         self._file.write(line + "\n")
-        self._chain.add(line, is_proof)
+        self._chain = chained(self._chain, line, is_proof)
 
     def settle(self) -> None:
         """Write the line of the queued step, if there is one."""

@@ -102,21 +102,12 @@ def batch_hash(batches: Batches, position: dict[str, int], micro_batches: int) -
     return found.hexdigest()
 
 
-class Chain:
-    """The hash of the lines since the last line of proof, itself included."""
-
-    def __init__(self) -> None:
-        self._since = hashlib.sha256()
-
-    def add(self, line: str, is_proof: bool) -> None:
-        """Take in a line of the file, without its end."""
-        self._since = hashlib.sha256() if is_proof else self._since
-        self._since.update(line.encode() + b"\n")
-
-    @property
-    def previous(self) -> str:
-        """What the next line of proof says of the lines before it."""
-        return self._since.hexdigest()
+def chained(chain: Any, text: str, is_proof: bool) -> Any:
+    """Return the hash of the lines since the last line of proof, itself included, with one more.
+    Its hexdigest() is `previous` of the next line of proof."""
+    chain = hashlib.sha256() if is_proof else chain
+    chain.update(text.encode() + b"\n")
+    return chain
 
 
 class Log:
@@ -128,7 +119,7 @@ class Log:
     proofs  step -> its line of proof
     broken  the lines of proof that do not say what stands before them, each by the step of the line
             of proof before (0: there is none) and its own
-    chain   of all lines that are JSON
+    chain   of all lines that are JSON, as `chained` makes it
     strange (step, what is wrong) of the lines after a step that no run writes: of no step, of one
             that was told before, and no JSON, but for the last line
     """
@@ -139,7 +130,7 @@ class Log:
         self.proofs: dict[int, dict[str, Any]] = {}
         self.broken: list[tuple[int, int]] = []
         self.strange: list[tuple[int, str]] = []
-        self.chain, contents, unread = Chain(), [], False
+        self.chain, contents, unread = hashlib.sha256(), [], False
         with contextlib.suppress(MissingFileError), reading(path) as file:
             contents = file.read().splitlines()
         for content in contents:
@@ -151,21 +142,32 @@ class Log:
             except (ValueError, RecursionError):
                 unread = True
                 continue
-            is_proof = _is_proof(line)
-            lines = self.proofs if is_proof else self.steps
-            if not (is_proof or _is_step(line)):
+            lines = self._lines_like(line)
+            is_proof = lines is self.proofs
+            if lines is None:
                 self.strange.append((before, "is of no step"))
             elif line["step"] > until:
                 continue
             else:
                 if line["step"] in lines:
                     self.strange.append((before, "tells of a step again"))
-                elif is_proof and line["previous"] != self.chain.previous:
+                elif is_proof and line["previous"] != self.chain.hexdigest():
                     self.broken.append((max(self.proofs, default=0), line["step"]))
                 self.texts.append(text)
                 lines.pop(line["step"], None)  # the last line of a step counts, and is the last
                 lines[line["step"]] = line
-            self.chain.add(text, is_proof)
+            self.chain = chained(self.chain, text, is_proof)
+
+    def _lines_like(self, line: Any) -> dict[int, dict[str, Any]] | None:
+        """Return `proofs` or `steps`, where such a line belongs; None for one of neither."""
+        if not isinstance(line, dict):
+            return None
+        kinds = {"step": int, "position": dict, "digest": dict, "previous": str}
+        if all(type(line.get(key)) is kind for key, kind in kinds.items()):
+            return self.proofs if {"weights", "m", "v"} <= line["digest"].keys() else None
+        whole = {"step", "tokens"} <= {key for key, x in line.items() if type(x) is int}
+        numbers = all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in line.values())
+        return self.steps if whole and numbers and "loss" in line else None
 
     def told(self, step: int) -> dict[str, Any]:
         """Return what the lines tell of a step, but for its times."""
@@ -175,21 +177,6 @@ class Log:
         facts |= {"rate of the proof": proof.get("lr")} if proof else {}
         digests = proof.get("digest", {}).items()
         return facts | {f"digest of {name}": value for name, value in digests}
-
-
-def _is_proof(line: Any) -> bool:
-    kinds = {"step": int, "position": dict, "digest": dict, "previous": str}
-    if not isinstance(line, dict) or any(type(line.get(key)) is not kinds[key] for key in kinds):
-        return False
-    return {"weights", "m", "v"} <= line["digest"].keys()
-
-
-def _is_step(line: Any) -> bool:
-    """True for an object of numbers, with those that each step has."""
-    if not isinstance(line, dict) or not {"step", "tokens", "loss"} <= line.keys():
-        return False
-    numbers = all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in line.values())
-    return numbers and type(line["step"]) is type(line["tokens"]) is int
 
 
 def differing(one: Path, other: Path) -> dict[int, dict[str, tuple[Any, Any]]]:
