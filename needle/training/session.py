@@ -373,7 +373,7 @@ def evaluate(run: Run) -> dict[str, float]:
     most = EVAL_TOKENS["cpu" if model.device.is_host else "cuda"]
     limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
     sizes = None if data.tokenizer is None else token_bytes(data.tokenizer)
-    nats, count, text_bytes = [], 0, 0
+    totals = []  # of each batch: nats, tokens, bytes of text
     model.eval()
     with agreed(ranks, "the held-out data"):
         drawn, shares = list(held_out.in_order(limit)), ranks.size // context
@@ -385,16 +385,14 @@ def evaluate(run: Run) -> dict[str, float]:
                 loss = float(model.loss(ids, targets).numpy())
             beat()
             if number < len(drawn):  # else for ranks that share sequences, which all run the layers
-                nats.append(loss * targets.size)
-                count += targets.size
-                text_bytes += 0 if sizes is None else int(sizes[targets].sum())
+                text_bytes = 0 if sizes is None else int(sizes[targets].sum())
+                totals.append([loss * targets.size, targets.size, text_bytes])
     model.train()
-    told = ranks.gather("the evaluation", [nats, count, text_bytes])
-    nats = [part for parts, _, _ in told for part in parts]
-    count, text_bytes = (sum(theirs) for theirs in list(zip(*told))[1:])
-    result = {"val_loss": math.fsum(nats) / count} if count else {}
+    told = itertools.chain(*ranks.gather("the evaluation", totals))
+    nats, count, text_bytes = map(math.fsum, zip(*told))
+    result = {"val_loss": nats / count}
     if text_bytes:
-        result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
+        result["val_bits_per_byte"] = nats / math.log(2) / text_bytes
     return result
 
 
