@@ -85,15 +85,15 @@ def open_data(
 
     Text goes through `tokenizer` (as load_tokenizer takes it), or through one of `vocab_size`
     tokens that is trained on it; the result is cached. Raises DataError."""
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
     if data is not None and (found := open_tokens(data)) is not None:
-        found.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+        found.tokenizer = given
         return found
     if data is None:
         source = "sources of the Python standard library"
         files = [TextFile(path, kind_of(path)) for path in standard_library()]
     else:
         source, files = os.fspath(data), text_files(Path(data))
-    given = None if tokenizer is None else load_tokenizer(tokenizer)
     folder = cached_text(files, source, given, vocab_size)
     try:
         facts = read_json(folder / "facts.json")
@@ -228,7 +228,7 @@ def cached_text(
     tokenizer: None trains one of `vocab_size` tokens."""
     made_by = f"{vocab_size}" if tokenizer is None else [tokenizer.to_str(), tokenizer.eos_token_id]
     states = _states(files)
-    folder = _folder(files, made_by)
+    folder = _folder(files, [size for size, _ in states], made_by)
     if folder.is_dir():
         return folder
     print(wrapped(f"tokenising {source}: once, then kept in\n  {folder}"), flush=True)
@@ -256,9 +256,8 @@ def _states(files: Sequence[TextFile]) -> list[tuple[int, int]]:
     return [(found.st_size, found.st_mtime_ns) for found in (file.path.stat() for file in files)]
 
 
-def _folder(files: Sequence[TextFile], made_by: Any) -> Path:
+def _folder(files: Sequence[TextFile], sizes: list[int], made_by: Any) -> Path:
     """The folder of the cache for the bytes of these files, and what makes them tokens."""
-    sizes = [file.path.stat().st_size for file in files]
     kinds = [[file.kind, size] for file, size in zip(files, sizes)]
     content = content_hash([(file.path, 0, size) for file, size in zip(files, sizes)])
     known = [FORMAT, tokenizers_package().__version__, made_by, kinds, content]
