@@ -65,10 +65,11 @@ def figure_in(out: Path, columns: int = 1) -> Iterator[Any]:
     from matplotlib import pyplot
 
     size = 8 if columns == 1 else 6 * columns
-    figure, axes = pyplot.subplots(ncols=columns, figsize=(size, 5), layout="constrained")
-    yield axes
-    with replacing(out) as file:
-        figure.savefig(file, format=out.suffix[1:], dpi=120)
+    with pyplot.rc_context({"text.parse_math": False}):  # a name may contain $
+        figure, axes = pyplot.subplots(ncols=columns, figsize=(size, 5), layout="constrained")
+        yield axes
+        with replacing(out) as file:
+            figure.savefig(file, format=out.suffix[1:], dpi=120)
     pyplot.close(figure)
 
 
@@ -92,11 +93,10 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
                 of = {"color": HELD_OUT, "label": "held out"} if alone else {"color": color}
                 axes.plot(*zip(*held_out), "o", ms=5, zorder=3, **of)
         axes.set(xlabel="tokens", ylabel="loss (nats a token)")
-        axes.set_title(printable(", ".join(runs)), parse_math=False)  # a name may contain $
+        axes.set_title(printable(", ".join(runs)))
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
         axes.grid(alpha=0.5)
-        for text in axes.legend().get_texts():
-            text.set_parse_math(False)
+        axes.legend()
 
 
 def draw_differences(rows: list[dict[str, Any]], file: Path) -> None:
@@ -113,8 +113,7 @@ def draw_differences(rows: list[dict[str, Any]], file: Path) -> None:
             right.plot(*zip(*of), ".", label=label, **style)
         left.set(xlabel="step", ylabel="difference of the loss (nats a token)", title="all")
         right.set(xlabel="document", title=f"step {at[-1][0]}")
-        for text in left.legend().get_texts():
-            text.set_parse_math(False)
+        left.legend()
 
 
 def draw_effects(rows: list[dict[str, Any]], file: Path) -> None:
