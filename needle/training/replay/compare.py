@@ -183,10 +183,9 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     """
     ranks = []
     for values in a, b:
-        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ends = np.cumsum(counts)
-        ranks.append((ends - (counts - 1) / 2)[inverse])
-        ranks[-1] -= ranks[-1].mean()
+        ordered = np.sort(values)
+        below, not_above = (np.searchsorted(ordered, values, side) for side in ("left", "right"))
+        ranks.append(below + not_above - len(values))  # twice the rank, less its mean
     norm = np.sqrt((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum())
     return float(ranks[0] @ ranks[1] / norm) if norm else None
 
