@@ -219,14 +219,13 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
             "config.json": json.dumps(described, indent=2) + "\n",
             "metrics.jsonl": "".join(f"{line}\n" for line in log.texts),
         }
+        beside_weights = [parent / name for name in TEXT_FILES if (parent / name).exists()]
+        files |= {path.name: path.read_bytes().decode() for path in beside_weights}
         if replay.base:
             known = read_json(parent / "manifest.json") if replay.manifest else {}
             files["manifest.json"] = to_text({**known, "replay": told}) + "\n"
         for file, text in files.items():
             replace_text(folder / file, text)
-        for file in {*TEXT_FILES} - {"config.json"}:
-            with contextlib.suppress(FileNotFoundError):
-                _copy(parent / file, folder / file)
         if replay.base:
             theirs, own = (
                 checkpoint_path(f / "checkpoints", replay.base) for f in (parent, folder)
@@ -234,16 +233,11 @@ def make_folder(replay: Replay, out: Path, name: str | None) -> Path:
             try:
                 os.link(theirs, own)
             except OSError:  # on another disk
-                _copy(theirs, own)
+                with open(theirs, "rb") as source, replacing(own) as file:
+                    shutil.copyfileobj(source, file)
     finally:
         lock.release()
     return folder
-
-
-def _copy(source: Path, place: Path) -> None:
-    """Copy a file whole or not at all."""
-    with open(source, "rb") as theirs, replacing(place) as own:
-        shutil.copyfileobj(theirs, own)
 
 
 # ---- the training of a replay -------------------------------------------------------------------
