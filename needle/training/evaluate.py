@@ -100,16 +100,15 @@ def score(
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         batch = np.zeros((len(chosen), len(rows[chosen[0]][0])), np.int64)
-        ends = []
+        positions = []
         for row, index in enumerate(chosen):
-            inputs = rows[index][0]
+            inputs, targets = rows[index]
             batch[row, : len(inputs)] = inputs
-            ends.append(row * batch.shape[1] + len(inputs))
-        counts = [len(rows[index][1]) for index in chosen]
-        wanted = [np.arange(end - count, end) for end, count in zip(ends, counts)]
-        targets = np.concatenate([np.asarray(rows[index][1]) for index in chosen])
-        logprobs, likeliest = _score_positions(model, batch, np.concatenate(wanted), targets)
-        cuts = np.cumsum(counts)[:-1]
+            end = row * batch.shape[1] + len(inputs)
+            positions.append(np.arange(end - len(targets), end))
+        wanted = np.concatenate([np.asarray(rows[index][1]) for index in chosen])
+        logprobs, likeliest = _score_positions(model, batch, np.concatenate(positions), wanted)
+        cuts = np.cumsum([len(one) for one in positions])[:-1]
         yield from zip(chosen, np.split(logprobs, cuts), np.split(likeliest, cuts))
 
 
