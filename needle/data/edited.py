@@ -47,8 +47,7 @@ class Places(dict):
 
 class EditedStream:
     """The ids that the samples of an epoch read, with `texts` in the places of their documents,
-    wherever these occur: every second of its segments is such a text. borders: of the data's
-    documents."""
+    wherever these occur. borders: of the data's documents."""
 
     def __init__(self, batches: Batches, epoch: int, borders: np.ndarray, texts: Places) -> None:
         self._batches, self._stream = batches, batches.samples(epoch)[0]
@@ -63,20 +62,20 @@ class EditedStream:
         which, starts, stops = which[kept], starts[kept], np.minimum(stops[kept], length)
         found, self._which = [texts[i] for i in which.tolist()], which
         self._text = functools.lru_cache(4)(lambda i: found[i].read())
-        sources, until = np.append(0, stops), np.append(starts, length)
-        lengths = np.zeros(2 * len(which) + 2, np.int64)
-        lengths[:-1:2], lengths[1:-1:2] = until - sources, [text.length for text in found]
-        self._total = int(lengths.sum())
+        lengths = np.array([text.length for text in found], np.int64)
+        # How far the ids before each text move, and those behind the last one.
+        self._moved = np.append(0, np.cumsum(lengths - (stops - starts)))
+        self._total = length + int(self._moved[-1])
         if self._total == 0:
             raise DataError("the edits shift all documents away: nothing is left of the data")
-        lengths[-1] = max(length - self._total, 0)  # which are read from the beginning
-        self._ends = np.cumsum(lengths)
-        # From the place of an id in the edited stream to that in the stream.
-        self._moved = sources - (self._ends - lengths)[:-1:2]
-        lengths[:-1:2][self._moved == 0] = 0
+        self._places = np.append(starts, length) + self._moved  # of the texts, and the end
+        self._ends = self._places[:-1] + lengths
+        kept = self._places - np.append(0, self._ends)  # ids before each
+        lengths = np.append(lengths, max(length - self._total, 0))  # read from the beginning
         # Positions, and how many ids before each are edited or moved: a line between two of them.
-        self._positions = np.append(0, self._ends)
-        self._counts = np.append(0, np.cumsum(lengths))
+        self._positions = np.append(0, np.cumsum(np.stack((kept, lengths), 1)))
+        kept[self._moved == 0] = 0
+        self._counts = np.append(0, np.cumsum(np.stack((kept, lengths), 1)))
 
     def changed(self, samples: np.ndarray) -> np.ndarray:
         """Return how many ids of each sample are edited or moved."""
@@ -87,13 +86,11 @@ class EditedStream:
 
     def documents(self, samples: np.ndarray) -> np.ndarray:
         """Return the numbers of the edited documents at whose places samples read."""
-        starts, count = samples.astype(np.int64) * self._batches.stride, len(self._which)
-        length = self._batches.seq_len + 1  # what is beyond the end begins again
-        again = range(length // self._total + 2)
+        starts, length = samples.astype(np.int64) * self._batches.stride, self._batches.seq_len
+        again = range((length + 1) // self._total + 2)  # what is beyond the end begins again
         starts = np.sort(np.concatenate([starts % self._total - n * self._total for n in again]))
-        places, ends = (self._ends[i : 2 * count : 2] for i in (0, 1))
-        first = np.searchsorted(starts, places - self._batches.seq_len)
-        return self._which[first < np.searchsorted(starts, ends)]
+        first = np.searchsorted(starts, self._places[:-1] - length)
+        return self._which[first < np.searchsorted(starts, self._ends)]
 
     def read(self, sample: int) -> np.ndarray:
         """Return the ids of a sample. DataError for unedited ones outside the vocabulary."""
@@ -102,14 +99,13 @@ class EditedStream:
         while start < stop:
             at = start % self._total
             i = int(np.searchsorted(self._ends, at, side="right"))
-            count = min(stop - start, int(self._ends[i]) - at)
-            if i % 2:
-                at -= int(self._ends[i - 1])
-                found.append(self._text(i // 2)[at : at + count])
-            else:
-                at += int(self._moved[i // 2])
+            place, count = int(self._places[i]), stop - start
+            if at < place:
+                at, count = at - int(self._moved[i]), min(count, place - at)
                 found.append(to_ids(self._stream.read((at, at + count), vocab_size=limit)))
-            start += count
+            else:
+                found.append(self._text(i)[at - place :][:count])
+            start += len(found[-1])
         return np.concatenate(found)
 
 
