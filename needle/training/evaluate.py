@@ -36,7 +36,7 @@ from needle.data.tokens import in_memory, to_ids
 from needle.files import naming
 from needle.models import LanguageModel
 from needle.models.registry import IMPORT, imported
-from needle.processes import program, terminal_bar
+from needle.processes import terminal_bar
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
 LOGITS = 1 << 26
@@ -335,7 +335,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if scores.bits_per_byte is not None:
         print(f"bits per byte   {scores.bits_per_byte:.5f} over {scores.text_bytes:,} bytes")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(program(main))

@@ -14,7 +14,6 @@ from needle.checkpoint import find_checkpoint, save_checkpoint
 from needle.command import Parser, reporting, wrapped
 from needle.files import FileError, named, printable
 from needle.models.registry import IMPORT, imported
-from needle.processes import program
 
 
 def export_checkpoint(
@@ -89,7 +88,3 @@ def convert(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     return reporting(f"needle {args.command}")(convert)(args)
-
-
-if __name__ == "__main__":
-    sys.exit(program(main))

@@ -37,7 +37,6 @@ from needle.data import load_tokenizer
 from needle.files import FileError
 from needle.generation import generate_text
 from needle.models import LanguageModel
-from needle.processes import program
 from needle.training import evaluate
 
 AUTO_TOKENS = 16384  # in a batch of batch_size=auto
@@ -254,7 +253,3 @@ def main() -> int:
         print(f"needle lm_eval: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(program(main))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 
 from needle.command import Parser, argument_type, path, reporting
 from needle.files import described, named, printable, replacing
-from needle.processes import program
 from needle.training.log import read_lines
 
 SMOOTHED = 50  # a value is averaged with this share of all values on either side
@@ -163,7 +161,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise RuntimeError("needs matplotlib: pip install matplotlib") from None
     print(printable(str(out)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(program(main))

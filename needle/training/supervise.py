@@ -39,16 +39,7 @@ from pathlib import Path
 
 from needle.command import Parser, number
 from needle.files import BusyError, FileError, Lock, described, printable
-from needle.processes import (
-    HEARTBEAT,
-    collecting,
-    ends_within,
-    kill,
-    pass_on,
-    program,
-    signal_name,
-    start,
-)
+from needle.processes import HEARTBEAT, collecting, ends_within, kill, pass_on, signal_name, start
 
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 # A launcher that exits with 128 + n reports that one of these killed a rank.
@@ -222,7 +213,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="the training")
     args = parser.parse_args(argv)
     return Supervisor(args.command, args.hang_seconds).run()
-
-
-if __name__ == "__main__":
-    sys.exit(program(main))
