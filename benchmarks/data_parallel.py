@@ -161,17 +161,6 @@ def measure(
     return rates
 
 
-def tell_parts(ours: Workers) -> None:
-    """Print those of the slowest rank."""
-    found = ours.ask(what="parts")
-    own = {name: max(one[name] for one in found) for name in found[0]}
-    print("\nthe exchange, ms:")
-    print(
-        f"  the sum {own['sum']:.3f} (of it the exchange of shards {own['shards']:.3f}), "
-        f"the weights {own['weights']:.3f}"
-    )
-
-
 def main() -> None:
     parser = bench.parser(
         __doc__,
@@ -194,13 +183,14 @@ def main() -> None:
     print(f"{gpus} x {bench.describe(ndl.cuda())}; {args.model}, bfloat16")
     flags = ["--model", args.model, "--batch-size", args.batch_size, "--seq-len", args.seq_len]
 
-    def start(kind: str, name: str, apart: bool) -> Workers:
-        return Workers(name, gpus, [__file__, "--worker", kind, *map(str, flags)], apart)
-
-    names = [("needle", "needle, each alone"), ("needle", f"needle, {many}")]
+    kinds = {"needle, each alone": "needle", f"needle, {many}": "needle"}
     if not args.alone and bench.has("torch"):
-        names += [("torch", "torch, each alone"), ("torch", f"DDP, {many}")]
-    sides = {name: start(kind, name, name.endswith("alone")) for kind, name in names}
+        kinds |= {"torch, each alone": "torch", f"DDP, {many}": "torch"}
+    command = [__file__, *map(str, flags), "--worker"]
+    sides = {
+        name: Workers(name, gpus, [*command, kind], apart=name.endswith("alone"))
+        for name, kind in kinds.items()
+    }
     for side in sides.values():  # all compile, load and connect at once
         side.tell(what="block", steps=3)
     for side in sides.values():
@@ -215,7 +205,12 @@ def main() -> None:
                     f"  {name}: {group / alone[0]:.1%} of {gpus} times the slowest GPU alone, "
                     f"{group / alone[1]:.1%} of {gpus} times the first"
                 )
-    tell_parts(sides[f"needle, {many}"])
+    found = sides[f"needle, {many}"].ask(what="parts")
+    own = {name: max(rank[name] for rank in found) for name in found[0]}  # of the slowest rank
+    print(
+        f"\nthe exchange, ms:\n  the sum {own['sum']:.3f} (of it the exchange of shards "
+        f"{own['shards']:.3f}), the weights {own['weights']:.3f}"
+    )
     for side in sides.values():
         side.close()
 

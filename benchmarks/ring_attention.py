@@ -159,18 +159,16 @@ def measure(sides: dict[str, Workers | Given], time: int, dim: int) -> None:
     times = bench.in_turns(samplers, SAMPLES)
     print(f"\nT {time:,}, head dim {dim}")
     rates: dict[str, float] = {}
-    shares: dict[str, float] = {}
     for name, side in sides.items():
         ms = statistics.median(times[name])
         rates[name] = operations / ms / 1e9 / side.count
-        ideal = rates.get(f"{name.split(',')[0]}, 1 GPU", rates["needle, 1 GPU"])
-        shares[name] = rates[name] / ideal
+        own, needle = (rates.get(f"{of}, 1 GPU") for of in (name.split(",")[0], "needle"))
+        share = rates[name] / (own or needle)
         print(
             f"  {name:16} {ms:9.2f} ms ({min(times[name]):.2f} to {max(times[name]):.2f}), "
-            f"{rates[name]:5.0f} TFLOP/s a GPU, {shares[name]:6.1%} of its one GPU, "
-            f"{rates[name] / rates['needle, 1 GPU']:6.1%} of needle's"
+            f"{rates[name]:5.0f} TFLOP/s a GPU, {share:6.1%} of its one GPU, "
+            f"{rates[name] / needle:6.1%} of needle's"
         )
-    for name, share in shares.items():
         if share > POSSIBLE:
             print(f"  {name}: THIS DOES NOT COUNT: too fast to have computed the whole attention")
 
@@ -205,8 +203,8 @@ def main() -> None:
     device = group.device("auto")
     group.connect(device)
     sides = {
-        "needle, 1 GPU": Given(group, timed_by(Group(), device), 1),
-        f"needle, {place.size} GPUs": Given(group, timed_by(group, device), place.size),
+        named("needle", 1): Given(group, timed_by(Group(), device), 1),
+        named("needle", place.size): Given(group, timed_by(group, device), place.size),
     }
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere if group.rank else sys.stdout):
@@ -219,16 +217,17 @@ def workers(
 ) -> tuple[dict[str, Workers], int, ndl.Device]:
     """The sides, as processes of this machine; how many GPUs, and one of them."""
     gpus = gpus_of(parser, args.gpus)
-    kinds = ["needle"]
-    if not args.alone and bench.has("torch"):
-        kinds.append("torch")
-    names = {f"{kind}, {'1 GPU' if count == 1 else f'{count} GPUs'}": (kind, count)
-             for kind in kinds for count in (1, gpus)}  # fmt: skip
+    kinds = ["needle"] if args.alone or not bench.has("torch") else ["needle", "torch"]
     sides = {
-        name: Workers(name, count, [__file__, "--worker", kind])
-        for name, (kind, count) in names.items()
+        named(kind, count): Workers(named(kind, count), count, [__file__, "--worker", kind])
+        for kind in kinds
+        for count in (1, gpus)
     }
     return sides, gpus, ndl.cuda()
+
+
+def named(kind: str, count: int) -> str:
+    return f"{kind}, {count} GPU{'s' * (count > 1)}"
 
 
 def drive(args: argparse.Namespace, sides: dict[str, Any], count: int, device: ndl.Device) -> None:
