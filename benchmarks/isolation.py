@@ -24,6 +24,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -348,7 +349,10 @@ def mixed(count: int, seed: int, uuid: str) -> int:
             kills.acquire(blocking=False)
         seen[name] += 1
 
-    with Pool(devices=[0], timeout=SECONDS, spares=SPARES) as pool:
+    with (
+        Pool(devices=[0], timeout=SECONDS, spares=SPARES) as pool,
+        ThreadPoolExecutor(3) as threads,
+    ):
         good(pool)
         early, began = resident(), time.monotonic()
         while sum(seen.values()) < count:
@@ -357,15 +361,8 @@ def mixed(count: int, seed: int, uuid: str) -> int:
             names = [
                 rng.choice([*FAULTS, "killed"]) if rng.random() < 0.25 else name for name in names
             ]
-            if rng.random() < 1 / 3:
-                threads = [threading.Thread(target=one, args=(name,)) for name in names]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-            else:
-                for name in names:
-                    one(name)
+            run = threads.map if rng.random() < 1 / 3 else map
+            list(run(one, names))
         faulthandler.cancel_dump_traceback_later()
         took = time.monotonic() - began
         good(pool)
