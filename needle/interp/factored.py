@@ -63,7 +63,7 @@ class FactoredWeights:
         (..., C) in float32."""
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)  # type: ignore[attr-defined]
-        ids = np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens)
+        ids = np.asarray(tokens)
         if ids.dtype.kind == "U":
             ids = np.vectorize(self.to_single_token)(ids)  # type: ignore[attr-defined]
         columns = ops.index_select(ops.transpose(self.W_U), 0, ids.reshape(-1))

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from needle.autograd import Tensor
-from needle.backend_ndarray import NDArray
 from needle.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -78,15 +76,14 @@ class Texts:
 
     def to_string(self, tokens: Any) -> str | list[str]:
         """Return the text of ids (T,), or a list of texts of ids (B, T)."""
-        ids = _on_host(tokens)
-        decode = self._tokenizer().decode
-        if ids.ndim < 2:
-            return decode(ids.reshape(-1).tolist(), skip_special_tokens=False)
-        return [decode(row.tolist(), skip_special_tokens=False) for row in ids]
+        ids, decode = np.asarray(tokens), self._tokenizer().decode
+        rows = ids if ids.ndim > 1 else ids.reshape(1, -1)
+        texts = [decode(row.tolist(), skip_special_tokens=False) for row in rows]
+        return texts if ids.ndim > 1 else texts[0]
 
     def to_str_tokens(self, text: Any, prepend_bos: bool = False) -> list[str]:
         """Return the text of each token of a text, or of ids (T,) or (1, T)."""
-        ids = self.to_tokens(text, prepend_bos)[0] if isinstance(text, str) else _on_host(text)
+        ids = self.to_tokens(text, prepend_bos)[0] if isinstance(text, str) else np.asarray(text)
         return [str(self.to_string(np.array([one]))) for one in ids.reshape(-1)]
 
     def to_single_token(self, text: str) -> int:
@@ -95,7 +92,3 @@ class Texts:
         if len(ids) != 1:
             raise ValueError(f"{text!r} is {len(ids)} tokens, {self.to_str_tokens(text)}, not one")
         return int(ids[0])
-
-
-def _on_host(tokens: Any) -> np.ndarray:
-    return tokens.numpy() if isinstance(tokens, (Tensor, NDArray)) else np.asarray(tokens)

@@ -134,12 +134,8 @@ class Checkpoint:
         own = dict(model.named_parameters())
         for name in self.state["frozen"]:
             own[name].requires_grad = False
-        return (
-            model,
-            self._restore_optimizer(model, self._optimizer_arrays(device)),
-            self.state["epoch"],
-            self.state["loss"],
-        )
+        optimizer = self._restore_optimizer(model, device)
+        return model, optimizer, self.state["epoch"], self.state["loss"]
 
     def configuration(self, dtype: str | None = None) -> registry.Config:
         """The model's, in `dtype` where one is given."""
@@ -224,10 +220,8 @@ class Checkpoint:
         if problems := misfits(own, shapes, FROM_FILE):
             raise self._error(f"does not fit {what}: " + "; ".join(problems))
 
-    def _restore_optimizer(
-        self, model: nn.Module, arrays: dict[str, NDArray]
-    ) -> optim.Optimizer | None:
-        saved = self.state["optimizer"]
+    def _restore_optimizer(self, model: nn.Module, device: Device) -> optim.Optimizer | None:
+        saved, arrays = self.state["optimizer"], self._optimizer_arrays(device)
         if saved is None:
             return None
         with self._naming("the optimizer's state cannot be used"):

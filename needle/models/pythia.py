@@ -26,7 +26,7 @@ from typing import Any
 
 from needle import hf, init, nn, ops
 from needle.autograd import Tensor
-from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
+from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array
 from needle.block_mask import BlockMask
 from needle.generation import Cache
 from needle.interp.factored import FactoredWeights
@@ -443,20 +443,15 @@ class Pythia(FactoredWeights, LanguageModel):
         """Rotary tables of `time` tokens, and the mask of the sequences that they belong to."""
         if self.group is None:
             return self._rotary, self.block_mask(time)
-        whole, begin = time * self.group.size, 0
+        whole = time * self.group.size
         if whole > self.config.max_seq_len:
             raise ValueError(
                 f"Pythia: {self.group.size} ranks share sequences of {whole} tokens, but "
                 f"max_seq_len is {self.config.max_seq_len}"
             )
-        shapes = [(time, *table.shape[1:]) for table in self._rotary]
-        rotary = [empty(shape, "float32", self.device) for shape in shapes]
-        for run in ops.ring_chunks(whole, self.group.rank, self.group.size):
-            size = run.stop - run.start
-            for rows, table in zip(rotary, self._rotary):
-                rows[begin : begin + size] = table[run]
-            begin += size
-        return tuple(rotary), self.block_mask(whole)
+        runs = ops.ring_chunks(whole, self.group.rank, self.group.size)
+        parts = ([Tensor.from_ndarray(table[run]) for run in runs] for table in self._rotary)
+        return tuple(ops.concatenate(part).cached_data for part in parts), self.block_mask(whole)
 
     def block_mask(self, time: int) -> BlockMask | None:
         if not self.config.use_sparse_attention:

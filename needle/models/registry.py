@@ -82,10 +82,9 @@ class Config:
                 kind = type(part)
                 found |= {name: f"{kind.__module__}.{kind.__qualname__}"} if name else {}
                 for key, x in vars(part).items():
-                    if isinstance(x, (bool, int, float, str)) and key[0] != "_":
+                    setting = key[0] != "_" and key not in PASSING
+                    if setting and isinstance(x, (bool, int, float, str)):
                         found[f"{name}.{key}".lstrip(".")] = repr(x)
-                for key in PASSING:
-                    found.pop(f"{name}.{key}".lstrip("."), None)
             return found | {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in tensors}
 
         own, made = parts(module), parts(self.meta_model())

@@ -62,7 +62,7 @@ def clip_grad_norm(params: FlatParameters | Sequence[Tensor], max_norm: float) -
     if max_norm <= 0:
         raise ValueError(f"clip_grad_norm: max_norm must be above 0, but is {max_norm}")
     flat = isinstance(params, FlatParameters)
-    with_grad = [] if flat else [p for p in params if p.grad is not None]
+    with_grad = [] if flat else _with_grad(params)
     grads = [params.grad] if flat else [p.grad.cached_data for p in with_grad]
     total = math.hypot(*map(_norm, grads))
     factor = max_norm / (total + 1e-6)
