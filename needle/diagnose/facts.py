@@ -27,10 +27,6 @@ def collect() -> dict[str, Any]:
     build = dict(_C.build_info())
     if threads := os.environ.get("OMP_NUM_THREADS", ""):
         threads += " (OMP_NUM_THREADS)"
-    try:  # the library that compiles a user's own kernels
-        nvrtc = {"path": str(find_toolkit().nvrtc)}
-    except RuntimeError as error:
-        nvrtc = {"problem": str(error)}
     return {
         "needle": build["version"],
         "location": str(Path(_C.__file__).parent),
@@ -39,7 +35,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "threads": threads or str(len(os.sched_getaffinity(0))),
         "build": build,
-        "nvrtc": nvrtc,
+        "nvrtc": nvrtc(),
         "cuda": cuda(),
         "devices": [describe(_C.cpu())],
         "settings": {
@@ -48,6 +44,14 @@ def collect() -> dict[str, Any]:
             if name.startswith(SETTINGS)
         },
     }
+
+
+def nvrtc() -> dict[str, str]:
+    """The library that compiles a user's own kernels, as `path`; where there is none `problem`."""
+    try:
+        return {"path": str(find_toolkit().nvrtc)}
+    except RuntimeError as error:
+        return {"problem": str(error)}
 
 
 def describe(device: _C.Device) -> dict[str, Any]:
