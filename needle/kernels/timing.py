@@ -92,24 +92,30 @@ class Clock:
         return 2 * size**3 / (min(self.timed(lambda: a @ a) for _ in range(4)) * 1e-6)
 
 
+def least_time(written: int, operations: float, rates: Mapping[str, float]) -> float:
+    """Return the microseconds that a device of these rates (fill_rate, product_rate) needs to write
+    so many bytes, of which its L2 cache may keep some, and to do so many operations."""
+    writing = max(written - L2_BYTES, 0) / (rates["fill_rate"] * MARGIN)
+    return max(writing, operations / (rates["product_rate"] * MARGIN_OF_PRODUCTS)) * 1e6
+
+
 def judge(
     times: Sequence[float],
     clock: Mapping[str, float],
     written: int,
-    touched: int = 0,
+    touched: int,
     local_bytes: int = 0,
     warm: bool = True,
     operations: float = 0,
 ) -> Timing:
     """Judge times, in microseconds. clock: nothing, fill_rate and product_rate of a Clock. written:
-    bytes of outputs, all of which were written, and of which L2 may keep some; touched: bytes of
-    all arrays, some of which a kernel may leave unread; operations: those that it must do."""
+    bytes of outputs, all of which were written; touched: bytes of all arrays, some of which a
+    kernel may leave unread; operations: those that a right kernel must do."""
     nothing, fill_rate = clock["nothing"], clock["fill_rate"]
     lower, median, upper = (
         statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     )
-    writing = max(written - L2_BYTES, 0) / (fill_rate * MARGIN)
-    least = max(writing, operations / (clock["product_rate"] * MARGIN_OF_PRODUCTS)) * 1e6
+    least = least_time(written, operations, clock)
     reason, hints = "", []
     if median < SHORTEST:
         reason = f"{median:.3g} us are less than a launch takes"
