@@ -1,7 +1,6 @@
 """Flags of apps/train_pythia.py, the model that they make, refusals, and the advice of a run that
 stops by itself."""
 
-import dataclasses
 import json
 import re
 import shlex
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import train_pythia
-from harness import naming
 from small_runs import checkpoint_of, flags, lines_of, without
 
 import needle as ndl
@@ -19,7 +17,7 @@ from needle.distributed.environment import Place
 from needle.distributed.group import ALONE
 from needle.models import gpt_neox
 from needle.training import run as run_parts
-from needle.training.settings import FIELDS, check_new, complete, located, option, parse
+from needle.training.settings import FIELDS, complete, located, option, parse
 
 # ---- flags ------------------------------------------------------------------------------------
 
@@ -169,14 +167,3 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
     error = capsys.readouterr().err
     last = checkpoint_of(tmp_path, "c", len(lines_of(tmp_path, "c")))
     assert last.exists() and "Stopped." in error and str(last) not in error
-
-
-def test_a_flag_alone_is_taken_or_needs_another_by_name(capsys):
-    given, refused = parse([]), set()
-    for name in FIELDS:
-        with naming(name):
-            try:
-                check_new(dataclasses.replace(given, **{name: 1}))
-            except SystemExit:
-                refused.add(re.search(r"argument --(\S+): needs", capsys.readouterr().err)[1])
-    assert refused == {"window", "keep-optimizer", "end-of-text", "decay-share"}

@@ -26,8 +26,10 @@ def test_run_names_its_products_in_fp8_and_resumes_with_others(
     again = ["--resume", str(tmp_path / "runs" / "head"), "--device", "cpu", "--steps", "7"]
     assert train_pythia.main(again) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "products of head in FP8 (operands e4m3, gradients e5m2), these by " in said
-    assert f"{products}: bits may differ" in said
+    library = ndl.cpu().properties()["products"]
+    before = f"{library}, products of head in FP8 (operands e4m3, gradients e5m2)"
+    now = f"these by {library}, {products}: bits may differ"
+    assert f"its steps were multiplied by {before}, {now}" in said
     assert train_pythia.main(flags(tmp_path, tokens, "plain", *more)) == 0
     assert "FP8" not in capsys.readouterr().out
     for run in "head", "layers", "plain":
@@ -47,24 +49,8 @@ def test_parts_that_cannot_be_in_fp8_are_not_said_to_be(monkeypatch):
     ):
         model = ndl.Pythia(one)
         parallel = SimpleNamespace(context=context, group=SimpleNamespace(rank=0, size=2))
-        train_pythia.set_up(model, parallel, Settings(fp8=True))
-        assert model.fp8 and model.parts_in_fp8 == parts
+        train_pythia.set_up(model, parallel, Settings(fp8=True, recompute=True))
+        assert model.fp8 and model.parts_in_fp8 == parts and model.recompute
     model.embed_out = ndl.nn.Linear(32, 64)
     with pytest.raises(ValueError, match="^fp8: a .* a head without a bias: nn.Linear or"):
         model.use_fp8()
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])  # either makes a scale NaN
-def test_a_nan_in_front_of_the_head_names_its_step(value, tmp_path, tokens, capsys, monkeypatch):
-    loss, calls = ndl.Pythia.loss, []
-
-    def broken(self, *given):
-        calls.append(given)
-        if len(calls) == 4:
-            self.final_layer_norm.weight.cached_data[0] = value
-        return loss(self, *given)
-
-    monkeypatch.setattr(ndl.Pythia, "loss", broken)
-    argv = flags(tmp_path, tokens, "a", "--fp8", "--eval-every", "0")
-    assert train_pythia.main(argv) == 1
-    assert "step 4: the loss is nan" in capsys.readouterr().err

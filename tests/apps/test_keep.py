@@ -42,15 +42,6 @@ def test_recipe_keeps_whole_checkpoints_and_keep_the_weights_of_others():
         assert found == [(True, False), third, (False, False)]
 
 
-def test_checkpoints_stay_that_an_earlier_keep_names(tmp_path, run):
-    more = "--keep 1,3 --keep-optimizer --schedule constant --warmup 0"
-    assert run("a", more) == 0
-    argv = ["--resume", "auto", "--name", "a", "--out", str(tmp_path / "runs")]
-    for steps, keep in (9, "7"), (14, "10,20,..."):
-        assert train_pythia.main([*argv, "--steps", str(steps), "--keep", keep]) == 0
-    assert ndl.open_run(tmp_path / "runs" / "a").steps == [1, 3, 7, 10, 12, 14]
-
-
 def test_kept_weights_are_those_of_their_steps(tmp_path, run):
     for name, more in ("every", "--keep 0,1,... --keep-optimizer"), ("kept", "--keep 0,1,2,4,..."):
         assert run(name, more) == 0

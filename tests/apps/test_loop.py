@@ -19,7 +19,6 @@ from needle import CudaError, CudaFatalError, Tensor
 from needle.models import Pythia
 from needle.processes import collecting
 from needle.training import log as logs
-from needle.training import run as runs
 from needle.training import session as sessions
 from needle.training.session import STOPS, Stop
 from needle.training.settings import parse
@@ -160,20 +159,6 @@ def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatc
     for sequences, found in (1, False), (2, True):  # the last of them lacks a target
         run.data.held_out = run.data.train.between(0, sequences * length)
         assert bool(sessions.evaluate(run)) is found
-
-
-def test_a_start_that_fails_leaves_the_folder_to_the_next(run, monkeypatch):
-    """Its errors are kept, as notebooks keep those that they show."""
-    kept = []
-    for where, name in (
-        (train_pythia, "read_replay"), (train_pythia, "Run"), (runs, "write_description"),
-        (sessions, "open_log"),
-    ):  # fmt: skip
-        with monkeypatch.context() as patch, pytest.raises(TypeError) as error:
-            patch.setattr(where, name, None)
-            run("a")
-        kept.append(error)
-    assert run("a") == 0
 
 
 def test_errors_have_their_words_and_exit_codes():

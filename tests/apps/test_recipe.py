@@ -12,7 +12,7 @@ from small_runs import flags as small_flags
 
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.training.keep import keeps
-from needle.training.settings import PUBLISHED, changes, complete, located, parse
+from needle.training.settings import PUBLISHED, changes, complete, parse
 
 
 def flags(tmp_path, tokens, *more, **options):
@@ -47,15 +47,11 @@ def test_recipes_follow_the_published_and_the_announced_rates():
     for step in range(1430, 143_001, 1234):
         wanted = 1e-4 + 9e-4 * math.cos(math.pi / 2 * (step - 1430) / 141_570) ** 2
         assert fixed(step) == pytest.approx(wanted, rel=1e-12), step
+    few = train_pythia.schedule_of(settings_of("--schedule wsd --steps 2 --warmup 0 --lr 1"))
+    assert [few(1), few(2)] == [1, pytest.approx(0.1)]  # there is a step of decay at least
 
 
 # ---- settings ---------------------------------------------------------------------------------
-
-
-def test_decay_of_few_steps_has_one_at_least():
-    settings = settings_of("--schedule wsd --steps 2 --warmup 0 --lr 1")
-    rates = train_pythia.schedule_of(settings)
-    assert [rates(step) for step in (1, 2)] == [1, pytest.approx(0.1)]
 
 
 def test_recipe_of_each_model_is_the_papers():
@@ -94,24 +90,21 @@ def test_each_flag_changes_the_recipe():
             assert getattr(zero, flag) == 0, (recipe, flag)
 
 
-def test_sequences_of_a_step_follow_batch_and_accumulation():
-    for words, batch, accumulate in [
-        ("--recipe pythia", 16, 64),
-        ("--recipe pythia --batch-size 32", 32, 32),
-        ("--recipe pythia --grad-accum 4", 256, 4),
-        ("--recipe pythia --grad-accum 2 --batch-size 512", 512, 2),
-        ("--global-batch-size 24", 12, 2),
-        ("--batch-size 3 --grad-accum 5", 3, 5),
+def test_sequences_of_a_step_follow_batch_and_accumulation_and_suit_the_ranks():
+    for words, ranks, batch, accumulate in [
+        ("--recipe pythia", 1, 16, 64),
+        ("--recipe pythia --batch-size 32", 1, 32, 32),
+        ("--recipe pythia --grad-accum 4", 1, 256, 4),
+        ("--recipe pythia --grad-accum 2 --batch-size 512", 1, 512, 2),
+        ("--batch-size 3 --grad-accum 5", 1, 3, 5),
+        ("--global-batch-size 24", 1, 12, 2),
+        ("--global-batch-size 16", 2, 8, 2),
+        ("--global-batch-size 12", 2, 6, 2),
+        ("--global-batch-size 24", 4, 6, 4),
+        ("--global-batch-size 48", 3, 16, 3),
     ]:
-        settings = settings_of(words)
+        settings = complete(parse(words.split()), on_gpu="recipe" in words, ranks=ranks)
         assert (settings.batch_size, settings.grad_accum) == (batch, accumulate), words
-
-
-def test_step_is_cut_into_a_number_of_micro_batches_that_suits_the_ranks():
-    for sequences, ranks, batch in (16, 1, 16), (16, 2, 8), (12, 2, 6), (24, 4, 6), (48, 3, 16):
-        given = parse(["--model", "tiny", "--global-batch-size", str(sequences)])
-        settings = complete(given, on_gpu=False, ranks=ranks)
-        assert (settings.batch_size, settings.grad_accum) == (batch, sequences // batch)
 
 
 def test_values_at_their_limits_are_taken():
@@ -126,14 +119,6 @@ def test_values_at_their_limits_are_taken():
         for flag, value in zip(words.split()[::2], words.split()[1::2]):
             taken = str(getattr(settings, flag[2:].replace("-", "_")))
             assert taken in (value, f"{value}.0"), words
-
-
-def test_paths_stay_when_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = located(parse("--init w --data d --tokenizer t.json".split()))
-    assert [given.init, given.data, given.tokenizer] == [
-        str(tmp_path / name) for name in ("w", "d", "t.json")
-    ]
 
 
 # ---- a run ------------------------------------------------------------------------------------

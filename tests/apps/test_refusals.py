@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import arguments, checkpoint_of, flags, numbers_of, run_until, without
+from small_runs import arguments, checkpoint_of, contents, flags, numbers_of, run_until, without
 
 import needle as ndl
-from needle.checkpoint import Checkpoint, CheckpointError
+from needle.checkpoint import Checkpoint
 from needle.data import train_tokenizer
 from needle.data.__main__ import main as data_main
 from needle.distributed.environment import Place
@@ -22,7 +22,7 @@ from needle.training import evaluate
 from needle.training import folder as folders
 from needle.training import run as runs
 from needle.training.replay import bank, verify
-from needle.training.settings import Settings, complete, located, parse, resumed
+from needle.training.settings import Settings, complete, located, parse
 
 # ---- a new run --------------------------------------------------------------------------------
 
@@ -169,10 +169,6 @@ def stopped(tmp_path, tokens, monkeypatch):
     return tmp_path / "runs" / "saved", tmp_path / "runs" / "begun"
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_run_goes_on_with_its_own_settings_and_data_alone(tmp_path, tokens, stopped, capsys):
     """It is left as it is; the flags that it has may be repeated."""
     other, alone = tmp_path / "other.npy", tmp_path / "elsewhere" / "kept.safetensors"
@@ -219,24 +215,6 @@ def test_paths_of_a_run_stay_when_it_goes_on_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kept = located(parse("--init a --data b/../c --tokenizer d".split()))
     assert (kept.init, kept.data, kept.tokenizer) == tuple(str(tmp_path / name) for name in "acd")
-
-
-def test_flags_that_repeat_a_setting_or_are_free_are_taken(tmp_path):
-    words = "--model tiny --grad-accum 3 --seed 5 --data-seed 6 --schedule wsd"
-    own, config = complete(parse(words.split()), False), ndl.PythiaConfig()
-    state = {"settings": own.to_json(), "step": 1}
-    saved = SimpleNamespace(path=tmp_path, state=state, configuration=lambda: config)
-    more = "--global-batch-size 48 --init-seed 5 --data-seed 6 --save-every 7 --keep log"
-    made = resumed(parse(more.split()), saved, tmp_path)
-    assert (made.save_every, made.keep, made.grad_accum, made.data_seed) == (7, "log", 3, 6)
-    for flag, value, has in (
-        ("--global-batch-size", 16, "48"),
-        ("--data-seed", 5, "6"),
-        ("--init-seed", 6, "5"),
-        ("--steps", 9, "600, where its wsd schedule ends"),
-    ):
-        with pytest.raises(CheckpointError, match=f"{flag} is {value}, but the run has {has}"):
-            resumed(parse([flag, str(value)]), saved, tmp_path)
 
 
 def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):

@@ -56,34 +56,6 @@ def test_run_starts_from_weights_of_each_kind(tmp_path, texts, trained, monkeypa
         assert train_pythia.main([*argv, "--resume", "auto"]) == 0  # flags repeat the settings
 
 
-def test_run_from_an_imported_checkpoint_takes_its_tokenizer_and_end(
-    tmp_path, texts, trained, monkeypatch, capsys
-):
-    """They are in the checkpoint; the run keeps them when it is gone."""
-    model = ndl.Pythia.from_pretrained(trained)
-    text = model.tokenizer.to_str().replace("<|endoftext|>", "<end>")
-    folder, checkpoint = tmp_path / "a", tmp_path / "b" / "model.safetensors"
-    model.save_pretrained(folder, tokenizers.Tokenizer.from_str(text))
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 7]}))
-    (folder / "tokenizer_config.json").unlink()
-    assert shell.main(["import", str(folder), str(checkpoint)]) == 0
-    argv = flags(tmp_path, texts, "x", "--init", checkpoint)
-    run_until(monkeypatch, 5, argv)
-    assert "end of text '<end>', id 0" in capsys.readouterr().out
-    shutil.rmtree(folder), shutil.rmtree(checkpoint.parent)
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-    run = tmp_path / "runs" / "x"
-    for found in (
-        ndl.open_run(run).tokenizer,
-        ndl.open_run(run).model().tokenizer,
-        ndl.Pythia.from_pretrained(run).tokenizer,
-        load_tokenizer(run),
-    ):
-        assert type(found) is ndl.data.Tokenizer and found.stops == (0, 7)
-        assert found.to_str() == load_tokenizer(tokenizers.Tokenizer.from_str(text)).to_str()
-
-
 def test_given_tokenizer_takes_the_place_of_that_which_came(tmp_path, texts, trained, capsys):
     """Its a is the other's e."""
     other, out = tmp_path / "other.json", tmp_path / "out"
@@ -108,29 +80,48 @@ def test_given_tokenizer_takes_the_place_of_that_which_came(tmp_path, texts, tra
         assert load_tokenizer(folder).to_str() == load_tokenizer(other).to_str()
 
 
-def test_run_keeps_the_end_of_text_of_its_start(tmp_path, texts, trained, monkeypatch, capsys):
-    """Named by the flag, or by a file beside the tokenizer, which then names another."""
-    place = tmp_path / "tokenizer"
+def test_run_keeps_the_tokenizer_and_the_end_of_text_of_its_start(
+    tmp_path, texts, trained, monkeypatch, capsys
+):
+    """The end is named by the flag, by a file beside the tokenizer, which then names another, or in
+    an imported checkpoint, which is gone."""
+    place, folder, imported = (tmp_path / name for name in ("tokenizer", "a", "b/c.safetensors"))
     place.mkdir()
-    text = load_tokenizer(trained).to_str().replace("<|endoftext|>", "<end>")
+    model = ndl.Pythia.from_pretrained(trained)
+    text = model.tokenizer.to_str().replace("<|endoftext|>", "<end>")
     (place / "tokenizer.json").write_text(text)
     file, given = place / "tokenizer_config.json", ["--tokenizer", place / "tokenizer.json"]
+    model.save_pretrained(folder, tokenizers.Tokenizer.from_str(text))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 7]}))
+    (folder / "tokenizer_config.json").unlink()
+    assert shell.main(["import", str(folder), str(imported)]) == 0
     for name, more, content, stops in (
-        ("none", [], "{}", ()),
-        ("flag", ["--end-of-text", "<end>"], "{}", (0,)),
-        ("file", [], '{"eos_token": "<end>"}', (0,)),
+        ("none", given, "{}", ()),
+        ("flag", [*given, "--end-of-text", "<end>"], "{}", (0,)),
+        ("file", given, '{"eos_token": "<end>"}', (0,)),
+        ("init", ["--init", imported], "{}", (0, 7)),
     ):
         file.write_text(content)
         capsys.readouterr()
-        run_until(monkeypatch, 5, flags(tmp_path, texts, name, *given, *more))
+        run_until(monkeypatch, 5, flags(tmp_path, texts, name, *more))
         said = "'<end>', id 0" if stops else "no end of text: --end-of-text names"
         assert said in capsys.readouterr().out
         file.write_text('{"eos_token": "e"}')
+        if name == "init":
+            imported.unlink()
         assert train_pythia.main(flags(tmp_path, texts, name, "--resume", "auto")) == 0
         run = tmp_path / "runs" / name
         ids = ndl.data.open_run_data(run)[0].train.tolist()
-        assert ids.count(0) == 23 * len(stops)  # one of 24 documents is held out
+        assert ids.count(0) == 23 * bool(stops)  # one of 24 documents is held out
         # A checkpoint holds its tokenizer, wherever it goes.
         alone = shutil.copy(checkpoint_of(tmp_path, name, 6), tmp_path / "alone.safetensors")
-        for found in ndl.open_run(run).tokenizer, ndl.load_checkpoint(alone)[0].tokenizer:
-            assert found.stops == stops
+        for found in (
+            ndl.open_run(run).tokenizer,
+            ndl.open_run(run).model().tokenizer,
+            ndl.Pythia.from_pretrained(run).tokenizer,
+            ndl.load_checkpoint(alone)[0].tokenizer,
+            load_tokenizer(run),
+        ):
+            assert type(found) is ndl.data.Tokenizer and found.stops == stops
+            assert found.to_str() == load_tokenizer(tokenizers.Tokenizer.from_str(text)).to_str()

@@ -17,7 +17,6 @@ from needle.data import megatron
 from needle.data.__main__ import main as data
 from needle.files import printable
 from needle.training import evaluate
-from needle.training import folder as folders
 from needle.training import plot as plots
 from needle.training import run as run_parts
 from needle.training.export import main as hf
@@ -63,32 +62,19 @@ def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, caps
     bits = lines[-1]["val_loss"] / np.log(2) / size
     assert lines[-1]["val_bits_per_byte"] == pytest.approx(bits, rel=1e-9)
 
-    def continuation(where, *more, code=0):
-        fixed = "--max-new-tokens 9 --device cpu".split()
-        assert generate.main([str(where), "--prompt", "def ", *fixed, *map(str, more)]) == code
-        out, error = capsys.readouterr()
-        return error if code else out
+    def continuation(*words):
+        fixed = "--seed 1 --max-new-tokens 9 --device cpu".split()
+        assert generate.main([*map(str, words), *fixed]) == 0
+        return capsys.readouterr().out
 
-    seeded = continuation(folder, "--seed", "1")
-    assert continuation(folder, "--seed", "1") == seeded
-    greedy = "--temperature", "0", "--repetition-penalty", "1.2"
-    plain = continuation(folder, *greedy)
-    at = next(i for i in range(5, len(plain)) if plain[i].isalnum())  # no escape
-    stops = "--stop", "not written", "--stop", plain[at]
-    assert continuation(folder, *greedy, *stops) == plain[: plain.index(plain[at], 4)] + "\n"
+    seeded = continuation(folder, "--prompt", "def ")
     monkeypatch.setattr("sys.stdin", io.StringIO("def "))
-    assert continuation(folder, "--seed", "1", "--prompt", "-") == seeded
+    assert continuation(folder, "--prompt", "-") == seeded
     there = tmp_path / "there"
     model.save_pretrained(there)
-    assert continuation(there, "--seed", "1") == seeded
     (there / "tokenizer.json").unlink()
-    assert "no tokenizer.json lies with it; give --tokenizer" in continuation(there, code=1)
     beside = "--tokenizer", folder / "tokenizer.json"
-    assert continuation(there, "--seed", "1", *beside) == seeded
-    load, made = generate.load_model, []
-    monkeypatch.setattr(generate, "load_model", lambda *given: made.append(load(*given)) or made[0])
-    continuation(folder, "--dtype", "bfloat16")
-    assert made[0][0].config.dtype == "bfloat16"
+    assert continuation(there, "--prompt", "def ", *beside) == seeded
 
 
 def test_run_on_preshuffled_rows_has_no_held_out_loss_and_a_sample(
@@ -103,34 +89,25 @@ def test_run_on_preshuffled_rows_has_no_held_out_loss_and_a_sample(
 
 
 def test_run_goes_on_with_other_evaluations_saves_and_proofs(tmp_path, run, tokens, monkeypatch):
-    run_until(monkeypatch, 3, flags(tmp_path, tokens, "a"))
-    more = "--eval-every 4 --save-every 5 --prove 3 --keep 3 --keep-optimizer"
+    """Checkpoints stay that an earlier --keep names."""
+    run_until(monkeypatch, 3, flags(tmp_path, tokens, "a", "--keep 1 --keep-optimizer"))
+    more = "--eval-every 4 --save-every 3 --prove 3 --keep 3 --keep-optimizer"
     assert run("a", "--resume auto", more) == 0
     assert [x["step"] for x in lines_of(tmp_path, "a") if "val_loss" in x] == [4, 6]
-    assert [*proofs_of(tmp_path, "a")] == [2, 3, 5, 6]
-    assert ndl.open_run(tmp_path / "runs" / "a").steps == [2, 3, 5, 6]
+    assert [*proofs_of(tmp_path, "a")] == [1, 2, 3, 6]
+    assert ndl.open_run(tmp_path / "runs" / "a").steps == [1, 2, 3, 6]
     assert checkpoint_of(tmp_path, "a", 3).exists()
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_finished_run_says_how_to_go_on(tmp_path, tokens, capsys, schedule):
-    argv = flags(tmp_path, tokens, "a", "--warmup 0 --schedule", schedule, steps=3)
-    assert train_pythia.main(argv) == 0 and train_pythia.main(argv) == 1
-    assert "there is a run of this name already" in capsys.readouterr().err
-    assert train_pythia.main([*argv, "--resume", "auto"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "nothing to do: all 3 steps are done" in said
-    longer = train_pythia.main([*argv, "--resume", "auto", "--steps", "5"])
-    error = capsys.readouterr().err
-    if schedule == "cosine":
-        assert said.endswith(f"--init {tmp_path / 'runs' / 'a'}") and longer == 1
-        assert "--steps is 5, but the run has 3, where its cosine schedule ends" in error
-        return
-    assert said.endswith("--steps N") and longer == 0
-    argv = flags(tmp_path, tokens, "b", "--schedule constant --warmup 0", steps=5)
-    assert train_pythia.main(argv) == 0
-    losses = [[line["loss"] for line in lines_of(tmp_path, name)] for name in ("a", "b")]
-    assert losses[0] == losses[1]
+def test_finished_run_says_how_to_go_on(tmp_path, run, capsys):
+    """A constant one by more steps (test_replay.py), another from its weights."""
+    for schedule, ends in ("cosine", f"--init {tmp_path}/runs/cosine"), ("constant", "--steps N"):
+        words = schedule, f"--warmup 0 --schedule {schedule} --steps 3"
+        assert run(*words) == 0 and run(*words) == 1
+        assert "there is a run of this name already" in capsys.readouterr().err
+        assert run(*words, "--resume auto") == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "nothing to do: all 3 steps are done" in said and said.endswith(ends)
 
 
 EVIL = "\x1b]0;title\x07"
@@ -181,18 +158,8 @@ def test_plot_and_sample_that_fail_are_reported(tmp_path, tokens, monkeypatch, c
 # ---- what decides bits ------------------------------------------------------------------------
 
 
-def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypatch):
-    """The library and the table that decide how products are computed decide their bits."""
-    argv = flags(tmp_path, tokens, "a", "--resume", "auto")
-    run_until(monkeypatch, 3, argv)
-    products = ndl.cpu().properties()["products"]
-    assert products and Checkpoint(checkpoint_of(tmp_path, "a", 2)).state["products"] == products
-    monkeypatch.setattr(
-        folders, "check_state", lambda checkpoint: checkpoint.state.update(products="abacus")
-    )
-    assert train_pythia.main(argv) == 0
-    said = f"its steps were multiplied by abacus, these by {products}: bits may differ"
-    assert said in " ".join(capsys.readouterr().out.split())
+def test_library_gpu_and_variables_decide_the_bits_of_products(monkeypatch):
+    """A run that goes on with other products says so: test_fp8_runs.py."""
     facts = {"products": "cuBLASLt 13.1.0", "name": "NVIDIA H200"}
     gpu = SimpleNamespace(is_host=False, properties=lambda: facts)
     for name, value in ("NEEDLE_ARCH", ""), ("NEEDLE_ALGORITHM", ""), ("NEEDLE_TF32", "1"):
@@ -230,11 +197,8 @@ def test_defaults_follow_device_and_model():
     assert (auto.model, auto.steps) == ("tiny", 600)
     given = Settings(batch_size=2, seq_len=16, grad_accum=3, warmup=0, tokens=97)
     assert complete(given, on_gpu=False).steps == 2
-
-
-def test_fp8_takes_a_share_of_16_tokens_of_a_sequence():
     words = "--fp8 --context-parallel 2 --batch-size 1 --seq-len 32".split()
-    assert complete(parse(words), on_gpu=False, ranks=2).fp8
+    assert complete(parse(words), on_gpu=False, ranks=2).fp8  # each has 16 tokens of a sequence
 
 
 def test_vocabulary_is_that_of_the_preset_the_flag_or_the_tokenizer():
