@@ -68,6 +68,12 @@ def checkpoint_of(tmp_path, name, step):
     return checkpoint_path(tmp_path / "runs" / name / "checkpoints", step)
 
 
+def contents(folder):
+    """path -> bytes of the files in a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def tensors_of(path):
     """The bytes of all tensors of a checkpoint."""
     content = path.read_bytes()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import CPU, EVERY, flags, retell, run_until
+from small_runs import CPU, EVERY, contents, flags, retell, run_until
 
 import needle as ndl
 from needle.data import open_run_data
@@ -23,7 +23,7 @@ from needle.training.replay.replays import Replay
 DROP = "[[edit]]\ndo = 'drop'\nwhere = {{ document = {} }}\n"
 FILES = {
     "a.toml": DROP.format(1),
-    "b.toml": DROP.format("['3:5', 8]"),
+    "b.toml": "[[edit]]\ndo = 'drop'\nwhere = { ids = 'some.txt' }\n",
     "c.toml": "[[edit]]\ndo = 'replace'\nwhere = { document = 7 }\nwith_ids = [1, 2, 3]\n",
 }
 
@@ -33,6 +33,7 @@ def edits(tmp_path):
     (tmp_path / "edits").mkdir()
     for name, text in FILES.items():
         (tmp_path / "edits" / name).write_text(text)
+    (tmp_path / "edits" / "some.txt").write_text("3\n4\n5\n8\n")
     return tmp_path / "edits"
 
 
@@ -52,17 +53,7 @@ def made(parent, edits, name, *more, start=2):
 
 def files_of(folder):
     """path -> bytes of the results in a bank."""
-    paths = [*(folder / "retrained").rglob("*"), folder / "subsets.json"]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.is_file()}
-
-
-def test_documents_of_a_file_of_ids_are_those_of_a_subset(tmp_path, parent, edits):
-    (tmp_path / "some.txt").write_text("3\n5\n")
-    drop = f"[[edit]]\ndo = 'drop'\nwhere = {{ ids = '{tmp_path / 'some.txt'}' }}\n"
-    (edits / "b.toml").write_text(drop)
-    assert made(parent, edits, "bank", "--no-control") == 0
-    subsets = json.loads((tmp_path / "runs/bank/subsets.json").read_text())
-    assert subsets == [[1], [3, 5], [7]]
+    return contents(folder / "retrained") | {"subsets": (folder / "subsets.json").read_bytes()}
 
 
 def test_bank_has_the_models_of_single_replays(tmp_path, parent, edits):
@@ -94,10 +85,8 @@ def test_bank_has_the_models_of_single_replays(tmp_path, parent, edits):
     assert odd == even and len(odd) == 1 + 4 * 3
     fork = tmp_path / "runs" / "odd" / "runs" / "subset_0" / "replay.json"
     assert json.loads(fork.read_text())["base"] == 3  # the checkpoint that the base left
-    assert (
-        odd["retrained/base/model.safetensors"]
-        == files_of(folder)["retrained/base/model.safetensors"]
-    )
+    base = "base/model.safetensors"
+    assert odd[base] == files_of(folder)[base]
 
 
 def test_bank_that_was_killed_goes_on(tmp_path, parent, edits, monkeypatch):
@@ -122,12 +111,16 @@ def test_bank_that_was_killed_goes_on(tmp_path, parent, edits, monkeypatch):
     assert made(parent, edits, "killed", start=0) == 0 and len(trained) == 5
 
 
-def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
+def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, monkeypatch, capsys):
     for more, place in ([], "runs"), (["--out", tmp_path / "others"], "others"):
         assert made(parent, edits, "bank", "--dry-run", *more) == 0
         said = f"{tmp_path / place / 'bank'}: 3 replays from step 2 to 6\n"
         assert said in capsys.readouterr().out
         assert not (tmp_path / place / "bank").exists()
+    with monkeypatch.context() as patch:
+        patch.chdir(parent.folder)  # whose name a bank has
+        assert bank.main([".", "--from", "2", "--edits", str(edits), "--dry-run"]) == 0
+        assert f"{parent.folder}-bank: 3 replays" in capsys.readouterr().out
     assert made(parent, edits, "bank") == 0
     (edits / "d.toml").write_text("[[edit]]\ndo = 'drop'\nwhere = { document = 99 }\n")
     empty = tmp_path / "empty"
@@ -169,12 +162,6 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, capsys):
     assert made(parent, edits, "bank") == 1
     assert "is working in this folder" in capsys.readouterr().err
     lock.release()
-
-
-def test_bank_of_the_current_folder_has_its_name(parent, edits, monkeypatch, capsys):
-    monkeypatch.chdir(parent.folder)
-    assert bank.main([".", "--from", "2", "--edits", str(edits), "--dry-run"]) == 0
-    assert f"{parent.folder}-bank: 3 replays from step 2 to 6" in capsys.readouterr().out
 
 
 def test_bank_ends_soon_after_a_replay_that_failed(parent, edits, monkeypatch):
@@ -281,19 +268,10 @@ def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, 
         assert row["spearman"] == pytest.approx(spearman(*pair))
         assert row["kind"] == "correlation" and row["edits"] == 3
     assert [row["document"] for row in rows[len(found) :]].count("all") == 1
+    assert spearman([1, 1], [1, 2]) is None
     probe, _ = documents("short", [1, 1], seed=6)
     assert compare.main(["--edits", str(folder), "--probe", str(probe), *CPU]) == 1
     assert f"{probe}: no document has two tokens" in capsys.readouterr().err
-
-
-def test_spearman_is_the_correlation_of_ranks():
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        a, b = random.permutation(9), random.permutation(9)
-        assert spearman(a, b) == pytest.approx(1 - 6 * ((a - b) ** 2).sum() / (9 * 80))
-    tied = np.corrcoef([1.5, 1.5, 3, 4], [4, 2.5, 2.5, 1])[0, 1]
-    assert spearman([0, 0, 1, 2], [9, 5, 5, 1]) == pytest.approx(tied)
-    assert spearman([1, 1], [1, 2]) is None
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from harness import run as run_program
 from small_runs import (
     TOKENS,
     all_lines_of,
-    assert_same_run,
     chain,
     checkpoint_of,
     flags,
@@ -119,25 +118,12 @@ def test_commit_has_a_plus_where_files_were_changed_since(monkeypatch):
         assert proofs.commit() == wanted
 
 
-def test_proofs_are_equal_after_a_kill_and_a_resume(tmp_path, tokens, monkeypatch):
-    more = "--prove 1 --save-every 3"
-    assert train_pythia.main(flags(tmp_path, tokens, "whole", more)) == 0
-    run_until(monkeypatch, 5, flags(tmp_path, tokens, "a", more))
-    log = tmp_path / "runs" / "a" / "metrics.jsonl"
-    log.write_text(log.read_text() + '{"step": 5, "los')
-    assert proofs.Log(log).broken == []
-    assert train_pythia.main(["--resume", str(tmp_path / "runs" / "a")]) == 0
-    assert_same_run(tmp_path, "a", "whole")
-    assert proofs_of(tmp_path, "a") == proofs_of(tmp_path, "whole") != {}
-    assert proofs.Log(log).broken == []
-
-
 def test_chain_finds_a_line_that_was_changed_cut_or_put_in(tmp_path, tokens):
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--prove 0")) == 0
     log = tmp_path / "runs" / "a" / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)  # 1, 2, P2, 3, 4, P4, 5, 6, P6
     assert proofs.Log(log).broken == []
-    for name, changed, wanted in (
+    for name, changed, broken, *strange in (
         ("a changed loss", [*lines[:3], lines[3].replace("loss", "lost"), *lines[4:]], [(2, 4)]),
         ("a changed proof", [*lines[:2], lines[2].replace('"lr"', '"lR"'), *lines[3:]], [(2, 4)]),
         ("a line less", lines[:3] + lines[4:], [(2, 4)]),
@@ -146,10 +132,15 @@ def test_chain_finds_a_line_that_was_changed_cut_or_put_in(tmp_path, tokens):
         ("an order", [lines[1], lines[0], *lines[2:]], [(0, 2)]),
         ("lines cut from the end", lines[:6], []),  # which checkpoints show: test_verify.py
         ("a damaged last line", [*lines, '{"step'], []),
+        ("no JSON", [*lines[:4], "hello\n", *lines[4:]], [], (3, "is no JSON")),
+        ("of no step", [*lines, '{"hello": 1}\n'], [], (6, "is of no step")),
+        ("the last step again", [*lines, lines[-2]], [], (6, "tells of a step again")),
+        ("the last proof again", [*lines, lines[-1]], [], (6, "tells of a step again")),
     ):
         log.write_text("".join(changed))
         with naming(name):
-            assert proofs.Log(log).broken == wanted
+            assert proofs.Log(log).broken == broken
+            assert not strange or proofs.Log(log).strange == strange
     log.write_text("".join(lines))
     chain(log.parent)
     assert log.read_text() == "".join(lines)

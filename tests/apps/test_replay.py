@@ -1,6 +1,5 @@
 """needle replay: the null edit, edits and their effects, errors by name."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -11,17 +10,17 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT, WITHOUT_PLOTS, naming, wait_for
+from harness import ROOT, naming, wait_for, wait_until_gone
 from small_runs import (
     CPU,
     EVERY,
     assert_same_run,
+    chain,
     checkpoint_of,
     flags,
     numbers_of,
@@ -35,7 +34,8 @@ from small_runs import (
 import needle as ndl
 from needle.data import DataError
 from needle.data import __main__ as data_main
-from needle.training.replay import bank, replays
+from needle.optim import WSD, Constant
+from needle.training.replay import bank, compare, replays, verify
 from needle.training.replay.proofs import Log
 
 
@@ -87,8 +87,16 @@ EDITS = {
 def test_edit_changes_each_digest_from_its_step_on_and_none_before(
     tmp_path, parent, monkeypatch, edit
 ):
+    """Of two replays, of which one is killed and goes on."""
     monkeypatch.chdir(tmp_path / "runs")  # to which paths are relative
-    edit, first = EDITS[edit]
+    (edit, first), train = EDITS[edit], replays.train
+
+    def killed(folder, *rest):
+        if folder.name == "two":
+            run_until(monkeypatch, 5, ["--resume", str(folder), *CPU])
+        return train(folder, *rest)
+
+    monkeypatch.setattr(replays, "train", killed)
     for name in "one", "two":
         assert parent.replay(2, [edit], name=name, flags=CPU).steps[-1] == 6
     own, before = digests_of(tmp_path, "one"), digests_of(tmp_path, "a")
@@ -160,12 +168,14 @@ def test_rate_follows_the_edit(tmp_path, parent):
         found = [line["lr"] for line in numbers_of(tmp_path, f"r{number}")]
         with naming(edit):
             assert found == rates[:3] + wanted
-
-
-def test_edits_of_the_rate_follow_one_another():
     edits = [{"do": "rate", "steps": steps, "factor": 0.5} for steps in ([2, 4], [3, 5])]
-    rates = replays.Replay("", None, 0, 0, 6, edits).rates(lambda step: 1.0)
-    assert [rates(step) for step in range(1, 7)] == [1, 0.5, 0.25, 0.25, 0.5, 1]
+    several = replays.Replay("", None, 0, 0, 6, edits).rates(lambda step: 1.0)
+    assert [several(step) for step in range(1, 7)] == [1, 0.5, 0.25, 0.25, 0.5, 1]
+    # The decay of a stable run has the very rates of a schedule that decays.
+    edits = [{"do": "rate", "steps": [5, 8], "to": 0.1}]
+    decayed = replays.Replay("", None, 4, 4, 8, edits).rates(Constant(3e-3, 1))
+    wsd = WSD(3e-3, 8, 1, 0.1 * 3e-3, 4)
+    assert [decayed(step) for step in range(1, 9)] == [wsd(step) for step in range(1, 9)]
 
 
 def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here, capsys):
@@ -222,20 +232,6 @@ def test_replay_has_the_name_and_the_tokenizer_of_its_parent(tmp_path, texts, he
     assert [*(runs / "full" / "checkpoints").iterdir()] == []
 
 
-def test_decay_of_a_stable_run_gives_the_bits_of_wsd(tmp_path, tokens, here):
-    for name, more in ("wsd", "wsd --decay-share 0.5"), ("stable", "constant"):
-        words = EVERY, "--warmup 1 --schedule", more
-        assert train_pythia.main(flags(tmp_path, tokens, name, *words, steps=8)) == 0
-    wsd, stable = (proofs_of(tmp_path, name) for name in ("wsd", "stable"))
-    assert wsd[4] == stable[4] and wsd[5]["digest"] != stable[5]["digest"]
-    edit = {"do": "rate", "steps": [5, 8], "to": 0.1}
-    ndl.open_run(tmp_path / "runs" / "stable").replay(4, [edit], name="decayed", flags=CPU)
-    assert_same_run(tmp_path, "decayed", "wsd", step=8)
-    assert proofs_of(tmp_path, "decayed") == wsd
-    rates = [line["lr"] for line in numbers_of(tmp_path, "wsd")]
-    assert rates[3] == max(rates) and rates[7] < rates[6] < rates[4] < rates[3]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_moments_and_weights_are_those_that_the_edit_names(tmp_path, tokens, here, dtype):
     """A checkpoint that is changed by hand goes on to the same bits."""
@@ -260,30 +256,16 @@ def test_moments_and_weights_are_those_that_the_edit_names(tmp_path, tokens, her
     assert len(words) == 24 + 4 + 2 * (1 + (dtype == "bfloat16"))
 
 
-def test_moments_are_changed_once_though_the_replay_is_killed(tmp_path, parent, monkeypatch):
-    edits = [{"do": "moments", "to": "zero"}]
-    parent.replay(2, edits, name="whole", flags=CPU)
-    begun = replays.planned(parent.folder, 2, None, edits)
-    folder = replays.make_folder(begun, tmp_path / "runs", "b")
-    run_until(monkeypatch, 5, ["--resume", str(folder), *CPU])
-    assert train_pythia.main(["--resume", str(folder), *CPU]) == 0
-    assert_same_run(tmp_path, "b", "whole")
-
-
-def test_weights_may_be_edited_before_the_first_step(tmp_path, parent):
-    file = str(checkpoint_of(tmp_path, "a", 4))
-    edit = {"do": "weights", "from": file, "parts": "*"}
-    found = parent.replay(0, [edit], steps=1, name="b", flags=CPU).metrics["loss"][0]
+def test_weights_before_the_first_step_are_those_that_a_run_has_then(tmp_path, parent):
+    file = checkpoint_of(tmp_path, "other", 1)
+    ndl.save_checkpoint(parent.model(4), None, 0, 1.0, file)
+    edit = {"do": "weights", "from": str(file.parent.parent), "parts": "*"}
+    run = parent.replay(0, [edit], steps=1, name="b", flags=CPU)
+    assert replays.read_replay(run.folder).edits == [{**edit, "from": str(file)}]
     inputs, targets = ndl.data.open_run_data(parent.folder)[1].next()
-    assert found == pytest.approx(parent.model(4)(inputs, targets)[1].item(), rel=1e-6)
-
-
-def test_weights_of_a_run_are_those_that_it_had_when_the_replay_began(tmp_path, parent):
-    other = checkpoint_of(tmp_path, "other", 1)
-    ndl.save_checkpoint(parent.model(2), None, 0, 1.0, other)
-    edit = {"do": "weights", "from": str(other.parent.parent), "parts": "*"}
-    replay, _ = replays.check(replays.planned(parent.folder, 2, None, [edit]))
-    assert replay.edits == [{**edit, "from": str(other)}]
+    assert run.metrics["loss"][0] == pytest.approx(
+        parent.model(4)(inputs, targets)[1].item(), rel=1e-6
+    )
 
 
 def test_errors_are_named_and_leave_nothing(tmp_path, parent):
@@ -332,50 +314,39 @@ def test_control_finds_a_parent_that_does_not_repeat(tmp_path, parent):
     assert [line["lr"] for line in numbers_of(tmp_path, "b")][2:] == [0.0]
 
 
-def test_control_ends_at_its_limit(parent, monkeypatch):
-    monkeypatch.setattr(replays, "CONTROL", 2)
-    retell(parent.folder, 5, loss=9.0)
-    replay = replays.planned(parent.folder, 2, None, [EDITS["a rate"][0]])
-    _, told = replays.begun(replay, parent.folder.parent, "b", flags=CPU)
-    assert told == "control: 2 steps without edits have equal bits"
-
-
-def test_control_is_of_the_steps_that_the_parent_has(parent):
-    file = parent.folder / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    told = [line for line in lines if json.loads(line)["step"] <= 5]  # it was stopped there
-    file.write_text("".join(told))
-    for start, said in (4, "control: 1 steps without"), (5, "no control: .* no step after 5"):
+def test_control_ends_at_its_limit_and_with_the_steps_of_the_parent(parent, monkeypatch):
+    retell(parent.folder, 6, loss=9.0)
+    cut = lambda lines: [line for line in lines if line["step"] <= 5]  # it was stopped there
+    for start, change, said in (
+        (3, lambda lines: lines, "control: 2 steps without edits have equal bits"),
+        (4, cut, "control: 1 steps without"),
+        (5, cut, "no control: .* no step after 5"),
+    ):
+        chain(parent.folder, change)
+        monkeypatch.setattr(replays, "CONTROL", 2)
         replay = replays.planned(parent.folder, start, None, [EDITS["a rate"][0]])
         _, told = replays.begun(replay, parent.folder.parent, f"from-{start}", flags=CPU)
         assert re.match(said, told), told
 
 
-def test_control_is_trained_where_the_replay_is_written(tmp_path, parent, monkeypatch):
-    """The folder of another user's run may be read alone."""
-    train, folders, out = replays.train, [], tmp_path / "mine" / "runs"
-    monkeypatch.setattr(replays, "train", lambda *given: folders.append(given[0]) or train(*given))
-    replay = replays.planned(parent.folder, 4, None, [EDITS["a rate"][0]])
-    folder, _ = replays.begun(replay, out, "b", flags=CPU)
-    assert folder == out / "b" and [path.parent.parent for path in folders] == [out]
-    assert [*out.iterdir()] == [folder]
-
-
-def test_control_and_training_get_the_words_of_launch_and_other_flags(
+def test_control_and_training_are_in_the_folder_and_by_the_words_of_the_flags(
     tmp_path, parent, monkeypatch
 ):
+    """The folder of another user's run may be read alone."""
     (tmp_path / "e.toml").write_text("[[edit]]\ndo = 'rate'\nsteps = [3, 3]\nvalue = 0.0\n")
-    train, told, launch = replays.train, [], "mpirun -n 2"
+    train, told, launch, out = replays.train, [], "mpirun -n 2", tmp_path / "mine" / "runs"
 
     def watched(folder, *rest):
-        told.append(rest[:2])
+        told.append((folder.parent.parent, *rest[:2]))
         return train(folder, *rest)
 
     monkeypatch.setattr(replays, "train", watched)
     monkeypatch.setattr(replays, "become_training", lambda *given: told.append(given))
-    words = ["--edit", str(tmp_path / "e.toml"), "--out", str(tmp_path / "others"), "--name", "c"]
+    words = ["--edit", str(tmp_path / "e.toml"), "--out", str(out), "--name", "c"]
     assert command(str(parent.folder), "--from", "2", *words, "--launch", launch, *CPU) == 0
-    assert told == [(launch, CPU), (tmp_path / "others" / "c", launch, CPU)]
+    assert told == [(out, launch, CPU), (out / "c", launch, CPU)] and [*out.iterdir()] == [
+        out / "c"
+    ]
     words = replays.training(tmp_path / "b", launch, CPU)
     assert words[:3] == ["mpirun", "-n", "2"] and words[5:7] == CPU
 
@@ -423,51 +394,36 @@ def test_command_prints_its_plan_and_a_dry_run_trains_nothing(
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"a", "b"}
 
 
-def running(path):
-    """The processes whose command line has a path."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended
-            found += [file.parent.name] * (bytes(path) in file.read_bytes())
-    return found
-
-
-NEEDLE = [sys.executable, "-m", "needle"]
-
-
-def trained(tmp_path, tokens, *more, steps=6):
-    """Train the run `a` in a process, without presets of the tests; return the environment."""
-    shape = ["--layers", "1", "--hidden", "16", "--heads", "1", "--vocab-size", "64"]
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{WITHOUT_PLOTS}{ROOT}",
-        "NEEDLE_CACHE": str(tmp_path / "cache"),
-    }
-    words = [*NEEDLE, "train", *flags(tmp_path, tokens, "a", *shape, *more, steps=steps)]
-    subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL)
-    return env
+def test_sigterm_while_steps_are_repeated_leaves_no_folder(tmp_path, tokens, parent, monkeypatch):
+    (tmp_path / "e.toml").write_text("[[edit]]\ndo = 'rate'\nsteps = [5, 6]\nfactor = 2.0\n")
+    monkeypatch.setattr(replays, "train", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends no test that fails
+    for main, *words in (
+        (bank.main, "--from", "2", "--edit", tmp_path / "e.toml"),
+        (compare.main, "--probe", tokens),
+        (verify.main,),
+    ):
+        with naming(main.__module__), pytest.raises(SystemExit, match="143"):
+            main([str(parent.folder), *map(str, words), *CPU])
+        assert [path.name for path in parent.folder.parent.iterdir()] == ["a"]
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_command_that_is_killed_leaves_no_training(tmp_path, tokens, number):
-    """While it repeats the parent's steps, which leaves no folder after SIGTERM, and while it
-    trains."""
-    runs, edits = tmp_path / "runs", tmp_path / "e.toml"
-    seldom = "--keep 100 --keep-optimizer --save-every 1000 --eval-every 1000"
-    env = trained(tmp_path, tokens, seldom, steps=4000)
-    edits.write_text("[[edit]]\ndo = 'rate'\nsteps = [101, 4000]\nfactor = 2.0\n")
-    words = [*NEEDLE, "replay", str(runs / "a"), "--from", "100", "--edit", str(edits), *CPU]
-    compare = [*NEEDLE, "compare", *[str(runs / "a")] * 2, "--probe", str(tokens), *CPU]
-    named = [*words, "--no-control", "--name", "b"]
-    for place, command in (".a-*/again", words), (".a-*/again", compare), ("b", named):
-        child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-        wait_for(lambda place=place: [*runs.glob(f"{place}/checkpoints/step_*")])
-        child.send_signal(number)
-        child.wait()
-        wait_for(lambda: not running(tmp_path))
-        assert len([*runs.glob(".*")]) == (number == signal.SIGKILL)
-    assert not (runs / "b" / "checkpoints" / "step_4000.safetensors").exists()
+@pytest.mark.parametrize("call", ["train(place, '', [], True)", "become_training(place, '', [])"])
+def test_training_of_a_command_that_is_killed_dies_with_it(tmp_path, call):
+    code = f"""
+from needle.training.replay import replays
+place = None
+replays.training = lambda *given: ["sh", "-c", "echo $$ >part; mv part pid; exec sleep 600"]
+replays.{call}
+"""
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environ)
+    wait_for((tmp_path / "pid").exists)
+    child.kill()
+    child.wait()
+    wait_until_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_folders_that_killed_processes_left_are_removed_and_those_at_work_stay(tmp_path):

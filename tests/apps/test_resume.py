@@ -12,6 +12,7 @@ from small_runs import (
     flags,
     lines_of,
     numbers_of,
+    proofs_of,
     run_until,
     tensors_of,
     without,
@@ -22,6 +23,7 @@ from needle.data import train_tokenizer
 from needle.models import pythia
 from needle.training import folder as folders
 from needle.training import open_run
+from needle.training.replay.proofs import Log
 
 SHAPE = "--layers 1 --hidden 48 --heads 3 --vocab-size 61 --no-mlp"
 # 5 micro-batches a step and 12 an epoch: epochs end inside steps 3 and 5.
@@ -29,12 +31,11 @@ RUNS = {
     "one micro-batch": "--batch-size 9",  # 2 an epoch
     "accumulated": "--grad-accum 5",
     "bfloat16": "--dtype bfloat16 --grad-accum 5",
-    "seeds": "--lr 0.02 --seed 3 --init-seed 9 --data-seed 5 --clip 0.3 --eval-every 2",
+    "seeds": "--prove 1 --lr 0.02 --seed 3 --init-seed 9 --data-seed 5 --clip 0.3 --eval-every 2",
     "schedule": "--schedule linear --weight-decay 0.2 --init-seed 4",
     "shape": f"{SHAPE} --global-batch-size 6",
     "sparse": "--sparse local --window 8",
     "toml": "--config {toml} --heads 2",
-    "json": "--config {json}",
     "weights": "--init {init} --lr 1e-4",
     "text": "--data {texts} --tokenizer {tokenizer} --end-of-text <end>",
     "own tokenizer": "--data {texts} --vocab-size 300",
@@ -51,11 +52,9 @@ def given(tmp_path, tokens, texts):
     """What flags name: a run, and files that are gone when the run goes on."""
     folder = tmp_path / "given"
     folder.mkdir()
-    paths = {name: folder / f"c.{name}" for name in ("toml", "json", "tokenizer")}
+    paths = {name: folder / f"c.{name}" for name in ("toml", "tokenizer")}
     shape = "hidden_size = 16\nnum_layers = 3\nnum_heads = 1\nvocab_size = 60\n"
     paths["toml"].write_text(shape)
-    fields = '"hidden_size": 16, "num_heads": 2, "vocab_size": 60, "max_seq_len": 16'
-    paths["json"].write_text(f'{{"model": "pythia", "tie_word_embeddings": true, {fields}}}')
     made = train_tokenizer(iter(["def class return " * 9]), 270)
     text = made.to_str().replace("<|endoftext|>", "<end>")
     paths["tokenizer"].write_text(text)
@@ -108,6 +107,8 @@ def test_resumed_run_equals_an_uninterrupted_one(
     assert f"skipped: {bad}" in out and "step_2.safetensors after step 2" in out
     assert "bits may differ" not in out
     assert numbers_of(tmp_path, "parts") == numbers_of(tmp_path, "whole")
+    assert proofs_of(tmp_path, "parts") == proofs_of(tmp_path, "whole") != {}
+    assert Log(folder / "metrics.jsonl").broken == []
     kept = sorted(path.name for path in (whole / "checkpoints").iterdir())
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == kept
     for file in kept:  # the state of NumPy's generator too
@@ -134,15 +135,3 @@ def test_run_that_went_back_to_a_checkpoint_goes_on_from_there(
         assert train_pythia.main([*argv, "--resume", str(what)]) == 0
         assert "step_2.safetensors after step 2" in capsys.readouterr().out
         assert numbers_of(tmp_path, "a") == before
-
-
-def test_run_resumes_from_another_folder(tmp_path, tokens, monkeypatch):
-    """Its data were named from where it began; the flags of one start are given again."""
-    monkeypatch.chdir(tmp_path)
-    run_until(monkeypatch, 3, flags(tmp_path, tokens.name, "a"))
-    (tmp_path / "else").mkdir()
-    monkeypatch.chdir(tmp_path / "else")
-    seen, train = [], train_pythia.train
-    monkeypatch.setattr(train_pythia, "train", lambda run: seen.append(run.model) or train(run))
-    assert train_pythia.main(["--resume", "../runs/a", "--device", "cpu", "--recompute"]) == 0
-    assert [model.recompute for model in seen] == [True]

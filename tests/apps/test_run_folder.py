@@ -6,20 +6,15 @@ from pathlib import Path
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import assert_same_run, checkpoint_of, flags, without
+from small_runs import assert_same_run, checkpoint_of, contents, flags, without
 
 import needle as ndl
 from needle.data import DataError
 from needle.files import FileError, Lock
 from needle.training import folder as folders
+from needle.training import run as runs
+from needle.training import session as sessions
 from needle.training.export import main as hf
-
-
-def contents(folder):
-    return {
-        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
-
 
 # ---- which name ---------------------------------------------------------------------------------
 
@@ -73,15 +68,24 @@ def test_folder_is_free_until_a_step_has_finished(tmp_path):
 def test_run_that_failed_before_its_first_step_leaves_its_name(
     tmp_path, run, tokens, monkeypatch, capsys
 ):
-    """The next one may have another shape, and of no name has the next number."""
+    """The next one may have another shape, and of no name has the next number. Errors are kept, as
+    notebooks keep those that they show."""
+    named, kept = flags(tmp_path, tokens, "a", "--keep log --layers 3"), []
     unnamed = without(flags(tmp_path, tokens, "a"), "--name")
-    with monkeypatch.context() as patch:
-        patch.setattr(train_pythia, "forward_backward", None)
-        for words in flags(tmp_path, tokens, "a", "--keep log --layers 3"), unnamed:
-            with pytest.raises(TypeError):
-                train_pythia.main(words)
-        assert run("a", "--resume auto --layers 1") == 1
-        assert "or start anew under another --name" in capsys.readouterr().err
+    for place, part, words in (
+        (train_pythia, "read_replay", named),
+        (train_pythia, "Run", named),
+        (runs, "write_description", named),
+        (sessions, "open_log", named),
+        (train_pythia, "forward_backward", named),
+        (train_pythia, "forward_backward", unnamed),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(TypeError) as error:
+            patch.setattr(place, part, None)
+            train_pythia.main(words)
+        kept.append(error)
+    assert run("a", "--resume auto --layers 1") == 1
+    assert "or start anew under another --name" in capsys.readouterr().err
     folder = tmp_path / "runs" / "a"
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')  # of its text
     assert run("a", "--layers 1") == 0 and train_pythia.main(unnamed) == 0
@@ -90,30 +94,25 @@ def test_run_that_failed_before_its_first_step_leaves_its_name(
     assert sorted(path.name for path in folder.parent.iterdir()) == ["a", "tiny", "tiny-2"]
 
 
-def test_current_folder_goes_on_by_its_name(tmp_path, monkeypatch):
-    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
-    for folder, words in ("a", "."), ("a/checkpoints", ".."):
-        monkeypatch.chdir(tmp_path / folder)
-        wanted = ["--resume", "auto", "--name", "a", "--out", str(tmp_path)]
-        assert folders.again(Path(words)) == wanted
-
-
-def test_auto_passes_over_a_newer_run_that_has_not_saved(tmp_path, run):
-    """And leaves its folder to others."""
+def test_resume_means_the_run_that_saved_last_or_that_of_a_checkpoint_or_folder(
+    tmp_path, run, monkeypatch
+):
+    """A newer run that has not saved is left to others; a run goes on by the name of its folder."""
     assert run("old") == 0
-    (tmp_path / "runs" / "new" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "runs" / "new" / "config.json").write_text('{"saved": false}')
-    folder, lock, found = folders.resume("auto", tmp_path / "runs", None)
-    assert (folder.name, found.state["step"], lock.held) == ("old", 6, True)
-    assert Lock(tmp_path / "runs" / "new").held
-
-
-def test_checkpoint_named_from_its_own_folder_resumes_its_run(tmp_path, run, monkeypatch):
-    assert run("a") == 0
-    monkeypatch.chdir(tmp_path / "runs" / "a" / "checkpoints")
-    folder, lock, found = folders.resume("step_4.safetensors", tmp_path, None)
-    assert (folder, lock.path) == (tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "lock")
-    assert found.state["step"] == 4
+    old, new = (tmp_path / "runs" / name for name in ("old", "new"))
+    (new / "checkpoints").mkdir(parents=True)
+    (new / "config.json").write_text('{"saved": false}')
+    for place, what, step in (old, "auto", 6), (old / "checkpoints", "step_4.safetensors", 4):
+        monkeypatch.chdir(place)
+        folder, lock, found = folders.resume(what, old.parent, None)
+        assert (folder, lock.path, lock.held) == (old, old / "lock", True)
+        assert found.state["step"] == step
+        lock.release()
+    assert Lock(new).held
+    for place, words in (old, "."), (old / "checkpoints", ".."):
+        monkeypatch.chdir(place)
+        wanted = ["--resume", "auto", "--name", "old", "--out", str(old.parent)]
+        assert folders.again(Path(words)) == wanted
 
 
 def test_resume_of_a_mistyped_name_starts_anew_and_names_the_runs_there_are(tmp_path, run, capsys):

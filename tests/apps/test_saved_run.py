@@ -16,37 +16,6 @@ from small_runs import flags, lines_of, numbers_of
 import needle as ndl
 from needle.data import open_data
 
-OWN_MODEL = """
-from dataclasses import dataclass
-from helper import WIDTH  # lies beside this file
-from needle import nn
-from needle.models import Config, LanguageModel, gpt_neox, register
-
-@dataclass(frozen=True)
-class BigramConfig(Config):
-    vocab_size: int = 64
-    hidden_size: int = WIDTH
-    max_seq_len: int = 16
-    dtype: str = "float32"
-
-    @classmethod
-    def presets(cls):
-        return {"bigram": {}}
-
-@register("bigram-family")
-class Bigram(LanguageModel):
-    config_class = BigramConfig
-
-    def __init__(self, config, device=None):
-        super().__init__(config, device)
-        place = self.device, config.dtype
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, *place)
-        self.embed_out = nn.Linear(config.hidden_size, config.vocab_size, False, *place)
-
-    def hidden(self, ids, cache=None):
-        return self.embedding(ids)
-"""
-
 
 def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
     assert train_pythia.main(flags(tmp_path, tokens, "x")) == 0
@@ -131,9 +100,13 @@ def test_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
     """In processes of their own: one has not registered the model."""
     run, file = str(tmp_path / "runs" / "x"), tmp_path / "models" / "mine.py"
     file.parent.mkdir()
-    (file.parent / "helper.py").write_text("WIDTH = 24\n")
-    file.write_text(OWN_MODEL)
-    argv = [word if word != "tiny" else "bigram" for word in flags(tmp_path, tokens, "x")]
+    (file.parent / "helper.py").write_text("WIDTH = 24\n")  # lies beside the file
+    code = (ROOT / "tests" / "distributed" / "dropping.py").read_text()
+    code = code.replace("size: int = 32", "size: int = WIDTH").replace(
+        "from dataclasses", "from helper import WIDTH\nfrom dataclasses"
+    )
+    file.write_text(code)
+    argv = [word if word != "tiny" else "dropping" for word in flags(tmp_path, tokens, "x")]
 
     def commands(given, *several):
         """The exit codes, and what was said."""
@@ -155,13 +128,13 @@ def test_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
         ("needle.training.replay.bank", [run, "--from", "4", "--dry-run"]),
         ("needle.training.replay.compare", [run, "--probe", tokens, "--device", "cpu"]),
     )
-    assert "--recompute: a Bigram cannot compute layers again" in " ".join(text.split())
+    assert "--recompute: a Dropping cannot compute layers again" in " ".join(text.split())
     assert "steps 1 to 6 again: 0, equal bits" in text and '"kind": "weights"' in text
     assert codes == "0001100" and "perplexity" in text and "Traceback" not in text, text
-    assert "a Bigram has no weight_mapping" in text and len(numbers_of(tmp_path, "x")) == 6
+    assert "a Dropping has no weight_mapping" in text and len(numbers_of(tmp_path, "x")) == 6
     codes, text = commands([], ("train_pythia", ["--resume", run]), evaluation)
     assert codes == "11" and f"--import {file}" in text
-    assert "no model 'bigram-family' is registered" in text
+    assert "no model 'dropping-family' is registered" in text
     for main, words in (train_pythia.main, argv), (generate.main, [run]):
         with pytest.raises(SystemExit, match="2"):
             main([*words, "--import", str(tmp_path / "none.py")])
@@ -199,16 +172,11 @@ ndl.Pythia.from_pretrained(name, revision="step7")
     assert re.search(said, done.stderr)
 
 
-def test_run_without_a_step_has_empty_metrics(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    metrics = ndl.open_run(tmp_path).metrics
-    assert {name: x.shape for name, x in metrics.items()} == dict.fromkeys(
-        ("step", "tokens", "loss"), (0,)
-    )
-
-
-@pytest.mark.parametrize("text", ["{}", '{"settings": 3}', '{"settings": {}, "model": []}'])
-def test_config_of_no_run_is_named(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ndl.data.DataError, match="config.json: not the config.json of a run: it"):
-        _ = ndl.open_run(tmp_path).config
+def test_config_of_no_run_is_named_and_without_a_step_metrics_are_empty(tmp_path):
+    for text in "{}", '{"settings": 3}', '{"settings": {}, "model": []}':
+        (tmp_path / "config.json").write_text(text)
+        said = "config.json: not the config.json of a run: it"
+        with naming(text), pytest.raises(ndl.data.DataError, match=said):
+            _ = ndl.open_run(tmp_path).config
+    shapes = {name: x.shape for name, x in ndl.open_run(tmp_path).metrics.items()}
+    assert shapes == dict.fromkeys(("step", "tokens", "loss"), (0,))

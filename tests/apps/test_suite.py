@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from harness import ROOT
-from small_runs import Killed, arguments, run_until
+from small_runs import Killed, arguments, contents, run_until
 
 import needle as ndl
 from needle.training.folder import again
@@ -26,7 +26,7 @@ eval_every = 2
 prove = 2
 
 [[model]]
-name = "small"
+name = "a small"
 
 [[model]]
 name = "long"
@@ -41,21 +41,17 @@ def listed(tmp_path, tokens, here):
     return tmp_path / "pair.toml"
 
 
-def files_of(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def test_suite_trains_its_models_with_cards_and_a_page(tmp_path, tokens, listed, monkeypatch):
     assert suite.main([str(listed)]) == 0
     out = tmp_path / "pair"
-    for name, steps in ("small", [0, 1, 2, 4, 5]), ("long", [0, 1, 2, 4, 8, 9]):
+    for name, steps in ("a small", [0, 1, 2, 4, 5]), ("long", [0, 1, 2, 4, 8, 9]):
         run = ndl.open_run(out / "runs" / name)
         assert run.steps == steps and {*suite.whole_steps(run.folder)} == {*steps}
         model = ndl.models.from_pretrained(out / "models" / name)
         wanted = dict(run.model(steps[-1]).named_parameters())
         assert all((p.numpy() == wanted[n].numpy()).all() for n, p in model.named_parameters())
         text = (out / "models" / name / "README.md").read_text()
-        head = re.match(r"---\nlibrary_name: transformers\n((?:.+\n)+)---\n\n# (\w+)\n", text)
+        head = re.match(r"---\nlibrary_name: transformers\n((?:.+\n)+)---\n\n# (.+)\n", text)
         assert head[2] == name and "- gpt_neox\n" in head[1]
         manifest = hashlib.sha256((run.folder / "manifest.json").read_bytes()).hexdigest()
         assert f"| `{manifest}` |" in text and "| 29,568 |" in text
@@ -67,12 +63,15 @@ def test_suite_trains_its_models_with_cards_and_a_page(tmp_path, tokens, listed,
     monkeypatch.chdir(tmp_path / "pair")
     text = (out / "README.md").read_text()
     commands = re.findall(r"^    needle (.*)$", text, re.M)
-    steps = {"small": "4:5", "long": "8:9"}
-    assert commands == [f"verify runs/{n} --steps {steps[n]} --data DATA" for n in steps]
+    steps = {"a small": "4:5", "long": "8:9"}
+    words = ["verify 'runs/a small' --steps 4:5 --data DATA"]
+    assert commands == [*words, "verify runs/long --steps 8:9 --data DATA"]
+    assert "| [a small](models/a%20small) |" in text
     tokens.rename("DATA")
     for command in commands:
         assert verify.main([*shlex.split(command)[1:], "--device", "cpu"]) == 0
-    assert verify.main(arguments("runs/small --steps 0:4 --data DATA --device cpu")) == 0
+    words = arguments("--steps 0:4 --data DATA --device cpu")
+    assert verify.main(["runs/a small", *words]) == 0
     for name, row in zip(steps, re.findall(r"^\| \[.*$", text, re.M), strict=True):
         run = ndl.open_run(f"runs/{name}")
         weights = verify.proofs.digests_of(run.checkpoint())["weights"]
@@ -84,7 +83,7 @@ def test_suite_trains_its_models_with_cards_and_a_page(tmp_path, tokens, listed,
 
 def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch, capsys):
     assert suite.main([str(listed)]) == 0
-    train, whole = replays.train, files_of(tmp_path / "pair" / "models")
+    train, whole = replays.train, contents(tmp_path / "pair" / "models")
 
     def killed(place, launch, flags, quiet):
         if place.name == "long":
@@ -99,19 +98,12 @@ def test_suite_that_was_killed_goes_on(tmp_path, tokens, listed, monkeypatch, ca
             suite.main(words)
     assert not (tmp_path / "other" / "README.md").exists()
     assert suite.main(words) == 0
-    assert files_of(tmp_path / "other" / "models") == whole
+    assert contents(tmp_path / "other" / "models") == whole
     listed.write_text(SUITE.format(tokens).replace("steps = 9", "steps = 8"))
     assert suite.main(words) == 1
     says = (
         "pair.toml: model long: .*cannot go on with other settings: --steps is 8, but the run has 9"
     )
-    assert re.search(says, capsys.readouterr().err)
-
-
-def test_suite_names_the_model_whose_training_fails(tmp_path, listed, monkeypatch, capsys):
-    monkeypatch.setattr(replays, "train", lambda *_: 1)
-    assert suite.main([str(listed)]) == 1
-    says = "pair.toml: model small: .*/small: ended before step 5, with exit code 1"
     assert re.search(says, capsys.readouterr().err)
 
 
@@ -126,27 +118,21 @@ def test_example_of_the_page_is_read(tmp_path):
     assert "--keep-optimizer" not in suite.read_suite(tmp_path / "x.toml")["wide"]
 
 
-def test_commands_of_the_page_are_words_for_a_shell(listed, tmp_path):
-    listed.write_text(listed.read_text().split("[[model]]")[0] + "[[model]]\nname = 'a b'\n")
-    assert suite.main([str(listed)]) == 0
-    text = (tmp_path / "pair" / "README.md").read_text()
-    assert "\n    needle verify 'runs/a b' --steps 4:5 --data DATA\n" in text
-    assert "| [a b](models/a%20b) |" in text
-
-
 def test_page_names_the_repository_unless_it_is_a_path(monkeypatch):
     for origin, told in ("https://x.org/needle", "https://x.org/needle"), ("/x/y", "REPOSITORY"):
         monkeypatch.setattr(suite, "git", lambda *words, origin=origin: origin)
         assert f"    git clone {told} needle &&" in suite.page("pair", {})
 
 
-def test_bad_lists_are_named(tmp_path, listed, capsys):
+def test_bad_lists_and_the_model_whose_training_fails_are_named(
+    tmp_path, listed, monkeypatch, capsys
+):
     text = listed.read_text()
     for content, says in (
         ("x = ", "no TOML"),
         ("", "must hold a table [flags] and tables [[model]] alone"),
         ("model = [1]", "must hold a table [flags]"),
-        (text.replace('"long"', '"small"'), "model 2: needs its own `name`"),
+        (text.replace('"long"', '"a small"'), "model 2: needs its own `name`"),
         (text.replace("prove", "out"), "model 1: needs its own `name`, and no out"),
         (text + "warmup = 10", "pair.toml: model long: --warmup 10: "),
         (text + "data = 'none.txt'", "pair.toml: model long: "),
@@ -166,6 +152,11 @@ def test_bad_lists_are_named(tmp_path, listed, capsys):
         err = capsys.readouterr().err
         assert says in err and re.search(r"pair.toml: model (long|../x)$", err, re.M)
     assert not (tmp_path / "pair").exists()
+    listed.write_text(text)
+    monkeypatch.setattr(replays, "train", lambda *_: 1)
+    assert suite.main([str(listed), "--out", str(tmp_path / "other")]) == 1
+    says = "pair.toml: model a small: .*/a small: ended before step 5, with exit code 1"
+    assert re.search(says, capsys.readouterr().err)
     listed.rename(tmp_path / "pair")
     with pytest.raises(SystemExit, match="2"):
         suite.main([str(tmp_path / "pair")])

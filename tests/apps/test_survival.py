@@ -12,7 +12,7 @@ import sys
 import pytest
 import train_pythia
 from harness import naming
-from small_runs import assert_same_run, checkpoint_of, flags, lines_of, without
+from small_runs import assert_same_run, checkpoint_of, contents, flags, lines_of, without
 from struck_runs import ENVIRON, PROGRAM
 
 from needle.checkpoint import Checkpoint, list_checkpoints
@@ -25,10 +25,6 @@ pytestmark = pytest.mark.slow
 
 def folder_of(tmp_path, name):
     return tmp_path / "runs" / name / "checkpoints"
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.iterdir()}
 
 
 def damage(path) -> None:

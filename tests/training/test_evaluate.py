@@ -34,7 +34,9 @@ def reference(model: Pythia, context: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum())
 
 
-def test_score(device):
+def test_score(device, monkeypatch):
+    """The logits of a batch are computed in parts."""
+    monkeypatch.setattr(evaluate, "LOGITS", 5 * VOCABULARY)
     model = small(device)
     random = np.random.default_rng(1)
     rows = []
@@ -42,6 +44,7 @@ def test_score(device):
         count = int(random.integers(1, length + 1))
         text = tokens(length + 1, seed=length)
         rows.append((text[:-1].tolist(), text[1:][-count:].tolist()))
+    rows.append((text, [int(reference(model, text).argmax())]))
     got = {index: (logprobs, hits) for index, logprobs, hits in evaluate.score(model, rows, 3)}
     assert sorted(got) == list(range(len(rows)))
     for index, (inputs, targets) in enumerate(rows):
@@ -52,42 +55,22 @@ def test_score(device):
             wanted = reference(model, np.array(inputs[:end]))
             assert abs(logprobs[i] - wanted[target]) < 1e-5
             assert hits[i] == (wanted.argmax() == target)
-
-
-def test_likeliest_is_found_and_logits_in_chunks_are_equal(monkeypatch):
-    model, text = small(), list(tokens(9))
-    text.append(int(reference(model, np.array(text)).argmax()))
-    ((_, _, hits),) = evaluate.score(model, [(text[:-1], text[-1:])])
-    assert hits.tolist() == [True]
-    rows = [(tokens(20, seed)[:-1], tokens(20, seed)[1:]) for seed in range(3)]
-    whole = [logprobs for _, logprobs, _ in evaluate.score(model, rows)]
-    monkeypatch.setattr(evaluate, "LOGITS", 5 * VOCABULARY)
-    for a, (_, b, _) in zip(whole, evaluate.score(model, rows)):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
-
-
-def test_windows_score_each_token_once():
-    for count, seq_len, stride in (2, 4, 4), (6, 4, 4), (17, 4, 2), (100, 7, 3), (3, 8, 5):
-        seen = np.zeros(count, int)
-        with naming(count, seq_len, stride):
-            for first, last, n in evaluate.windows(count, seq_len, stride):
-                assert 0 <= first < last < count and last - first <= seq_len and n <= last - first
-                seen[last - n + 1 : last + 1] += 1
-                for target in range(last - n + 1, last + 1):
-                    assert target - first >= min(target, seq_len - stride + 1)
-            assert seen[0] == 0 and (seen[1:] == 1).all()
+    assert hits[0]
 
 
 def test_perplexity():
+    """The first window is as long as it may be, each other one ends `stride` tokens further."""
     model, text = small(), tokens(53)
     for seq_len, stride, row_length in (24, 24, 53), (10, 4, 53), (10, 1, 53), (6, 3, 10):
         told, sizes = [], dict(batch_size=3, row_length=row_length, per_token=True)
         scores = evaluate.perplexity(model, text, seq_len, stride, **sizes, progress=told.append)
         wanted = np.full(len(text), np.nan)
-        for row in range(0, len(text), row_length):  # rows stand alone; the last is shorter
-            for first, last, n in evaluate.windows(len(text[row:][:row_length]), seq_len, stride):
-                for target in range(row + last - n + 1, row + last + 1):
-                    wanted[target] = -reference(model, text[row + first : target])[text[target]]
+        for begin in range(0, len(text), row_length):  # rows stand alone; the last is shorter
+            row = text[begin : begin + row_length]
+            for at in range(1, len(row)):
+                end = min(seq_len + -(-max(at - seq_len, 0) // stride) * stride, len(row) - 1)
+                logprobs = reference(model, row[max(end - seq_len, 0) : at])
+                wanted[begin + at] = -logprobs[row[at]]
         with naming(seq_len, stride, row_length):
             np.testing.assert_allclose(scores.per_token, wanted, rtol=0, atol=2e-5)
             assert scores.tokens == np.isfinite(wanted).sum() == 53 - -(-53 // row_length)
@@ -228,9 +211,7 @@ def test_rows_that_are_preshuffled_are_scored_apart(run, tmp_path, monkeypatch, 
     for limit, count in ("", 57), ("--limit 50", 47), ("--limit 10", 9):
         code, out, err = command(capsys, run, "--data", tmp_path / "rows", limit)
         assert code == 0 and f"tokens          {count}\n" in out, err
-
-
-def test_documents_that_training_keeps_for_a_test_are_scored_with_all(run, tmp_path, capsys):
+    # Documents that training keeps for a test are scored with all.
     tokens(3000).tofile(tmp_path / "x.bin")
     with open(tmp_path / "x.idx", "wb") as index:
         megatron.write_index(index, np.dtype("<u2"), [3] * 1000)

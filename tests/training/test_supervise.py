@@ -190,7 +190,9 @@ sys.exit(0 if step == 99 else 75)
     assert (ended in capfd.readouterr().err) == (code == 75)
 
 
-def test_folder_that_cannot_be_written_ends_the_run_if_another_works_there(run, tmp_path, capfd):
+def test_folder_that_cannot_be_written_ends_the_run_if_another_works_on_there(
+    run, tmp_path, monkeypatch, capfd
+):
     body = "if not attempt: os.unlink(PATH + '.run')\nsys.exit(75)"
     assert [fault["action"][:7] for fault in run(body)[2]] == ["restart", "ended: "]
     (tmp_path / "held").mkdir()
@@ -200,16 +202,10 @@ def test_folder_that_cannot_be_written_ends_the_run_if_another_works_there(run, 
         done, said, faults = run(f"say('x'); write(PATH + '.run', {str(folder)!r}); sys.exit(75)")
         assert (done, said, faults) == (75, ["x"], [])
         assert f"supervise: {folder}" in (err := capfd.readouterr().err) and why in err
-    lock.release()
-    assert not (tmp_path / "held" / "faults.jsonl").exists()
-
-
-def test_folder_that_gets_free_in_time_is_written_and_gone_on_in(run, tmp_path, monkeypatch):
-    """A process of the failed command may need a while to end."""
-    monkeypatch.setattr(supervise, "REAP_SECONDS", 30.0)
     folder = tmp_path / "held"
-    folder.mkdir()
-    threading.Timer(1.0, Lock(folder).release).start()
+    assert not (folder / "faults.jsonl").exists()
+    monkeypatch.setattr(supervise, "REAP_SECONDS", 30.0)
+    threading.Timer(1.0, lock.release).start()  # a process of the command needs a while to end
     body = f"say('x')\nif attempt: sys.exit(0)\nwrite(PATH + '.run', {str(folder)!r}); sys.exit(75)"
     assert run(body)[:2] == (0, ["x", "x"]) and len(faults_of(folder)) == 1
 

@@ -161,7 +161,7 @@ def test_fit_makes_tensors_of_numpy_arrays(dtype):
 def test_fit_names_what_it_cannot_use_and_changes_nothing():
     softmax, linear = nn.SoftmaxLoss(), nn.Sequential(nn.Linear(3, 2))
     pair = [(X[0], Y[0])]
-    for model, batches, loss, error, said in (
+    for model, batches, loss, error, said, *steps in (
         (linear, pair, None, TypeError, "fit: Sequential takes no targets.*loss=nn.SoftmaxLoss"),
         (nn.Linear(3, 1), pair, None, TypeError, "takes no targets.*loss=nn.SoftmaxLoss"),
         (linear, X, softmax, TypeError, r"must be a pair .ids, targets., .*of shape \(4, 3\)"),
@@ -169,17 +169,13 @@ def test_fit_names_what_it_cannot_use_and_changes_nothing():
         (linear, pair, lambda y, t: y, ValueError, r"must be one number, .*shape is \(4, 2\)"),
         (linear, [(X[0].astype(int), 0)], softmax, TypeError, r"ndarray \(ndl.Tensor\(array\)"),
         (linear, iter([]), softmax, ValueError, "fit: no batches"),
+        (linear, [], softmax, ValueError, "fit: no batches", None),
         (linear, [(X[0] * np.nan, Y[0])], softmax, FloatingPointError, "loss of step 1 is nan"),
     ):
         before = weights(model)
         with naming(said), pytest.raises(error, match=said):
-            ndl.fit(model, batches, steps=3, loss=loss, progress=False)
+            ndl.fit(model, batches, steps=steps[0] if steps else 3, loss=loss, progress=False)
         np.testing.assert_array_equal(weights(model), before)
-
-
-def test_fit_of_an_empty_list_raises_value_error():
-    with pytest.raises(ValueError, match="fit: no batches"):
-        ndl.fit(Classifier(), [], progress=False)
 
 
 def test_fit_draws_tqdms_bar_if_that_is_installed(capsys, monkeypatch):
