@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import fake_gpus, run, shared_library
 
-DRIVER = "int cuDriverGetVersion(int *version) { *version = 13000; return 0; }"
+DRIVER = "int cuDriverGetVersion(int *version) { *version = 12080; return 0; }"
 # Appended to needle/diagnose/ranks.py. FAULT="die 1 2": what rank 1 does in its second exchange.
 FAULT = """
 import os, signal

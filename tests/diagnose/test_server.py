@@ -58,7 +58,7 @@ def test_any_other_answer_is_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(server, "SECONDS", 0.3)
     for answer in (
         b"401 -\r\n\r\n",
-        b'503 -\r\n\r\n{"status": "device_lost"}',
+        b'503 -\r\n\r\n{"status":\n"device_lost"}',  # which is shown in a line
         b'200 -\r\n\r\n{"status": "ending"}',
         b'302 -\r\nLocation: http://127.0.0.1:1/\r\n\r\n{"status": "ok"}',
     ):
@@ -67,7 +67,7 @@ def test_any_other_answer_is_a_failure(monkeypatch, capsys):
             said = f"FAILED: {url}/health answers HTTP {answer[:3].decode()}: "
             out = capsys.readouterr().out
             assert said in out and "NEEDLE_KERNELS_TOKEN_FILE here to its --token-file" in out
-            assert len(seen) == 1
+            assert len(seen) == 1 and out.count("\n") == 2
     for answer in b"smtp", b"200 -\r\n\r\n<html>", None:
         with naming(answer), service(answer) as (url, _), pytest.raises(ENDED):
             server.examine(url)
