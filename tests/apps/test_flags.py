@@ -1,23 +1,42 @@
-"""Flags of apps/train_pythia.py, the model that they make, refusals, and the advice of a run that
-stops by itself."""
+"""Flags of apps/train_pythia.py, the model that they make, and the advice of a run that stops by
+itself; refusals, in one line that says why, before a folder is made or changed."""
 
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import generate
+import numpy as np
 import pytest
 import train_pythia
-from small_runs import checkpoint_of, flags, lines_of, without
+from harness import naming
+from small_runs import (
+    arguments,
+    checkpoint_of,
+    contents,
+    flags,
+    lines_of,
+    numbers_of,
+    run_until,
+    without,
+)
 
 import needle as ndl
+from needle.checkpoint import Checkpoint
+from needle.data import train_tokenizer
+from needle.data.__main__ import main as data_main
 from needle.distributed.environment import Place
 from needle.distributed.group import ALONE
 from needle.models import gpt_neox
+from needle.training import evaluate
+from needle.training import folder as folders
 from needle.training import run as run_parts
-from needle.training.settings import FIELDS, complete, located, option, parse
+from needle.training.replay import bank, verify
+from needle.training.settings import FIELDS, Settings, complete, located, option, parse
 
 # ---- flags ------------------------------------------------------------------------------------
 
@@ -167,3 +186,243 @@ def test_loss_that_is_not_finite_names_the_good_checkpoint(tmp_path, tokens, cap
     error = capsys.readouterr().err
     last = checkpoint_of(tmp_path, "c", len(lines_of(tmp_path, "c")))
     assert last.exists() and "Stopped." in error and str(last) not in error
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+# ---- a new run --------------------------------------------------------------------------------
+
+
+def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    new = f"--data {tokens} --device cpu"
+    for words, said in (
+        ("--steps 0", "a whole number of 1 or more, not '0'"),
+        ("--batch-size two", "a whole number of 1 or more, not 'two'"),
+        ("--steps 1" + "0" * 400, "a whole number of at most 9223372036854775807, not"),
+        ("--lr nan", "a number above 0, not 'nan'"),
+        ("--st\x1b[31m 4", "unrecognized arguments: --st\\x1b[31m 4"),
+        ("--clip inf", "a number of 0 or more, not 'inf'"),
+        ("--decay-share 1.5", "a number of at most 1, not '1.5'"),
+        ("--seed 4294967296", "a whole number of at most 4294967295, not '4294967296'"),
+        ("--data caf\udce9.txt", "--data: b'caf\\xe9.txt' is a name that is not UTF-8"),
+        ("--dtype float8", "'float32', 'bfloat16'"),
+        ("--model gpt", "pythia-70m"),
+        ("--stepps 4", "unrecognized arguments: --stepps 4; there is --steps"),
+        ("--device tpu", "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
+        *((f"--name {name}", "a name for a folder") for name in ("a/b", ".a", "..")),
+        ("--steps 2 --tokens 9", "not allowed with"),
+        ("--keep 1,x", "'x' is no whole"),
+        *((f"{flag}=", f"argument {flag}: an empty name ('')") for flag in ("--data", "--resume")),
+        # With nothing to resume, auto begins a new run.
+        (f"{new} --window 70 --resume auto", "argument --window: needs --sparse"),
+        (f"{new} --keep-optimizer --recipe pythia", "argument --keep-optimizer: needs --keep"),
+        (f"{new} --decay-share 0.5", "argument --decay-share: needs --schedule wsd"),
+        (f"{new} --end-of-text e", "argument --end-of-text: needs --tokenizer"),
+        (f"{new} --graph --context-parallel 2", "argument --graph: not allowed with argument --co"),
+    ):
+        with naming(words):
+            with pytest.raises(SystemExit, match="2"):
+                train_pythia.main(words.split())
+            assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["nowhere", "--top-p=7"])
+    said = "argument --top-p: must be a number of at most 1, not '7'\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_what_cannot_be_followed_is_one_error(tmp_path, texts, tokens, capsys, monkeypatch):
+    """Before text is tokenised."""
+    small = tmp_path / "small.json"
+    train_tokenizer(iter(["return " * 9]), 262).save(str(small))
+    wrong, long = tmp_path / "wrong.toml", "a" * 300
+    wrong.write_text("hidden_size = 16\nnum_layer = 3\n")
+    (short := tmp_path / "short.toml").write_text("num_heads = 2\nmax_seq_len = 8\n")
+    assert train_pythia.main(flags(tmp_path, tokens, "init", steps=1)) == 0
+    capsys.readouterr()
+    init = f"--init {tmp_path / 'runs' / 'init'}"
+    why = ndl.cuda(63).reason()  # no machine has this many GPUs
+    for data, more, said in (
+        (texts, "--heads 3", "hidden_size 32 is not a multiple of num_heads 3"),
+        (texts, f"--config {wrong}", "PythiaConfig: unknown fields num_layer; there are vocab_si"),
+        (texts, f"--config {short}", "--seq-len 16: the model of --config reads 8 at most"),
+        (texts, f"{init} --seq-len 17", "--seq-len 17: .* reads 16 at most"),
+        (texts, init, "no tokenizer.json lies with it, and the data is text: give --t"),
+        (tokens, f"{init} --layers 2", "its weights say what --layers would change"),
+        (tokens, f"{init} --model pythia-14m", "its weights say what --model pythia-14m would"),
+        (tokens, f"{init} --sparse local", "its weights say what --sparse would"),
+        (tokens, f"--init {texts}", "neither a run of needle"),
+        (tokens, f"--init {tmp_path / long}", "File name too long"),
+        (tokens, f"--name {long}", "File name too long"),
+        (tokens, "--fp8 --vocab-size 65", "vocabulary 65 must be a multiple of 16, such as 80"),
+        (tokens, "--fp8 --hidden 1056 --no-mlp", "width 1056 is more than 1024, and no layer tak"),
+        (tokens, "--fp8 --seq-len 12", "--seq-len 12, the tokens of a rank's micro-batch, must be"),
+        (tokens, "--context-parallel 2", "1 cannot be cut into such groups"),
+        (tokens, "--warmup 7", "--warmup 7: the run has 6 steps, and its warmup must be 0 to 6 of"),
+        (tokens, "--schedule wsd --warmup 6", "--warmup 6: with 1 steps of decay .* the run's 6"),
+        (tokens, "--recipe pythia --batch-size 3", "--batch-size 3 cannot make the 1,024 sequenc"),
+        (tokens, "--device cuda:63", re.escape(f"needle train: device cuda:63: {why}\n")),
+    ):
+        argv = flags(tmp_path, data, "a", more)
+        argv = without(argv, "--model") if {"--config", "--init"} & {*argv} else argv
+        argv += ["--model", "pythia-14m"] * ("14m" in more)
+        with naming(more), monkeypatch.context() as patch:
+            patch.setattr(train_pythia, "run_data", None)
+            assert train_pythia.main(argv) == 1
+            out, error = capsys.readouterr()
+            assert re.search(said, error) and out == "" and error.count("\n") == 1
+    for ranks, settings, said in (
+        (3, {"grad_accum": 4}, "3 ranks cannot share a step of 4 micro-batches"),
+        (2, {"context_parallel": 2, "seq_len": 18}, "18 tokens cannot be shared by 2 ranks"),
+        (2, {"context_parallel": 2, "seq_len": 16, "batch_size": 1, "fp8": True},
+         "--seq-len 16 / --context-parallel 2, the tokens of a rank's micro-batch, must be"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            complete(Settings(**settings), False, ranks)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("import os\n")
+    (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "float.npy", np.zeros(99))
+    np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
+    for name, said, *more in (
+        ("empty.txt", "not text: empty"),
+        ("folder", "or an empty one"),
+        ("short.txt", f"needle train: {tmp_path}/short.txt: text, 1 documents, "),
+        ("float.npy", "one axis of integers"),
+        ("large.npy", "outside the vocabulary of 64"),
+        ("texts", "--vocab-size 256: the tokenizer has 257 tokens", "--vocab-size 256"),
+        ("texts", "vocabulary is 64, but the tokenizer has 262", f"{init} --tokenizer {small}"),
+        ("texts", "not a tokenizer.json", "--tokenizer", texts / "00.txt"),
+        (tokens, "--end-of-text: is for a tokenizer that is given", f"{init} --end-of-text e"),
+    ):
+        argv = flags(tmp_path, tmp_path / name, "a", *more)
+        assert train_pythia.main(without(argv, "--model") if "--init" in argv else argv) == 1
+        error = capsys.readouterr().err
+        assert said in error and "saved" not in error and "--resume" not in error, name
+        shutil.rmtree(tmp_path / "runs" / "a", ignore_errors=True)  # of ids that a batch shows
+
+
+def test_what_a_model_or_its_ranks_cannot_do_is_named():
+    model = SimpleNamespace(recompute=None, shares=False)
+    plain = SimpleNamespace(meta_model=lambda device: model)
+    for given, said in (
+        ({"recompute": True}, "--recompute: a SimpleNamespace cannot compute layers again"),
+        ({"context_parallel": 2}, "--context-parallel: sequences of a SimpleNamespace cannot be"),
+        ({"graph": True}, r"--graph: cpu\(\) records no graphs: leave it out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train_pythia.check(complete(Settings(**given), False, 2), plain, ndl.cpu())
+    model.shares, given = True, complete(Settings(graph=True, context_parallel=2), False, 2)
+    with pytest.raises(ValueError, match="--graph: not together with --context-parallel"):
+        train_pythia.check(given, plain, ndl.cpu())
+    given = complete(Settings(sparse="local", seq_len=192, context_parallel=2), False, 2)
+    with pytest.raises(ValueError, match="--seq-len 192: with blocks of 64 .* multiple of 256"):
+        train_pythia.check(given, run_parts.model_config(given), ndl.cpu())
+    rank = Place(1, 2, 1, 2, "mpirun")
+    with pytest.raises(ValueError, match="of its own: .*, needle supervise -- mpirun"):
+        train_pythia.join(parse(["--supervise"]), [], rank, Path("train.py"))
+
+
+# ---- a run that goes on -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path, tokens, monkeypatch):
+    """The folders of a run that has saved steps 2 and 4 of 6, and of one that saved nothing."""
+    run_until(monkeypatch, 5, flags(tmp_path, tokens, "saved"))
+    run_until(monkeypatch, 2, flags(tmp_path, tokens, "begun", "--save-every 5"))
+    return tmp_path / "runs" / "saved", tmp_path / "runs" / "begun"
+
+
+def test_run_goes_on_with_its_own_settings_and_data_alone(tmp_path, tokens, stopped, capsys):
+    """It is left as it is; the flags that it has may be repeated."""
+    other, alone = tmp_path / "other.npy", tmp_path / "elsewhere" / "kept.safetensors"
+    np.save(other, np.load(tokens) + 1)
+    alone.parent.mkdir()
+    shutil.copy(checkpoint_of(tmp_path, "saved", 4), alone)
+    before = contents(tmp_path)
+    for folder in stopped:
+        auto = arguments("--resume auto --device cpu --name", folder.name, "--out", folder.parent)
+        for more, said in (
+            ("--lr 0.5 --seed 8", "--lr is 0.5, but the run has 0.003; --seed is 8, but the run h"),
+            ("--hidden 16 --layers 1", "--hidden is 16, but the run has 32"),
+            ("--no-mlp", "--no-mlp is "),
+            ("--init-seed 3", "--init-seed is 3"),
+            ("--fp8", "--fp8 is True, but the run is without it"),
+            ("--steps 9", "--steps is 9, but the run has 6"),
+            ("--global-batch-size 16", "--global-batch-size is 16, but the run has 2"),
+            ("--recipe pythia", "--recipe is pythia"),
+            ("--end-of-text e", "--end-of-text is e"),
+            (f"--data {other}", "not the tokens that the run read before"),
+        ):
+            with naming(folder.name, more):
+                assert train_pythia.main([*auto, *more.split()]) == 1
+                assert said in capsys.readouterr().err and contents(tmp_path) == before
+        with pytest.raises(SystemExit, match="2"):
+            train_pythia.main([*auto, "--keep-optimizer"])
+    for path, said in (
+        (alone, f"a new run starts from its weights: --init {alone}"),
+        *((path, str(path)) for path in (tokens, tmp_path / "missing", tmp_path)),
+    ):
+        assert train_pythia.main(["--resume", str(path), "--device", "cpu"]) == 1
+        assert said in capsys.readouterr().err and contents(tmp_path) == before
+    for folder in stopped:
+        argv = without(flags(tmp_path, tokens, folder.name, "--resume auto"), "--steps")
+        assert train_pythia.main([*argv, "--tokens", "193"]) == 1
+        assert "--steps is 7, but the run has 6, where its cosine" in capsys.readouterr().err
+        argv = argv if folder.name == "saved" else without(argv, "--save-every")
+        seed = folders.read_description(folder)["settings"]["seed"]
+        more = f"--seed {seed} --init-seed {seed} --data-seed {seed} --hidden 32 --tokens 192"
+        assert train_pythia.main([*argv, *more.split()]) == 0
+
+
+def test_paths_of_a_run_stay_when_it_goes_on_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = located(parse("--init a --data b/../c --tokenizer d".split()))
+    assert (kept.init, kept.data, kept.tokenizer) == tuple(str(tmp_path / name) for name in "acd")
+
+
+def test_checkpoint_of_another_program_is_named(tmp_path, stopped, capsys):
+    path = checkpoint_of(tmp_path, "saved", 4)
+    model, optimizer, epoch, loss = Checkpoint(path).restore()
+    extra = ("settings", "step", "data", "fingerprint")
+    kept = {key: Checkpoint(path).state[key] for key in extra}
+    for state, said in (
+        ({"settings": 3}, "it has no settings"),
+        ({"settings": {"model": "tiny"}}, "batch_size is missing, clip is missing"),
+        ({"settings": {**kept["settings"], "colour": "red"}}, "colour is unknown"),
+    ):
+        ndl.save_checkpoint(model, optimizer, epoch, loss, path, **kept | state)
+        assert train_pythia.main(["--resume", str(path), "--device", "cpu"]) == 1
+        error = capsys.readouterr().err
+        assert said in error and str(path) in error and error.count("\n") == 1
+
+
+def test_damaged_config_is_named_by_what_reads_it(tmp_path, tokens, stopped, capsys):
+    """A run with a checkpoint goes on without it."""
+    whole = folders.read_description(stopped[0])
+    saved, begun = stopped
+    auto = arguments("--resume auto --device cpu --out", saved.parent, "--name")
+    (begun / "config.json").write_text(json.dumps({**whole, "saved": False, "data": []}))
+    assert train_pythia.main([*auto, "begun"]) == 1
+    assert "begun/config.json: not of a run" in capsys.readouterr().err
+    for folder in stopped:
+        (folder / "config.json").write_text("{")
+    for main, words in (
+        (train_pythia.main, [*auto, "begun"]),
+        (train_pythia.main, flags(tmp_path, tokens, "begun")),
+        (data_main, ["view", begun, "--step", "1"]),
+        (evaluate.main, [begun, "--data", tokens, "--device", "cpu"]),
+    ):
+        assert main([*map(str, words)]) == 1
+        assert f": {begun}" in capsys.readouterr().err
+    assert train_pythia.main([*auto, "saved"]) == 0
+    assert len(numbers_of(tmp_path, "saved")) == 6
+    view, replay = ["view", str(saved), "--step", "1"], [str(saved), "--from", "2", "--dry-run"]
+    for told in {"model_type": "gpt_neox"}, {**whole, "settings": {}}, {**whole, "data": {}}:
+        (saved / "config.json").write_text(json.dumps(told))
+        for main, words in (data_main, view), (bank.main, replay), (verify.main, [str(saved)]):
+            assert main(words) == 1
+            assert f"{saved}/config.json: " in capsys.readouterr().err

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import naming, wait_until_gone
+from harness import ROOT, naming, run, wait_until_gone
 
 from needle.diagnose import gpus
 from needle.testing import OPS
@@ -150,3 +150,15 @@ def test_gpu_that_is_wanted_is_shown_alone_and_fields_may_be_unknown(seen, smi):
     error = "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost"
     with pytest.raises(RuntimeError, match=f"^nvidia-smi: {error}"):
         seen(f'{{"error": "{error}"}}')
+
+
+# ---- docs/cuda_memory.md -------------------------------------------------------------------------
+
+
+def test_memory_page_examples_hold(machine, tmp_path):
+    page = (ROOT / "docs" / "cuda_memory.md").read_text()
+    (tmp_path / "page.txt").write_text(re.sub(r"^```.*$", "", page, flags=re.MULTILINE))
+    words = (sys.executable, "-m", "doctest", "-o", "ELLIPSIS", "page.txt")
+    done = run(*words, cwd=tmp_path, **machine.environment(FAKE_GELU="lose"))
+    assert not done.stdout, done.stdout
+    assert done.returncode == 75, done.stderr  # its last section ends the process

@@ -1,5 +1,5 @@
 """Commands that fail in every way, under a supervisor, and the heartbeat that it reads.
-(Trainings that do: tests/apps/test_supervised_run.py.)"""
+(Trainings that do: tests/apps/test_survival.py.)"""
 
 import contextlib
 import json
