@@ -68,14 +68,6 @@ def test_diagnosis_runs_nothing_of_the_current_folder(tmp_path):
     assert f"run            FAILED: {tmp_path} is not the folder of a run" in done.stdout
 
 
-@pytest.mark.parametrize("words, required", [(["--device", "0"], "0"), ([], "1")])
-def test_gpu_that_is_wanted_and_missing_is_a_failure(words, required):
-    done = run(*DIAGNOSE, *words, NEEDLE_REQUIRE_CUDA=required, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1 and "cuda()         FAILED: " in done.stdout
-    assert "cpu()          ok: " in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("in short       FAILED: 1, above (")
-
-
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 

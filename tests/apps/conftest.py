@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import train_pythia
+from harness import naming
 from small_runs import EVERY, SMALL, TOKENS, flags
 
 import needle as ndl
@@ -76,3 +77,21 @@ def documents(tmp_path):
 def run(tmp_path, tokens):
     """run(name, *flags) -> exit code of a small run in this process."""
     return lambda name, *more: train_pythia.main(flags(tmp_path, tokens, name, *more))
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(main, words, says, code=1) -> the error of a command that ends so and says this."""
+
+    def ends(main, words, says, code=1):
+        capsys.readouterr()
+        with naming(*words):
+            try:
+                found = main([*map(str, words)])
+            except SystemExit as end:
+                found = end.code
+            error = capsys.readouterr().err
+            assert found == code and says in error, error
+        return error
+
+    return ends

@@ -111,7 +111,7 @@ def test_bank_that_was_killed_goes_on(tmp_path, parent, edits, monkeypatch):
     assert made(parent, edits, "killed", start=0) == 0 and len(trained) == 5
 
 
-def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, monkeypatch, capsys):
+def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, monkeypatch, refused, capsys):
     for more, place in ([], "runs"), (["--out", tmp_path / "others"], "others"):
         assert made(parent, edits, "bank", "--dry-run", *more) == 0
         said = f"{tmp_path / place / 'bank'}: 3 replays from step 2 to 6\n"
@@ -122,45 +122,38 @@ def test_bank_refuses_what_it_is_not_for(tmp_path, parent, edits, monkeypatch, c
         assert bank.main([".", "--from", "2", "--edits", str(edits), "--dry-run"]) == 0
         assert f"{parent.folder}-bank: 3 replays" in capsys.readouterr().out
     assert made(parent, edits, "bank") == 0
+
+    def refuses(says, name, *more, folder=edits, code=1):
+        words = parent.folder, "--from", 2, "--edits", folder, "--name", name, *CPU, *more
+        refused(bank.main, words, says, code)
+
     (edits / "d.toml").write_text("[[edit]]\ndo = 'drop'\nwhere = { document = 99 }\n")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for folder, name, more, says in (
-        (edits, "bank", [], "bank: a bank of another run, other steps or other edits"),
-        (edits, "new", [], "d.toml: edit 1 (drop): document 99 is not there"),
-        (empty, "new", [], "there is no file of edits (*.toml) in it"),
-        (edits, "run", [], "run: there is a run of this name already"),
-    ):
-        capsys.readouterr()
-        with naming(says):
-            assert made(parent, folder, name, *more) == 1
-            assert says in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    refuses("bank: a bank of another run, other steps or other edits", "bank")
+    refuses("d.toml: edit 1 (drop): document 99 is not there", "new")
+    refuses("there is no file of edits (*.toml) in it", "new", folder=tmp_path / "empty")
+    refuses("run: there is a run of this name already", "run")
     assert not (tmp_path / "runs" / "new").exists()
     config = parent.folder / "config.json"
     written = config.read_text()
     config.write_text(written.replace('"dtype"', '"attention_only": true, "dtype"'))
-    assert made(parent, edits, "new") == 1 and "has no MLPs" in capsys.readouterr().err
+    refuses("has no MLPs", "new")
     config.write_text(written)
     wrong = [["--part", text] for text in ("0/2", "3/2", "1", "x")]
     for more in *wrong, ["--resume", "auto"], ["--edit", edits / "a.toml"], ["--launch", "mpirun"]:
-        with pytest.raises(SystemExit, match="2"):
-            made(parent, edits, "new", *more)
-    with pytest.raises(SystemExit, match="2"):
-        bank.main([str(parent.folder), "--from", "2", "--part", "1/2", "--jobs", "2"])
-    assert "--part, --jobs: needs --edits" in capsys.readouterr().err
+        refuses(more[0], "new", *more, code=2)
+    words = parent.folder, "--from", 2, "--part", "1/2", "--jobs", 2
+    refused(bank.main, words, "--part, --jobs: needs --edits", 2)
     (edits / "d.toml").unlink()
     (edits / "a.toml").write_text(DROP.format(2))
-    assert made(parent, edits, "bank") == 1
-    assert "or other edits" in capsys.readouterr().err
+    refuses("or other edits", "bank")
     (edits / "a.toml").write_text(FILES["a.toml"])
-    assert made(parent, edits, "bank", "--steps", "3") == 1
-    assert "other steps" in capsys.readouterr().err
+    refuses("other steps", "bank", "--steps", 3)
     retell(parent.folder, 5, loss=9.0)
-    assert made(parent, edits, "new") == 1 and made(parent, edits, "new", "--no-control") == 0
-    assert "without edits, a replay differs from" in capsys.readouterr().err
+    refuses("without edits, a replay differs from", "new")
+    assert made(parent, edits, "new", "--no-control") == 0
     lock = ndl.files.Lock(tmp_path / "runs" / "bank" / "runs" / ".part-1-of-1")
-    assert made(parent, edits, "bank") == 1
-    assert "is working in this folder" in capsys.readouterr().err
+    refuses("is working in this folder", "bank")
     lock.release()
 
 
@@ -213,7 +206,7 @@ def gradient(model, loss, inputs, targets):
 
 
 @pytest.mark.parametrize("parent", ["--grad-accum 2"], indirect=True)
-def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, capsys):
+def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, refused, capsys):
     assert made(parent, edits, "bank") == 0
     folder = tmp_path / "runs" / "bank"
     probe, texts = documents("probe", [20, 1, 5], seed=6)
@@ -270,14 +263,5 @@ def test_effects_are_measured_and_predicted(tmp_path, parent, edits, documents, 
     assert [row["document"] for row in rows[len(found) :]].count("all") == 1
     assert spearman([1, 1], [1, 2]) is None
     probe, _ = documents("short", [1, 1], seed=6)
-    assert compare.main(["--edits", str(folder), "--probe", str(probe), *CPU]) == 1
-    assert f"{probe}: no document has two tokens" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_bank_of_several_jobs_has_the_same_files(tmp_path, parent, edits, monkeypatch):
-    assert made(parent, edits, "one") == 0
-    monkeypatch.undo()  # each replay is a process
-    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
-    assert made(parent, edits, "two", "--jobs", 2) == 0
-    assert files_of(tmp_path / "runs" / "one") == files_of(tmp_path / "runs" / "two")
+    words = "--edits", folder, "--probe", probe, *CPU
+    refused(compare.main, words, f"{probe}: no document has two tokens")

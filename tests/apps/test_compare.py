@@ -164,7 +164,7 @@ def test_probe_of_text_and_tokens_is_cut_into_documents(tmp_path, tokens):
             read_documents(tmp_path / path, given, limit)
 
 
-def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, capsys):
+def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, refused):
     other = flags(tmp_path, tokens, "c", "--hidden 16")
     assert train_pythia.main(other) == 0
     a, b, c = (tmp_path / "runs" / name for name in "abc")
@@ -179,10 +179,4 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, c
         (["--edits", b, "--every", 2], 2, "--every, --no-floor: not with --edits"),
         ([a, b, "--plot", "both.txt"], 2, "--plot: must end in .png, .svg, .pdf, not 'both.txt'"),
     ):
-        capsys.readouterr()
-        with naming(words):
-            try:
-                found = compare.main([*map(str, words), "--probe", str(probe[0]), *CPU])
-            except SystemExit as end:
-                found = end.code
-            assert found == code and says in capsys.readouterr().err
+        refused(compare.main, [*words, "--probe", probe[0], *CPU], says, code)

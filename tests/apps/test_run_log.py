@@ -123,7 +123,7 @@ def axes_of(monkeypatch):
     return draw
 
 
-def test_figure_of_several_runs(tmp_path, monkeypatch, axes_of, capsys):
+def test_figure_of_several_runs(tmp_path, monkeypatch, axes_of, refused):
     """$ in a name begins no formula, of which this is none. Lines of 50 values are smoothed."""
 
     def drawn(*words):
@@ -158,10 +158,8 @@ def test_figure_of_several_runs(tmp_path, monkeypatch, axes_of, capsys):
     assert any(len(y) == 49 and np.allclose(y, curves["c/a$b_{$"]) for y in values)
     assert drawn("c/a$b_{$")[0] == ["training", "held out"]
     assert (tmp_path / "c" / "a$b_{$" / "loss.png").exists()
-    capsys.readouterr()
     for word in "no", ".":
-        said = f"{word}: no step yet, or not a run\n"
-        assert plots.main([word]) == 1 and capsys.readouterr().err.endswith(said)
+        refused(plots.main, [word], f"needle plot: {word}: no step yet, or not a run\n")
 
 
 def test_figures_of_compare_show_the_last_step_by_document_and_effects_over_predictions(
@@ -197,12 +195,11 @@ def test_plot_needs_no_backend_of_a_notebook(tmp_path):
     assert done.stdout.endswith("0\n") and (tmp_path / "loss.png").exists(), done.stderr
 
 
-def test_without_matplotlib_it_is_named(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_it_is_named(tmp_path, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 2.0}\n')
     assert plots.plot(tmp_path) == "no loss.png: the package matplotlib is not installed"
-    assert plots.main([str(tmp_path)]) == 1
-    assert "needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    refused(plots.main, [tmp_path], "needs matplotlib: pip install matplotlib")
 
 
 STEP = {"step": 2, "tokens": 64, "loss": 8.0}
@@ -286,13 +283,12 @@ def test_trackers_get_each_line_through_a_kill(tmp_path, tokens, monkeypatch, ca
     assert [call for call in first + calls if type(call) is dict] == lines
 
 
-def test_tracker_that_cannot_be_used_says_why(tmp_path, tokens, monkeypatch, calls, capsys):
+def test_tracker_that_cannot_be_used_says_why(tmp_path, tokens, monkeypatch, calls, refused):
     for flag, said in (
         ("--wandb forbidden", "--wandb forbidden: not logged in (WANDB_MODE=offline"),
         ("--tensorboard", "--tensorboard needs the package tensorboardX: "),
         ("--wandb pythias", f"--wandb needs the package wandb: {sys.executable} -m pip install"),
     ):
-        assert train_pythia.main(flags(tmp_path, tokens, "a", flag, steps=2)) == 1
-        assert said in capsys.readouterr().err
+        refused(train_pythia.main, flags(tmp_path, tokens, "a", flag, steps=2), said)
         for package in "tensorboardX", "wandb":
             monkeypatch.setitem(sys.modules, package, None)

@@ -125,10 +125,10 @@ def test_page_names_the_repository_unless_it_is_a_path(monkeypatch):
 
 
 def test_bad_lists_and_the_model_whose_training_fails_are_named(
-    tmp_path, listed, monkeypatch, capsys
+    tmp_path, listed, monkeypatch, refused
 ):
     text = listed.read_text()
-    for content, says in (
+    for content, says, *code in (
         ("x = ", "no TOML"),
         ("", "must hold a table [flags] and tables [[model]] alone"),
         ("model = [1]", "must hold a table [flags]"),
@@ -138,27 +138,15 @@ def test_bad_lists_and_the_model_whose_training_fails_are_named(
         (text + "data = 'none.txt'", "pair.toml: model long: "),
         (text + "tokenizer = 'none.json'", "pair.toml: model long: "),
         (text + "no_mlp = true", "pair.toml: model long: save_pretrained: this model has no MLPs"),
+        (text + "improve = 1", "there is --prove\nneedle suite: {}: model long\n", 2),
+        (text.replace('"long"', '"../x"'), "'../x'\nneedle suite: {}: model ../x\n", 2),
     ):
         listed.write_text(content)
-        assert suite.main([str(listed)]) == 1
-        assert says in capsys.readouterr().err
-    for content, says in (
-        (text + "improve = 1", "--improve"),
-        (text.replace('"long"', '"../x"'), "must be a name for a folder"),
-    ):
-        listed.write_text(content)
-        with pytest.raises(SystemExit, match="2"):
-            suite.main([str(listed)])
-        err = capsys.readouterr().err
-        assert says in err and re.search(r"pair.toml: model (long|../x)$", err, re.M)
+        refused(suite.main, [listed], says.replace("{}", str(listed)), *code)
     assert not (tmp_path / "pair").exists()
     listed.write_text(text)
     monkeypatch.setattr(replays, "train", lambda *_: 1)
-    assert suite.main([str(listed), "--out", str(tmp_path / "other")]) == 1
-    says = "pair.toml: model a small: .*/a small: ended before step 5, with exit code 1"
-    assert re.search(says, capsys.readouterr().err)
-    listed.rename(tmp_path / "pair")
-    with pytest.raises(SystemExit, match="2"):
-        suite.main([str(tmp_path / "pair")])
-    assert "--out: " in capsys.readouterr().err and suite.main(["."]) == 1
-    assert ".: cannot be read: Is a directory" in capsys.readouterr().err
+    says = f"model a small: {tmp_path}/other/runs/a small: ended before step 5, with exit code 1"
+    refused(suite.main, [listed, "--out", tmp_path / "other"], says)
+    refused(suite.main, [listed.rename(tmp_path / "pair")], "--out: ", 2)
+    refused(suite.main, ["."], ".: cannot be read: Is a directory")

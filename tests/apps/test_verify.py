@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -13,6 +12,7 @@ import train_pythia
 from harness import ROOT, naming
 from harness import run as run_program
 from small_runs import (
+    CPU,
     TOKENS,
     all_lines_of,
     chain,
@@ -424,26 +424,19 @@ def replay_of(folder, step, edits):
     return open_run(folder).replay(step, edits, name="edited", flags=["--device", "cpu"]).folder
 
 
-def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch):
-    begin = r"begin with one of \[0, 2, 4, 6\] and end at 6 or before"
-    for words, code, says in (
-        (["--steps", "1:4"], 1, begin),
-        (["--steps", "2:7"], 1, begin),
-        (["--data", str(tmp_path / "none.npy")], 4, None),
-    ):
-        with naming(words):
-            found, err, _ = verdicts(folder, *words)
-            assert found == code and (says is None or re.search(says, " ".join(err.split()))), err
+def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch, refused):
+    begin = "--steps: of {} it can begin with one of [0, 2, 4, 6] and end at 6 or before"
+    for steps in "1:4", "2:7":
+        refused(verify.main, [folder, *CPU, "--steps", steps], begin.format(folder))
     wrong = [["--steps", "4:2"], ["--steps", "x"], ["--sample", "1", "--full"], ["--bad"]]
     wrong += [["--launch", "'"], ["--name", "b"], ["--out", "x"], ["--resume", "auto"]]
-    wrong += [["--seed", "1"]]
-    for words in wrong:
-        with naming(words), pytest.raises(SystemExit, match="2"):
-            verify.main([str(folder), *words])
+    for words in *wrong, ["--seed", "1"]:
+        refused(verify.main, [folder, *words], words[0], 2)
+    assert verdicts(folder, "--data", str(tmp_path / "none.npy"))[0] == 4
     assert verdicts(folder, "--steps", "0:2", "--out", "runs")[:2] == (0, {})
-    assert "none/config.json: cannot be read" in verdicts(tmp_path / "none")[1]
+    refused(verify.main, [tmp_path / "none", *CPU], "none/config.json: cannot be read")
     (folder / "manifest.json").write_text("{")
-    assert "manifest.json: no JSON" in verdicts(folder)[1]
+    refused(verify.main, [folder, *CPU], "manifest.json: no JSON")
     (folder / "manifest.json").unlink()
     for code in 75, 0:  # 0: a signal stopped it
         monkeypatch.setattr(replays, "train", lambda *_, code=code, **__: code)

@@ -96,15 +96,17 @@ def test_parts_follow_the_place_of_a_rank_and_the_flags(monkeypatch):
 def test_gpu_fails_that_is_wanted_and_missing_or_there_and_unusable(monkeypatch, capsys):
     """A rank whose launcher shows it one GPU takes that; with --device 1 it is a failure, since
     CUDA numbers that GPU 0."""
-    monkeypatch.setenv("NEEDLE_REQUIRE_CUDA", "0")
     missing, lost = "there is no cuda(1): CUDA shows cuda()", "cuda()         FAILED: it is lost"
-    for names, built, driver, is_asked, failed, chosen in (
-        (["cuda()"], False, None, "0", None, '["cuda()"]'),
-        (["cuda()"], False, None, "1", missing, "[]"),
-        ([], True, "13.0", "0", lost, "[]"),
-        ([], True, None, "0", None, "[]"),
-        ([], False, "13.0", "0", None, "[]"),
+    for names, built, driver, is_asked, is_required, failed, chosen in (
+        (["cuda()"], False, None, "0", "0", None, '["cuda()"]'),
+        (["cuda()"], False, None, "1", "0", missing, "[]"),
+        ([], True, "13.0", "0", "0", lost, "[]"),
+        ([], True, None, "0", "0", None, "[]"),
+        ([], False, "13.0", "0", "0", None, "[]"),
+        ([], False, None, "1", "0", lost, "[]"),
+        ([], False, None, "0", "1", lost, "[]"),
     ):
+        monkeypatch.setenv("NEEDLE_REQUIRE_CUDA", is_required)
         found = {"built": built, "driver": driver, "usable": bool(names), "problem": "it is lost"}
         monkeypatch.setattr(facts, "gpus", lambda names=names: names)
         monkeypatch.setattr(facts, "cuda", lambda found=found: found)
