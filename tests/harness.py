@@ -210,6 +210,13 @@ def small_pythia(device=None, seed: int = 0, **changes) -> Pythia:
     return Pythia(PythiaConfig(**fields | changes), device=device)
 
 
+def log_probabilities(model, ids: np.ndarray) -> np.ndarray:
+    """Log-softmax (T, V) in float64 after each of some ids (T,)."""
+    logits = model(ids[None].astype(np.int64))[0].numpy()[0].astype(np.float64)
+    logits -= logits.max(1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
 class Foreign:
     """An array whose DLPack export has an address without an owner, at which a kernel faults."""
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import train_pythia
-from harness import naming
+from harness import log_probabilities, naming
 from small_runs import CPU, EVERY, flags, retell
 
 import needle as ndl
@@ -37,12 +37,6 @@ def compared(capsys, *words):
     for row in map(json.loads, lines):
         found.setdefault(row.pop("kind"), []).append(row)
     return found
-
-
-def log_probabilities(model, ids):
-    logits, _ = model(ids[None].astype(int))
-    logits = logits.numpy()[0].astype(np.float64)
-    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
 def scored(models, text):

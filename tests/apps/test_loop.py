@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import train_pythia
 from harness import DEVICES
-from small_runs import flags, lines_of
+from small_runs import flags, lines_of, micro_batches
 
 from needle import CudaError, CudaFatalError, Tensor
 from needle.models import Pythia
@@ -24,17 +24,6 @@ from needle.training.session import STOPS, Stop
 from needle.training.settings import parse
 
 STEPS, WARMUP, LR, DECAY, BATCH, TIME, EPOCH = 6, 2, 0.01, 0.3, 2, 16, 12
-
-
-def micro_batches(tokens, seed, count):
-    """The first `count` of all epochs: windows of T + 1 that share one token, shuffled."""
-    windows = (len(tokens) - 1) // TIME
-    for number in range(count):
-        epoch, batch = divmod(number, EPOCH)
-        order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(windows)
-        starts = TIME * order[BATCH * batch : BATCH * (batch + 1)]
-        rows = np.array([tokens[i : i + TIME + 1] for i in starts], np.int64)
-        yield rows[:, :-1], rows[:, 1:]
 
 
 def rate(step):
@@ -76,7 +65,7 @@ def test_each_update_is_that_of_a_plain_loop(
     assert len(lines) == len(gradients) == STEPS
 
     plain = Pythia(run.model.config, device=run.device)
-    batches = micro_batches(np.asarray(run.data.train[:]), 5, accumulate * STEPS)
+    batches = micro_batches(5, accumulate * STEPS)
     for step in range(1, STEPS + 1):
         before, after, grads, line = (
             states[step - 1],

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from harness import naming, small_pythia
+from harness import log_probabilities, naming, small_pythia
 
 import needle as ndl
 from needle.data import DataError, megatron
@@ -27,13 +27,6 @@ def tokens(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, count).astype(np.uint16)
 
 
-def reference(model: Pythia, context: np.ndarray) -> np.ndarray:
-    """Log-softmax (V,) in float64 after the last token of `context`."""
-    logits = model(context[None].astype(np.int64))[0].numpy()[0, -1].astype(np.float64)
-    logits -= logits.max()
-    return logits - np.log(np.exp(logits).sum())
-
-
 def test_score(device, monkeypatch):
     """The logits of a batch are computed in parts."""
     monkeypatch.setattr(evaluate, "LOGITS", 5 * VOCABULARY)
@@ -44,7 +37,7 @@ def test_score(device, monkeypatch):
         count = int(random.integers(1, length + 1))
         text = tokens(length + 1, seed=length)
         rows.append((text[:-1].tolist(), text[1:][-count:].tolist()))
-    rows.append((text, [int(reference(model, text).argmax())]))
+    rows.append((text, [int(log_probabilities(model, text)[-1].argmax())]))
     got = {index: (logprobs, hits) for index, logprobs, hits in evaluate.score(model, rows, 3)}
     assert sorted(got) == list(range(len(rows)))
     for index, (inputs, targets) in enumerate(rows):
@@ -52,7 +45,7 @@ def test_score(device, monkeypatch):
         assert logprobs.dtype == np.float32 and hits.dtype == bool
         for i, target in enumerate(targets):
             end = len(inputs) - len(targets) + i + 1
-            wanted = reference(model, np.array(inputs[:end]))
+            wanted = log_probabilities(model, np.array(inputs[:end]))[-1]
             assert abs(logprobs[i] - wanted[target]) < 1e-5
             assert hits[i] == (wanted.argmax() == target)
     assert hits[0]
@@ -69,7 +62,7 @@ def test_perplexity():
             row = text[begin : begin + row_length]
             for at in range(1, len(row)):
                 end = min(seq_len + -(-max(at - seq_len, 0) // stride) * stride, len(row) - 1)
-                logprobs = reference(model, row[max(end - seq_len, 0) : at])
+                logprobs = log_probabilities(model, row[max(end - seq_len, 0) : at])[-1]
                 wanted[begin + at] = -logprobs[row[at]]
         with naming(seq_len, stride, row_length):
             np.testing.assert_allclose(scores.per_token, wanted, rtol=0, atol=2e-5)
