@@ -11,7 +11,6 @@ from needle.data import megatron
 from needle.models import pythia
 from needle.training import run as run_parts
 from needle.training.folder import again
-from needle.training.plot import plot
 from needle.training.replay import replays
 
 
@@ -21,12 +20,6 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
     monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 8)
     monkeypatch.setattr(run_parts, "plot", lambda folder: "no plot")  # one takes as long as a run
-
-
-@pytest.fixture
-def plots(small, monkeypatch):
-    """Runs draw their loss.png."""
-    monkeypatch.setattr(run_parts, "plot", plot)
 
 
 @pytest.fixture

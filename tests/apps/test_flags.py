@@ -240,6 +240,7 @@ def test_what_cannot_be_followed_is_one_error(
     init = f"--init {tmp_path / 'runs' / 'init'}"
     why = ndl.cuda(63).reason()  # no machine has this many GPUs
     for data, more, said in (
+        (texts, "--heads 3", "hidden_size 32 is not a multiple of num_heads 3"),
         (texts, f"--config {wrong}", "PythiaConfig: unknown fields num_layer; there are vocab_si"),
         (texts, f"--config {short}", "--seq-len 16: the model of --config reads 8 at most"),
         (texts, f"{init} --seq-len 17", "--seq-len 17: .* reads 16 at most"),
@@ -276,8 +277,10 @@ def test_what_cannot_be_followed_is_one_error(
         with pytest.raises(ValueError, match=said):
             complete(Settings(**settings), False, ranks)
     (tmp_path / "short.txt").write_text("import os\n")
+    (tmp_path / "folder").mkdir()
     np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
     for name, said, *more in (
+        ("folder", "or an empty one"),
         ("short.txt", f"needle train: {tmp_path}/short.txt: text, 1 documents, "),
         ("large.npy", "outside the vocabulary of 64"),
         ("texts", "--vocab-size 256: the tokenizer has 257 tokens", "--vocab-size 256"),

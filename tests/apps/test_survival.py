@@ -38,8 +38,9 @@ def damage(path) -> None:
 # ---- damaged and missing checkpoints ------------------------------------------------------------
 
 
-def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, capsys, monkeypatch):
+def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, refused, monkeypatch):
     assert run("a") == 0
+    argv = flags(tmp_path, tmp_path / "tokens.npy", "a", "--resume", "auto")
     folder = folder_of(tmp_path, "a")
     newest, before = list_checkpoints(folder)[0], contents(folder)
 
@@ -50,15 +51,12 @@ def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, cap
 
     with monkeypatch.context() as patch:
         patch.setattr("needle.files.open", refusing, raising=False)
-        assert run("a", "--resume", "auto") == 1
-    error = capsys.readouterr().err
-    assert f"{newest}: cannot be" in error and os.strerror(errno.EIO) in error
-    assert contents(folder) == before
+        error = refused(train_pythia.main, argv, f"{newest}: cannot be")
+    assert os.strerror(errno.EIO) in error and contents(folder) == before
     for path in list_checkpoints(folder):
         damage(path)
-    before = contents(folder)
-    assert run("a", "--resume", "auto") == 1
-    assert "none of its checkpoints is whole; nothing is overwritten" in capsys.readouterr().err
+    before, said = contents(folder), "none of its checkpoints is whole; nothing is overwritten"
+    refused(train_pythia.main, argv, said)
     assert contents(folder) == before
 
 

@@ -27,8 +27,8 @@ from needle.training.settings import Settings, complete, data_of, parse
 # ---- a whole run ------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("plots")
 def test_run_writes_its_files_and_is_continued_by_generate(tmp_path, texts, capsys, monkeypatch):
+    monkeypatch.setattr(run_parts, "plot", plots.plot)
     assert train_pythia.main(flags(tmp_path, texts, "a")) == 0
     folder = tmp_path / "runs" / "a"
     files = "config.json manifest.json metrics.jsonl loss.png tokenizer.json sample.txt lock "
@@ -141,13 +141,13 @@ def test_escape_sequences_from_outside_are_not_printed_raw(tmp_path, texts, monk
 # ---- after the last step ----------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("plots")
 def test_plot_and_sample_that_fail_are_reported(tmp_path, tokens, monkeypatch, capsys):
     def failing(*args):
         raise RuntimeError("it fails here")
 
     argv, folder = flags(tmp_path, tokens, "a", steps=2), tmp_path / "runs" / "a"
     with monkeypatch.context() as patch:
+        patch.setattr(run_parts, "plot", plots.plot)
         patch.setattr(plots, "draw", failing)
         patch.setattr(run_parts, "sample_text", failing)
         assert train_pythia.main(argv) == 0

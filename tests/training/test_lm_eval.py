@@ -53,20 +53,20 @@ def folder(tmp_path_factory):
     return top
 
 
-@pytest.fixture(scope="session", params=DEVICES)
-def models(folder, request):
-    """(needle, hf on the CPU) on the same weights."""
+def loaded(name, path, **options):
+    """A model of the harness; on the CPU, where no device is given."""
     from lm_eval.api.registry import get_model
 
     import needle.training.lm_eval  # noqa: F401  registers it
 
-    ours = get_model("needle")(
-        pretrained=str(folder / "step_1.safetensors"), device=request.param, batch_size=4
-    )
-    theirs = get_model("hf")(
-        pretrained=str(folder / "exported"), device="cpu", dtype="float32", batch_size=4
-    )
-    return ours, theirs
+    return get_model(name)(pretrained=str(path), **{"device": "cpu", "batch_size": 4} | options)
+
+
+@pytest.fixture(scope="session", params=DEVICES)
+def models(folder, request):
+    """(needle, hf on the CPU) on the same weights."""
+    ours = loaded("needle", folder / "step_1.safetensors", device=request.param)
+    return ours, loaded("hf", folder / "exported", dtype="float32")
 
 
 def requests(*arguments) -> list:
@@ -126,13 +126,8 @@ def test_generate_until(models):
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_add_bos_token_is_that_of_the_harness(folder, begins):
-    from lm_eval.api.registry import get_model
-
-    import needle.training.lm_eval  # noqa: F401  registers it
-
-    options = {"device": "cpu", "batch_size": 4, "add_bos_token": begins}
-    exported = str(folder / "exported")
-    models = [get_model(name)(pretrained=exported, **options) for name in ("needle", "hf")]
+    exported = folder / "exported"
+    models = [loaded(name, exported, add_bos_token=begins) for name in ("needle", "hf")]
     for text in [*SENTENCES, "", "<|endoftext|>begins with it"]:
         ours, theirs = (list(model.tok_encode(text)) for model in models)
         assert ours == theirs and (ours[:1] == [0]) == (begins or text.startswith("<")), text
@@ -174,10 +169,6 @@ def test_what_cannot_be_answered_is_refused(models, folder, tmp_path):
 
 def test_special_tokens_are_those_of_the_files_or_of_the_flag(folder, tmp_path):
     """Prefix and end of text are those of `hf` on the same folder."""
-    from lm_eval.api.registry import get_model
-
-    from needle.training.lm_eval import NeedleLM
-
     place = tmp_path / "a"
     shutil.copytree(folder / "exported", place)
     text = (folder / "tokenizer.json").read_text()
@@ -189,18 +180,17 @@ def test_special_tokens_are_those_of_the_files_or_of_the_flag(folder, tmp_path):
     words = json.loads(file.read_text())
     for bos, begin in (None, 0), ("<s>", made.token_to_id("<s>")):
         file.write_text(json.dumps(words | {"eos_token": "</s>", "bos_token": bos}))
-        ours = NeedleLM(str(place), device="cpu")
-        theirs = get_model("hf")(pretrained=str(place), device="cpu", dtype="float32")
+        ours, theirs = (loaded(name, place, dtype="float32") for name in ("needle", "hf"))
         assert ours.eot_token_id == theirs.eot_token_id == 0
         assert ours.prefix_token_id == theirs.prefix_token_id == begin
         pairs = [("", "The quick"), ("The quick", " brown fox")]
         for a, b in zip(*(m.loglikelihood(requests(*pairs), True) for m in (ours, theirs))):
             assert a[0] == pytest.approx(b[0], abs=1e-3)
     (tmp_path / "tokenizer.json").write_text(text.replace("<|endoftext|>", "<end>"))
-    given = {"tokenizer": str(tmp_path), "device": "cpu"}
+    words = "needle", folder / "step_1.safetensors"
     with pytest.raises(ValueError, match="no end of text: .*give end_of_text=TOKEN in --model_a"):
-        NeedleLM(str(folder / "step_1.safetensors"), **given)
-    ours = NeedleLM(str(folder / "step_1.safetensors"), **given, end_of_text="<end>")
+        loaded(*words, tokenizer=str(tmp_path))
+    ours = loaded(*words, tokenizer=str(tmp_path), end_of_text="<end>")
     assert ours.eot_token_id == ours.prefix_token_id == 0
 
 

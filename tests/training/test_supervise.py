@@ -252,11 +252,10 @@ def test_signal_is_passed_on_once_and_ends_the_run(run, tmp_path, number, code):
 @pytest.mark.parametrize("name", ["mpirun", "mpiexec", "orterun", "prterun"])
 def test_signal_to_the_supervisor_of_mpirun_is_passed_on_as_sigusr1(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    mpirun = tmp_path / name
-    mpirun.write_text(f"#!{sys.executable} -S\n{BEGIN}{PATIENT}")
-    mpirun.chmod(0o755)
+    (tmp_path / name).write_text(f"#!{sys.executable} -S\n{BEGIN}{PATIENT}")
+    (tmp_path / name).chmod(0o755)
     with when_said(tmp_path, "ready", signal.SIGTERM):
-        assert Supervisor([str(mpirun)]).run() == 0
+        assert Supervisor([str(tmp_path / name)]).run() == 0
     assert lines_of(tmp_path / "said") == ["ready", "SIGUSR1"]
 
 
