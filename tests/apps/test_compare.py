@@ -41,17 +41,12 @@ def compared(capsys, *words):
 
 def scored(models, text):
     """(tokens, nats of each model, KL), a token by the longest context that its window has."""
-    count, nats, kl = 0, [0.0, 0.0], 0.0
-    while count + 1 < len(text):
-        last = min(count + 17, len(text))  # the end of a window, of 16 inputs where there are
-        new = last - count - 1
-        own, theirs = (log_probabilities(m, text[max(0, last - 17) : last - 1]) for m in models)
-        for i in range(new):
-            target = text[last - 1 - i]
-            nats = [nats[0] - own[-1 - i, target], nats[1] - theirs[-1 - i, target]]
-            kl += (np.exp(theirs[-1 - i]) * (theirs[-1 - i] - own[-1 - i])).sum()
-        count += new
-    return count, nats, kl
+    sums = np.zeros(4)
+    for at in range(1, len(text)):
+        end = min(-(-at // 16) * 16, len(text) - 1)  # of the window
+        own, theirs = (log_probabilities(m, text[max(end - 16, 0) : at])[-1] for m in models)
+        sums += 1, -own[text[at]], -theirs[text[at]], (np.exp(theirs) * (theirs - own)).sum()
+    return sums
 
 
 def parts_of(name):
@@ -77,16 +72,16 @@ def test_compare_gives_losses_kl_and_distances(tmp_path, runs, probe, capsys):
         rows = [places[str(runs[1].folder), step, i] for i in [*range(6), "all"]]
         totals = np.zeros(4)
         for row, text in zip(rows, texts):
-            tokens, (own, theirs), kl = scored(models[::-1], text)
-            totals += tokens, own, theirs, kl
+            tokens, own, theirs, kl = sums = scored(models[::-1], text)
+            totals += sums
             assert row["tokens"] == tokens == len(text) - 1
             if tokens == 0:
                 assert row["loss"] is row["kl"] is None
                 continue
             with naming(step, row):
                 wanted = np.array([own, own - theirs, kl]) / tokens
-                found_here = [row[key] for key in ("loss", "difference", "kl")]
-                assert found_here == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+                given = [row[key] for key in ("loss", "difference", "kl")]
+                assert given == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         mean = totals / totals[0]
         assert rows[-1]["difference"] == pytest.approx(mean[1] - mean[2], rel=1e-4, abs=1e-7)
         assert places[str(runs[0].folder), step, "all"]["kl"] == 0

@@ -35,15 +35,10 @@ def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
     assert run.steps[-1] == 6 and run.tokenizer is None
     assert run.settings["seq_len"] == 16 and run.config.hidden_size == 32
     lines = lines_of(tmp_path, "x")
-    assert run.metrics["step"].tolist() == [1, 2, 3, 4, 5, 6]
     assert run.metrics["step"].dtype == np.int64 and run.metrics["loss"].dtype == np.float64
     for name in lines[2]:
         wanted = [line.get(name, np.nan) for line in lines]
         np.testing.assert_array_equal(run.metrics[name], wanted, err_msg=name)
-    assert (
-        np.isnan(run.metrics["val_loss"][0]) and np.isfinite(run.metrics["val_loss"][[2, 5]]).all()
-    )
-
     ids = np.arange(12).reshape(1, 12)
     for step, path in zip(run.steps, files):
         with naming("step", step):
@@ -75,13 +70,8 @@ def test_missing_paths_are_file_not_found_errors(tmp_path):
     missing, empty = tmp_path / "no" / "run", tmp_path / "empty"
     empty.mkdir()
     (empty / "checkpoints").mkdir()
-    functions = (
-        ndl.load_checkpoint,
-        ndl.load,
-        ndl.Pythia.from_pretrained,
-        ndl.models.from_pretrained,
-    )
-    for function in (ndl.open_run, *functions):
+    from_pretrained = ndl.Pythia.from_pretrained, ndl.models.from_pretrained
+    for function in (ndl.open_run, ndl.load_checkpoint, ndl.load, *from_pretrained):
         for path in missing, empty:
             with naming(function, path), pytest.raises(FileNotFoundError, match=str(path)):
                 function(path)

@@ -73,16 +73,14 @@ def requests(*arguments) -> list:
     return [SimpleNamespace(args=args, task_name="test") for args in arguments]
 
 
-def test_facts(models):
+def test_loglikelihood(models):
+    """And facts of the models."""
     ours, theirs = models
     assert ours.max_length == theirs.max_length == CONTEXT
     assert ours.eot_token_id == theirs.eot_token_id
     assert ours.prefix_token_id == theirs.prefix_token_id
     for text in [*SENTENCES, "", " ", "<|endoftext|>after", "a<|endoftext|>b"]:
         assert ours.tok_encode(text) == list(theirs.tok_encode(text)), text
-
-
-def test_loglikelihood(models):
     pairs = [(a, " " + b) for a in SENTENCES for b in SENTENCES[:3]]
     pairs += [("", b) for b in SENTENCES]  # no context: BOS
     pairs += [("", "<|endoftext|>begins with it")]
