@@ -97,6 +97,13 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
+def flip_bit(path: Path, place: int | None = None) -> None:
+    """Change a bit of a byte of a file, by default of that in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if place is None else place] ^= 1
+    path.write_bytes(data)
+
+
 def copy_needle(folder: Path) -> None:
     """Copy the needle that is tested into a folder, without its CUDA backend."""
     shutil.copytree(

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import train_pythia
-from harness import DEVICES, naming
+from harness import DEVICES, flip_bit, naming
 from small_runs import assert_same_run, checkpoint_of, contents, flags, lines_of, without
 from struck_runs import ENVIRON, PROGRAM, Runs, text_of, write_tokens
 
@@ -27,12 +27,6 @@ pytestmark = pytest.mark.slow
 
 def folder_of(tmp_path, name):
     return tmp_path / "runs" / name / "checkpoints"
-
-
-def damage(path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 # ---- damaged and missing checkpoints ------------------------------------------------------------
@@ -54,7 +48,7 @@ def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, ref
         error = refused(train_pythia.main, argv, f"{newest}: cannot be")
     assert os.strerror(errno.EIO) in error and contents(folder) == before
     for path in list_checkpoints(folder):
-        damage(path)
+        flip_bit(path)
     before, said = contents(folder), "none of its checkpoints is whole; nothing is overwritten"
     refused(train_pythia.main, argv, said)
     assert contents(folder) == before

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT, naming
+from harness import ROOT, flip_bit, naming
 from harness import run as run_program
 from small_runs import (
     CPU,
@@ -124,10 +124,7 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
 def flip(folder):
     """Change a bit of the weights in the checkpoint of step 4, whose checksum stays."""
     file = folder / "checkpoints" / "step_4.safetensors"
-    data = bytearray(file.read_bytes())
-    entry = verify.Checkpoint(file).tensors[[*BIT][0]]
-    data[entry.offset + 4 * 7] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, verify.Checkpoint(file).tensors[[*BIT][0]].offset + 4 * 7)
 
 
 def swap_token(folder, step):

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from harness import flip_bit
 
 import needle as ndl
 from needle import _C, nn, optim
@@ -74,19 +75,13 @@ def test_run_that_is_at_work_or_done_is_not_resumed(run, look):
     assert "no process works" in said and said.endswith("ok: all 9 steps are done\n")
 
 
-def flip(path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_damaged_checkpoints_are_named_and_an_older_one_goes_on(run, look):
     newest, older = (checkpoint_path(run / "checkpoints", step) for step in (6, 3))
-    flip(newest)
+    flip_bit(newest)
     said = look()
     assert f"run            FAILED: skipped: {newest}: altered: its checksum" in said
     assert "step_3.safetensors, step 3" in said and "to go on from step 3: " in said
-    flip(older)
+    flip_bit(older)
     said = look()
     assert said.count("FAILED") == 3 and "none of its checkpoints is whole" in said
     assert "--name" in said and "--resume auto" not in said

@@ -74,7 +74,6 @@ def requests(*arguments) -> list:
 
 
 def test_loglikelihood(models):
-    """And facts of the models."""
     ours, theirs = models
     assert ours.max_length == theirs.max_length == CONTEXT
     assert ours.eot_token_id == theirs.eot_token_id
