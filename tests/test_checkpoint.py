@@ -274,18 +274,6 @@ def test_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_package_safetensors_opens_it(tmp_path):
-    from safetensors import safe_open
-
-    model, optimizer = made()
-    path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
-    with safe_open(path, framework="numpy") as file:
-        for name, value in weights(model).items():
-            np.testing.assert_array_equal(file.get_tensor(name), value)
-        assert any(name.startswith("optimizer.") for name in file.keys())
-        assert json.loads(file.metadata()["state"])["config"]["hidden_size"] == 16
-
-
 # ---- damage -----------------------------------------------------------------------------------
 
 

@@ -121,16 +121,6 @@ def test_steps_follow_the_recurrence_also_of_groups(kind, own, device):
     assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in made.param_groups]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_flat_equals_not_flat(dtype, device):
-    """The same bits, with decay on matrices only."""
-    one, other = Two(device, dtype), Two(device, dtype)
-    run(one, adamw([{"params": [one.matrix]}, {"params": [one.bias], "weight_decay": 0.0}]))
-    run(other, adamw(nn.flatten_parameters(other)))
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert_same_bits(p.cached_data.compact(), q.cached_data.compact())
-
-
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_parameter_of_any_strides_takes_the_same_steps(kind, dtype, device):
@@ -221,44 +211,6 @@ def test_given_names_come_before_those_of_the_module():
         state = optimizer.state_dict()
         assert {name: array.shape for name, array in state["arrays"].items()} == wanted
     assert state["groups"] == {"own.bias": {"lr": 0.5}}
-
-
-def test_a_parameter_without_gradient_stays():
-    for kind, (moved, left) in itertools.product(
-        ("SGD", "Adam", "AdamW"), itertools.permutations(SHAPES)
-    ):
-        module = Two(ndl.cpu())
-        before = values_of(module)
-        getattr(module, moved).grad = Tensor(gradients(0)[moved])
-        getattr(optim, kind)(module.parameters(), lr=0.1).step()
-        after = values_of(module)
-        np.testing.assert_array_equal(after[left], before[left])
-        assert (after[moved] != before[moved]).all()
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize(
-    "kind, dtype",
-    [("SGD", "float32"), ("Adam", "float32"), ("AdamW", "float32"), ("AdamW", "bfloat16")],
-)
-def test_state_dict_continues_with_the_same_bits(kind, dtype, flat, device):
-    def made(module):
-        parameters = (
-            nn.flatten_parameters(module) if flat and kind == "AdamW" else module.parameters()
-        )
-        extra = {"momentum": 0.9} if kind == "SGD" else {}
-        return getattr(optim, kind)(parameters, lr=0.01, **extra)
-
-    one, other = Two(device, dtype), Two(device, dtype)
-    first = made(one)
-    run(one, first, 3)
-    other.load_state_dict(one.state_dict())
-    second = made(other)
-    second.load_state_dict(first.state_dict())
-    run(one, first, 3, start=3)
-    run(other, second, 3, start=3)
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert_same_bits(p.cached_data.compact(), q.cached_data.compact())
 
 
 def test_state_dict_of_another_optimizer_is_refused():
@@ -366,21 +318,6 @@ def test_param_groups_set_the_rates(kind):
 
 
 @pytest.mark.parametrize("kind", RECURRENCES)
-def test_param_groups_of_equal_rates_stay_apart(kind):
-    """As in a warmup from 0 of groups with rates of their own."""
-    rates = {"matrix": 0.1, "bias": 0.01}
-    made, plain = Two(None), Two(None)
-    groups = lambda module: [{"params": [p], "lr": rates[n]} for n, p in module.named_parameters()]
-    optimizer = getattr(optim, kind)(groups(made))
-    for factor in (0.0, 0.5, 1.0):
-        for group, rate in zip(optimizer.param_groups, rates.values(), strict=True):
-            group["lr"] = factor * rate
-    close(run(made, optimizer), run(plain, getattr(optim, kind)(groups(plain))), 0)
-    unnamed = getattr(optim, kind)([{"params": [p]} for p in made.parameters()], lr=0.1)
-    assert [group["params"] for group in unnamed.param_groups] == [[p] for p in made.parameters()]
-
-
-@pytest.mark.parametrize("kind", RECURRENCES)
 @pytest.mark.parametrize("own", [{}, {"weight_decay": 0.5}])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_param_group_sets_its_own_rate_alone(kind, own, first):
@@ -411,19 +348,6 @@ def test_a_group_of_one_parameter_is_that_parameter():
     for params in ([w * 2], [{"params": w * 2}], [w, ("w", w[0])]):
         with pytest.raises(ValueError, match="params must hold Parameters, not the result of"):
             optim.SGD(params)
-
-
-def test_flat_parameters_frozen_later_stay():
-    one = Two(None)
-    flat = adamw(nn.flatten_parameters(one))
-    run(one, flat, 2)
-    start = values_of(one)
-    one.bias.requires_grad = False
-    got = run(one, flat, 3, start=2)
-    np.testing.assert_array_equal(got["bias"], start["bias"])
-    assert not np.array_equal(got["matrix"], start["matrix"])
-    one.bias.requires_grad = True
-    assert not np.array_equal(run(one, flat, 1)["bias"], start["bias"])
 
 
 @pytest.mark.parametrize("kind, flat", [*((kind, False) for kind in RECURRENCES), ("AdamW", True)])

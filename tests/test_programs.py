@@ -38,18 +38,6 @@ def test_the_help_of_make_is_two_columns():
     assert not [line for line in done.stdout.splitlines() if len(line) > 80]
 
 
-def test_words_before_any_command_print_help_and_version(capsys):
-    for words, said in (
-        ([], command.usage()),
-        (["-h"], command.usage()),
-        (["--help"], command.usage()),
-        (["help"], command.usage()),
-        (["-V"], command.usage().partition(":")[0]),
-    ):
-        with naming(words):
-            assert command.run(words) == 0 and capsys.readouterr().out == f"{said}\n"
-
-
 def test_line_is_broken_between_words_and_not_within_a_flag():
     begin, end = "x " * 29 + "needle train", "--no-graph --name a"
     assert command.wrapped(f"{begin} {end}") == f"{begin}\n  {end}"
@@ -69,12 +57,7 @@ def test_unknown_flag_is_printed_without_its_escapes_and_with_one_like_it(capsys
         assert capsys.readouterr().err.endswith(f"unrecognized arguments: {said}\n")
 
 
-def test_command_that_lacks_a_package_or_is_interrupted_says_so_in_a_line(capsys, monkeypatch):
-    monkeypatch.setitem(command.COMMANDS, "paint", ("needle.no_such_part:main", "paint it"))
-    assert command.run(["paint"]) == 1
-    said = "needle paint, paint it: No module named 'needle.no_such_part'\n"
-    assert capsys.readouterr().err == said
-
+def test_command_that_is_interrupted_says_so_in_a_line(capsys):
     @command.reporting("needle paint")
     def main(argv):
         raise KeyboardInterrupt

@@ -1,6 +1,9 @@
 """needle/distributed/environment.py: what launchers set, alone, within another, and damaged."""
 
+from dataclasses import replace
+
 import pytest
+from harness import naming
 
 from needle.distributed.environment import Place, find, first_host
 
@@ -44,54 +47,50 @@ SRUN = BATCH | {
 }
 
 
-def test_process_without_a_launcher():
-    assert find({}) is None and find({"MASTER_ADDR": "x", "HOME": "/"}) is None
-    assert find({"PET_NNODES": "1:1"}) is find({"PET_NNODES": "1"}) is None  # one machine
-    assert find(BATCH) is None  # runs once
-    for own in (0xFFFFFFFA, 0xFFFFFFFB):  # salloc's shell, the batch script of newer versions
-        assert find(SRUN | {"SLURM_STEP_ID": str(own)}) is None
+AGENT = Place(3, 4, 1, 2, "torchrun", "10.0.0.1", 29501, "7c9.0")
+MPI = Place(1, 2, 1, 2, "mpirun", "127.0.0.1", 64934, "prterun-vm-25743@1")  # all on one machine
+TASK = Place(9, 12, 1, 4, "srun", "node002", 61440 + 3, "slurm.8195.2.0")
+KUBEFLOW = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+DAEMON = SRUN | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
+PLACES = [  # variables, those that differ, where the rank is then
+    (TORCHRUN, {}, AGENT),
+    (TORCHRUN, {"TORCHELASTIC_USE_AGENT_STORE": "False"}, replace(AGENT, port=29500)),
+    (TORCHRUN, {"MASTER_PORT": "65535"}, replace(AGENT, port=65534)),
+    (TORCHRUN, {"NEEDLE_LAUNCH": "f"}, replace(AGENT, launcher="needle", port=29500, job="f")),
+    (TORCHRUN, {"NEEDLE_RANKS_KEY": "k" * 16}, replace(AGENT, key="k" * 16)),
+    (KUBEFLOW, {}, Place(3, 4, 0, 1, "torchrun", "10.0.0.1", 29500)),  # one a machine
+    (OPEN_MPI, {}, MPI),
+    (OPEN_MPI, {"PMIX_NAMESPACE": "-1"}, replace(MPI, port=63530, job="-1")),
+    (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "8"}, replace(MPI, size=8, host=None, port=None)),
+    (OPEN_MPI, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, replace(MPI, host="a", port=1)),
+    (HYDRA, {}, Place(2, 3, 0, 1, "mpirun")),
+    (SRUN, {}, TASK),
+    (SRUN, {"SLURM_RESTART_COUNT": "1"}, replace(TASK, job="slurm.8195.2.1")),
+    (SRUN, {"MASTER_ADDR": "a"}, TASK),
+    (SRUN, {"MASTER_PORT": "1"}, TASK),
+    (SRUN, {"MASTER_ADDR": "", "MASTER_PORT": "1"}, TASK),
+    (SRUN, {"PMI_RANK": "9", "PMI_SIZE": "12", "PMIX_RANK": "9"}, TASK),
+    # Launchers within another: the innermost knows the ranks.
+    (DAEMON, OPEN_MPI, MPI),
+    (DAEMON, HYDRA, Place(2, 3, 0, 1, "mpirun")),
+    (DAEMON, TORCHRUN, AGENT),
+    (DAEMON | OPEN_MPI, TORCHRUN, AGENT),
+    # Processes that are no ranks.
+    ({}, {}, None),
+    ({}, {"MASTER_ADDR": "x", "HOME": "/"}, None),
+    ({}, {"PET_NNODES": "1:1"}, None),  # one machine
+    ({}, {"PET_NNODES": "1"}, None),
+    (BATCH, {}, None),  # runs once
+    (SRUN, {"SLURM_STEP_ID": str(0xFFFFFFFA)}, None),  # salloc's shell
+    (SRUN, {"SLURM_STEP_ID": str(0xFFFFFFFB)}, None),  # the batch script of newer versions
+]
 
 
-def test_torchrun():
-    assert find(TORCHRUN) == Place(3, 4, 1, 2, "torchrun", "10.0.0.1", 29501, "7c9.0")
-    static = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert find(static).port == 29500  # no process listens there yet
-    assert find(TORCHRUN | {"MASTER_PORT": "65535"}).port == 65534
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of Kubeflow: one a machine
-    place = find({name: TORCHRUN[name] for name in names})
-    assert place == Place(3, 4, 0, 1, "torchrun", "10.0.0.1", 29500)
-    place = find({**TORCHRUN, "NEEDLE_LAUNCH": "f00"})
-    assert place == Place(3, 4, 1, 2, "needle", "10.0.0.1", 29500, "f00")
-
-
-def test_the_key_of_a_start():
-    keyed = find(TORCHRUN | {"NEEDLE_RANKS_KEY": "k" * 16})
-    assert keyed.key == "k" * 16 and keyed.rank == 3 and not keyed.is_local
-    assert find(OPEN_MPI).key == "" and find(OPEN_MPI).is_local
-    with pytest.raises(ValueError, match="NEEDLE_RANKS_KEY has 15 characters"):
-        find(SRUN | {"NEEDLE_RANKS_KEY": "k" * 15})
-
-
-def test_mpirun():
-    place = find(OPEN_MPI)
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)
-    assert place.launcher == "mpirun" and place.job == "prterun-vm-25743@1"
-    assert place.host == "127.0.0.1" and 61440 <= place.port <= 65535  # all on one machine
-    assert find(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-vm-25744@1"}).port != place.port
-    spread = find(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8"})
-    assert spread.host is spread.port is None
-    told = find(OPEN_MPI | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert (told.host, told.port) == ("a", 1)
-    assert find(HYDRA) == Place(2, 3, 0, 1, "mpirun")
-
-
-def test_srun():
-    place = find(SRUN)
-    assert place == Place(9, 12, 1, 4, "srun", "node002", 61440 + 3, "slurm.8195.2.0")
-    assert find(SRUN | {"SLURM_RESTART_COUNT": "1"}).job != place.job
-    for half in {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"}, {"MASTER_ADDR": "", "MASTER_PORT": "1"}:
-        assert find(SRUN | half) == place
-    assert find(SRUN | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMIX_RANK": "9"}) == place
+def test_each_launcher_says_where_a_rank_is():
+    for environ, change, place in PLACES:
+        with naming(environ, change):
+            assert find(environ | change) == place
+    assert find(OPEN_MPI).is_local and not find(TORCHRUN).is_local
     for nodes, host in (
         ("node[001-0015],host2", "node001"),
         ("node[7,009-011],host2", "node7"),
@@ -99,13 +98,6 @@ def test_srun():
         ("rack[3-4]n[08-16],x", "rack3n08"),
     ):
         assert first_host(nodes) == host
-
-
-def test_the_innermost_launcher_knows_the_ranks():
-    daemon = {**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
-    assert find(daemon | OPEN_MPI).launcher == "mpirun"
-    assert find(daemon | HYDRA) == find(HYDRA)
-    assert find(daemon | TORCHRUN) == find(daemon | OPEN_MPI | TORCHRUN) == find(TORCHRUN)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +119,7 @@ def test_the_innermost_launcher_knows_the_ranks():
         (SRUN, {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_TASKS_PER_NODE=4"]),
         ({}, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK"]),
         ({}, {"PMIX_RANK": "1"}, ["PMIX_RANK=1", "LOCAL_RANK"]),
+        (SRUN, {"NEEDLE_RANKS_KEY": "k" * 15}, ["NEEDLE_RANKS_KEY has 15 characters"]),
         ({}, {"PET_NNODES": "2"}, ["PET_NNODES=2", "torchrun PROGRAM"]),
     ],
 )

@@ -29,13 +29,6 @@ def wanted(texts):
     return f"({wanted(texts[:half])}+{wanted(texts[half:])})"
 
 
-@pytest.mark.parametrize("count", range(1, 34))
-def test_the_tree(count):
-    texts = [str(i) for i in range(count)]
-    assert written(texts) == wanted(texts)
-    assert sum(merges(i, count) for i in range(count)) == count - 1
-
-
 def test_tree_sum_into_any_part_has_the_same_bits():
     numbers = np.random.default_rng(0).standard_normal((9, 50), np.float32)
     arrays = lambda count: [_C.array(x, "float32", _C.cpu()) for x in numbers[:count]]

@@ -174,7 +174,7 @@ def test_commands_have_the_flags_they_are_shown_with(monkeypatch):
 
 
 def test_the_command_lists_and_runs_its_programs(tmp_path):
-    command = sys.executable, "-m", "needle"
+    command, version = (sys.executable, "-m", "needle"), f"needle {needle.__version__}\n"
     shown = run(*command)
     assert shown.returncode == 0 and len(shown.stdout.splitlines()) < 24
     for word, (_, about) in COMMANDS.items():
@@ -185,8 +185,13 @@ def test_the_command_lists_and_runs_its_programs(tmp_path):
     )
     missing = run(*command, "plot", tmp_path / "x")
     assert missing.returncode == 1 and f"{tmp_path / 'x'}: no step yet" in missing.stderr
-    version = run(*command, "--version").stdout
-    assert version == f"needle {needle.__version__}\n"
+    for words in (
+        ("-h", shown.stdout),
+        ("help", shown.stdout),
+        ("-V", version),
+        ("--version", version),
+    ):
+        assert run(*command, words[0]).stdout == words[1]
 
 
 def test_walk_is_followed_by_a_step(tmp_path):
