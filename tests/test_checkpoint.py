@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import os
 import pickle
 import resource

@@ -30,6 +30,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def closed():
+    """A file whose reader is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as file:
+        yield file
+
+
 def test_every_program_ends_by_one_rule():
     runs = {
         path: path.read_text().partition('if __name__ == "__main__":\n')[2] for path in PROGRAMS
@@ -49,22 +58,16 @@ def test_every_program_ends_by_one_rule():
         f"{ROOT}/benchmarks/kernels.py --help",
     ],
 )
-def test_program_whose_output_is_closed_ends_as_by_sigpipe(monkeypatch, words):
+def test_program_whose_output_is_closed_ends_as_by_sigpipe(monkeypatch, closed, words):
     monkeypatch.setenv("PYTHONUNBUFFERED", "")  # argparse passes over what it cannot write at once
-    reader, writer = os.pipe()
-    os.close(reader)
     command = [sys.executable, *words.split()]
-    with open(writer, "w") as closed:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=120)
+    done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=120)
     assert (done.returncode, done.stderr) == (EXIT_CLOSED_PIPE, b"") == (141, b"")
 
 
-def test_program_whose_errors_are_not_read_ends_as_by_sigpipe():
-    reader, writer = os.pipe()
-    os.close(reader)
+def test_program_whose_errors_are_not_read_ends_as_by_sigpipe(closed):
     command = [sys.executable, "-m", "needle", "trian"]
-    with open(writer, "w") as closed:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=closed, timeout=120)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=closed, timeout=120)
     assert (done.returncode, done.stdout) == (EXIT_CLOSED_PIPE, b"")
 
 

@@ -422,25 +422,26 @@ class Says:
 
 
 @pytest.mark.parametrize(
-    "says, stops, chunks, text",
+    "says, stops, end, chunks, text",
     [
-        ("hello", (), ["h", "e", "l", "l", "o"], "hello"),
-        ("hello", ("l",), ["h", "e"], "he"),
-        ("hello", ("lo",), ["h", "e", "l", "l"], "hel"),  # its beginning has been yielded
-        ("hello", ("lx",), ["h", "e", "l", "l", "o"], "hello"),
-        ("hello", ("ell", "l"), ["h", "e"], "he"),
-        ("hello", ("lo", "llo"), ["h", "e", "l", "l"], "he"),  # both at once: the earlier
-        ("a__b", (), ["a", "é", "b"], "aéb"),
-        ("a_", (), ["a", "\ufffd"], "a\ufffd"),
-        ("abzcd", (), ["a", "b"], "ab"),
-        ("hello", ("h",), [], ""),
+        ("hello", (), 26, ["h", "e", "l", "l", "o"], "hello"),
+        ("hello", ("l",), 26, ["h", "e"], "he"),
+        ("hello", ("lo",), 26, ["h", "e", "l", "l"], "hel"),  # its beginning has been yielded
+        ("hello", ("lx",), 26, ["h", "e", "l", "l", "o"], "hello"),
+        ("hello", ("ell", "l"), 26, ["h", "e"], "he"),
+        ("hello", ("lo", "llo"), 26, ["h", "e", "l", "l"], "he"),  # both at once: the earlier
+        ("a__b", (), 26, ["a", "é", "b"], "aéb"),
+        ("a_", (), 26, ["a", "\ufffd"], "a\ufffd"),
+        ("abzcd", (), 26, ["a", "b"], "ab"),
+        ("hello", ("h",), 26, [], ""),
+        ("ab_c", (), 0, ["a", "b"], "ab"),  # token 0 ends a text
     ],
 )
-def test_stop_strings(says, stops, chunks, text, monkeypatch):
+def test_stop_strings(says, stops, end, chunks, text, monkeypatch):
     monkeypatch.setattr(generation, "stream", Says(says))
-    got = list(generation.stream_text(None, Letters(), "x", 9, stop_strings=stops, end=26))
+    got = list(generation.stream_text(None, Letters(), "x", 9, stop_strings=stops, end=end))
     assert [chunk for chunk in got if chunk] == chunks
-    whole = generation.generate_text(None, Letters(), ["x"], 9, stop_strings=stops, end=26)
+    whole = generation.generate_text(None, Letters(), ["x"], 9, stop_strings=stops, end=end)
     assert whole == [text]
 
 
@@ -466,13 +467,6 @@ def test_text_has_the_space_that_its_tokenizer_drops_at_a_beginning(monkeypatch,
         text = " sat the cat"[not prompt :]
         assert "".join(generation.stream_text(None, tokenizer, prompt, 9)) == text
         assert generation.generate_text(None, tokenizer, [prompt], 9) == [text]
-
-
-def test_token_0_ends_a_text(monkeypatch):
-    monkeypatch.setattr(generation, "stream", Says("ab_c"))
-    streamed = "".join(generation.stream_text(None, Letters(), "x", 9, end=0))
-    whole = generation.generate_text(None, Letters(), ["x"], 9, end=0)
-    assert [streamed, *whole] == ["ab", "ab"]
 
 
 def test_texts_in_a_batch():

@@ -32,9 +32,13 @@ def runs(tmp_path, tokens):
     return Runs(tmp_path, tokens)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_change_no_byte(runs, alone, ranks):
-    runs.run("a", ranks)
+IN_PARTS = pytest.param(2, {"MOST": "1000"}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ranks, more", [(1, {}), (2, {}), (4, {}), IN_PARTS])
+def test_ranks_change_no_byte(runs, alone, ranks, more):
+    """Counts of MPI are 32 bits: an array longer than MOST goes as several messages."""
+    runs.run("a", ranks, **more)
     assert runs.written("a") == alone
 
 
@@ -79,13 +83,6 @@ def test_ranks_train_in_bfloat16(runs):
     for name, ranks in ("one", 0), ("two", 2):
         runs.run(name, ranks, "--dtype", "bfloat16")
     assert runs.written("two") == runs.written("one")
-
-
-@pytest.mark.slow
-def test_messages_above_the_limit_are_sent_in_parts(runs, alone):
-    """Counts of MPI are 32 bits: a longer array goes as several messages."""
-    runs.run("a", 2, MOST="1000")
-    assert runs.written("a") == alone
 
 
 @pytest.mark.slow

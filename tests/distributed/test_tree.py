@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from needle import _C
-from needle.distributed.tree import fitting_ranks, merges, own_micro_batches, tree_sum
+from needle.distributed.tree import fitting_ranks, own_micro_batches, tree_sum
 
 
 class Written:

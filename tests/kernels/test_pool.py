@@ -18,6 +18,13 @@ from needle.kernels.cases import DTYPES, GUARD
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture(scope="session")
+def pool():
+    with FakePool(devices=[0], timeout=SECONDS) as made:
+        yield made
+
+
 # ---- a run ---------------------------------------------------------------------------------------
 
 
