@@ -227,6 +227,7 @@ BACKWARD = """
 set breakpoint pending on
 break weight_grad
 run
+delete
 break cpu_matmul_acc
 continue
 backtrace
