@@ -338,28 +338,21 @@ def test_an_index_leads_to_no_file_outside_the_folder(tmp_path):
 # ---- writing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"hidden_act": "gelu_tanh", "rotary_pct": 0.5, "rotary_base": 500.0},
-        {"use_parallel_residual": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-6},
-    ],
-)
-def test_round_trip(tmp_path, changes):
-    model = model_of(**changes)
-    model.save_pretrained(tmp_path / "a")
-    read = Pythia.from_pretrained(tmp_path / "a")
-    act = {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.config.hidden_act, model.config.hidden_act)
-    assert read.config == dataclasses.replace(model.config, hidden_act=act)
-    assert_equal(read, model)
-    assert load_file(tmp_path / "a" / "model.safetensors").keys() == theirs(model).keys()
-    fields = json.loads((tmp_path / "a" / "config.json").read_text())
-    assert fields["architectures"] == ["GPTNeoXForCausalLM"]
-    for name in ("dtype", "torch_dtype"):  # of transformers 5 and 4
-        assert fields[name] == "float32"
-    rotary = fields["rotary_pct"], fields["rotary_emb_base"]
-    assert rotary == (model.config.rotary_pct, model.config.rotary_base)
+def test_configuration_is_written_in_the_names_of_both_versions():
+    for changes, act in (
+        ({"hidden_act": "gelu_tanh", "rotary_pct": 0.5, "rotary_base": 500.0}, "gelu_pytorch_tanh"),
+        ({"use_parallel_residual": False, "tie_word_embeddings": True, "dtype": "float16"}, "gelu"),
+    ):
+        config = dataclasses.replace(CONFIG, layer_norm_eps=1e-6, **changes)
+        fields = Pythia.weight_mapping.config_to_hf(config)
+        assert fields["architectures"] == ["GPTNeoXForCausalLM"]
+        assert fields["dtype"] == fields["torch_dtype"] == config.dtype  # of transformers 5 and 4
+        assert (fields["rotary_pct"], fields["rotary_emb_base"]) == (
+            config.rotary_pct,
+            config.rotary_base,
+        )
+        read = hf.read_config(Pythia, fields, config.dtype)
+        assert read == dataclasses.replace(config, hidden_act=act)
 
 
 def test_a_subclass_gives_models_of_its_own(tmp_path, monkeypatch):
