@@ -1,8 +1,8 @@
 /* fake_cuda.c - a _cuda.so whose GPUs compute with the CPU backend's functions, linked from the
- * objects of the build. FAKE_GPUS: their number (1); FAKE_NAME: their name; FAKE_CLOSED: the number
- * of one that cannot be opened; FAKE_GELU: what gelu does: lose the context, die, hang, wrong.
- * FAKE_LOG: a file that gets a line for each call of graphs and modules, which there are then: a
- * graph does nothing, and the one kernel, `fill`, fills an array. */
+ * objects of the build. FAKE_GPUS: their number (1); FAKE_NAME: their name; FAKE_WARNING: what they
+ * warn of; FAKE_CLOSED: the number of one that cannot be opened; FAKE_GELU: what gelu does: lose the
+ * context, die, hang, wrong. FAKE_LOG: a file that gets a line for each call of graphs and modules,
+ * which there are then: a graph does nothing, and the one kernel, `fill`, fills an array. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -55,6 +55,8 @@ static nd_status properties(int device, nd_properties *out) {
     out->processors = 132;
     out->arch = 90;
     snprintf(out->uuid, sizeof out->uuid, "GPU-%d", device);
+    const char *warning = getenv("FAKE_WARNING");
+    snprintf(out->warning, sizeof out->warning, "%s", warning != NULL ? warning : "");
     return ND_OK;
 }
 

@@ -5,7 +5,7 @@ import sys
 
 import algorithms
 import pytest
-from harness import ROOT, copy_needle, run, shared_library
+from harness import ROOT, fake_gpus, run
 
 TABLE = algorithms.TABLE.read_text()
 LISTED = (32768, 1536, 512, 0, 0, "BF16", 1, 0, 0)
@@ -24,26 +24,6 @@ int main() {
     printf("%d\\n", algorithms::answer_for("NVIDIA H200", 130100, product));
 }
 """
-BACKEND = """
-#include "backend.h"
-#include <stdio.h>
-static nd_status count(int *devices) { *devices = 2; return ND_OK; }
-static nd_status open(int device) { return ND_OK; }
-static const char *last_error(void) { return ""; }
-static nd_status properties(int device, nd_properties *out) {
-    snprintf(out->warning, sizeof out->warning, "%s", "the table is old");
-    return ND_OK;
-}
-const nd_backend *needle_backend(void) {
-    static nd_backend backend;
-    backend.abi = nd_abi();
-    backend.device_count = count;
-    backend.open = open;
-    backend.last_error = last_error;
-    backend.properties = properties;
-    return &backend;
-}
-"""
 
 
 def test_lookup_takes_the_listed_answer_and_warns_of_another_version(tmp_path):
@@ -60,10 +40,10 @@ def test_lookup_takes_the_listed_answer_and_warns_of_another_version(tmp_path):
 
 
 def test_a_devices_warning_is_printed_once(tmp_path):
-    copy_needle(tmp_path)
-    shared_library(BACKEND, tmp_path / "needle" / "_cuda.so")
+    fake_gpus(tmp_path)
     code = "import needle\nfor i in (0, 1, 0): needle.cuda(i).properties()"
-    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=tmp_path)
+    facts = {"PYTHONPATH": tmp_path, "FAKE_GPUS": "2", "FAKE_WARNING": "the table is old"}
+    done = run(sys.executable, "-c", code, cwd=tmp_path, **facts)
     assert (done.returncode, done.stderr) == (0, "needle: warning: the table is old\n")
 
 
