@@ -316,23 +316,18 @@ def test_unusable_configurations(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_weights_that_are_no_safetensors_are_refused(tmp_path):
+def test_weights_that_are_no_safetensors_of_the_folder_are_refused(tmp_path):
     folder = write(tmp_path / "a", {})
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no model.safetensors and no"):
-        Pythia.from_pretrained(folder)
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
-    with pytest.raises(CheckpointError, match="a pickle, which needle never opens"):
-        Pythia.from_pretrained(folder)
-
-
-def test_an_index_leads_to_no_file_outside_the_folder(tmp_path):
-    hf.save(model_of(), tmp_path / "a", shard_size=20_000)
-    path = tmp_path / "a" / hf.INDEX
-    names = json.loads(path.read_text())["weight_map"]
-    path.write_text(json.dumps({"weight_map": names | {"x": "../y"}}))
-    with pytest.raises(CheckpointError, match="'../y', which is not in the folder"):
-        Pythia.from_pretrained(tmp_path / "a")
+    index = json.dumps({"weight_map": {"x": "../y"}}).encode()
+    for file, content, said in (
+        ("README.md", b"", "no model.safetensors and no"),
+        ("pytorch_model.bin", b"\x80\x02.", "a pickle, which needle never opens"),
+        (hf.INDEX, index, "'../y', which is not in the folder"),
+    ):
+        (folder / file).write_bytes(content)
+        with naming(file), pytest.raises(CheckpointError, match=said):
+            Pythia.from_pretrained(folder)
 
 
 # ---- writing -------------------------------------------------------------------------------------

@@ -224,13 +224,6 @@ def test_wrong_jobs_are_refused(client):
             assert said in answer["error"]["message"], answer
 
 
-def test_job_at_its_limits_is_taken():
-    pool = SimpleNamespace(run=lambda source, entry, grid, block, args, *_: args)
-    job = SIMPLE | {"cases": [LAUNCH | {"args": [1] * 256}], "trials": 50}
-    assert serve.read_job(json.dumps(job).encode()).do(pool, {}) == [1] * 256
-    assert len(serve.read_job(json.dumps(SIMPLE | {"cases": [LAUNCH] * 64}).encode()).cases) == 64
-
-
 def test_fields_of_a_job_reach_the_pool():
     pool = SimpleNamespace(run=lambda *given: given, evaluate=lambda *given: given)
     do = lambda **more: serve.read_job(json.dumps(SIMPLE | more).encode()).do(pool, {})
@@ -241,9 +234,9 @@ def test_fields_of_a_job_reach_the_pool():
     judged = do(cases=[case], reference=reference, **options)
     right = Reference(SOURCE, "scale", block=8, shared=0)
     assert judged == ("any", "k", [Case(1, 1, [], operations=5.0)], right, *options.values())
-
-
-def test_word_of_an_argument_that_is_false_counts_as_none():
+    most = [LAUNCH | {"args": [1] * 256}]
+    assert do(cases=most, trials=50)[4] == [1] * 256  # at the limits
+    assert len(serve.read_job(json.dumps(SIMPLE | {"cases": [LAUNCH] * 64}).encode()).cases) == 64
     assert serve.argument({"shape": [6], "out": False}, {}) == Random([6])
     assert serve.argument({"array": "x", "inout": False}, {"x": X}) is X
 
