@@ -1,14 +1,10 @@
 """Batches of all ranks are together those of one process, epoch after epoch."""
 
-import types
-
 import numpy as np
 import pytest
-from ring import tokens_of
 
 from needle.data import Batches, Prefetch
 from needle.distributed.tree import own_micro_batches
-from needle.training.run import own_columns
 from needle.training.settings import Settings, complete
 
 TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
@@ -76,22 +72,6 @@ def test_tokens_of_a_rank():
     for theirs, ours in zip(plain.in_order(3), own.in_order(3)):
         np.testing.assert_array_equal(ours, [part[:, columns] for part in theirs])
     assert own.width == 4 and plain.width == 16
-
-
-def test_ranks_that_share_a_sequence_have_each_of_its_tokens_once():
-    length = 48
-    for context, size in ((1, 4), (2, 2), (2, 6), (4, 4), (4, 8)):
-        ranks = [types.SimpleNamespace(rank=rank, size=size) for rank in range(size)]
-        found = [own_columns(length, rank, context) for rank in ranks]
-        if context == 1:
-            assert found == [None] * size
-            continue
-        for begin in range(0, size, context):
-            together = np.concatenate(found[begin : begin + context])
-            assert sorted(together.tolist()) == list(range(length))
-            for rank in range(context):  # in the order of ring attention
-                wanted = tokens_of(rank, context, length)
-                np.testing.assert_array_equal(found[begin + rank], wanted)
 
 
 @pytest.mark.parametrize(
