@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from harness import naming
-from test_hooks import IDS, in_transformer_lens, small
+from test_hooks import IDS, small
 from test_hooks import near as close
 
 import needle as ndl
@@ -203,18 +203,6 @@ def test_text_in_the_place_of_ids(tmp_path):
             wrong()
 
 
-def test_text_begins_with_the_beginning_token_where_the_tokenizer_has_one(tmp_path):
-    model = small(vocab_size=300)
-    tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat"] * 9), 298)
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model.tokenizer = tmp_path / "tokenizer.json"
-    begin, end = (tokenizer.token_to_id(token) for token in ("<s>", ndl.data.END_OF_TEXT))
-    assert begin not in (None, end)
-    ids = model.to_tokens(["the cat sat", "mat"], prepend_bos=True)
-    assert (ids[:, 0] == begin).all() and ids[1, -1] == end
-
-
 def test_what_a_model_does_not_compute_says_why():
     only, parallel = small(attention_only=True), small()
     for model, name, why in (
@@ -357,6 +345,23 @@ def test_patches_of_a_hidden_of_ones_own_need_its_hidden_from():
         else:
             wanted = patching.get_act_patch_resid_pre(plain, IDS, clean, metric).numpy()
             close(patch(), wanted * factor)
+
+
+def in_transformer_lens(model: Pythia, folder):
+    """The model in TransformerLens, on the CPU."""
+    import torch
+    import transformers
+
+    reason = "transformer_lens not installed (pip install .[parity])"
+    lens = pytest.importorskip("transformer_lens.model_bridge", reason=reason)
+    model.save_pretrained(folder)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    theirs = lens.TransformerBridge.boot_transformers(str(folder), hf_model=peer, device="cpu")
+    theirs.cfg.use_attn_result = True
+    theirs.enable_compatibility_mode(no_processing=True)  # masks with -inf, folds no weight
+    return theirs
 
 
 @pytest.mark.parity
