@@ -136,20 +136,3 @@ def test_gradients_of_slices(device):
         for name, leaf, want in zip("qkv", leaves, wanted):
             got = leaf.grad.numpy()[part] if name in sliced else leaf.grad.numpy()
             assert_close(got, want, "float32", f"d{name} beside slices of {sliced}")
-
-
-@pytest.mark.parametrize(
-    "segments, dilations, error, said",
-    [
-        ((4, 8), (1,), ValueError, r"one a branch, but are \[4, 8\] and \[1\]"),
-        ((), (), ValueError, "one a branch"),
-        ((0,), (1,), ValueError, r"must be numbers above 0, .* \[0\]"),
-        ((4,), (1.5,), TypeError, "float"),
-    ],
-)
-def test_wrong_branches_and_shapes_are_named(segments, dilations, error, said):
-    q = Tensor(np.zeros((1, 8, 2, 4)))
-    with pytest.raises(error, match=said):
-        ops.dilated_attention(q, q, q, segments, dilations)
-    with pytest.raises(ValueError, match=r"must have one shape \(B, T, H, D\), but have"):
-        ops.dilated_attention(q, q, Tensor(np.zeros((1, 7, 2, 4))), (4,), (1,))

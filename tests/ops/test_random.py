@@ -34,16 +34,6 @@ def test_bits_are_the_published_ones(device, given):
     assert " ".join(f"{word:08x}" for word in bits.numpy().view(np.uint32)) == KNOWN[given]
 
 
-def test_bits_go_on_where_they_ended(device):
-    """A draw ends with the block of four words that it begins."""
-    whole, state = philox((5, -1, 3), 2008), state_of([5, -1, 3], device)
-    for start, size in [(0, 1), (4, 4), (8, 1027), (1036, 0), (1036, 972)]:
-        bits = _C.array(np.zeros(size), "int32", device)
-        _C.random_bits(state, bits)
-        np.testing.assert_array_equal(bits.numpy().view(np.uint32), whole[start : start + size])
-    np.testing.assert_array_equal(state.numpy(), [5, 501, 4])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
 def test_dropout_takes_its_numbers_of_numpy(device, dtype):
     """Of many elements, also in a view, one number that is the key of Philox's, and of few all."""

@@ -356,11 +356,40 @@ REFUSED = [
     ("F.embedding([[0, -1]], x)", ValueError, r"-1 at \(0, 1\) is not a whole number from 0 to 2"),
     ("F.embedding(np.array([2, 2**32]), x)", ValueError, r"4294967296 at \(1,\) is not a"),
     ("ndl.tensor([0, np.nan], dtype='int64')", ValueError, "NaN is no integer"),
+    ("ndl.roll(x, (1, 2), 0)", ValueError, "roll: 2 shifts for 1 axes"),
+    ("x.pad((1, 2, 3))", ValueError, r"pad: widths \(1, 2, 3\) for 2 axes"),
+    ("x.repeat([1, 2], 0)", ValueError, r"repeat: \[1, 2\] repeats along axis 0"),
+    ("ndl.bincount(x)", ValueError, "bincount: a must be a vector of whole numbers"),
+    ("ndl.bincount(ndl.tensor([[1]]))", ValueError, r"but is int64 of shape \(1, 1\)"),
+    ("x.expand(-1, 3, 4)", ValueError, "axis 0 has the negative size -1"),  # a new axis
     ("i.long().__setitem__(0, np.nan)", ValueError, "NaN is no integer"),
     ("x.topk(5)", ValueError, "k is 5"), ("x.topk(-1)", ValueError, "k is -1"),
     ("x.topk(1.5)", TypeError, None), ("x.sort(2)", ValueError, "sort: axis 2 does not"),
     *((f"ndl.einsum({text!r}, x)", ValueError, "einsum")
       for text in ("ij,jk", "ijk", "ij->ik", "ij->ii", "i?")),
+    *((f"ndl.ops.{name}({given}, mask={mask})", error, f"^{name}: {said}")
+      for name, given in (("attention", "q, q, q"), ("block_sparse_attention", "q, q, q"),
+                          ("qkv_attention", "qkv, angles, angles"))
+      for mask, error, said in (
+          ("np.ones((8, 8), bool)", TypeError, "mask must be a BlockMask, not ndarray"),
+          ("BlockMask.local(16, 4, 4)", ValueError, "the mask is for 16 queries"),
+          ("BlockMask(np.ones((3, 2, 2), bool), 4, 8)", ValueError, "the mask is for 3 h"))),
+    ("nn.Attention(8, 2)(ndl.ones(1, 8, 8), None, x)", TypeError, "ttention: mask must be a Block"),
+    ("ndl.ops.attention(q, ndl.ones(1, 8, 1, 9), q)", ValueError, "attention"),
+    ("ndl.ops.attention(*[ndl.ones(1, 4, 1, 257)] * 3)", ValueError, "256"),
+    ("ndl.ops.attention(q, q[:, :5], q[:, :5])", ValueError,
+     "causal needs .* 5 for 8; pass causal=False"),
+    ("ndl.ops.qkv_attention(qkv.numpy(), angles, angles)", TypeError,
+     "^qkv_attention: qkv must be a Tensor, but is ndarray"),
+    ("ndl.ops.rotary(qkv.numpy(), angles, angles, 2)", TypeError,
+     "^rotary: x must be a Tensor, but is ndarray"),
+    *((f"ndl.ops.dilated_attention(q, q, {given})", error, said)
+      for given, error, said in (
+          ("q, (4, 8), (1,)", ValueError, r"one a branch, but are \[4, 8\] and \[1\]"),
+          ("q, (), ()", ValueError, "one a branch"),
+          ("q, (0,), (1,)", ValueError, r"must be numbers above 0, .* \[0\]"),
+          ("q, (4,), (1.5,)", TypeError, "float"),
+          ("q[:, 1:], (4,), (1,)", ValueError, r"must have one shape \(B, T, H, D\), but have"))),
 ]  # fmt: skip
 
 
@@ -368,7 +397,9 @@ def test_what_is_refused_says_what_is_wrong():
     names = {"F": nn.functional, "ndl": ndl, "nn": nn, "np": np}
     for text, error, message in REFUSED:
         names |= {"x": ndl.ones(3, 4), "i": ndl.tensor([1, 2], dtype="uint8")}
-        names |= {"w": ndl.ones(4, 5), "b": ndl.ones(4)}
+        names |= {"w": ndl.ones(4, 5), "b": ndl.ones(4), "BlockMask": ndl.BlockMask}
+        names |= {"q": ndl.ones(1, 8, 1, 4), "qkv": ndl.ones(1, 8, 1, 3, 4)}
+        names |= {"angles": np.ones((8, 2), np.float32)}
         with naming(text), pytest.raises(error, match=message):
             eval(text, names)
 
