@@ -2,41 +2,17 @@
 
 import gzip
 import json
-import re
 import tracemalloc
 
 import numpy as np
 import pytest
 from harness import naming
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from needle.data import DataError, __main__, open_data, open_documents, text
 from needle.data.kinds import text_files
 from needle.data.tokenizer import id_limit, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
-
-
-def cut_whole(whole, size):
-    """The cut of a text that is held whole."""
-    parts = []
-    while len(whole) > size:
-        head = whole[:size]
-        words = [i for i in range(1, size - 1) if re.fullmatch(r"\S \S", head[i - 1 : i + 2])]
-        end = max(words, default=head.rfind("\n") + 1) or size
-        parts, whole = [*parts, whole[:end]], whole[end:]
-    return parts + ([whole] if whole else [])
-
-
-@given(st.lists(st.text("ab\né ", max_size=30), max_size=8), st.integers(1, 20))
-@settings(max_examples=100, deadline=None)
-def test_cut_does_not_depend_on_how_a_file_is_read(blocks, size):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "CHUNK", size)
-        found = list(text.chunks(blocks))
-    assert [part for part, _ in found] == cut_whole("".join(blocks), size)
-    assert [last for _, last in found] == [False] * (len(found) - 1) + [True] * bool(found)
 
 
 def test_long_document_has_the_ids_of_it_as_a_whole(tmp_path, tokenizer, monkeypatch):

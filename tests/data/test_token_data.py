@@ -137,25 +137,6 @@ def test_npy(tmp_path):
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def test_windows_need_one_token_more_than_a_multiple_of_their_length(tmp_path):
-    for count in (8, 9, 12, 13, 16, 17):
-        ids = np.arange(100, 100 + count)
-        np.save(tmp_path / "x.npy", ids.astype("<i4"))
-        parts = [map_part(tmp_path / "x.npy", "<i4", 128)]
-        for tokens in (ids, FlatTokens(parts)):
-            batches = Batches(tokens, 1, 4, seed=count)
-            assert len(batches) == (count - 1) // 4
-            drawn = [np.stack(batches.next())[:, 0] for _ in range(len(batches))]
-            assert batches.position == {"epoch": 0, "batch": len(batches)}
-            starts = sorted(int(row[0, 0]) for row in drawn)
-            assert starts == list(range(100, 100 + 4 * len(batches), 4))
-            for inputs, targets in drawn:
-                np.testing.assert_array_equal(inputs, inputs[0] + np.arange(4))
-                np.testing.assert_array_equal(targets, inputs + 1)
-    with pytest.raises(DataError, match="fewer than one batch"):
-        Batches(np.arange(4), 1, 4)
-
-
 def test_tokens_read_like_an_array(tmp_path):
     parts = []
     for number, part in enumerate(np.split(IDS, [100, 101, 700])):
