@@ -13,9 +13,11 @@ import needle as ndl
 from needle import Tensor, hooks, nn
 from needle.models.pythia import Pythia
 from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT
+from needle.testing.elementwise import gelu, gelu_tanh
 
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
 PATTERN = "blocks.1.attn.hook_pattern"
+GELUS = {"gelu": gelu, "gelu_new": gelu_tanh}
 EPS = 2e-3  # no default, nor is the base of the angles
 NORM = ("hook_scale", "hook_normalized")  # what the fused norm never stores
 # Where a fused MLP does not stop, and what the product that computes it adds to the stream; a
@@ -61,12 +63,6 @@ def linear(x, layer):
     return x @ f8(layer.weight) + f8(layer.bias)
 
 
-def gelu(x, form):
-    if form == "gelu":
-        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
 def turned(x, config):
     """(B, T, H, D)"""
     r = round(config.head_dim * config.rotary_pct) // 2
@@ -106,12 +102,15 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
         heads = f8(layer.attention.dense.weight).reshape(config.num_heads, config.head_dim, -1)
         result = at_layer("attn.hook_result", np.einsum("bthd,hdc->bthc", z, heads))
         added = at_layer("hook_attn_out", result.sum(2) + f8(layer.attention.dense.bias))
+        if layer.mlp is None:
+            x = at_layer("hook_resid_post", x + added)
+            continue
         if not config.use_parallel_residual:
             x = at_layer("hook_resid_mid", x + added)
         pre = linear(
             norm(x, layer.post_attention_layernorm, at_layer, "ln2."), layer.mlp.dense_h_to_4h
         )
-        post = at_layer("mlp.hook_post", gelu(at_layer("mlp.hook_pre", pre), config.hidden_act))
+        post = at_layer("mlp.hook_post", GELUS[config.hidden_act](at_layer("mlp.hook_pre", pre)))
         written = at_layer("hook_mlp_out", linear(post, layer.mlp.dense_4h_to_h))
         x = at_layer(
             "hook_resid_post", x + added + written if config.use_parallel_residual else x + written
@@ -133,12 +132,16 @@ def near(got, wanted, tolerance=2e-5):
 # ---- capturing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-def test_everything_is_captured(device, parallel):
-    model = small(device, use_parallel_residual=parallel)
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_parallel_residual": False}, {"attention_only": True}], ids=str
+)
+def test_everything_is_captured(device, changes):
+    model = small(device, **changes)
     logits, cache = model.run_with_cache(IDS)
     wanted = forward(model, IDS)
-    near(logits.numpy(), wanted.pop("logits"))
+    for found in logits, model(IDS)[0]:
+        near(found, wanted["logits"])
+    del wanted["logits"]
     assert list(cache) == hooks.hook_names(model.config) and set(cache) == set(wanted)
     for name, value in wanted.items():
         assert cache[name].shape == value.shape, name

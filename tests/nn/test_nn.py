@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import sys
 
 import numpy as np
@@ -469,24 +468,6 @@ def test_attention_without_rotary_is_softmax_attention(device):
         close(got.numpy(), expected)
     layer._hooks = {"hook_pattern": [lambda pattern: pattern]}
     close(layer(x, None).numpy(), expected)
-
-
-@pytest.mark.parametrize(
-    "layer, shape, message",
-    [
-        (lambda: nn.Linear(64, 8), (2, 5, 3), "Linear: in_features is 64, got 3: the last axis"),
-        (lambda: nn.Linear(4, 2), (), "Linear: in_features is 4, got x without axes"),
-        (lambda: nn.TiedHead(nn.Embedding(8, 64)), (2, 3), "Embedding: embedding_dim is 64, got 3"),
-        (lambda: nn.LayerNorm1d(64), (2, 3), "LayerNorm1d: dim is 64, got 3"),
-        (lambda: nn.BatchNorm1d(64), (2, 5, 3), "BatchNorm1d: dim is 64, got 3"),
-        (lambda: nn.BatchNorm1d(4), (2, 1), "BatchNorm1d: dim is 4, got 1"),  # would broadcast
-        (lambda: nn.BatchNorm1d(4), (2, 5, 4), "x must be (B, 4), but its shape is (2, 5, 4)"),
-        (lambda: nn.Transformer(64, 8, 1), (2, 1, 1), "Transformer: embedding_size is 64, got 1"),
-    ],
-)
-def test_a_layer_names_the_features_that_it_has_and_got(layer, shape, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        layer()(init.ones(*shape) if shape else Tensor(3))
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@
 
 import numpy as np
 import pytest
+from harness import small_pythia
 
 import needle as ndl
 from needle import nn, ops
-from needle.models.pythia import Pythia, PythiaConfig
 
 
 def small(device, recompute, dtype="float32", **changes):
-    np.random.seed(0)
-    shape = {"vocab_size": 96, "hidden_size": 64, "num_layers": 3, "num_heads": 2}
-    config = PythiaConfig(**{**shape, "max_seq_len": 128, **changes})
-    model = Pythia(config, device=device, dtype=dtype)
+    shape = {"vocab_size": 96, "hidden_size": 64, "num_layers": 3, "max_seq_len": 128}
+    model = small_pythia(device, **shape | changes, dtype=dtype)
     model.recompute = recompute
     return model
 

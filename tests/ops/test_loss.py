@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import naming
 
 from needle import Tensor, no_grad, ops
 from needle.nn import Module, Parameter, flatten_parameters
@@ -90,6 +89,10 @@ def test_wanted_gradients_alone_and_twice(short_runs, device):
             np.testing.assert_allclose(leaf.grad.numpy(), factor * grad, rtol=1e-5, atol=1e-6)
         assert other.grad is None
     into_a_flat_gradient(x, w, targets, dw)
+    none = ops.linear_cross_entropy(
+        Tensor(np.ones((0, C)), device), w.detach(), np.empty(0, object)
+    )
+    assert none.item() == 0
 
 
 def test_no_more_logits_than_a_run(device, monkeypatch):
@@ -105,28 +108,3 @@ def test_no_more_logits_than_a_run(device, monkeypatch):
     assert device.memory_stats()["peak_bytes"] - before < logits + 2 * gradient
     loss.backward()
     assert device.memory_stats()["peak_bytes"] - before < logits + 4 * gradient
-
-
-def test_operands_that_do_not_fit_are_named():
-    x, w, t = Tensor(np.ones((3, 4))), Tensor(np.ones((4, 4))), np.zeros(3, np.int32)
-    for changed, error, said in (
-        *(
-            ({"w": Tensor(np.ones(shape))}, ValueError, "w must have two axes")
-            for shape in ((4,), (4, 5, 6))
-        ),
-        ({"x": x.numpy()}, TypeError, "x must be a Tensor, but is ndarray"),
-        ({"w": w.numpy()}, TypeError, "w must be a Tensor, but is ndarray"),
-        ({"targets": [0, None, 1]}, TypeError, "targets must be whole numbers, but are "),
-        ({"targets": "abc"}, TypeError, "targets must be whole numbers, but are "),
-        ({"targets": [[1], [1, 2]]}, ValueError, "targets: .*inhomogeneous"),
-        ({"targets": [0, 1, np.nan]}, ValueError, r"nan at \(2,\) is not a whole number"),
-        ({"targets": [0, 1, 2.5]}, ValueError, r"2.5 at \(2,\) is not a whole number"),
-    ):
-        for transposed in (False, True):
-            given = {"x": x, "w": w, "targets": t, "transposed": transposed} | changed
-            with naming(changed), pytest.raises(error, match=f"^linear_cross_entropy: {said}"):
-                ops.linear_cross_entropy(**given)
-    with pytest.raises(TypeError, match="^cross_entropy: logits must be a Tensor, but is ndarray"):
-        ops.cross_entropy(x.numpy(), t)
-    none = ops.linear_cross_entropy(Tensor(np.ones((0, 4))), w, np.empty(0, object))
-    assert none.item() == 0

@@ -339,6 +339,29 @@ REFUSED = [
           "gather([1], 0, [0])", "clip([1], 0)", "topk([1], 1)", "index_select([1], 0, [0])")),
     ("nn.Attention(8, 3)", ValueError, "features 8 are no multiple of heads 3"),
     ("nn.Attention(8, 0)", ValueError, "features 8 are no multiple of heads 0"),
+    *((f"nn.{layer}(ndl.ones({shape}))", ValueError, said) for layer, shape, said in (
+        ("Linear(64, 8)", "2, 5, 3", "Linear: in_features is 64, got 3: the last axis"),
+        ("Linear(4, 2)", "", "Linear: in_features is 4, got x without axes"),
+        ("TiedHead(nn.Embedding(8, 64))", "2, 3", "Embedding: embedding_dim is 64, got 3"),
+        ("LayerNorm1d(64)", "2, 3", "LayerNorm1d: dim is 64, got 3"),
+        ("BatchNorm1d(64)", "2, 5, 3", "BatchNorm1d: dim is 64, got 3"),
+        ("BatchNorm1d(4)", "2, 1", "BatchNorm1d: dim is 4, got 1"),  # would broadcast
+        ("BatchNorm1d(4)", "2, 5, 4", r"x must be \(B, 4\), but its shape is \(2, 5, 4\)"),
+        ("Transformer(64, 8, 1)", "2, 1, 1", "Transformer: embedding_size is 64, got 1"))),
+    *((f"ndl.ops.linear_cross_entropy({given}, {turned})", error, f"^linear_cross_entropy: {said}")
+      for turned in (False, True) for given, error, said in (
+          ("x, b, i[:1]", ValueError, "w must have two axes"),
+          ("x, ndl.ones(4, 5, 6), i[:1]", ValueError, "w must have two axes"),
+          ("x.numpy(), w, i[:1]", TypeError, "x must be a Tensor, but is ndarray"),
+          ("x, w.numpy(), i[:1]", TypeError, "w must be a Tensor, but is ndarray"),
+          *((f"x, ndl.ones(4, 4), {targets}", TypeError, "targets must be whole numbers, but are ")
+            for targets in ("[0, None, 1]", "'abc'")),
+          *((f"x, ndl.ones(4, 4), {targets}", ValueError, said) for targets, said in (
+              ("[[1], [1, 2]]", "targets: .*inhomogeneous"),
+              ("[0, 1, np.nan]", r"nan at \(2,\) is not a whole number"),
+              ("[0, 1, 2.5]", r"2.5 at \(2,\) is not a whole number"))))),
+    ("F.cross_entropy(x.numpy(), i)", TypeError,
+     "^cross_entropy: logits must be a Tensor, but is ndarray"),
     ("F.pad(x, (1, 1), 'reflect')", ValueError, "the mode 'constant'"),
     ("F.cross_entropy(x, [0, 1, 2], reduction='x')", ValueError, "reduction must be"),
     ("F.mse_loss(x, x[0])", ValueError, "mse_loss: target is"),
