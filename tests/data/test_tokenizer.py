@@ -3,10 +3,8 @@ place that takes one, against the package `tokenizers` itself."""
 
 import copy
 import json
-import pickle
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from harness import naming, small_pythia
 from token_files import json_lines
@@ -165,15 +163,6 @@ def test_tokenizer_neither_cuts_nor_pads_however_it_is_taken(tmp_path, ways, mon
                 assert __main__.main(["prepare", str(tmp_path / "a.jsonl"), *words]) == 0
                 assert open_documents(out).tolist() == documents
     assert made.truncation["max_length"] == 5 and made.padding["length"] == 9  # as it was given
-
-
-def test_tokenizer_is_copied_with_its_model():
-    model = small_pythia(vocab_size=300)
-    model.tokenizer = trained("<s>", "</s>")
-    wanted = model.to_tokens(TEXTS)
-    for made in copy.deepcopy(model.tokenizer), pickle.loads(pickle.dumps(model.tokenizer)):
-        model.tokenizer = made
-        np.testing.assert_array_equal(model.to_tokens(TEXTS), wanted)
 
 
 # ---- the end of a document -----------------------------------------------------------------------
