@@ -12,7 +12,6 @@ another order, 4 eps for results that the peer has almost exact. The second is t
 remains when both are near the truth. Where there is a GPU, the sizes up to 1.4b run there.
 """
 
-import dataclasses
 import functools
 import gc
 import json
@@ -27,7 +26,6 @@ from needle import hf, nn
 from needle.models import gpt_neox
 from needle.models.pythia import Pythia, PythiaConfig
 from needle.testing.bounds import EPS32
-from needle.training import export as shell
 
 pytestmark = pytest.mark.parity
 
@@ -264,66 +262,3 @@ def test_folders_open_there_with_no_flag(tmp_path, dtype):
         assert third(text)["input_ids"] == opened(text)["input_ids"]
         fields = json.loads((tmp_path / name / "config.json").read_text())
         assert third.eos_token_id == end == fields["eos_token_id"]
-
-
-def test_tokenizer_and_special_tokens_go_there_and_back(tmp_path):
-    """One that ends texts with </s>, after a call of transformers that cut and filled up: ids,
-    losses of texts, and the place where generation ends are those of transformers."""
-    import tokenizers
-    import transformers
-
-    text = "the cat sat on the mat, and the dog sat on the log, and the cat on the dog"
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    special, alphabet = ["<s>", "</s>", "<pad>"], tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=275, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([text] * 3, trainer)
-    roles = dict(zip(("bos_token", "eos_token", "pad_token"), special))
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **roles)
-    ids = fast(text)["input_ids"]
-    fast([text, "the cat"], truncation=True, max_length=4, padding=True)
-    config = dataclasses.replace(config_of("head 32"), vocab_size=made.get_vocab_size())
-    peer = random_peer(config, seed=2, gain=3.0)
-    options = dict(do_sample=False, max_new_tokens=12, pad_token_id=2)
-    prompt = torch().tensor([ids[:9]], device=peer.device)
-    drawn = peer.generate(prompt, eos_token_id=-1, **options)[0].tolist()
-    last = next(n for n in range(12, 21) if drawn[n] not in drawn[:n])
-    peer.config.bos_token_id, peer.config.eos_token_id, peer.config.pad_token_id = 0, 1, 2
-    peer.generation_config = transformers.GenerationConfig(
-        bos_token_id=0, eos_token_id=[1, drawn[last]], pad_token_id=2
-    )
-    folder, checkpoint, back = tmp_path / "a", tmp_path / "b.safetensors", tmp_path / "c"
-    peer.save_pretrained(folder)
-    fast.save_pretrained(folder)
-    kept = json.loads((folder / "tokenizer.json").read_text())
-    assert kept["truncation"] is not None and kept["padding"] is not None
-    assert shell.main(["import", str(folder), str(checkpoint)]) == 0
-    assert shell.main(["export", str(checkpoint), str(back)]) == 0
-
-    for where in folder, back:
-        there = transformers.AutoModelForCausalLM.from_pretrained(where)
-        assert there.generation_config.eos_token_id == [1, drawn[last]]
-        read = there.config
-        assert (read.bos_token_id, read.eos_token_id, read.pad_token_id) == (0, 1, 2)
-        opened = transformers.AutoTokenizer.from_pretrained(where)
-        assert opened(text)["input_ids"] == ids and opened.eos_token == "</s>"
-        assert there.generate(prompt.cpu(), **options)[0].tolist() == drawn[: last + 1]
-    loss = torch().nn.functional.cross_entropy(
-        peer(torch().tensor([ids[:-1]], device=peer.device)).logits[0],
-        torch().tensor(ids[1:], device=peer.device),
-    )
-    for given in (None, folder, fast, made):
-        model = Pythia.from_pretrained(checkpoint)
-        if given is not None:
-            model.tokenizer = given
-        assert model.to_tokens(text).tolist() == [ids]
-        rows = model.to_tokens([text, "the cat"])
-        assert rows.tolist() == fast([text, "the cat"], padding=True)["input_ids"]
-        assert model(text, return_type="loss").item() == pytest.approx(loss.item(), abs=2e-5)
-        begun = made.decode(ids[:9], skip_special_tokens=False)
-        stop = {} if given is None or given is folder else {"stop": [drawn[last]]}
-        whole = model.generate(begun, 12, temperature=0, **stop)
-        assert whole == made.decode(drawn[: last + 1], skip_special_tokens=False)

@@ -27,28 +27,6 @@ def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
 # ---- ways through a layer ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-def test_norms_of_unlike_eps_are_each_computed_with_their_own(parallel, device):
-    """Forward and backward equal the plain steps that a hook asks for."""
-    model = small(device, use_parallel_residual=parallel)
-    norms = [m for _, m in model.named_modules() if isinstance(m, nn.LayerNorm1d)]
-    for i, norm in enumerate(norms):
-        norm.eps = 0.02 * 4**i
-    ids = tokens(1, 2, 9)
-    scales = [n for n in ndl.hooks.hook_names(model) if n.endswith("hook_scale")]
-    assert len(scales) == len(norms) == 5
-    found = []
-    for functions in {}, {name: lambda x: None for name in scales}:
-        with model.hooks(functions):
-            logits, loss = model(ids, ids)
-            loss.backward()
-        found.append([logits.numpy(), *(p.grad.numpy() for p in model.parameters())])
-        for p in model.parameters():
-            p.grad = None
-    for fused, plain in zip(*found, strict=True):
-        np.testing.assert_allclose(fused, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
-
-
 SEQUENTIAL = """
 import sys
 import numpy as np
@@ -164,24 +142,6 @@ def test_the_mask_of_some_tokens_is_the_corner_of_the_longest(pattern):
     for time in range(1, 38):
         np.testing.assert_array_equal(blocks(time, 37), whole[: -(-time // 4), : -(-time // 4)])
     np.testing.assert_array_equal(blocks(40, 2**40), blocks(40, 40))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_cast_model_is_that_of_the_dtype(dtype, device, tmp_path):
-    model, ids = small(), tokens(7, 2, 9)
-    made = Pythia(PythiaConfig.from_dict(model.config.to_dict() | {"dtype": dtype}), device)
-    made.load_state_dict(model.state_dict())
-    assert model.to(device, dtype) is model and model.config == made.config
-    np.testing.assert_array_equal(model(ids)[0].numpy(), made(ids)[0].numpy())
-    texts = [one.generate(ids, 5, temperature=0.0) for one in (model, made)]
-    np.testing.assert_array_equal(*texts)
-    path = ndl.save_checkpoint(model, None, 0, 1.0, tmp_path / "a.safetensors")
-    assert_same_parameters(ndl.load_checkpoint(path, device)[0], made)
-    assert model.float().config.dtype == "float32" and model.embed_in.weight.dtype == "float32"
-    nn.flatten_parameters(model)
-    with pytest.raises(ValueError, match="Pythia.to: the parameters are flat"):
-        model.half()
-    assert model.config.dtype == "float32"
 
 
 # ---- ids -----------------------------------------------------------------------------------------
