@@ -1,6 +1,5 @@
-"""Pythia: ways through a layer, independence of rows, causality, presets, initial values. (Its
-mathematics are compared in tests/interp/test_hooks.py with NumPy's, in test_parity.py with
-transformers'.)"""
+"""Pythia: ways through a layer, sparse masks, ids, presets, initial values. (Its mathematics are
+compared in tests/interp/test_hooks.py with NumPy's, in test_parity.py with transformers'.)"""
 
 import dataclasses
 import json
@@ -280,35 +279,26 @@ def test_a_seed_makes_the_same_model(device):
             np.testing.assert_array_equal(q.numpy(), p.cached_data.astype("bfloat16").numpy())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"hidden_size": 30, "num_heads": 4},
-        {"vocab_size": 0},
-        {"hidden_act": "relu"},
-        {"dtype": "float64"},
-        {"rotary_pct": 1.5},
-        {"sparse_pattern": "zigzag"},
-        {"sparse_block": 32.0},
-        {"num_layers": 2.5},
-        {"rotary_base": "10000"},
+def test_wrong_configurations():
+    for wrong in (
+        {"hidden_size": 30, "num_heads": 4}, {"vocab_size": 0}, {"hidden_act": "relu"},
+        {"dtype": "float64"}, {"rotary_pct": 1.5}, {"sparse_pattern": "zigzag"},
+        {"sparse_block": 32.0}, {"num_layers": 2.5}, {"rotary_base": "10000"},
         {"layer_norm_eps": float("nan")},
-    ],
-)
-def test_wrong_configurations(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        PythiaConfig(**wrong)
+    ):  # fmt: skip
+        with naming(wrong), pytest.raises(ValueError, match=next(iter(wrong))):
+            PythiaConfig(**wrong)
     with pytest.raises(ValueError, match="70m"):
         PythiaConfig.preset("71m")
     with pytest.raises(ValueError, match="3 of 12 dimensions .* hidden_size 64 fits"):
         PythiaConfig(hidden_size=48, num_heads=4)
 
 
-@pytest.mark.parametrize("share, turned", [(0, 0), (0.0, 0), (0.5, 4), (1, 8), (1.0, 8)])
-def test_any_share_of_a_head_is_turned(share, turned):
-    model = small(hidden_size=16, num_layers=1, max_seq_len=4, rotary_pct=share)
-    assert model.config.rotary_dims == turned
-    assert model(np.arange(4)[None])[0].shape == (1, 4, 41)
+def test_any_share_of_a_head_is_turned():
+    for share, turned in (0, 0), (0.0, 0), (0.5, 4), (1, 8), (1.0, 8):
+        model = small(hidden_size=16, num_layers=1, max_seq_len=4, rotary_pct=share)
+        assert model.config.rotary_dims == turned
+        assert model(np.arange(4)[None])[0].shape == (1, 4, 41)
 
 
 def test_flops_of_a_token_count_matrices_and_the_keys_it_sees():
