@@ -39,16 +39,12 @@ template <int pending> void copy_async_wait() {
 template <class... A>
 nd_status run_blocks(const char *op, int, void (*kernel)(A...), unsigned blocks, int threads,
                      size_t, std::enable_if_t<true, A>... arguments) {
-    gridDim.x = blocks;
-    emulated::failure = NULL;
     emulated::of_block = (unsigned char *)SHARED;
     emulated::kernel_body = [&] { kernel(arguments...); };
-    for (blockIdx.x = 0; blockIdx.x < blocks && !emulated::failure; blockIdx.x++) {
+    return emulated::run_grid(op, blocks, threads, [] {
         memset(SHARED, 0xff, sizeof SHARED);
         copies.clear();
-        emulated::run_block(threads);
-    }
-    return emulated::failure ? nd_error(ND_ECUDA, "%s: %s", op, emulated::failure) : ND_OK;
+    });
 }
 
 #define cuda_launch run_blocks

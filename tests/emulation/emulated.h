@@ -397,17 +397,11 @@ template <class V> inline V __shfl_xor_sync(unsigned, V x, int mask) {
 inline int __shfl_sync(unsigned, int x, int lane) { return emulated::from_lane(x, lane); }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) {
     for (int mask = 16; mask > 0; mask /= 2) {
-        const unsigned other = emulated::from_lane(x, ((int)threadIdx.x % 32) ^ mask);
-        x = x < other ? other : x;
+        x = max(x, __shfl_xor_sync(0, x, mask));
     }
     return x;
 }
-inline int __any_sync(unsigned, int some) {
-    for (int mask = 16; mask > 0; mask /= 2) {
-        some |= emulated::from_lane(some, ((int)threadIdx.x % 32) ^ mask);
-    }
-    return some;
-}
+inline int __any_sync(unsigned, int some) { return (int)__reduce_max_sync(0, some != 0); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline unsigned __float_as_uint(float x) {
     unsigned bits;
@@ -451,23 +445,24 @@ inline unsigned atomicMax(unsigned *to, unsigned x) {
 }
 inline void store_shared16(uint32_t to, const uint32_t (&x)[4]) { memcpy(emulated::at(to, 16), x, 16); }
 inline void load_shared16(uint32_t (&x)[4], uint32_t from) { memcpy(x, emulated::at(from, 16), 16); }
-inline void load_matrices(uint32_t (&x)[4], uint32_t row) {
-    int lane = (int)threadIdx.x % 32;
+/* f(word of x, its bytes in four matrices of 8 rows, whose addresses the lanes have; their number). */
+template <class X, class F> void each_word(X (&x)[4], uint32_t row, F f) {
+    const int lane = (int)threadIdx.x % 32;
     for (int i = 0; i < 4; i++) {
-        uint32_t from = emulated::from_lane(row, 8 * i + lane / 4);
-        memcpy(&x[i], emulated::at(from + 4 * (uint32_t)(lane % 4), 4), 4);
+        const uint32_t at = emulated::from_lane(row, 8 * i + lane / 4);
+        f(&x[i], emulated::at(at + 4 * (uint32_t)(lane % 4), 4), 4);
     }
 }
-inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t row) {
-    int lane = (int)threadIdx.x % 32;
-    for (int i = 0; i < 4; i++) {
-        uint16_t pair[2];
-        for (int e = 0; e < 2; e++) {
-            uint32_t from = emulated::from_lane(row, 8 * i + lane % 4 * 2 + e);
-            memcpy(&pair[e], emulated::at(from + 2 * (uint32_t)(lane / 4), 2), 2);
-        }
-        memcpy(&x[i], pair, 4);
+template <class X, class F> void each_half_word(X (&x)[4], uint32_t row, F f) { /* transposed */
+    const int lane = (int)threadIdx.x % 32;
+    for (int i = 0; i < 8; i++) {
+        const uint32_t at = emulated::from_lane(row, i / 2 * 8 + lane % 4 * 2 + i % 2);
+        f((uint16_t *)x + i, emulated::at(at + 2 * (uint32_t)(lane / 4), 2), 2);
     }
+}
+inline void load_matrices(uint32_t (&x)[4], uint32_t row) { each_word(x, row, memcpy); }
+inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t row) {
+    each_half_word(x, row, memcpy);
     emulated::from_lane(0, 0); /* no thread writes before all have read */
 }
 template <class T> uint32_t pack_pair(float low, float high);
@@ -483,7 +478,6 @@ inline float min_or_nan(float x, float y) { return x != x || x < y ? x : y; }
 void copy_async16(uint32_t to, const void *from, bool inside);
 void copy_async_commit();
 template <int pending> void copy_async_wait();
-void store_shared16(uint32_t to, const uint32_t (&x)[4]);
 template <class T>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -661,23 +655,10 @@ inline void bulk_stores_done() {
     emulated::arrivals[threadIdx.x].clear();
 }
 
-inline void store_matrices(uint32_t row, const uint32_t (&x)[4]) {
-    int lane = (int)threadIdx.x % 32;
-    for (int i = 0; i < 4; i++) {
-        uint32_t to = emulated::from_lane(row, 8 * i + lane / 4);
-        memcpy(emulated::at(to + 4 * (uint32_t)(lane % 4), 4), &x[i], 4);
-    }
-}
-
+inline void copy_to(const void *from, void *to, size_t bytes) { memcpy(to, from, bytes); }
+inline void store_matrices(uint32_t row, const uint32_t (&x)[4]) { each_word(x, row, copy_to); }
 inline void store_matrices_transposed(uint32_t row, const uint32_t (&x)[4]) {
-    int lane = (int)threadIdx.x % 32;
-    for (int i = 0; i < 4; i++) {
-        for (int e = 0; e < 2; e++) {
-            uint32_t to = emulated::from_lane(row, 8 * i + lane % 4 * 2 + e);
-            uint16_t bits = (uint16_t)(x[i] >> 16 * e);
-            memcpy(emulated::at(to + 2 * (uint32_t)(lane / 4), 2), &bits, 2);
-        }
-    }
+    each_half_word(x, row, copy_to);
 }
 
 template <int COUNT> void registers_down_to() {}
@@ -738,17 +719,25 @@ template <class T> void product_thin(float (&c)[32], const uint32_t (&a)[4], Ope
 } // namespace hopper
 
 /* ---- the host -------------------------------------------------------------------------------------------- */
+namespace emulated {
+/* The blocks of a grid, one by one. */
+template <class F> nd_status run_grid(const char *op, unsigned blocks, int threads, F &&before) {
+    gridDim.x = blocks;
+    failure = NULL;
+    for (blockIdx.x = 0; blockIdx.x < blocks && !failure; blockIdx.x++) {
+        before();
+        run_block(threads);
+    }
+    return failure ? nd_error(ND_ECUDA, "%s: %s", op, failure) : ND_OK;
+}
+} // namespace emulated
+
 template <class A>
 nd_status cuda_launch(const char *op, int, void (*kernel)(A), unsigned blocks, int threads,
                       size_t shared, const A &argument) {
     if (shared > sizeof emulated::memory) {
         return nd_error(ND_ECUDA, "%s: %zu bytes of shared memory", op, shared);
     }
-    gridDim.x = blocks;
-    emulated::failure = NULL;
     emulated::kernel_body = [&] { kernel(argument); };
-    for (blockIdx.x = 0; blockIdx.x < blocks && !emulated::failure; blockIdx.x++) {
-        emulated::run_block(threads);
-    }
-    return emulated::failure ? nd_error(ND_ECUDA, "%s: %s", op, emulated::failure) : ND_OK;
+    return emulated::run_grid(op, blocks, threads, [] {});
 }

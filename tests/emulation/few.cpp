@@ -96,19 +96,7 @@ extern "C" const char *projections(void *x, void *norms, void *w_qkv, void *b_qk
                         matrix(b1, 1, m, is_half),
                         matrix(packed, n, p, is_half),
                         matrix(g, n, m, is_half)};
-    decode_projections_args args = {};
-    args.x = &all[0];
-    args.norm_w1 = &all[1];
-    args.norm_b1 = &all[2];
-    args.norm_w2 = &all[3];
-    args.norm_b2 = &all[4];
-    args.eps = 1e-5;
-    args.w_qkv = &all[5];
-    args.b_qkv = &all[6];
-    args.w1 = &all[7];
-    args.b1 = &all[8];
-    args.tanh = tanh;
-    args.packed = &all[9];
-    args.g = &all[10];
+    decode_projections_args args = {&all[0], &all[1], &all[2], &all[3], &all[4],  1e-5,    &all[5],
+                                    &all[6], &all[7], &all[8], tanh,    &all[9], &all[10]};
     return result(cuda_decode_projections(0, &args));
 }

@@ -284,8 +284,8 @@ JOINED = [i for i, given in enumerate(PROBLEMS) if "block" not in given]
 
 @pytest.mark.parametrize("is_half", [False, True])
 @pytest.mark.parametrize("i", JOINED, ids=lambda i: name_of(PROBLEMS[i]))
-def test_forward_joins_what_o_is_of_other_keys(compiled, i, is_half):
-    """Every seventh query saw no key before; o is no number there."""
+def test_results_of_other_keys_are_joined(compiled, i, is_half):
+    """Every seventh query saw no key before; o is no number there. Gradients are added to."""
     p, rng = Problem(**{**PROBLEMS[i], "is_half": is_half}), np.random.default_rng(i)
     before = rng.standard_normal(p.lse.shape).astype(np.float32) + 4
     before[:, :, 3::7] = -np.inf
@@ -298,12 +298,6 @@ def test_forward_joins_what_o_is_of_other_keys(compiled, i, is_half):
     forward(compiled, p, o=o, lse=before)
     p.close(o, wanted, "o")
     np.testing.assert_allclose(before, total, atol=1e-4)
-
-
-@pytest.mark.parametrize("is_half", [False, True])
-@pytest.mark.parametrize("i", JOINED, ids=lambda i: name_of(PROBLEMS[i]))
-def test_backward_adds_to_gradients_of_other_keys(compiled, i, is_half):
-    p, rng = Problem(**{**PROBLEMS[i], "is_half": is_half}), np.random.default_rng(i)
     into = [to_16(rng.standard_normal(x.shape), is_half) for x in (p.q, p.k, p.v)]
     wanted = [from_16(x, is_half) + getattr(p, n) for x, n in zip(into, ("dq", "dk", "dv"))]
     for name, got, want in zip(
