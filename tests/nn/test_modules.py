@@ -1,4 +1,4 @@
-"""Modules as they are pasted from PyTorch: containers, buffers, casts, names in files."""
+"""Modules as they are written for PyTorch: containers, buffers, casts, names in files."""
 
 import copy
 import pickle
@@ -10,55 +10,6 @@ from harness import close, draw
 
 import needle as ndl
 from needle import Tensor, nn
-
-
-def pasted(nn, tensor):
-    """Make a module as it is written for PyTorch."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
-            lists = nn.ModuleList([nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 2)])])
-            self.parts = nn.ModuleDict({"first": nn.Linear(4, 2), "rest": lists})
-            self.scales = nn.ParameterList([nn.Parameter(tensor([1.0, 2.0]))])
-            self.register_buffer("mask", tensor([1.0, 0.0]))
-            self.register_buffer("_whole", tensor([3, 4]))
-            self.register_buffer("passing", tensor([0.5, 0.25]), persistent=False)
-            self.register_buffer("absent", None)
-
-        def forward(self, x):
-            y = self.body[:1](x) + self.body(x)
-            first = self.parts.first(y) * self.mask + self._whole
-            return first + self.parts["rest"][1][0](y) * self.scales[0] * self.passing
-
-    return Net()
-
-
-@pytest.mark.parity
-def test_a_pasted_module_is_pytorchs():
-    torch = pytest.importorskip("torch")
-    ours, theirs = pasted(nn, ndl.tensor), pasted(torch.nn, torch.tensor)
-    for walk in ("named_parameters", "named_buffers", "named_modules", "named_children"):
-        got, wanted = ([name for name, _ in getattr(net, walk)()] for net in (ours, theirs))
-        assert sorted(got) == sorted(wanted), walk
-        plain = walk.removeprefix("named_")
-        assert len(getattr(ours, plain)()) == len(wanted)
-        assert next(getattr(ours, plain)()) is getattr(ours, walk)()[0][1]
-    state = theirs.state_dict()
-    assert ours.state_dict().keys() == state.keys()
-    arrays = {name: a.numpy().T if "weight" in name else a.numpy() for name, a in state.items()}
-    biases = {n: a.reshape(1, -1) for n, a in arrays.items() if n.endswith("bias")}
-    ours.load_state_dict(arrays | biases)
-    x = draw(0, 5, 3)
-    close(ours(Tensor(x)).numpy(), theirs(torch.tensor(x, dtype=torch.float32)).detach().numpy())
-    for dtype in ("bfloat16", "float16"):
-        ours.to(dtype), theirs.to(getattr(torch, dtype))
-        for name, value in [*theirs.named_parameters(), *theirs.named_buffers()]:
-            mine = dict([*ours.named_parameters(), *ours.named_buffers()])[name]
-            assert f"torch.{mine.dtype}" == str(value.dtype), name
-    assert ours.float().body[0].weight.dtype == "float32" and ours.half().mask.dtype == "float16"
-    assert ours.bfloat16() is ours and ours.body[0].weight.dtype == "bfloat16"
 
 
 def test_containers_are_lists_and_dicts_of_modules(device):
@@ -104,6 +55,8 @@ def test_buffers_move_and_are_saved(device):
     assert [*model.state_dict()] == ["0._mask"] and not model.parameters()
     model.to(device, "float16")
     assert (model[0]._mask.dtype, model[0].table.dtype) == ("float16", "int64")
+    for cast, dtype in ("bfloat16", "bfloat16"), ("float", "float32"), ("half", "float16"):
+        assert getattr(model, cast)() is model and model[0]._mask.dtype == dtype
     assert all(buffer.device == device for buffer in model.buffers())
     model.load_state_dict({"0._mask": np.array([3, 4])})
     assert model[0]._mask.tolist() == [3, 4] and model[0].table.tolist() == [0, 1, 2]
