@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import DEVICES, device_of
+from token_files import IDS
 
 import needle as ndl
 from needle import _C
 from needle.backend_ndarray import full
 from needle.data import Batches, DataError, Prefetch, prefetch
-
-IDS = np.random.RandomState(5).randint(0, 60, 1500)
 
 
 def host(array):
