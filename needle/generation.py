@@ -94,15 +94,19 @@ def stream(
     chooser = _Chooser(model, settings, seed, repetition_penalty, rows)
     contexts = [row.tolist() for row in rows]
     stopped = np.zeros(len(rows), bool)
-    for drawn in _tokens(model, contexts, max_new_tokens, chooser):
-        last = np.array([context[-1] for context in contexts])
-        drawn = np.where(stopped, last, drawn).astype(np.int32)
-        for context, token in zip(contexts, drawn):
-            context.append(int(token))
-        yield drawn
-        stopped |= np.isin(drawn, stops)
-        if stopped.all():
-            return
+    tokens = _tokens(model, contexts, max_new_tokens, chooser)
+    try:
+        for drawn in tokens:
+            last = np.array([context[-1] for context in contexts])
+            drawn = np.where(stopped, last, drawn).astype(np.int32)
+            for context, token in zip(contexts, drawn):
+                context.append(int(token))
+            yield drawn
+            stopped |= np.isin(drawn, stops)
+            if stopped.all():
+                return
+    finally:
+        tokens.close()
 
 
 def generate(
@@ -394,13 +398,18 @@ def _tokens(
 ) -> Iterator[np.ndarray]:
     """Yields the next `count` tokens of each row. The caller appends them to `contexts`."""
     longest = max(map(len, contexts))
+    cached = 0
     if model.block_mask(longest) is None and not model.is_hooked:
         # The last token of all is never fed, so it needs no position.
         cached = min(count, max(0, model.config.max_seq_len - longest + 1))
-        decoder = _Decoder(model, contexts, longest + cached - 1, chooser) if cached else None
-        if decoder is not None and decoder.prefill():
-            yield from decoder.tokens(cached)
-            count -= cached
+    if cached:
+        decoder = _Decoder(model, contexts, longest + cached - 1, chooser)
+        try:
+            for drawn in decoder.tokens(cached):
+                count -= 1
+                yield drawn
+        finally:
+            decoder.close()
     for _ in range(count):
         yield chooser.choose(_recomputed(model, contexts))
 
@@ -495,39 +504,44 @@ class _Decoder:
         self.cache = Cache(capacity, self.positions)
         self.graph: _C.Graph | None = None
 
+    def close(self) -> None:
+        """Gives the graph back now: it and this object hold each other."""
+        self.graph = None
+
     def tokens(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the next `count` tokens of each row, from which the next are computed."""
+        """Yield the next `count` tokens of each row, from which the next are computed; none where
+        the model passes over the cache."""
+        if not self._prefill():
+            return
         on_device = self.chooser.on_device
         told = self.tokens_now if on_device else self.logits
         ahead = on_device and not self.device.is_host
         coming = _C.AsyncCopy(told)
-        try:
-            for left in range(count - 1, -1, -1):
-                now = coming
-                if ahead and left:  # the device starts on the next token before this one is read
-                    coming = self._advanced(left, told)
-                values = now.wait().numpy()
-                drawn = checked(values) if on_device else self.chooser.choose(values)
-                yield drawn
-                if left and not ahead:
-                    if not on_device:
-                        self.tokens_now[:] = array(drawn, "int32", self.device)
-                    coming = self._advanced(left, told)
-        finally:
-            self.graph = None  # it and this object hold each other
+        for left in range(count - 1, -1, -1):
+            now = coming
+            if ahead and left:  # the device starts on the next token before this one is read
+                self._advance(left)
+                coming = _C.AsyncCopy(told)
+            values = now.wait().numpy()
+            drawn = checked(values) if on_device else self.chooser.choose(values)
+            yield drawn
+            if left and not ahead:
+                if not on_device:
+                    self.tokens_now[:] = array(drawn, "int32", self.device)
+                self._advance(left)
+                coming = _C.AsyncCopy(told)
 
-    def _advanced(self, left: int, told: NDArray) -> _C.AsyncCopy:
-        """Take a step, of `left` that are to come, and return what is `told` after it."""
+    def _advance(self, left: int) -> None:
+        """One step; `left` are to come with it."""
         if self.graph is None and self.device.records_graphs and left >= STEPS_WORTH_RECORDING:
             self.graph = _C.Graph(self.device, self._step)
         if self.graph is not None:
             self.graph.replay()
         else:
             self._step()
-        return _C.AsyncCopy(told)
 
     @no_grad()
-    def prefill(self) -> bool:
+    def _prefill(self) -> bool:
         """Compute the prompts. False where the model passes over the cache."""
         longest = max(map(len, self.contexts))
         ids = np.zeros((self.batch, longest), np.int32)
