@@ -278,10 +278,12 @@ def test_what_cannot_be_followed_is_one_error(
             complete(Settings(**settings), False, ranks)
     (tmp_path / "short.txt").write_text("import os\n")
     (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "float.npy", np.zeros(99))
     np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
     for name, said, *more in (
         ("folder", "or an empty one"),
         ("short.txt", f"needle train: {tmp_path}/short.txt: text, 1 documents, "),
+        ("float.npy", "one axis of integers"),
         ("large.npy", "outside the vocabulary of 64"),
         ("texts", "--vocab-size 256: the tokenizer has 257 tokens", "--vocab-size 256"),
         ("texts", "vocabulary is 64, but the tokenizer has 262", f"{init} --tokenizer {small}"),
