@@ -168,7 +168,7 @@ class LinearCrossEntropy(FusedOp):
 
     def __init__(self, targets: NDArray, transposed: bool, needs: tuple[bool, bool]) -> None:
         self.targets, self.transposed, self.needs = targets, transposed, needs
-        self.dlogits: Any = None
+        self.dlogits: NDArray | None = None
 
     def _oriented(self, w: NDArray) -> NDArray:
         return w.permute((1, 0)) if self.transposed else w
@@ -204,6 +204,9 @@ class LinearCrossEntropy(FusedOp):
         factors = (self.dlogits, x) if self.transposed else (x, self.dlogits)
         weight_grad(*factors, into, scale)
 
+    def _drop_dlogits(self) -> None:
+        self.dlogits = None
+
     def _in_runs(self, x: NDArray, w: NDArray) -> NDArray:
         count = x.shape[0]
         losses = _C.empty((count,), "float32", x.device)
@@ -220,7 +223,7 @@ class LinearCrossEntropy(FusedOp):
                 self._input_grad_into(self.dx[run], w)
             if self.dw is not None:
                 self._weight_grad(x[run], (self.dw, start > 0))
-            self.dlogits = None  # their memory is the next run's
+            self._drop_dlogits()  # their memory is the next run's
         valid = (self.targets >= 0).astype("float32").sum()
         self.share = 1.0 / _C.maximum(valid, 1.0)
         return losses.sum() * self.share
@@ -232,7 +235,14 @@ class LinearCrossEntropy(FusedOp):
         if self.dlogits is None:
             if x.requires_grad:
                 dx = (self.dx * scale).astype(x.dtype).reshape(x.shape)
-            return [dx, self.dw * scale if w.requires_grad else None]
+            if w.requires_grad:
+                place, add = into.with_add(1)
+                dw = self.dw * scale
+                if add:
+                    place += dw
+                else:
+                    _C.assign(place, dw)
+            return [dx, None]
         rows = rows_of(x.cached_data)
         if x.requires_grad:
             dx = self._input_grad(rows, w.cached_data, scale).reshape(x.shape)
@@ -266,8 +276,9 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         q = Quantized(x)
         self.x_t, self.x_scale = q.columns, q.scale
         scale = _C.multiply(q.scale, self.w.scale)
-        *found, d, d_t = _C.fp8_cross_entropy(q.rows, self.w_rows, scale, targets)
-        self.dlogits = d, d_t
+        *found, self.dlogits, self.dlogits_t = _C.fp8_cross_entropy(
+            q.rows, self.w_rows, scale, targets
+        )
         return tuple(found)
 
     def _input_grad(self, x: NDArray, w: NDArray, scale: NDArray | None = None) -> NDArray:
@@ -276,14 +287,14 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         return dx
 
     def _input_grad_into(self, dx: NDArray, w: NDArray, scale: NDArray | None = None) -> None:
-        d = (self.dlogits[0], 1, self._d_scale(dx, scale))
+        d = (self.dlogits, 1, self._d_scale(dx, scale))
         _C.fp8_matmul(*d, self.w_columns, 0, self.w.scale, None, None, 0, dx)
 
     def _weight_grad(
         self, x: NDArray, into: tuple[NDArray, int], scale: NDArray | None = None
     ) -> None:
         dw, add = into
-        factors = [(self.x_t, 0, self.x_scale), (self.dlogits[1], 1, self._d_scale(x, scale))]
+        factors = [(self.x_t, 0, self.x_scale), (self.dlogits_t, 1, self._d_scale(x, scale))]
         a, b = reversed(factors) if self.transposed else factors
         _C.fp8_matmul(*a, *b, None, None, add, dw)
 
@@ -291,6 +302,9 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         if scale is None:
             return full((), self.D_SCALE, "float32", like.device)
         return _C.multiply(scale, self.D_SCALE)
+
+    def _drop_dlogits(self) -> None:
+        self.dlogits = self.dlogits_t = None
 
 
 def linear_cross_entropy(
