@@ -6,10 +6,16 @@
     with control.watched("the weights"): ...                 # a collective of NCCL or MPI
     control.leave("the disk is full"), or control.close()
 
-All ranks call these in the same order. A thread of each reads its connections and the clock, and
-ends this process, with exit code 75 (os.EX_TEMPFAIL: a restart may help), when a connection ends or
-a collective is not done within its deadline (docs/many_gpus.md, `When a rank is missing`). Rank 0
-is the centre. Messages are JSON; nothing is unpickled:
+All ranks call these in the same order. Rank 0 is the centre: it listens at the address of the
+environment, the others connect, and both ends prove that they have the key of the start
+(multiprocessing.connection). Messages are JSON; nothing is unpickled.
+
+A thread of each rank reads its connections and the clock. A connection that ends, or a collective
+that is not done within `deadline` seconds, ends this process with a line on stderr and exit code 75
+(os.EX_TEMPFAIL: a restart may help). Rank 0 passes the reason on, so that all ranks end, each
+saying where it was. Time in which this process was stopped does not count. A collective that is
+enqueued on a device (`goes_on`) is watched until the device has done it; its deadline begins when
+the device reaches it, and no call waits.
 
     {"in": name, "value": value}                    to rank 0: the value of a gather
     {"values": [value, ...]}                        from rank 0, in the order of ranks
@@ -128,15 +134,11 @@ class Control:
             control = cls(place, _accept(place, key, seconds, deadline), deadline)
         else:
             control = cls(place, {0: _connect(place, key, seconds, deadline)}, deadline)
-        facts = {"the number of ranks": place.size, **facts}
-        first, *others = control.gather("the facts", facts, patient=True)
-        for rank, theirs in enumerate(others, 1):
-            for name in {**first, **theirs}:
-                if theirs.get(name) != first.get(name):
-                    control.close()
-                    said = f"{name} is {theirs.get(name)!r}, at rank 0 {first.get(name)!r}"
-                    problem = f"rank {rank}: {said}"
-                    raise RankError(problem, 1) if place.rank == 0 else RankFailed(problem)
+        told = control.gather("the facts", {"the number of ranks": place.size, **facts}, True)
+        problem = _difference(told)
+        if problem:
+            control.close()
+            raise RankError(problem, 1) if place.rank == 0 else RankFailed(problem)
         return control
 
     # ---- collectives ----------------------------------------------------------------------------
@@ -274,6 +276,16 @@ def name_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
+def _difference(told: list[dict[str, Any]]) -> str:
+    """Describe the first fact that differs from rank 0's; "" if all are equal."""
+    for rank, theirs in enumerate(told):
+        for name in {**told[0], **theirs}:
+            mine, other = told[0].get(name), theirs.get(name)
+            if mine != other:
+                return f"rank {rank}: {name} is {other!r}, at rank 0 {mine!r}"
+    return ""
+
+
 # ---- the start ----------------------------------------------------------------------------------
 
 
@@ -302,16 +314,7 @@ def _accept(place: Place, key: bytes, seconds: float, deadline: float) -> dict[i
             if job == place.job and 0 < rank < place.size:
                 peers.setdefault(rank, one)
 
-    host, more = (LOOPBACK if place.is_local else ""), {}
-    if not place.is_local and socket.has_dualstack_ipv6():
-        more = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-    try:
-        server = socket.create_server((host, place.port), backlog=1024, **more)
-    except OSError as error:
-        raise RankError(
-            f"rank 0 cannot listen: {error.strerror}: set another MASTER_PORT for all ranks"
-        ) from error
-    with server:
+    with _listen(place) as server:
         server.settimeout(0.05)
         end = time.monotonic() + seconds
         while len(peers) < place.size - 1 and time.monotonic() < end:
@@ -327,6 +330,18 @@ def _accept(place: Place, key: bytes, seconds: float, deadline: float) -> dict[i
         _tell(peers, problem)
         raise RankError(problem)
     return peers
+
+
+def _listen(place: Place) -> socket.socket:
+    host, more = (LOOPBACK if place.is_local else ""), {}
+    if not place.is_local and socket.has_dualstack_ipv6():
+        more = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    try:
+        return socket.create_server((host, place.port), backlog=1024, **more)
+    except OSError as error:
+        raise RankError(
+            f"rank 0 cannot listen: {error.strerror}: set another MASTER_PORT for all ranks"
+        ) from error
 
 
 def _connect(place: Place, key: bytes, seconds: float, deadline: float) -> Connection:

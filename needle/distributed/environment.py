@@ -7,7 +7,10 @@
     srun       SLURM_PROCID and the like, of a task of a step
 
 Nested launchers leave several sets, and the innermost knows the ranks: torchrun's variables come
-first, then mpirun's, then srun's. A command in an sbatch script is no task of srun.
+first, then mpirun's, whose daemons srun may have started, one a machine, then srun's.
+
+A command in an sbatch script or in a shell of salloc has Slurm's variables too, but is no task: it
+runs once, whatever --ntasks says, and is no rank.
 """
 
 from __future__ import annotations

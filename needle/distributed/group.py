@@ -100,11 +100,12 @@ class Group(Ranks):
             return
         facts = device.properties()
         self.same("the kinds of devices", device.name)
-        if not device.is_host:
+        if device.is_host:
+            self._transport = _mpi(self.place)
+        else:
             self.same("the GPUs", facts["name"])
         self.same("the libraries of products", facts["products"])
         if device.is_host:
-            self._transport = _mpi(self.place)
             return
         told = self.control.gather("the GPUs' numbers", [facts["uuid"], platform.node()])
         if any(told.count(one) > 1 for one in told):
@@ -176,13 +177,14 @@ class Group(Ranks):
     # ---- arrays ---------------------------------------------------------------------------------
 
     def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
-        work = None
-        if self._transport is not None:
-            with self.control.watched(name) as collective:
-                work = self._transport.exchange(sends, receives, beside)
-                if work is not None:
-                    collective.goes_on(work)
-        return work.wait if work is not None else lambda: None
+        if self._transport is None:
+            return _done
+        with self.control.watched(name) as collective:
+            work = self._transport.exchange(sends, receives, beside)
+            if work is None:
+                return _done
+            collective.goes_on(work)
+            return work.wait
 
     def close(self, reason: str | None = None, code: int = 1) -> None:
         """End the group. Without a reason all ranks call it, within the deadline. With a reason one
@@ -207,6 +209,10 @@ class Subgroup(Ranks):
     def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
         there = [[(self._begin + r, x) for r, x in parts] for parts in (sends, receives)]
         return self._group.begin(name, *there, beside)
+
+
+def _done() -> None:
+    """Wait for an exchange that is done."""
 
 
 def visible_gpus() -> int:

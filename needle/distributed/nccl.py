@@ -3,8 +3,11 @@
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
 enqueued on needle's own stream of the device, in order with the kernels before and after, or, for
 an exchange beside kernels, on its side stream: after all kernels that were enqueued before; later
-ones run beside it, up to `wait`. The host does not wait: the control channel's thread watches the
-returned work.
+ones run beside it, up to `wait`. The host does not wait. The control channel's thread watches the
+returned work (control.py). An event is recorded before and after an exchange: its deadline begins
+when the GPU reaches the first, and it is done at the second. Rejected: the host waits for the step
+before (waits may stand anywhere, in a loss, an evaluation or a checkpoint, and each would need a
+watch).
 
 The communicator is blocking. NCCL finds and connects ranks on the host at the first exchange, in
 the caller's `watched`, which ends a hang. Nothing is aborted: a process whose ranks are gone ends.
@@ -13,7 +16,7 @@ the caller's `watched`, which ends a hang. Nothing is aborted: a process whose r
 from __future__ import annotations
 
 import ctypes
-import sys
+import importlib.util
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,8 +56,14 @@ FUNCTIONS: dict[str, list[Any]] = {
 
 
 def find_library() -> str:
-    """Return the library of the pip wheel, else the name for the system's loader."""
-    paths = (Path(folder, "nvidia/nccl/lib", NAME) for folder in sys.path)
+    """Return the library of the pip wheel, found without an import, else the name for the system's
+    loader."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        spec = None
+    places = [] if spec is None else spec.submodule_search_locations or []
+    paths = [Path(place, "lib", NAME) for place in places]
     return next((str(path) for path in paths if path.is_file()), NAME)
 
 

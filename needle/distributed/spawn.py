@@ -1,9 +1,12 @@
 """Start a command as ranks on this machine, one for each GPU, without a launcher.
 
 Each process gets torchrun's variables, NEEDLE_LAUNCH, which names this start, and NEEDLE_RANKS_KEY,
-the secret of its ranks. Signals are passed on, SIGABRT too (a supervisor's request for stacks).
-After one rank has failed, the others have the deadline of their control channel to end by
-themselves; then they are killed. All end with this process.
+the secret of its ranks. Rank 0 writes where this process does, and alone has the heartbeat of a
+supervisor above. Of the others only stderr is printed, each line as `rank 3: ...`.
+
+SIGINT, SIGTERM, SIGHUP and SIGABRT (a supervisor's request for stacks) are passed on to each rank.
+After one rank has failed, the others learn of it by the control channel and have its deadline to
+end by themselves; then they are killed. All end with this process.
 
 The exit code is 0 if all ranks end with 0; 75 (os.EX_TEMPFAIL) if one exits with it, or is killed
 by a signal that was not passed on, since a restart may help; else that of the first that failed.
