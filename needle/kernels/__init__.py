@@ -12,8 +12,8 @@ A fault inside a kernel is the end of the process, unless it runs in one of its 
 
 docs/kernels.md has both.
 
-toolkit, compile    CUDA's tools; NVRTC, and kernels on a device
-signature, limits   a kernel's parameters; what a launch may have
+toolkit, compile    CUDA's tools; NVRTC; signature: a kernel's parameters
+kernel, limits      a kernel on a device; what a launch may have
 pool, process       jobs in processes of their own; worker: such a process
 cases, timing       arguments, guard bands, comparison; times that no cache flatters
 kernelbench         jobs in KernelBench's form; torch_worker: their processes
@@ -27,7 +27,8 @@ from typing import overload
 
 from needle._C import Device, cuda
 from needle.kernels.cases import Case, InOut, Out, Random, Reference
-from needle.kernels.compile import Compiled, CompileError, Kernel, Module, arch_of, build, load
+from needle.kernels.compile import Compiled, CompileError, build
+from needle.kernels.kernel import Kernel, Module, arch_of, load
 from needle.kernels.kernelbench import KernelExecResult, Problem
 from needle.kernels.limits import Entry, LaunchError, LaunchReport
 from needle.kernels.pool import Pool, Result

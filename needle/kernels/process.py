@@ -1,9 +1,11 @@
 """Processes of the pool: both ends of their connection, and `Device`, which keeps some ready.
 
-A message is JSON, then its arrays and bytes as they are; nothing is unpickled. A process does one
-job and is killed. A start would disturb what is timed, and so would the end of a context, which
-holds up the driver for some 25 ms: processes start while their device is idle, or when there is
-none, and are gone before something is timed.
+A message is JSON, then its arrays and bytes as they are. Nothing is pickled or unpickled, so a
+process can at most send wrong numbers. A process does one job and is killed. Others wait meanwhile,
+with a context and a kernel run, so that the next job need not wait for a start. A start would
+disturb what is timed, and so would the end of a context, which holds up the driver for some 25 ms:
+processes start while their device is idle, or when there is none, and are gone before something is
+timed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
-"""Timing of a kernel that may try to keep results from one call to the next (docs/kernels.md,
-`Kernels that cheat`). Events in the stream take the time, after a buffer larger than any L2 cache
-was written, so that inputs are read from memory.
+"""Timing of a kernel that may try to keep results from one call to the next.
+
+For each timed call the code is loaded anew, so its variables are as in the source, and its inputs
+and outputs are restored. Before it the code is warmed up with other values; without such, each
+timed call is the first of its code, some microseconds slower, and a hint says so. Before each call
+a buffer larger than any L2 cache is written, so inputs are read from memory. Events in the stream
+take the time. Reported are the median and the quartiles of all calls; a time that the device cannot
+reach is an error (`judge`).
 
 Not excluded: code may keep from its warm-up results of the numbers, the grid and the block alone,
 such as a table of sines; and a kernel may hide data on purpose in the heap of device code or far

@@ -37,7 +37,8 @@ import numpy as np
 from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
 from needle.kernels import cases, timing
-from needle.kernels.compile import Compiled, arch_of, build, load
+from needle.kernels.compile import Compiled, build
+from needle.kernels.kernel import arch_of, load
 from needle.kernels.process import Message, answer_all, failure
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or

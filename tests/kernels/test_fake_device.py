@@ -1,4 +1,4 @@
-"""csrc/python/kernel.c, graph.c and needle/kernels/compile.py without a GPU: fake_cuda.c stands in.
+"""csrc/python/kernel.c, graph.c and needle/kernels/kernel.py without a GPU: fake_cuda.c stands in.
 Its memory is the host's, its one kernel fills an array, and it logs its calls."""
 
 import subprocess

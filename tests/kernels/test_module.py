@@ -1,4 +1,4 @@
-"""needle/kernels/compile.py, csrc/python/kernel.c and cuda/module.cpp on a GPU: launches, limits,
+"""needle/kernels/kernel.py, csrc/python/kernel.c and cuda/module.cpp on a GPU: launches, limits,
 graphs, lifetimes, faults."""
 
 import gc
