@@ -30,6 +30,8 @@ def test_the_tokenizer_comes_along(tmp_path):
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["eos_token"] == "<|endoftext|>" and settings["pad_token"] == "<|padding|>"
     assert settings["model_max_length"] == 24
+    special = json.loads((tmp_path / "a" / "special_tokens_map.json").read_text())
+    assert special == {name: settings[name] for name in settings if name.endswith("_token")}
 
 
 def test_a_model_brings_the_tokenizer_that_it_came_with(tmp_path):
