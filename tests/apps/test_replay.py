@@ -178,6 +178,20 @@ def test_rate_follows_the_edit(tmp_path, parent):
     assert [decayed(step) for step in range(1, 9)] == [wsd(step) for step in range(1, 9)]
 
 
+def test_decay_of_a_stable_run_gives_the_bits_of_wsd(tmp_path, tokens, here):
+    for name, more in ("wsd", "wsd --decay-share 0.5"), ("stable", "constant"):
+        words = EVERY, "--warmup 1 --schedule", more
+        assert train_pythia.main(flags(tmp_path, tokens, name, *words, steps=8)) == 0
+    wsd, stable = (proofs_of(tmp_path, name) for name in ("wsd", "stable"))
+    assert wsd[4] == stable[4] and wsd[5]["digest"] != stable[5]["digest"]
+    edit = {"do": "rate", "steps": [5, 8], "to": 0.1}
+    ndl.open_run(tmp_path / "runs" / "stable").replay(4, [edit], name="decayed", flags=CPU)
+    assert_same_run(tmp_path, "decayed", "wsd", step=8)
+    assert proofs_of(tmp_path, "decayed") == wsd
+    rates = [line["lr"] for line in numbers_of(tmp_path, "wsd")]
+    assert rates[3] == max(rates) and rates[7] < rates[6] < rates[4] < rates[3]
+
+
 def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here, capsys):
     for name, steps in ("a", 6), ("long", 8):
         words = EVERY, "--schedule constant --warmup 0"
