@@ -1,7 +1,7 @@
 """One rank of a small training, struck as PLAN says, a list of strikes in JSON: {"rank": r, "step":
 s, "what": ...}. "once" may name a file that the strike leaves, and after which it spares; "seconds"
 say how long. DEADLINE is that of the ranks, in seconds, MOST the bytes of an MPI message, and
-FAKE_NCCL a library that pretends to be NCCL between GPUs.
+FAKE_NCCL or FAKE_DRIVER a library that pretends to be NCCL, or the driver, of GPUs.
 
     kill, stop, term          the signal, from itself, when it has computed its first micro-batch
     fault                     a fatal fault of its GPU; on a CPU the exception alone
@@ -29,7 +29,7 @@ import train_pythia
 import needle as ndl
 from needle import files
 from needle.data import DataError
-from needle.distributed import environment, group, nccl
+from needle.distributed import environment, group, nccl, peers
 from needle.distributed.control import Control
 from needle.models import pythia
 from needle.training import run as run_parts
@@ -118,23 +118,26 @@ def strike(strikes: Strikes) -> None:
         setattr(owner, name, struck)
 
 
-def pretend_gpus(library: str) -> None:
-    """Four GPUs are visible, and all are the CPU; between them moves this library's NCCL."""
+def pretend_gpus(library: str | None, driver: str) -> None:
+    """Four GPUs are visible, and all are the CPU; between them moves this library's NCCL, or this
+    driver's copies."""
     session.visible_gpus = group.visible_gpus = lambda: 4
     group.choose_device = lambda name: ndl.cpu()
     nccl.find_library = lambda: library
+    peers.NAME, peers.SLOT = driver, 1 << 14
 
     def connect(self, device):
         if self.size > 1:
-            self._transport = self._nccl(device)
+            here = self._nccl if library else self._peers
+            self._transport = here(device)
 
     group.Group.connect = connect
 
 
 if __name__ == "__main__":
     train_pythia.__file__ = __file__  # what --gpus starts
-    if "FAKE_NCCL" in os.environ:
-        pretend_gpus(os.environ["FAKE_NCCL"])
+    if {"FAKE_NCCL", "FAKE_DRIVER"} & set(os.environ):
+        pretend_gpus(os.environ.get("FAKE_NCCL"), os.environ.get("FAKE_DRIVER", ""))
     if "DEADLINE" in os.environ:
         Control.join = partial(Control.join, deadline=float(os.environ["DEADLINE"]))
     if "MOST" in os.environ:

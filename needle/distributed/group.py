@@ -2,8 +2,8 @@
 
 `Group()` is a single process, and uses the same code with world size 1. `Group(place, control)` is
 all processes of a start (environment.py). Their control channel (control.py) carries small values
-and names missing ranks. `connect` chooses the transport of arrays: nccl.py between GPUs, mpi.py
-between processes of the CPU.
+and names missing ranks. `connect` chooses the transport of arrays: peers.py between GPUs of one
+machine, nccl.py between those of several, mpi.py between processes of the CPU.
 
 All ranks call each method, in the same order, unless it says otherwise.
 """
@@ -113,7 +113,15 @@ class Group(Ranks):
                 f"two ranks have the same GPU ({told}): start no more ranks on a machine than it "
                 "has GPUs, and let each see all of them, or its own alone (CUDA_VISIBLE_DEVICES)"
             )
-        self._transport = self._nccl(device)
+        if len({node for _, node in told}) == 1:
+            self._transport = self._peers(device)
+        self._transport = self._transport or self._nccl(device)
+
+    def _peers(self, device: Device) -> Transport | None:
+        """Return the transport of ranks on one machine; None where a GPU does not reach another."""
+        from needle.distributed.peers import connect
+
+        return connect(self.rank, self.size, device, self.control.gather)
 
     def _nccl(self, device: Device) -> Transport:
         from needle.distributed.nccl import Library, NCCLTransport

@@ -1,13 +1,11 @@
-"""Bytes between GPUs by NCCL, loaded at first use: no arithmetic is NCCL's.
+"""Bytes between GPUs of several machines by NCCL, loaded at first use: no arithmetic is NCCL's.
 
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
 enqueued on needle's own stream of the device, in order with the kernels before and after, or, for
 an exchange beside kernels, on its side stream: after all kernels that were enqueued before; later
 ones run beside it, up to `wait`. The host does not wait. The control channel's thread watches the
-returned work (control.py). An event is recorded before and after an exchange: its deadline begins
-when the GPU reaches the first, and it is done at the second. Rejected: the host waits for the step
-before (waits may stand anywhere, in a loss, an evaluation or a checkpoint, and each would need a
-watch).
+returned work (control.py). Rejected: the host waits for the step before (waits may stand anywhere,
+in a loss, an evaluation or a checkpoint, and each would need a watch).
 
 The communicator is blocking. NCCL finds and connects ranks on the host at the first exchange, in
 the caller's `watched`, which ends a hang. Nothing is aborted: a process whose ranks are gone ends.
@@ -18,14 +16,13 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from needle._C import Device, Event, NDArray
+from needle._C import Device
 from needle.distributed.control import RankError
+from needle.distributed.enqueued import Exchange, Parts, checked
 
-Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 NAME = "libnccl.so.2"
 OLDEST = 21800  # 2.18.0, as ncclGetVersion tells it
 SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
@@ -84,7 +81,8 @@ class Library:
                 function.argtypes, function.restype = [parameter], ctypes.c_char_p
         except (OSError, AttributeError) as error:
             raise ValueError(
-                f"several GPUs need NCCL, which cannot be loaded ({error}): {INSTALL}"
+                "GPUs that do not reach each other's memory need NCCL, which cannot be loaded "
+                f"({error}): {INSTALL}"
             ) from error
         version = _INT()
         self.call("ncclGetVersion", ctypes.byref(version))
@@ -120,24 +118,14 @@ class Library:
         return bytes(made)
 
 
-class _Exchange:
-    """Work that the control channel watches (control.Work). It keeps its arrays up to `wait`: until
-    then their memory is not in the order of needle's stream."""
-
-    def __init__(self, transport: NCCLTransport, device: Device, arrays: list[NDArray]) -> None:
-        self._transport, self._arrays = transport, arrays
-        self.first, self.last = Event(device), Event(device)
-
-    def begun(self) -> bool:
-        return self.first.done()
+class _Exchange(Exchange):
+    def __init__(self, transport: NCCLTransport, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._transport = transport
 
     def done(self) -> bool:
         self._transport.look()
-        return self.last.done()
-
-    def wait(self) -> None:
-        self.last.wait()
-        self._arrays = []
+        return super().done()
 
 
 class NCCLTransport:
@@ -163,30 +151,21 @@ class NCCLTransport:
     def exchange(self, sends: Parts, receives: Parts, beside: bool) -> _Exchange | None:
         """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
         cannot continue: some may have begun."""
-        parts = [
-            (name, peer, array)
-            for name, arrays in (("ncclSend", sends), ("ncclRecv", receives))
-            for peer, array in arrays
-            if array.size
-        ]
-        for _, peer, array in parts:
-            if array.device != self._device or not array.is_compact():
-                raise ValueError(
-                    f"exchange: the array for rank {peer} must be compact, on {self._device}"
-                )
-        if not parts:
+        sends, receives = checked(self._device, sends, receives)
+        if not sends and not receives:
             return None
         call = self._library.call
         if self._beside is not None and not beside:
             self._beside.wait()  # the communicator's work has one order
         stream = self._device.side_stream if beside else self._device.stream
-        work = _Exchange(self, self._device, [array for _, _, array in parts])
+        work = _Exchange(self, self._device, sends, receives)
         work.first.record()
         if beside:
             work.first.wait(side=True)
         call("ncclGroupStart")
-        for name, peer, array in parts:
-            call(name, array.data_ptr, array.nbytes, INT8, peer, self._communicator, stream)
+        for name, parts in ("ncclSend", sends), ("ncclRecv", receives):
+            for peer, array in parts:
+                call(name, array.data_ptr, array.nbytes, INT8, peer, self._communicator, stream)
         call("ncclGroupEnd")
         work.last.record(side=beside)
         self._beside = work if beside else None

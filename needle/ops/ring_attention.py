@@ -9,11 +9,11 @@ kernel, and is sent, in the kernel's dtype: float32 on the CPU; on a GPU, whose 
 bits, that of the operands, which rounds a gradient of keys once for each run of queries.
 
 In zigzag with causal attention the first run of queries needs the first runs of all ranks alone:
-the second ones travel beside its kernel (Group.begin), right behind the first, so that the exchange
-has its multiprocessors before the kernel takes the others. Elements that a rank receives, of H
+the second ones travel beside its kernel (Group.begin), right behind the first, so that NCCL has its
+multiprocessors before the kernel takes the others. Elements that a rank receives, of H
 heads of D dims and T tokens on N ranks: forward 2 T H D (N - 1) / N, backward these again and as
 many of gradients; half of the gathered ones are waited for, and the gradients. Rejected: gradients
-of the first run beside the kernel of the second (a rank that waits keeps 16 multiprocessors).
+of the first run beside the kernel of the second (NCCL keeps 16 multiprocessors while it waits).
 
 Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 

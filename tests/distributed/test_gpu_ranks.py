@@ -1,6 +1,6 @@
-"""Ranks on GPUs, with the real NCCL: the same bytes on one and on two, and ends that are told.
+"""Ranks on GPUs: the same bytes on one and on two, and ends that are told.
 
-Two GPUs at least; elsewhere test_nccl.py says the same of a library that pretends.
+Two GPUs at least; elsewhere test_peers.py and test_nccl.py say the same of libraries that pretend.
 """
 
 import re
@@ -52,9 +52,16 @@ def ranks(tmp_path, body):
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def test_an_exchange_moves_every_byte(tmp_path):
+NCCL = "group.connect(device)", "group._transport = group._nccl(device)"
+
+
+@pytest.mark.parametrize("transport", ["PeerTransport", "NCCLTransport"])
+def test_an_exchange_moves_every_byte(tmp_path, monkeypatch, transport):
     """Odd sizes and offsets, all dtypes, none at all, more than the copies of a step before."""
-    body = """
+    if transport == "NCCLTransport":
+        monkeypatch.setattr(sys.modules[__name__], "BEGIN", BEGIN.replace(*NCCL))
+    body = f"assert type(group._transport).__name__ == {transport!r}\n"
+    body += """
 other = 1 - group.rank
 def numbers(rank, size, seed):
     return np.random.RandomState(7 * seed + rank).randint(0, 256, size).astype(np.uint8)
@@ -99,6 +106,20 @@ for number, (wait, y) in enumerate(waits):
 print("well")
 """
     assert ranks(tmp_path, body) == "well\n"
+
+
+def test_gpus_that_each_rank_sees_alone(tmp_path, monkeypatch):
+    """As some launchers show them."""
+    own = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']\n"
+    monkeypatch.setattr(sys.modules[__name__], "BEGIN", own + BEGIN)
+    body = """
+other = 1 - group.rank
+own, got = (_C.array(np.full(1 << 24, group.rank), "int32", device) for _ in range(2))
+group.exchange("numbers", [(other, own)], [(other, got)])
+assert (got.numpy() == other).all()
+print(type(group._transport).__name__)
+"""
+    assert ranks(tmp_path, body) in ("PeerTransport\n", "NCCLTransport\n")
 
 
 def test_more_bytes_than_31_bits_count(tmp_path):
