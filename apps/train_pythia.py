@@ -66,7 +66,7 @@ def train(run: Run) -> int:
     A step is `grad_accum` micro-batches, of which each rank computes its own. The host queues a
     step before it reads the loss of the one before, so that the device never waits.
     """
-    settings, optimizer, batches, parallel = run.settings, run.optimizer, run.batches, run.parallel
+    settings, optimizer, parallel = run.settings, run.optimizer, run.parallel
     loss, schedule = run.model.loss, schedule_of(settings)
     if run.replay is not None:
         loss, schedule = run.replay.loss(loss), run.replay.rates(schedule)
@@ -76,10 +76,9 @@ def train(run: Run) -> int:
         session.begin()
         for step in range(run.step + 1, run.until + 1):
             optimizer.lr, losses = schedule(step), []
-            with session.computing(step):
-                for _ in parallel.own_micro_batches:
-                    losses.append(session.gradient(*batches.next()))
-                    parallel.add_micro_batch()
+            for ids, targets in session.micro_batches(step):
+                losses.append(session.gradient(ids, targets))
+                parallel.add_micro_batch()
             norm, scale = parallel.reduce(settings.clip)
             parallel.step(scale)
 

@@ -54,13 +54,14 @@ class ParallelSide(NeedleSide):
                 self.group, self.flat, self.optimizer, micro_batches * self.group.size
             )
         self.parallel = self.parallels[micro_batches]
+        self.parallel.send_early()
 
     def queue(self) -> Callable[[], float]:
         losses = []
+        self.group.gather("the data", None)
         for _ in self.parallel.own_micro_batches:
             losses.append(self._gradient(*self.batches.next()))
             self.parallel.add_micro_batch()
-        self.group.gather("the gradients", None)
         _, scale = self.parallel.reduce(1.0)
         self.parallel.step(scale)
         loss = _C.AsyncCopy(self.parallel.losses(losses)[0])
@@ -72,11 +73,19 @@ class ParallelSide(NeedleSide):
         self.share(1)
         parallel, group, rank = self.parallel, self.group, self.group.rank
         grad, data = self.flat.grad, self.flat.data
-        own = grad[parallel.shards[rank]]
-        sends = [(r, grad[parallel.shards[r]]) for r in group.others]
-        receives = [(r, _C.empty(own.shape, own.dtype, own.device)) for r in group.others]
+        sends = [(r, grad[part]) for r in group.others for part in parallel.shards[r]]
+        receives = [
+            (r, _C.empty((part.stop - part.start,), "float32", grad.device))
+            for r in group.others
+            for part in parallel.shards[rank]
+        ]
+
+        def total() -> None:
+            parallel.add_micro_batch()
+            parallel.reduce(1.0)
+
         return {
-            "sum": self._time(lambda: parallel.reduce(1.0)),
+            "sum": self._time(total),
             "shards": self._time(lambda: group.exchange("shards", sends, receives)),
             "weights": self._time(lambda: group.all_gather("weights", data, parallel.shards)),
         }

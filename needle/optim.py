@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -363,30 +363,33 @@ class AdamW(Adam):
     def __post_init__(self, params: Params, betas: tuple[float, float] | None = None) -> None:
         super().__post_init__(params, betas)
         if self.flat is not None:
-            self._part = slice(0, self.flat.size)  # of the flat buffer: what is updated here ...
-            self._kept: Kept = {}  # ... and what is kept of it
+            self._parts = [slice(0, self.flat.size)]  # of the flat buffer: what is updated here ...
+            self._kept: Kept = {}  # ... and what is kept of them, one after the other
             for x, offset in zip(self.trained, self.flat.offsets):
                 if offset >= self.flat.decay_size:
                     x.own["weight_decay"] = 0.0
 
     # -- the arrays
 
-    def keep(self, part: slice, arrays: Mapping[str, NDArray] | None = None) -> None:
-        """Shard the optimizer: `step` updates flat.data[part] alone from now on, with the state
-        `arrays`, by slot, or a copy of that part of the state so far. With a flat object only;
-        other ranks keep the other parts of the state, and return them before `state_dict`."""
-        before = self._part
-        if arrays is None and not before.start <= part.start <= part.stop <= before.stop:
-            raise ValueError(f"AdamW.keep: {part} is not within what is kept, {before}")
-        if arrays is None and self._kept:
-            at = slice(part.start - before.start, part.stop - before.start)
-            arrays = {slot: array[at].copy() for slot, array in self.kept().items()}
-        self._part = part
-        if arrays is not None:
-            self._kept = dict(arrays)
+    def keep(self, parts: Sequence[slice], arrays: Mapping[str, NDArray] | None = None) -> None:
+        """Shard the optimizer: `step` updates these parts of flat.data alone from now on, which
+        ascend, with the state `arrays`, by slot, or a copy of that part of the whole state so far.
+        With a flat object only; other ranks keep the other parts of the state, and return them
+        before `state_dict`."""
+        if arrays is None and [*parts] == self._parts:
+            return
+        if arrays is None and not self._is_whole:
+            raise ValueError(f"AdamW.keep: {parts} of a state that is kept in parts already")
+        if arrays is None:
+            arrays = {slot: _joined(array, parts) for slot, array in self._kept.items()}
+        self._parts, self._kept = [*parts], dict(arrays)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._parts == [slice(0, self.flat.size)]
 
     def kept(self) -> dict[str, NDArray]:
-        """The state of the part that is updated here, flat, by slot."""
+        """The state of the parts that are updated here, one after the other, flat, by slot."""
         self._prepare()
         return self._kept
 
@@ -394,7 +397,7 @@ class AdamW(Adam):
         if self.flat is None:
             super()._prepare()
         else:
-            self._kept = self._kept or self._new(self.flat.data[self._part])
+            self._kept = self._kept or self._new(_joined(self.flat.data, self._parts))
 
     def _new(self, data: NDArray) -> Kept:
         flat = (data.size,)
@@ -406,7 +409,7 @@ class AdamW(Adam):
     def _arrays(self) -> dict[str, NDArray]:
         if self.flat is None:
             return super()._arrays()
-        if self._part != slice(0, self.flat.size):
+        if not self._is_whole:
             raise RuntimeError(
                 "AdamW: the state of the other ranks' parameters is theirs: save within "
                 "DataParallel.whole_optimizer(), and load before DataParallel is made"
@@ -414,20 +417,25 @@ class AdamW(Adam):
         kept, named = self.kept().items(), [*enumerate(self.names)]
         return {f"{slot}.{name}": self.flat.view(x, i) for slot, x in kept for i, name in named}
 
-    def _runs(self) -> list[tuple]:
-        """Of each run of neighbours in the flat buffer that are set alike: data, gradient, what is
-        kept and where in that, settings, and the number of the step. Others than those due stay."""
-        runs, first = [], self._part.start
+    def _runs(self) -> list[list[tuple]]:
+        """Of each run of neighbours in each part that are set alike: data, gradient, what is kept
+        and where in that, settings, and the number of the step. Others than those due stay."""
+        found, place = [], 0
         data, grad = self.flat.data, self.flat.grad
         alike = [(x.own, x.p.requires_grad and x.steps + 1) for x in self.trained]
         heads = groupby(zip(self.flat.offsets, alike), itemgetter(1))
         starts = [(next(group)[0], *settings) for settings, group in heads]
-        for (start, own, t), (end, *_) in pairwise([*starts, (self.flat.size,)]):
-            start, end = max(start, first), min(end, self._part.stop)
-            if t and start < end:
-                at = slice(start - first, end - first)
-                runs.append((data[start:end], grad[start:end], self._kept, at, own, t))
-        return runs
+        ends = [*starts[1:], (self.flat.size,)]
+        for part in self._parts:
+            runs = []
+            for (first, own, t), (end, *_) in zip(starts, ends):
+                start, end = max(first, part.start), min(end, part.stop)
+                if t and start < end:
+                    at = slice(place + start - part.start, place + end - part.start)
+                    runs.append((data[start:end], grad[start:end], self._kept, at, own, t))
+            place += part.stop - part.start
+            found.append(runs)
+        return found
 
     def _run_of(self, x: _Trained) -> tuple:
         """The same of one parameter."""
@@ -439,26 +447,43 @@ class AdamW(Adam):
         size = (data.size,)
         return data.reshape(size), grad.reshape(size), x.kept, slice(None), x.own, x.steps + 1
 
-    def step(self, scale: NDArray | None = None) -> None:
+    def step(
+        self, scale: NDArray | None = None, updated: Callable[[int], None] | None = None
+    ) -> None:
         """Update every parameter that has a gradient, multiplied by `scale` first.
 
         scale: the float32 scalar on the device that `grad_norm` returned. When it is not finite the
-        step changes nothing but the number of steps.
+        step changes nothing but the number of steps. updated: called with the number of each part
+        of `keep` whose update is enqueued.
         """
         self._prepare()
         if self.flat is None:
             due = [x for x in self.trained if x.p.grad is not None]
-            runs = [self._run_of(x) for x in due]
+            parts = [[self._run_of(x) for x in due]]
         else:
-            due, runs = [x for x in self.trained if x.p.requires_grad], self._runs()
-        for data, grad, kept, at, own, t in runs:
-            p, p_low = (kept["master"][at], data) if "master" in kept else (data, None)
-            rates = own.get("lr", self.lr), self.beta1, self.beta2, self.eps
-            decay = own.get("weight_decay", self.weight_decay)
-            _C.adamw(p, grad, kept["m"][at], kept["v"][at], p_low, scale, *rates, decay, t)
+            due, parts = [x for x in self.trained if x.p.requires_grad], self._runs()
+        for number, runs in enumerate(parts):
+            for data, grad, kept, at, own, t in runs:
+                p, p_low = (kept["master"][at], data) if "master" in kept else (data, None)
+                rates = own.get("lr", self.lr), self.beta1, self.beta2, self.eps
+                decay = own.get("weight_decay", self.weight_decay)
+                _C.adamw(p, grad, kept["m"][at], kept["v"][at], p_low, scale, *rates, decay, t)
+            if updated is not None:
+                updated(number)
         for x in due:
             x.steps += 1
         self.t += 1
+
+
+def _joined(array: NDArray, parts: Sequence[slice]) -> NDArray:
+    """Return a copy of parts of an array (N,), one after the other."""
+    joined = _C.empty((sum(part.stop - part.start for part in parts),), array.dtype, array.device)
+    place = 0
+    for part in parts:
+        end = place + part.stop - part.start
+        _C.assign(joined[place:end], array[part])
+        place = end
+    return joined
 
 
 # ---- schedules -----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import train_pythia
 
 import needle as ndl
 from needle import files
-from needle.data import DataError
+from needle.data import DataError, Prefetch
 from needle.distributed import environment, group, nccl, peers
 from needle.distributed.control import Control
 from needle.models import pythia
@@ -70,14 +70,17 @@ class Strikes:
         function(one, *args)
         one.gradient = partial(self.gradient, one.gradient)
 
+    def next(self, function, *batches):
+        if self.due("data"):
+            raise DataError("tokens.npy: a page cannot be read")
+        return function(*batches)
+
     def gradient(self, function, *batch):
         loss = function(*batch)
         time.sleep(sum(strike.get("seconds", 0.0) for strike in self.plan))
-        what = self.due("kill", "stop", "term", "fault", "data", "nan")
+        what = self.due("kill", "stop", "term", "fault", "nan")
         if what == "fault":
             fault(loss.device)
-        elif what == "data":
-            raise DataError("tokens.npy: a page cannot be read")
         elif what == "nan":
             return loss * float("nan")
         elif what is not None:
@@ -109,6 +112,7 @@ def strike(strikes: Strikes) -> None:
         (train_pythia, "schedule_of", strikes.schedule_of),
         (session.Session, "__init__", strikes.begin),
         (group.Group, "gather", strikes.gather),
+        (Prefetch, "next", strikes.next),
         (files.os, "replace", strikes.replace),
     ):
         function = getattr(owner, name)

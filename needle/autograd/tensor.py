@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -218,6 +218,7 @@ class Value:
     raw_grad: NDArray | None = None  # a part of the flat gradient; kernels write and add there
     zeros_pending: bool = False  # raw_grad counts as zeros, which fill_zeros() would write
     grad_buffer: NDArray | None = None  # raw_grad after fill_zeros()
+    when_added: Callable[[], None] | None = None  # called once a backward has added all of it there
     in_grad_buffer: bool = False  # the `grad` of such a Parameter: its data is that buffer
     viewed: tuple[Op, Value] | None = None  # of a view of a constant: its op and that constant
 
@@ -584,6 +585,8 @@ def _walk(
     for node in reversed(order):
         grad = pending.pop(id(node), None)
         if grad is None:
+            if buffers and node.when_added is not None:
+                node.when_added()
             continue
         op, inputs = node.op, node.inputs
         if op is not None and isinstance(node, Tensor):

@@ -2,12 +2,15 @@
 
 A step has N micro-batches for any number of ranks: rank r of R computes those from r N / R on. Each
 writes its gradient, and gradients are added in the order of one tree (tree.py), first those of a
-rank, then, shard by shard, those of all ranks: each sends every other the shard of its sum that the
-other owns (the bytes of a reduce-scatter), and the owner adds them. It also keeps the optimizer's
-state of that shard alone (ZeRO stage 1, Rajbhandari et al. 2020), steps it, and sends the new
-weights to all (an all-gather).
+rank, then those of all ranks. The flat buffer is cut into regions, each region into a shard a rank:
+each rank sends every other the shard of its sum that the other owns (the bytes of a
+reduce-scatter), and the owner adds them. It also keeps the optimizer's state of its shards alone
+(ZeRO stage 1, Rajbhandari et al. 2020), steps them, and sends the new weights to all (an
+all-gather). With `send_early` a region is sent as soon as the last backward of the step has left
+its gradients, beside the rest of that backward.
 
     parallel = DataParallel(group, flat, optimizer, micro_batches)
+    parallel.send_early()
     for step in range(1, steps + 1):
         for _ in parallel.own_micro_batches:
             optimizer.reset_grad()
@@ -22,22 +25,27 @@ A single process (`Group()`) owns everything and sends nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 
 from needle import _C
 from needle._C import NDArray
 from needle.backend_ndarray import as_bytes
-from needle.distributed.group import Group
+from needle.distributed.group import Group, Wait
 from needle.distributed.tree import merges, own_micro_batches, tree_sum
-from needle.nn import FlatParameters
+from needle.nn import FlatParameters, Parameter
 from needle.nn.utils import NORM_CHUNK, chunk_norms
 from needle.optim import AdamW
 
+LEAST = 8  # a region holds at least 1 / LEAST of the parameters, but for the last ones
+
 
 def shards(size: int, ranks: int) -> list[slice]:
-    """Return the part of a flat buffer of `size` elements that each rank owns: whole chunks of the
-    norm, except at the end.
+    """Return the part of a region of `size` elements that each rank owns: whole chunks of the norm,
+    except at the end.
 
     >>> from needle.distributed.data_parallel import shards
     >>> shards(40000, 2)
@@ -46,6 +54,39 @@ def shards(size: int, ranks: int) -> list[slice]:
     chunks = -(-size // NORM_CHUNK)
     ends = [min(chunks * rank // ranks * NORM_CHUNK, size) for rank in range(ranks + 1)]
     return [slice(start, end) for start, end in zip(ends, ends[1:])]
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """A part of the flat buffers that ranks exchange at once."""
+
+    part: slice  # whole chunks of the norm, except at the end
+    shards: list[slice]  # of each rank, in the flat buffers
+    parameters: list[Parameter]  # that it has elements of
+    own: slice  # this rank's shard among those that it owns, one after the other
+    missing: int  # of the parameters, those whose gradient is not whole
+    wait: Wait = lambda: None  # for the exchange, once it has begun
+
+
+def regions(flat: FlatParameters, rank: int, ranks: int) -> list[Region]:
+    """Cut the flat buffers of one of several ranks into neighbouring parameters, whose gradients
+    follow each other. A region begins at a parameter, or at the next chunk of the norm."""
+    ends = [0]
+    for offset in flat.offsets if ranks > 1 else ():
+        is_enough = offset - ends[-1] >= flat.size // LEAST or offset == flat.decay_size
+        end = -(-offset // NORM_CHUNK) * NORM_CHUNK
+        if is_enough and ends[-1] < end < flat.size:
+            ends.append(end)
+    found, place = [], 0
+    for start, end in pairwise([*ends, flat.size]):
+        parts = [slice(start + x.start, start + x.stop) for x in shards(end - start, ranks)]
+        own = slice(place, place + parts[rank].stop - parts[rank].start)
+        inside = [
+            p for p, at in zip(flat.parameters, flat.offsets) if at < end and at + p.size > start
+        ]
+        found.append(Region(slice(start, end), parts, inside, own, len(inside)))
+        place = own.stop
+    return found
 
 
 class DataParallel:
@@ -77,11 +118,15 @@ class DataParallel:
         self.group, self.flat, self.optimizer = group, flat, optimizer
         self.context = context
         self.own_micro_batches = own_micro_batches(micro_batches, group.rank, group.size, context)
-        self.shards = shards(flat.size, group.size)
+        self.regions = regions(flat, group.rank, group.size)
+        # Of each rank, its shards of all regions.
+        self.shards = [[x.shards[rank] for x in self.regions] for rank in range(group.size)]
+        self._grad = flat.grad  # without the zeros of later resets
         self._added = 0
+        self._begun: list[Region] = []  # whose sums are on their way
         self._aside: list[NDArray] = []  # the sums of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
-        self._received: dict[int, NDArray] = {}  # the shard of each other rank's gradient
+        self._received: dict[int, NDArray] = {}  # this rank's shards of each other's gradient
         if group.size > 1:
             optimizer.keep(self.shards[group.rank])
 
@@ -95,48 +140,93 @@ class DataParallel:
 
     # ---- a step ---------------------------------------------------------------------------------
 
+    def send_early(self) -> None:
+        """Send the gradients of a region as soon as the last micro-batch of a step has left them
+        in flat.grad. Every rank must then compute each micro-batch of a step by one backward, that
+        no graph replays."""
+        if self.group.size > 1:
+            for p in self.flat.parameters:
+                found = [x for x in self.regions if any(p is other for other in x.parameters)]
+                p.when_added = partial(self._added_to, p, found)
+
+    def _added_to(self, p: Parameter, found: list[Region]) -> None:
+        """Count a parameter of these regions whose gradient is whole."""
+        if self._added == len(self.own_micro_batches) - 1:
+            p.fill_zeros()  # none of its ops had a gradient for it
+            for region in found:
+                region.missing -= 1
+                if region.missing == 0:
+                    self._begin(region)
+
     def add_micro_batch(self) -> None:
         """Add the gradients set aside to flat.grad, the gradient of this rank's next micro-batch
         alone, as far as its place in the tree says, and set the sum aside. After the last one
-        flat.grad is the sum of all of this rank."""
-        count = len(self.own_micro_batches)
-        if count == 1:
-            return  # it is the sum
+        flat.grad is the sum of all of this rank, on its way to the others."""
         grad = self.flat.grad
-        for _ in range(merges(self._added, count)):
+        if self._added == len(self.own_micro_batches) - 1:
+            for region in self.regions:
+                if region not in self._begun:
+                    self._begin(region)
+            self._added, self._aside = 0, []
+            return
+        for _ in range(merges(self._added, len(self.own_micro_batches))):
             grad += self._aside.pop()
-        self._added = (self._added + 1) % count
-        if self._added:
-            depth = len(self._aside)
-            if depth == len(self._buffers):
-                self._buffers.append(_C.empty(grad.shape, "float32", grad.device))
-            _C.assign(self._buffers[depth], grad)
-            self._aside.append(self._buffers[depth])
+        self._added += 1
+        depth = len(self._aside)
+        if depth == len(self._buffers):
+            self._buffers.append(_C.empty(grad.shape, "float32", grad.device))
+        _C.assign(self._buffers[depth], grad)
+        self._aside.append(self._buffers[depth])
+
+    def _begin(self, region: Region) -> None:
+        """Make the sum of this rank's micro-batches in a region, and send it."""
+        group, grad = self.group, self._grad
+        for sums in reversed(self._aside):
+            part = grad[region.part]
+            part += sums[region.part]
+        if group.size > 1 and not self._received:
+            size = self.regions[-1].own.stop
+            new = lambda: _C.empty((size,), "float32", grad.device)
+            self._received = {rank: new() for rank in group.others}
+        sends = [(rank, grad[region.shards[rank]]) for rank in self._received]
+        receives = [(rank, array[region.own]) for rank, array in self._received.items()]
+        region.wait = group.begin("the sum of gradients", sends, receives, True)
+        self._begun.append(region)
 
     def reduce(self, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
-        """Sum the gradients over all ranks. Return (norm, scale) as optim.grad_norm. Of flat.grad
-        only this rank's shard is then valid."""
-        group, grad = self.group, self.flat.grad
-        own = grad[self.shards[group.rank]]
-        if group.size > 1:
-            if not self._received:
-                new = lambda: _C.empty(own.shape, "float32", own.device)
-                self._received = {rank: new() for rank in group.others}
-            sends = [(rank, grad[self.shards[rank]]) for rank in self._received]
-            group.exchange("the sum of gradients", sends, [*self._received.items()])
-            parts = [self._received.get(rank, own) for rank in range(group.size)]
-            tree_sum([tree_sum(parts[c :: self.context], own) for c in range(self.context)], own)
+        """Sum the gradients over all ranks, after the last add_micro_batch() of a step. Return
+        (norm, scale) as optim.grad_norm. Of flat.grad only this rank's shards are then valid."""
+        group, grad = self.group, self._grad
         norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
-        chunks = [slice(-(-p.start // NORM_CHUNK), -(-p.stop // NORM_CHUNK)) for p in self.shards]
-        chunk_norms(own, norms[chunks[group.rank]])
+        for region in self._begun:  # sums of the first beside the exchange of the last
+            region.wait()
+            region.missing = len(region.parameters)
+            own = grad[region.shards[group.rank]]
+            if group.size > 1:
+                sums = {rank: array[region.own] for rank, array in self._received.items()}
+                parts = [sums.get(rank, own) for rank in range(group.size)]
+                trees = [tree_sum(parts[c :: self.context], own) for c in range(self.context)]
+                tree_sum(trees, own)
+            chunk_norms(own, norms[_chunks(region.shards[group.rank])])
+        self._begun = []
+        chunks = [[*map(_chunks, parts)] for parts in self.shards]
         group.all_gather("the gradient's norm", norms, chunks)
         return _C.grad_norm(norms, max_norm)
 
     def step(self, scale: NDArray | None = None) -> None:
-        """Step the optimizer of this rank's shard, and gather the weights of all in flat.data."""
-        self.optimizer.step(scale)
-        if self.group.size > 1:
-            self.group.all_gather("the weights", self.flat.data, self.shards)
+        """Step the optimizer of this rank's shards, and gather the weights of all in flat.data:
+        those of a region travel beside the step of the next."""
+        group, data, waits = self.group, self.flat.data, []
+
+        def gather(number: int) -> None:
+            shards = self.regions[number].shards
+            sends = [(rank, data[shards[group.rank]]) for rank in group.others]
+            receives = [(rank, data[shards[rank]]) for rank in group.others]
+            waits.append(group.begin("the weights", sends, receives, True))
+
+        self.optimizer.step(scale, gather)
+        for wait in waits:
+            wait()
 
     def losses(self, own: Sequence[NDArray]) -> list[NDArray]:
         """Return the losses (float32 scalars) of all micro-batches, in their order, from those of
@@ -147,7 +237,7 @@ class DataParallel:
         all_losses = _C.empty((count * group.size,), "float32", self.flat.grad.device)
         for i, loss in enumerate(own, group.rank * count):
             _C.assign(all_losses[i : i + 1], loss.reshape((1,)))
-        shares = [slice(r * count, (r + 1) * count) for r in range(group.size)]
+        shares = [[slice(r * count, (r + 1) * count)] for r in range(group.size)]
         group.all_gather("the losses", all_losses, shares)
         shape = group.size // self.context, self.context, count
         losses = _C.sum(all_losses.reshape(shape).permute((0, 2, 1)), 1) / self.context
@@ -167,7 +257,7 @@ class DataParallel:
         own = optimizer.kept()
         gathered = {slot: self._on_rank_0(f"the optimizer's {slot}", own[slot]) for slot in own}
         if group.rank == 0:
-            optimizer.keep(slice(0, self.flat.size), gathered)
+            optimizer.keep([slice(0, self.flat.size)], gathered)
         try:
             yield
         finally:
@@ -179,13 +269,26 @@ class DataParallel:
         group, whole = self.group, None
         if group.rank == 0:
             whole = _C.empty((self.flat.size,), "float32", _C.cpu())
-            _C.assign(whole[self.shards[0]], shard.to(whole.device))
-        for rank, part in enumerate(self.shards[1:], 1):
+            self._place(whole, 0, shard)
+        for rank, parts in enumerate(self.shards[1:], 1):
             sends = [(0, shard)] if rank == group.rank else []
             receives = []
             if whole is not None:
-                receives = [(rank, _C.empty((part.stop - part.start,), "float32", shard.device))]
+                size = sum(part.stop - part.start for part in parts)
+                receives = [(rank, _C.empty((size,), "float32", shard.device))]
             group.exchange(name, sends, receives)
             if whole is not None:
-                _C.assign(whole[part], receives[0][1].to(whole.device))
+                self._place(whole, rank, receives[0][1])
         return whole
+
+    def _place(self, whole: NDArray, rank: int, shard: NDArray) -> None:
+        """Write what a rank keeps to its places."""
+        shard, end = shard.to(whole.device), 0
+        for part in self.shards[rank]:
+            start, end = end, end + part.stop - part.start
+            _C.assign(whole[part], shard[start:end])
+
+
+def _chunks(part: slice) -> slice:
+    """The chunks of the norm in a part of a flat buffer."""
+    return slice(-(-part.start // NORM_CHUNK), -(-part.stop // NORM_CHUNK))

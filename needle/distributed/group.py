@@ -59,10 +59,12 @@ class Ranks(abc.ABC):
         """`begin`, and the device waits at once."""
         self.begin(name, sends, receives, False)()
 
-    def all_gather(self, name: str, array: NDArray, shards: Sequence[slice]) -> None:
-        """Fill an array, of which each rank has a shard (of its rows), with those of the others."""
-        sends = [(rank, array[shards[self.rank]]) for rank in self.others]
-        self.exchange(name, sends, [(rank, array[shards[rank]]) for rank in self.others])
+    def all_gather(self, name: str, array: NDArray, shards: Sequence[Sequence[slice]]) -> None:
+        """Fill an array, of which each rank has some slices (of its rows), with those of the
+        others."""
+        sends = [(rank, array[part]) for rank in self.others for part in shards[self.rank]]
+        receives = [(rank, array[part]) for rank in self.others for part in shards[rank]]
+        self.exchange(name, sends, receives)
 
 
 class Group(Ranks):

@@ -188,6 +188,8 @@ class Session:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
         if recorded:
             self.gradient = GraphedStep(compute, shape, run.device)
+        else:
+            parallel.send_early()
         if any(isinstance(part, nn.Dropout) for part in run.model.modules()):
             self.gradient = self._seeded(self.gradient)
         self._reason: str | None = None  # to stop before the last step
@@ -224,18 +226,21 @@ class Session:
         if self.run.step == 0 and keeps_weights(self.run.settings, 0):
             self.save_weights()
 
-    @contextlib.contextmanager
-    def computing(self, step: int) -> Iterator[None]:
-        """Compute the gradients of a step in the block, after a replay's edit of weights or moments
-        before it; data that break off raise Failed on all ranks."""
+    def micro_batches(self, step: int) -> Iterator[tuple]:
+        """Yield this rank's batches of a step, after a replay's edit of weights or moments before
+        it. Data that break off raise Failed on all ranks, before the last one, whose backward may
+        send gradients."""
         batches, replay = self.run.batches, self.run.replay
         if replay is not None and step == replay.start + 1:
             replay.change(self.run.parallel)
         self._micro_batches = itertools.product([step], self.run.parallel.own_micro_batches)
         self._where = "epoch {epoch}, batch {batch}".format_map(batches.position)
         self.ranks.control.step = step
-        with agreed(self.ranks, "the gradients"):
-            yield
+        with agreed(self.ranks, "the data"):
+            for _ in self.run.parallel.own_micro_batches[1:]:
+                yield batches.next()
+            last = batches.next()
+        yield last
 
     def end_step(self, step: int, losses: list[NDArray], norm: NDArray, scale: NDArray) -> Due:
         """Count, log and prove a step, and agree on the actions after it. norm, scale: of the

@@ -1,12 +1,14 @@
 """Steps shared by ranks have the bits of one rank's: sums, norm, weights, the optimizer's state."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from together import together
 
+import needle as ndl
 from needle import _C, nn, optim
 from needle.backend_ndarray import as_bytes
 from needle.distributed.control import RankFailed
@@ -47,7 +49,7 @@ def train(group, micro_batches, dtype, steps=3, max_norm=1.0):
             parallel.add_micro_batch()
         norm, scale = parallel.reduce(max_norm)
         norms.append((norm.item(), scale.item()))
-        sums.append(flat.grad[parallel.shards[group.rank]].numpy())
+        sums += [flat.grad[part].numpy() for part in parallel.shards[group.rank]]
         parallel.step(scale)
     losses = [
         _C.array(np.float32(micro_batch), "float32", _C.cpu())
@@ -100,6 +102,53 @@ def test_the_sum_and_its_norm():
         square += (wanted.astype(np.float64) ** 2).sum()
     assert norms[0][0] == pytest.approx(square**0.5, rel=1e-6)
     assert norms[0][1] == pytest.approx(0.5 / (square**0.5 + 1e-6), rel=1e-6)
+
+
+def test_gradients_are_sent_beside_the_backward():
+    """Each region when its last gradient is there, the same bits; two that get none, at the end."""
+    begun = []
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            draw = np.random.RandomState(0).standard_normal
+            self.layers = [nn.Parameter(draw((400, 100))) for _ in range(3)]
+            self.unused = nn.Parameter(draw((500, 100)))
+            self.scale = nn.Parameter(draw(100))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = (x @ layer.transpose()) @ layer
+            return (x * self.scale).sum()
+
+    def work(group, early, count=4):
+        model = Layers()
+        flat = nn.flatten_parameters(model)
+        optimizer = optim.AdamW(flat, lr=0.01)
+        parallel = DataParallel(group, flat, optimizer, count)
+        assert group.size == 1 or len(parallel.regions) == 4
+        if early:
+            parallel.send_early()
+        found = []
+        for step in range(2):
+            for micro_batch in parallel.own_micro_batches:
+                optimizer.reset_grad()
+                draw = np.random.RandomState(10 * step + micro_batch).standard_normal
+                loss = model(ndl.Tensor(draw((3, 100)) / 1e3))
+                loss.backward()
+                if group.rank == 0:
+                    begun.append(len(parallel._begun))
+                parallel.add_micro_batch()
+            norm, scale = parallel.reduce(1.0)
+            parallel.step(scale)
+            found += [norm.item(), flat.data.numpy().tobytes()]
+        return found
+
+    (wanted,) = together(1, lambda group: work(group, True))
+    for ranks, early, expected in (2, True, [0, 2] * 2), (4, True, [2] * 2), (2, False, [0] * 4):
+        begun.clear()
+        assert together(ranks, partial(work, early=early)) == [wanted] * ranks
+        assert begun == expected
 
 
 def test_digest_by_which_ranks_begin_is_of_all_weights():

@@ -76,7 +76,7 @@ for seed, size in enumerate([1, 3, 31, 257, 4097, 1 << 20, (1 << 26) + 13]):
         assert (found[begin:] == wanted[begin:]).all() and not found[:begin].any(), (size, begin)
 for dtype in ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "bool", "uint16"):
     whole = _C.array(np.arange(34) % 2 + group.rank, "float32", device).astype(dtype)
-    group.all_gather("a dtype", whole, [slice(0, 17), slice(17, 34)])
+    group.all_gather("a dtype", whole, [[slice(0, 17)], [slice(17, 34)]])
     wanted = np.concatenate([np.arange(17) % 2, np.arange(17, 34) % 2 + 1])
     wanted = wanted.astype(bool) if dtype == "bool" else wanted
     np.testing.assert_array_equal(whole.numpy(), wanted)

@@ -159,7 +159,7 @@ def test_arrays_that_cannot_be_sent(driver, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_gpus_change_no_byte(tmp_path, tokens, driver, monkeypatch, gpus):
-    """A training."""
+    """A training, whose gradients travel while the backward goes on."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     runs = GPURuns(tmp_path, tokens, FAKE_DRIVER=str(driver))
     runs.run("one", 1)

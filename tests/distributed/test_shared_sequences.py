@@ -48,7 +48,8 @@ def gradient(group, context, **changes):
         parallel.add_micro_batch()
     norm, _ = parallel.reduce()
     losses = [loss.item() for loss in parallel.losses(losses)]
-    return losses, norm.item(), flat.grad[parallel.shards[group.rank]].numpy()
+    shards = [flat.grad[part].numpy() for part in parallel.shards[group.rank]]
+    return losses, norm.item(), np.concatenate(shards)
 
 
 LOCAL = {"sparse_pattern": "local", "sparse_window": 10, "sparse_block": 2}

@@ -67,16 +67,19 @@ def digests_of(checkpoint: Checkpoint) -> dict[str, str]:
 def digests(parallel: DataParallel) -> Callable[[], dict[str, str]]:
     """Begin the digests of weights and moments, on all ranks, behind what is queued on the device;
     the function that is returned waits for them."""
-    group, flat, own = parallel.group, parallel.flat.data, parallel.shards[parallel.group.rank]
-    width = flat.nbytes // flat.size
-    parts = {"weights": as_bytes(flat)[own.start * width : own.stop * width]}
-    parts |= {name: as_bytes(x) for name, x in sorted(parallel.optimizer.kept().items())}
-    copies = {}
-    for name, data in parts.items():
-        leaf = LEAF // (width if name == "weights" else 4)  # numbers
-        rows = [slice(part.start // leaf, -(-part.stop // leaf)) for part in parallel.shards]
-        hashes = _C.empty((rows[-1].stop, WORDS), "int32", data.device)
-        _C.leaf_hashes(data, hashes[rows[group.rank]])
+    group, flat, copies = parallel.group, parallel.flat.data, {}
+    for name, x in [("weights", flat), *sorted(parallel.optimizer.kept().items())]:
+        data, width = as_bytes(x), flat.nbytes // flat.size if x is flat else 4
+        leaf = LEAF // width  # numbers
+        rows = [
+            [slice(part.start // leaf, -(-part.stop // leaf)) for part in parts]
+            for parts in parallel.shards
+        ]
+        hashes = _C.empty((-(-flat.size // leaf), WORDS), "int32", data.device)
+        for region, own in zip(parallel.regions, rows[group.rank]):
+            part = region.shards[group.rank] if x is flat else region.own
+            if part.start < part.stop:
+                _C.leaf_hashes(data[part.start * width : part.stop * width], hashes[own])
         group.all_gather("the digests", hashes, rows)
         copies[name] = _C.AsyncCopy(_upper(hashes))
 

@@ -102,14 +102,17 @@ class Replay:
 
     def change(self, parallel: DataParallel) -> None:
         """Make the edits of moments and weights, before the first step with edits."""
-        flat, own = parallel.flat, parallel.shards[parallel.group.rank]
-        buffers = {slot: (x, own.start) for slot, x in parallel.optimizer.kept().items()}
-        buffers["weights"] = flat.data, 0
+        flat, rank = parallel.flat, parallel.group.rank
+        buffers = {
+            slot: [(x[region.own], region.shards[rank].start) for region in parallel.regions]
+            for slot, x in parallel.optimizer.kept().items()
+        }
+        buffers["weights"] = [(flat.data, 0)]
         sizes = {name: p.size for name, p in zip(flat.names, flat.parameters)}
         for edit in self.edits:
             for (slot, name), value in values_of(edit, sizes).items():
-                if slot in buffers:
-                    _write(*buffers[slot], flat.offsets[flat.names.index(name)], value)
+                for part in buffers.get(slot, ()):
+                    _write(*part, flat.offsets[flat.names.index(name)], value)
 
 
 def _edited_rate(edit: dict[str, Any], schedule: Callable[[int], float], step: int) -> float:
