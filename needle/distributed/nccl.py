@@ -1,11 +1,10 @@
 """Bytes between GPUs of several machines by NCCL, loaded at first use: no arithmetic is NCCL's.
 
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
-enqueued on needle's own stream of the device, in order with the kernels before and after, or, for
-an exchange beside kernels, on its side stream: after all kernels that were enqueued before; later
-ones run beside it, up to `wait`. The host does not wait. The control channel's thread watches the
-returned work (control.py). Rejected: the host waits for the step before (waits may stand anywhere,
-in a loss, an evaluation or a checkpoint, and each would need a watch).
+enqueued on the side stream of needle's device (enqueued.py). The host does not wait: the control
+channel's thread watches the returned work (control.py). Rejected: the host waits for the step
+before (waits may stand anywhere, in a loss, an evaluation or a checkpoint, and each would need a
+watch).
 
 The communicator is blocking. NCCL finds and connects ranks on the host at the first exchange, in
 the caller's `watched`, which ends a hang. Nothing is aborted: a process whose ranks are gone ends.
@@ -135,7 +134,6 @@ class NCCLTransport:
         self, library: Library, rank: int, size: int, unique_id: bytes, device: Device
     ) -> None:
         self._library, self._device = library, device
-        self._beside: _Exchange | None = None  # the newest in the side stream, if none came after
         self._lock = threading.Lock()  # the watching thread must not use a destroyed communicator
         device.synchronize()  # makes it this thread's device, on which NCCL begins
         communicator = _POINTER()
@@ -148,28 +146,20 @@ class NCCLTransport:
         )
         self._communicator: ctypes.c_void_p | None = communicator
 
-    def exchange(self, sends: Parts, receives: Parts, beside: bool) -> _Exchange | None:
+    def exchange(self, sends: Parts, receives: Parts) -> _Exchange | None:
         """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
         cannot continue: some may have begun."""
         sends, receives = checked(self._device, sends, receives)
         if not sends and not receives:
             return None
-        call = self._library.call
-        if self._beside is not None and not beside:
-            self._beside.wait()  # the communicator's work has one order
-        stream = self._device.side_stream if beside else self._device.stream
+        call, stream = self._library.call, self._device.side_stream
         work = _Exchange(self, self._device, sends, receives)
-        work.first.record()
-        if beside:
-            work.first.wait(side=True)
         call("ncclGroupStart")
         for name, parts in ("ncclSend", sends), ("ncclRecv", receives):
             for peer, array in parts:
                 call(name, array.data_ptr, array.nbytes, INT8, peer, self._communicator, stream)
         call("ncclGroupEnd")
-        work.last.record(side=beside)
-        self._beside = work if beside else None
-        return work
+        return work.enqueued()
 
     def look(self) -> None:
         """Raise RankError if NCCL has met an error since."""

@@ -11,9 +11,8 @@ number back, which frees the slot:
     receiver      wait: arrived >= n          copy: to the arrays     write: taken = n
 
 All of that is enqueued (`cuStreamWaitValue32`, `cuStreamWriteValue32`): sends in a stream of their
-own, receives in the side stream of needle's device, behind all kernels enqueued before. Later
-kernels run beside, up to `wait`. The host does not wait. A rank that is gone leaves the others'
-streams waiting, which the control channel's deadline ends.
+own, receives in the side stream of needle's device (enqueued.py). A rank that is gone leaves the
+others' streams waiting, which the control channel's deadline ends.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ class PeerTransport:
                 self._wait(self._sending, self._taken(rank, other), 0)
                 self._write(self._sending, self._arrived(other, rank), 0)
 
-    def exchange(self, sends: Parts, receives: Parts, beside: bool) -> Exchange | None:
+    def exchange(self, sends: Parts, receives: Parts) -> Exchange | None:
         """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
         cannot continue: some may have begun."""
         sends, receives = checked(self._device, sends, receives)
@@ -189,8 +188,6 @@ class PeerTransport:
         self._driver.enter()
         call, receiving = self._driver.call, self._device.side_stream
         work = Exchange(self._device, sends, receives)
-        work.first.record()
-        work.first.wait(side=True)
         call("cuEventRecord", self._begun, receiving)
         call("cuStreamWaitEvent", self._sending, self._begun, 0)
         for sent, received in zip_longest(self._rounds(sends), self._rounds(receives)):
@@ -200,8 +197,7 @@ class PeerTransport:
                 self._receive(rank, message)
         call("cuEventRecord", self._are_sent, self._sending)
         call("cuStreamWaitEvent", receiving, self._are_sent, 0)
-        work.last.record(side=True)
-        return work
+        return work.enqueued()
 
     def _rounds(self, parts: Parts) -> Iterator[list[tuple[int, list[Piece]]]]:
         """Yield the first message of each rank, then the second ones, beginning with the next rank,

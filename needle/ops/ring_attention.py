@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
     @property
     def others(self) -> list[int]: ...
-    def begin(self, name: str, sends: Parts, receives: Parts, beside: bool) -> Wait: ...
+    def begin(self, name: str, sends: Parts, receives: Parts) -> Wait: ...
 
 
 def ring_chunks(time: int, rank: int, ranks: int, layout: str = "zigzag") -> list[slice]:
@@ -109,9 +109,7 @@ class SharedSequence:
                 parts = [_of_sequences(whole, run) for run in runs]
                 sends = [(rank, x) for rank in self.group.others for x in parts[self.group.rank]]
                 receives = [(rank, x) for rank in self.group.others for x in parts[rank]]
-                is_beside = causal and len(self.own) > 1
-                begun = self.group.begin("the keys and values", sends, receives, is_beside)
-                waits.append(begun)
+                waits.append(self.group.begin("the keys and values", sends, receives))
         arriving = iter(waits)
         for local, tokens in self.own:
             for wait in islice(arriving, 1 if causal else None):
@@ -166,7 +164,7 @@ class SharedSequence:
                         copies.append((stack[i, which], x[:, run]))
                     else:
                         receives += [(giver, stack[i, which, n]) for n in range(b)]
-        wait = self.group.begin("the gradients of keys and values", sends, receives, True)
+        wait = self.group.begin("the gradients of keys and values", sends, receives)
         for to, x in copies:
             _C.assign(to, x)
         wait()

@@ -16,7 +16,7 @@ DRIVER = "int cuDriverGetVersion(int *version) { *version = 12080; return 0; }"
 FAULT = """
 import os, signal
 calls, rightly = 0, Group.begin
-def begin(self, name, sends, receives, beside):
+def begin(self, name, sends, receives):
     global calls, tree_sum
     calls += 1
     what, _, when = os.environ.get("FAULT", "").partition(" ")
@@ -31,7 +31,7 @@ def begin(self, name, sends, receives, beside):
             from needle.distributed.mpi import MPI
             MPI.COMM_WORLD.Probe()  # the other rank has come to this exchange
             os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
-    return rightly(self, name, sends, receives, beside)
+    return rightly(self, name, sends, receives)
 Group.begin = begin
 """
 # Appended to needle/diagnose/device.py: for a GPU's sizes the CPU takes seconds.

@@ -96,7 +96,7 @@ for number in range(20):  # that kernels run beside, on memory which others let 
     x = _C.array(np.full(1 << 20, number + group.rank, np.float32), "float32", device)
     x = x + a[0].sum() - 1  # behind the products
     y = _C.empty((1 << 20,), "float32", device)
-    waits.append((group.begin("beside", [(other, x)], [(other, y)], True), y))
+    waits.append((group.begin("beside", [(other, x)], [(other, y)]), y))
     del x
     a = a @ a
     _C.empty((1 << 20,), "float32", device).fill(-1)

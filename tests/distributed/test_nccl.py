@@ -53,7 +53,7 @@ def test_an_error_has_the_words_of_nccl(library, monkeypatch, call):
         made = Library(str(library))
         transport = NCCLTransport(made, 0, 2, made.unique_id(), _C.cpu())
         array = _C.array(np.zeros(3))
-        transport.exchange([(1, array)], [(1, array.copy())], False)
+        transport.exchange([(1, array)], [(1, array.copy())])
     assert caught.value.code == 75
 
 
@@ -70,10 +70,10 @@ def transport(library):
 def test_arrays_that_cannot_be_sent(transport):
     array = _C.array(np.zeros((4, 4)))
     with pytest.raises(ValueError, match="rank 0 must be compact, on c"):
-        transport.exchange([(0, array.permute((1, 0)))], [], False)
+        transport.exchange([(0, array.permute((1, 0)))], [])
     transport._device = _C.cuda()
     with pytest.raises(ValueError, match="rank 0 must be compact, on c"):
-        transport.exchange([(0, array)], [], False)
+        transport.exchange([(0, array)], [])
 
 
 def test_exchange_keeps_its_arrays_until_it_is_waited_for(library):
@@ -82,14 +82,11 @@ def test_exchange_keeps_its_arrays_until_it_is_waited_for(library):
     live = lambda: device.memory_stats()["live_bytes"]
     before = live()
     sends = [(1, _C.array(np.zeros(1000)))]
-    work = transport.exchange(sends, [], True)
+    work = transport.exchange(sends, [])
     del sends[:]
     assert live() >= before + 4000
     work.wait()
     assert live() == before
-    beside = transport.exchange([(1, _C.array(np.zeros(1000)))], [], True)
-    transport.exchange([(1, _C.array(np.zeros(8)))], [], False).wait()
-    assert live() == before and not beside._arrays  # which the other had to wait for
 
 
 def test_an_error_after_the_call_is_found_by_polling(transport, monkeypatch):

@@ -80,7 +80,7 @@ for round in range(20):
         whole.fill(7)
         receives = [(rank - 1, 5, whole)] if rank else []
     parts = [(other, whole[1:-1]) for other, _, whole in receives]
-    work = transport.exchange(sends, parts, round % 2 == 0)
+    work = transport.exchange(sends, parts)
     if work is None:
         assert not sends and not receives
         continue
@@ -89,7 +89,7 @@ for round in range(20):
     for other, n, whole in receives:
         found = whole.numpy().tobytes()
         assert found == b"\\7" + numbers(other, rank, n) + b"\\7", (round, other, n)
-assert transport.exchange([(others[0], array(b""))], [], True) is None
+assert transport.exchange([(others[0], array(b""))], []) is None
 transport.close()
 print("well")
 """
@@ -110,7 +110,7 @@ transport._sent, transport._received = [start] * size, [start] * size
 control.gather("ready", None)
 for number in range(10):
     own, got = (_C.array(np.full(100, rank + 10 * number), "int32", _C.cpu()) for _ in range(2))
-    transport.exchange([(1 - rank, own)], [(1 - rank, got)], False).wait()
+    transport.exchange([(1 - rank, own)], [(1 - rank, got)]).wait()
     assert (got.numpy() == 1 - rank + 10 * number).all()
 print("well")
 """
@@ -145,7 +145,7 @@ def test_an_error_names_the_function(driver, tmp_path, monkeypatch, call):
     monkeypatch.setenv("FAKE_DRIVER_FAILS", call)
     words = f"{call}: CUDA_ERROR_NOT_SUPPORTED: the GPUs of this machine cannot exchange arrays"
     with pytest.raises(RankError, match=words):
-        transport.exchange([(1, _C.array(np.zeros(3)))], [], False)
+        transport.exchange([(1, _C.array(np.zeros(3)))], [])
 
 
 def test_arrays_that_cannot_be_sent(driver, tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_arrays_that_cannot_be_sent(driver, tmp_path, monkeypatch):
     transport = peers.connect(0, 2, _C.cpu(), lambda name, value: [value, value])
     array = _C.array(np.zeros((4, 4)))
     with pytest.raises(ValueError, match="rank 1 must be compact, on c"):
-        transport.exchange([(1, array.permute((1, 0)))], [], False)
+        transport.exchange([(1, array.permute((1, 0)))], [])
 
 
 @pytest.mark.parametrize("gpus", [2, 4])

@@ -46,7 +46,7 @@ class Member:
     def goes_on(self, work):
         self.unwatched -= 1
 
-    def exchange(self, sends, receives, beside):
+    def exchange(self, sends, receives):
         kept = [(array, array.copy()) for _, array in sends]
         told = self.gather("an exchange", [(rank, array.copy()) for rank, array in sends])
         self.unwatched += 1
