@@ -46,8 +46,6 @@ _POINTER, _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
 _NUMBER, _FLAGS, _INT = ctypes.c_uint32, ctypes.c_uint, ctypes.c_int
 # Of functions that return CUresult: their parameters.
 FUNCTIONS: dict[str, list[Any]] = {
-    "cuCtxGetCurrent": [ctypes.POINTER(_POINTER)],
-    "cuCtxSetCurrent": [_POINTER],
     "cuCtxSynchronize": [],
     "cuMemAlloc_v2": [ctypes.POINTER(_ADDRESS), _SIZE],
     "cuMemsetD8_v2": [_ADDRESS, ctypes.c_ubyte, _SIZE],
@@ -67,15 +65,14 @@ Piece = tuple[int, int, int]  # of a message: its address, its bytes, its place 
 
 
 class Driver:
-    """The functions of CUDA's driver, in the context of the thread that makes it. Calls raise
-    RankError, which names the error. OSError or AttributeError if there is no such driver."""
+    """The functions of CUDA's driver, in the context of the calling thread, which is that of the
+    device whose event it recorded last. Calls raise RankError, which names the error. OSError or
+    AttributeError if there is no such driver."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(NAME)
         for name, parameters in FUNCTIONS.items():
             getattr(self._library, name).argtypes = parameters
-        self._context = _POINTER()
-        self.call("cuCtxGetCurrent", ctypes.byref(self._context))
 
     def call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._library, name)(*arguments)
@@ -90,10 +87,6 @@ class Driver:
         made = _POINTER()
         self.call(name, ctypes.byref(made), flags)
         return made
-
-    def enter(self) -> None:
-        """Make the context that of the calling thread."""
-        self.call("cuCtxSetCurrent", self._context)
 
     def allocate(self, count: int) -> tuple[int, str]:
         """Return the address of so many zeros, which stay up to the end of the process, and the
@@ -185,7 +178,6 @@ class PeerTransport:
         sends, receives = checked(self._device, sends, receives)
         if not sends and not receives:
             return None
-        self._driver.enter()
         call, receiving = self._driver.call, self._device.side_stream
         work = Exchange(self._device, sends, receives)
         call("cuEventRecord", self._begun, receiving)

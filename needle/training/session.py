@@ -211,7 +211,7 @@ class Session:
         def gradient(ids: Any, targets: Any) -> NDArray:
             before, parallel = np.random.get_state(), self.run.parallel
             part = parallel.group.rank % parallel.context
-            np.random.seed([self.run.settings.seed, *next(self._micro_batches), part])
+            np.random.seed([self.run.settings.seed, *next(self._numbers), part])
             try:
                 return compute(ids, targets)
             finally:
@@ -233,7 +233,7 @@ class Session:
         batches, replay = self.run.batches, self.run.replay
         if replay is not None and step == replay.start + 1:
             replay.change(self.run.parallel)
-        self._micro_batches = itertools.product([step], self.run.parallel.own_micro_batches)
+        self._numbers = itertools.product([step], self.run.parallel.own_micro_batches)
         self._where = "epoch {epoch}, batch {batch}".format_map(batches.position)
         self.ranks.control.step = step
         with agreed(self.ranks, "the data"):

@@ -50,11 +50,6 @@ int cuGetErrorName(int error, const char **name) {
     return SUCCESS;
 }
 
-int cuCtxGetCurrent(void **context) {
-    *context = &count;
-    return SUCCESS;
-}
-int cuCtxSetCurrent(void *context) { return context == &count ? SUCCESS : NOT_SUPPORTED; }
 int cuCtxSynchronize(void) { return SUCCESS; }
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
