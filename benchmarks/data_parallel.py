@@ -54,12 +54,13 @@ class ParallelSide(NeedleSide):
                 self.group, self.flat, self.optimizer, micro_batches * self.group.size
             )
         self.parallel = self.parallels[micro_batches]
-        self.parallel.send_early()
 
     def queue(self) -> Callable[[], float]:
         losses = []
         self.group.gather("the data", None)
-        for _ in self.parallel.own_micro_batches:
+        for micro_batch in self.parallel.own_micro_batches:
+            if micro_batch == self.parallel.own_micro_batches[-1]:
+                self.parallel.send_early()
             losses.append(self._gradient(*self.batches.next()))
             self.parallel.add_micro_batch()
         _, scale = self.parallel.reduce(1.0)

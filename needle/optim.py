@@ -376,11 +376,11 @@ class AdamW(Adam):
         ascend, with the state `arrays`, by slot, or a copy of that part of the whole state so far.
         With a flat object only; other ranks keep the other parts of the state, and return them
         before `state_dict`."""
-        if arrays is None and [*parts] == self._parts:
-            return
-        if arrays is None and not self._is_whole:
-            raise ValueError(f"AdamW.keep: {parts} of a state that is kept in parts already")
         if arrays is None:
+            if [*parts] == self._parts:
+                return
+            if not self._is_whole:
+                raise ValueError(f"AdamW.keep: {parts} of a state that is kept in parts already")
             arrays = {slot: _joined(array, parts) for slot, array in self._kept.items()}
         self._parts, self._kept = [*parts], dict(arrays)
 

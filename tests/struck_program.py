@@ -5,7 +5,7 @@ FAKE_NCCL or FAKE_DRIVER a library that pretends to be NCCL, or the driver, of G
 
     kill, stop, term          the signal, from itself, when it has computed its first micro-batch
     fault                     a fatal fault of its GPU; on a CPU the exception alone
-    data                      its data cannot be read there
+    data, second data         the first or the second batch of the step cannot be read
     nan                       its loss is none
     meet                      SIGTERM, while it waits for the others at the end of the step
     save                      SIGKILL, before the checkpoint of the step gets its name
@@ -44,7 +44,7 @@ class Strikes:
 
     def __init__(self, plan: list[dict], rank: int) -> None:
         self.plan = [strike for strike in plan if strike.get("rank", 0) == rank]
-        self.step = 0
+        self.step = self.reads = 0
 
     def due(self, *kinds: str) -> str | None:
         """The kind of strike that comes now; each comes once."""
@@ -61,7 +61,7 @@ class Strikes:
         schedule = function(settings)
 
         def rate(step):
-            self.step = step
+            self.step, self.reads = step, 0
             return schedule(step)
 
         return rate
@@ -71,7 +71,8 @@ class Strikes:
         one.gradient = partial(self.gradient, one.gradient)
 
     def next(self, function, *batches):
-        if self.due("data"):
+        self.reads += 1
+        if self.due("data") or (self.reads == 2 and self.due("second data")):
             raise DataError("tokens.npy: a page cannot be read")
         return function(*batches)
 

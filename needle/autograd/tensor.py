@@ -218,7 +218,8 @@ class Value:
     raw_grad: NDArray | None = None  # a part of the flat gradient; kernels write and add there
     zeros_pending: bool = False  # raw_grad counts as zeros, which fill_zeros() would write
     grad_buffer: NDArray | None = None  # raw_grad after fill_zeros()
-    when_added: Callable[[], None] | None = None  # called once a backward has added all of it there
+    # Called by a backward that adds no more to raw_grad, also where it had no gradient for it.
+    post_accumulate_grad_hook: Callable[[Any], None] | None = None
     in_grad_buffer: bool = False  # the `grad` of such a Parameter: its data is that buffer
     viewed: tuple[Op, Value] | None = None  # of a view of a constant: its op and that constant
 
@@ -492,7 +493,7 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
         if any(id(node.grad) in inside for node in plain):
             for node in plain:
                 node.grad = None
-        for node, grad in _walk(order, [output], [out_grad], wanted):
+        for node, grad in _walk(order, [output], [out_grad], wanted, hooks=True):
             total = _sum(node.grad, grad)
             if total is grad and node.op is None and isinstance(node, Tensor):
                 total = _Copy()(total)  # memory of its own
@@ -573,11 +574,13 @@ def _walk(
     seeds: Sequence[Any],
     wanted: Sequence[Value],
     buffers: bool = True,
+    hooks: bool = False,
 ) -> Iterator[tuple[Value, Any]]:
     """Walk `order` from `outputs`, whose gradients are `seeds`, to the leaves. Yield each value of
     `wanted` that a gradient reaches, with it.
 
     buffers: add the gradients of flattened parameters into their buffers; those are not yielded.
+    hooks: call the post_accumulate_grad_hook of each.
     """
     ids = set(map(id, wanted))
     pending: dict[int, Any] = {}  # by the id of a value: the sum of the gradients that reached it
@@ -585,8 +588,8 @@ def _walk(
     for node in reversed(order):
         grad = pending.pop(id(node), None)
         if grad is None:
-            if buffers and node.when_added is not None:
-                node.when_added()
+            if hooks and node.post_accumulate_grad_hook is not None:
+                node.post_accumulate_grad_hook(node)
             continue
         op, inputs = node.op, node.inputs
         if op is not None and isinstance(node, Tensor):

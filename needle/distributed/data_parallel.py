@@ -6,14 +6,13 @@ rank, then those of all ranks. The flat buffer is cut into regions, each region 
 each rank sends every other the shard of its sum that the other owns (the bytes of a
 reduce-scatter), and the owner adds them. It also keeps the optimizer's state of its shards alone
 (ZeRO stage 1, Rajbhandari et al. 2020), steps them, and sends the new weights to all (an
-all-gather). With `send_early` a region is sent as soon as the last backward of the step has left
-its gradients, beside the rest of that backward.
+all-gather).
 
     parallel = DataParallel(group, flat, optimizer, micro_batches)
-    parallel.send_early()
     for step in range(1, steps + 1):
         for _ in parallel.own_micro_batches:
             optimizer.reset_grad()
+            parallel.send_early()                  before the last one, where no graph replays it
             loss.backward()                        scaled by 1 / micro_batches
             parallel.add_micro_batch()
         norm, scale = parallel.reduce(max_norm)
@@ -28,7 +27,6 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 
 from needle import _C
@@ -40,7 +38,7 @@ from needle.nn import FlatParameters, Parameter
 from needle.nn.utils import NORM_CHUNK, chunk_norms
 from needle.optim import AdamW
 
-LEAST = 8  # a region holds at least 1 / LEAST of the parameters, but for the last ones
+REGIONS = 8  # at most, but for those where the decayed parameters end
 
 
 def shards(size: int, ranks: int) -> list[slice]:
@@ -62,18 +60,18 @@ class Region:
 
     part: slice  # whole chunks of the norm, except at the end
     shards: list[slice]  # of each rank, in the flat buffers
+    own: slice  # where this rank's shard lies in AdamW.kept(), which joins its shards
     parameters: list[Parameter]  # that it has elements of
-    own: slice  # this rank's shard among those that it owns, one after the other
-    missing: int  # of the parameters, those whose gradient is not whole
+    missing: int = 0  # those whose gradients are not in the buffer yet
     wait: Wait = lambda: None  # for the exchange, once it has begun
 
 
 def regions(flat: FlatParameters, rank: int, ranks: int) -> list[Region]:
-    """Cut the flat buffers of one of several ranks into neighbouring parameters, whose gradients
-    follow each other. A region begins at a parameter, or at the next chunk of the norm."""
+    """Cut the flat buffers of one of several ranks into regions. Each begins with the first chunk
+    of the norm that begins in, or behind, some parameter."""
     ends = [0]
     for offset in flat.offsets if ranks > 1 else ():
-        is_enough = offset - ends[-1] >= flat.size // LEAST or offset == flat.decay_size
+        is_enough = offset - ends[-1] >= flat.size // REGIONS or offset == flat.decay_size
         end = -(-offset // NORM_CHUNK) * NORM_CHUNK
         if is_enough and ends[-1] < end < flat.size:
             ends.append(end)
@@ -84,7 +82,7 @@ def regions(flat: FlatParameters, rank: int, ranks: int) -> list[Region]:
         inside = [
             p for p, at in zip(flat.parameters, flat.offsets) if at < end and at + p.size > start
         ]
-        found.append(Region(slice(start, end), parts, inside, own, len(inside)))
+        found.append(Region(slice(start, end), parts, own, inside))
         place = own.stop
     return found
 
@@ -123,7 +121,12 @@ class DataParallel:
         self.shards = [[x.shards[rank] for x in self.regions] for rank in range(group.size)]
         self._grad = flat.grad  # without the zeros of later resets
         self._added = 0
-        self._begun: list[Region] = []  # whose sums are on their way
+        # The regions as a backward fills them, on every rank in this order: the decayed ones from
+        # behind, then those of all layers' vectors. So many of them are on their way.
+        self._order = sorted(
+            self.regions, key=lambda x: (x.part.start >= flat.decay_size, -x.part.start)
+        )
+        self._begun = 0
         self._aside: list[NDArray] = []  # the sums of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
         self._received: dict[int, NDArray] = {}  # this rank's shards of each other's gradient
@@ -141,22 +144,28 @@ class DataParallel:
     # ---- a step ---------------------------------------------------------------------------------
 
     def send_early(self) -> None:
-        """Send the gradients of a region as soon as the last micro-batch of a step has left them
-        in flat.grad. Every rank must then compute each micro-batch of a step by one backward, that
-        no graph replays."""
-        if self.group.size > 1:
-            for p in self.flat.parameters:
-                found = [x for x in self.regions if any(p is other for other in x.parameters)]
-                p.when_added = partial(self._added_to, p, found)
+        """Let the next backward, that of this rank's last micro-batch, send the gradients of a
+        region as soon as they are in the buffer, beside the rest of that backward. Without it, or
+        where a graph replays the backward, add_micro_batch() sends all."""
+        if self.group.size == 1:
+            return
+        found: dict[int, list[Region]] = {}
+        for region in self.regions:
+            region.missing = len(region.parameters)
+            for p in region.parameters:
+                found.setdefault(id(p), []).append(region)
 
-    def _added_to(self, p: Parameter, found: list[Region]) -> None:
-        """Count a parameter of these regions whose gradient is whole."""
-        if self._added == len(self.own_micro_batches) - 1:
-            p.fill_zeros()  # none of its ops had a gradient for it
-            for region in found:
+        def count(p: Parameter) -> None:
+            p.fill_zeros()  # where none of its ops had a gradient for it
+            for region in found[id(p)]:
                 region.missing -= 1
-                if region.missing == 0:
-                    self._begin(region)
+            for region in self._order[self._begun :]:
+                if region.missing:
+                    break
+                self._begin(region)
+
+        for p in self.flat.parameters:
+            p.post_accumulate_grad_hook = count
 
     def add_micro_batch(self) -> None:
         """Add the gradients set aside to flat.grad, the gradient of this rank's next micro-batch
@@ -164,9 +173,10 @@ class DataParallel:
         flat.grad is the sum of all of this rank, on its way to the others."""
         grad = self.flat.grad
         if self._added == len(self.own_micro_batches) - 1:
-            for region in self.regions:
-                if region not in self._begun:
-                    self._begin(region)
+            for p in self.flat.parameters:
+                p.post_accumulate_grad_hook = None
+            for region in self._order[self._begun :]:
+                self._begin(region)
             self._added, self._aside = 0, []
             return
         for _ in range(merges(self._added, len(self.own_micro_batches))):
@@ -191,16 +201,15 @@ class DataParallel:
         sends = [(rank, grad[region.shards[rank]]) for rank in self._received]
         receives = [(rank, array[region.own]) for rank, array in self._received.items()]
         region.wait = group.begin("the sum of gradients", sends, receives)
-        self._begun.append(region)
+        self._begun += 1
 
     def reduce(self, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
         """Sum the gradients over all ranks, after the last add_micro_batch() of a step. Return
         (norm, scale) as optim.grad_norm. Of flat.grad only this rank's shards are then valid."""
         group, grad = self.group, self._grad
         norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
-        for region in self._begun:  # sums of the first beside the exchange of the last
+        for region in self._order:  # sums of the first beside the exchange of the last
             region.wait()
-            region.missing = len(region.parameters)
             own = grad[region.shards[group.rank]]
             if group.size > 1:
                 sums = {rank: array[region.own] for rank, array in self._received.items()}
@@ -208,7 +217,7 @@ class DataParallel:
                 trees = [tree_sum(parts[c :: self.context], own) for c in range(self.context)]
                 tree_sum(trees, own)
             chunk_norms(own, norms[_chunks(region.shards[group.rank])])
-        self._begun = []
+        self._begun = 0
         chunks = [[*map(_chunks, parts)] for parts in self.shards]
         group.all_gather("the gradient's norm", norms, chunks)
         return _C.grad_norm(norms, max_norm)

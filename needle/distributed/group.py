@@ -2,8 +2,8 @@
 
 `Group()` is a single process, and uses the same code with world size 1. `Group(place, control)` is
 all processes of a start (environment.py). Their control channel (control.py) carries small values
-and names missing ranks. `connect` chooses the transport of arrays: peers.py between GPUs of one
-machine, nccl.py between those of several, mpi.py between processes of the CPU.
+and names missing ranks. `connect` chooses the transport of arrays: peers.py between GPUs that map
+each other's memory, nccl.py between others, mpi.py between processes of the CPU.
 
 All ranks call each method, in the same order, unless it says otherwise.
 """

@@ -1,4 +1,5 @@
-"""Bytes between GPUs of several machines by NCCL, loaded at first use: no arithmetic is NCCL's.
+"""Bytes by NCCL between GPUs that do not map each other's memory, as those of several machines. It
+is loaded at first use; no arithmetic is NCCL's.
 
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
 enqueued on the side stream of needle's device (enqueued.py). The host does not wait: the control

@@ -88,7 +88,7 @@ class Parameter(Tensor):
             self._grad = value
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("raw_grad", "zeros_pending", "has_grad_buffer", "when_added", "_flat")
+        own = ("raw_grad", "zeros_pending", "has_grad_buffer", "post_accumulate_grad_hook", "_flat")
         state = {k: v for k, v in vars(self).items() if k not in own}
         return {**state, "_grad": self.grad}
 

@@ -186,10 +186,9 @@ class Session:
         recorded = run.settings.graph
         if recorded is None:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
+        self._is_recorded = recorded
         if recorded:
             self.gradient = GraphedStep(compute, shape, run.device)
-        else:
-            parallel.send_early()
         if any(isinstance(part, nn.Dropout) for part in run.model.modules()):
             self.gradient = self._seeded(self.gradient)
         self._reason: str | None = None  # to stop before the last step
@@ -228,8 +227,8 @@ class Session:
 
     def micro_batches(self, step: int) -> Iterator[tuple]:
         """Yield this rank's batches of a step, after a replay's edit of weights or moments before
-        it. Data that break off raise Failed on all ranks, before the last one, whose backward may
-        send gradients."""
+        it. Data that break off raise Failed on all ranks, before the last one, whose backward sends
+        gradients."""
         batches, replay = self.run.batches, self.run.replay
         if replay is not None and step == replay.start + 1:
             replay.change(self.run.parallel)
@@ -240,6 +239,8 @@ class Session:
             for _ in self.run.parallel.own_micro_batches[1:]:
                 yield batches.next()
             last = batches.next()
+        if not self._is_recorded:
+            self.run.parallel.send_early()
         yield last
 
     def end_step(self, step: int, losses: list[NDArray], norm: NDArray, scale: NDArray) -> Due:

@@ -30,6 +30,7 @@ import needle as ndl
 from needle.checkpoint import Checkpoint
 from needle.data import train_tokenizer
 from needle.data.__main__ import main as data_main
+from needle.distributed.data_parallel import DataParallel
 from needle.distributed.environment import Place
 from needle.distributed.group import ALONE
 from needle.models import gpt_neox
@@ -59,6 +60,18 @@ def test_help_is_a_screen_of_flags_and_help_all_has_every_one_with_defaults(caps
     for topic in "model", "data", "training", "output":
         assert f"\n{topic}:\n" in screen and f"\n{topic}:\n" in every
     assert every.count("(default") >= 20 and "sequences a micro-batch (default: tiny 16" in every
+
+
+def test_a_run_sends_gradients_early_where_no_graph_replays_them(tmp_path, tokens, monkeypatch):
+    sent = []
+    monkeypatch.setattr(DataParallel, "send_early", lambda parallel: sent.append(parallel))
+    monkeypatch.setattr("needle.training.session.GraphedStep", lambda compute, *_: compute)
+    for is_recorded, times in (False, 2), (True, 0):
+        sent.clear()
+        recorded = lambda *_, answer=is_recorded: answer
+        monkeypatch.setattr("needle.training.session.worth_recording", recorded)
+        argv = flags(tmp_path, tokens, str(is_recorded), "--grad-accum 3", steps=2)
+        assert train_pythia.main(argv) == 0 and len(sent) == times
 
 
 # ---- shapes and seeds -------------------------------------------------------------------------

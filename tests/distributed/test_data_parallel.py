@@ -1,5 +1,7 @@
 """Steps shared by ranks have the bits of one rank's: sums, norm, weights, the optimizer's state."""
 
+import copy
+import pickle
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -9,13 +11,14 @@ import pytest
 from together import together
 
 import needle as ndl
-from needle import _C, nn, optim
+from needle import _C, autograd, nn, optim
 from needle.backend_ndarray import as_bytes
 from needle.distributed.control import RankFailed
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.environment import Place
 from needle.distributed.group import Group
 from needle.training.replay import proofs
+from needle.training.replay.replays import Replay
 
 SHAPES = [(300, 200), (7, 9), (130, 500), (40,)]  # 8 chunks, the last one cut
 
@@ -104,51 +107,140 @@ def test_the_sum_and_its_norm():
     assert norms[0][1] == pytest.approx(0.5 / (square**0.5 + 1e-6), rel=1e-6)
 
 
+class Product(autograd.TensorOp):
+    """x @ w, which has a gradient for w in some backwards only."""
+
+    def __init__(self, has_gradient):
+        self.has_gradient = has_gradient
+
+    def compute(self, x, w):
+        return x @ w
+
+    def gradient(self, out_grad, node):
+        x, w = node.inputs
+        return out_grad @ w.transpose(), x.transpose() @ out_grad if self.has_gradient else None
+
+
+class Layer(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.w = nn.Parameter(draw((400, 100)) / 20)
+
+    def forward(self, x, product):
+        return product(x @ self.w.transpose(), self.w)
+
+
+class Layers(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        draw = np.random.RandomState(0).standard_normal
+        self.kind, self.unused = kind, nn.Parameter(draw((500, 100)))
+        self.layers = [Layer(draw) for _ in range(4)]
+        self.scale = nn.Parameter(draw(100))
+
+    def forward(self, x, random):
+        for i, layer in enumerate(self.layers):
+            if self.kind == "skipped" and random.rand() < 0.5:  # by stochastic depth
+                continue
+            has_gradient = self.kind != "no gradient" or i % 2 == random.randint(2)
+            product = lambda x, w, has=has_gradient: Product(has)(x, w)
+            again = self.kind == "recomputed"
+            x = nn.recompute(layer, x, product) if again else layer(x, product)
+        return (x * self.scale).sum()
+
+
+def sent_early(group, kind, is_early=True, sent=None):
+    """The norms and weights of steps, whose gradients are sent early; `sent` gets the beginnings of
+    the regions that rank 0 has sent when a backward ends."""
+    model = Layers(kind)
+    flat = nn.flatten_parameters(model)
+    optimizer = optim.AdamW(flat, lr=0.01)
+    parallel = DataParallel(group, flat, optimizer, 4)
+    found = []
+    for step in range(3):
+        for micro_batch in parallel.own_micro_batches:
+            optimizer.reset_grad()
+            if is_early and micro_batch == parallel.own_micro_batches[-1]:
+                parallel.send_early()
+            random = np.random.RandomState(10 * step + micro_batch)
+            model(ndl.Tensor(random.standard_normal((3, 100))), random).backward()
+            if group.rank == 0 and sent is not None:
+                sent.append([x.part.start for x in parallel._order[: parallel._begun]])
+            parallel.add_micro_batch()
+        norm, scale = parallel.reduce(1.0)
+        parallel.step(scale)
+        model(ndl.Tensor(np.ones((3, 100))), np.random).backward()  # of no step
+        found += [norm.item(), flat.data.numpy().tobytes()]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "recomputed", "skipped", "no gradient"])
+def test_gradients_that_are_sent_early_change_no_bit(kind):
+    (wanted,) = together(1, lambda group: sent_early(group, kind))
+    for ranks in 2, 4:
+        assert together(ranks, lambda group: sent_early(group, kind)) == [wanted] * ranks
+
+
 def test_gradients_are_sent_beside_the_backward():
-    """Each region when its last gradient is there, the same bits; two that get none, at the end."""
-    begun = []
+    """Those of the last layers first, a region when its last gradient is there; without send_early
+    none, and in a micro-batch that is not the last none."""
+    parts = [180224, 131072, 65536]  # in which the layers lie; the first one has `unused`
+    for ranks, is_early, expected in (
+        (2, True, [[], parts] * 3),
+        (4, True, [parts] * 3),
+        (2, False, [[]] * 6),
+    ):
+        sent = []
+        together(ranks, partial(sent_early, kind="plain", is_early=is_early, sent=sent))
+        assert sent == expected
 
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            draw = np.random.RandomState(0).standard_normal
-            self.layers = [nn.Parameter(draw((400, 100))) for _ in range(3)]
-            self.unused = nn.Parameter(draw((500, 100)))
-            self.scale = nn.Parameter(draw(100))
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = (x @ layer.transpose()) @ layer
-            return (x * self.scale).sum()
+def test_a_hook_of_early_sends_is_of_one_backward_alone():
+    """No other walk calls it, and no copy has it."""
+    flat = nn.flatten_parameters(nn.Linear(3, 2))
+    called, weight = [], flat.parameters[0]
+    weight.post_accumulate_grad_hook = called.append
+    loss = (weight * 2).sum()
+    autograd.grad(loss, weight)
+    assert called == []
+    loss.backward()
+    assert called == [weight]
+    for copied in copy.deepcopy(weight), pickle.loads(pickle.dumps(weight, 2)):
+        assert copied.post_accumulate_grad_hook is None
 
-    def work(group, early, count=4):
-        model = Layers()
-        flat = nn.flatten_parameters(model)
+
+def test_a_part_of_the_state_has_no_parts():
+    flat = nn.flatten_parameters(Model("float32"))
+    optimizer = optim.AdamW(flat)
+    optimizer.keep([slice(0, 16384), slice(32768, 49152)])
+    optimizer.keep([slice(0, 16384), slice(32768, 49152)])
+    with pytest.raises(ValueError, match="keep: .* of a state that is kept in parts already"):
+        optimizer.keep([slice(0, 16384)])
+
+
+def test_edits_of_moments_change_those_of_all_ranks():
+    def work(group):
+        flat = nn.flatten_parameters(Model("float32"))
         optimizer = optim.AdamW(flat, lr=0.01)
-        parallel = DataParallel(group, flat, optimizer, count)
-        assert group.size == 1 or len(parallel.regions) == 4
-        if early:
-            parallel.send_early()
-        found = []
-        for step in range(2):
-            for micro_batch in parallel.own_micro_batches:
-                optimizer.reset_grad()
-                draw = np.random.RandomState(10 * step + micro_batch).standard_normal
-                loss = model(ndl.Tensor(draw((3, 100)) / 1e3))
-                loss.backward()
-                if group.rank == 0:
-                    begun.append(len(parallel._begun))
-                parallel.add_micro_batch()
-            norm, scale = parallel.reduce(1.0)
-            parallel.step(scale)
-            found += [norm.item(), flat.data.numpy().tobytes()]
-        return found
+        parallel = DataParallel(group, flat, optimizer, 8)
+        for micro_batch in parallel.own_micro_batches:
+            optimizer.reset_grad()
+            for parameter, grad in zip(flat.parameters, gradients(8, 0)[micro_batch]):
+                parameter.grad_buffer[...] = grad
+            parallel.add_micro_batch()
+        parallel.step(parallel.reduce()[1])
+        zero = {"do": "moments", "to": "zero"}
+        edits = [{**zero, "parts": flat.names[i]} for i in (0, 3)]
+        Replay("", None, 0, 0, 2, edits).change(parallel)
+        with parallel.whole_optimizer():
+            arrays = optimizer.state_dict()["arrays"] if group.rank == 0 else {}
+            return {name: array.numpy() for name, array in arrays.items()}
 
-    (wanted,) = together(1, lambda group: work(group, True))
-    for ranks, early, expected in (2, True, [0, 2] * 2), (4, True, [2] * 2), (2, False, [0] * 4):
-        begun.clear()
-        assert together(ranks, partial(work, early=early)) == [wanted] * ranks
-        assert begun == expected
+    (wanted,) = together(1, work)
+    assert {name[2:] for name, x in wanted.items() if not x.any()} == {"parts.0", "parts.3"}
+    for ranks in 2, 4, 8:
+        found = together(ranks, work)[0]
+        assert all((found[name] == x).all() for name, x in wanted.items()), ranks
 
 
 def test_digest_by_which_ranks_begin_is_of_all_weights():

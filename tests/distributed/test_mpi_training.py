@@ -111,8 +111,9 @@ def test_other_data_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_data_that_one_rank_cannot_read(runs, alone):
-    said = runs.run("a", 2, plan=[{"rank": 1, "step": 23, "what": "data"}], code=1)
+@pytest.mark.parametrize("what", ["data", "second data"])
+def test_data_that_one_rank_cannot_read(runs, alone, what):
+    said = runs.run("a", 2, plan=[{"rank": 1, "step": 23, "what": what}], code=1)
     assert "needle train: rank 1: tokens.npy: a page cannot be read" in said
     assert "after step 22 of 60, and saved" in said
     assert runs.resumed("a", 4) == alone

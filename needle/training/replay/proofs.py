@@ -69,7 +69,8 @@ def digests(parallel: DataParallel) -> Callable[[], dict[str, str]]:
     the function that is returned waits for them."""
     group, flat, copies = parallel.group, parallel.flat.data, {}
     for name, x in [("weights", flat), *sorted(parallel.optimizer.kept().items())]:
-        data, width = as_bytes(x), flat.nbytes // flat.size if x is flat else 4
+        data = as_bytes(x)
+        width = flat.nbytes // flat.size if x is flat else 4
         leaf = LEAF // width  # numbers
         rows = [
             [slice(part.start // leaf, -(-part.stop // leaf)) for part in parts]
