@@ -1,5 +1,5 @@
 """Trainings of `struck_program.py`, begun and read back: of one process, by mpirun on the CPU, and
-by --gpus on GPUs or on what pretends to be some (`distributed/fake_nccl.c`)."""
+by --gpus on GPUs or on what pretends to be some (`distributed/fake_driver.c`)."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 """Tests of trainings on several GPUs, for the modules that import them all: on real ones
-(test_gpu_ranks.py), and on what pretends to be some (test_nccl.py). Such a module has the fixtures
+(test_gpu_ranks.py), and on what pretends to be some (test_peers.py). Such a module has the fixtures
 `runs`, an empty folder of runs, and `alone`, what a run on one GPU writes."""
 
 import os

@@ -1,9 +1,12 @@
-"""needle/distributed/peers.py against a library that has functions of CUDA's driver and no GPU."""
+"""needle/distributed/peers.py and --gpus against a library that has functions of CUDA's driver and
+no GPU."""
 
+import re
 import sys
 
 import numpy as np
 import pytest
+from gpu_trainings import *  # noqa: F403
 from harness import ROOT, run, shared_library
 from struck_runs import GPURuns
 
@@ -37,10 +40,14 @@ def driver(tmp_path_factory):
     return made
 
 
+@pytest.fixture(autouse=True)
+def memory(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("memory")))
+
+
 @pytest.fixture
-def ranks(tmp_path, driver, monkeypatch):
+def ranks(tmp_path, driver):
     """ranks(size, body): what ranks that run the body print."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def said(size, body, begin=BEGIN, **environ):
         program = tmp_path / "program.py"
@@ -138,9 +145,8 @@ def test_there_is_no_such_transport_without_a_driver(monkeypatch):
 @pytest.mark.parametrize(
     "call", ["cuEventRecord", "cuStreamWaitValue32_v2", "cuMemcpyDtoDAsync_v2"]
 )
-def test_an_error_names_the_function(driver, tmp_path, monkeypatch, call):
+def test_an_error_names_the_function(driver, monkeypatch, call):
     monkeypatch.setattr(peers, "NAME", str(driver))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     transport = peers.connect(0, 2, _C.cpu(), lambda name, value: [value, value])
     monkeypatch.setenv("FAKE_DRIVER_FAILS", call)
     words = f"{call}: CUDA_ERROR_NOT_SUPPORTED: the GPUs of this machine cannot exchange arrays"
@@ -148,20 +154,69 @@ def test_an_error_names_the_function(driver, tmp_path, monkeypatch, call):
         transport.exchange([(1, _C.array(np.zeros(3)))], [])
 
 
-def test_arrays_that_cannot_be_sent(driver, tmp_path, monkeypatch):
+def test_arrays_that_cannot_be_sent(driver, monkeypatch):
     monkeypatch.setattr(peers, "NAME", str(driver))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     transport = peers.connect(0, 2, _C.cpu(), lambda name, value: [value, value])
     array = _C.array(np.zeros((4, 4)))
     with pytest.raises(ValueError, match="rank 1 must be compact, on c"):
         transport.exchange([(1, array.permute((1, 0)))], [])
 
 
+# ---- trainings -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory, tokens, driver):
+    runs = GPURuns(tmp_path_factory.mktemp("alone"), tokens, FAKE_DRIVER=str(driver))
+    said = runs.run("alone", 1)
+    assert "4 GPUs are visible, 1 is used: --gpus 4 uses all" not in said  # it is the CPU
+    return runs.written("alone")
+
+
+@pytest.fixture
+def runs(tmp_path, tokens, driver):
+    return GPURuns(tmp_path, tokens, FAKE_DRIVER=str(driver))
+
+
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus_change_no_byte(tmp_path, tokens, driver, monkeypatch, gpus):
-    """A training, whose gradients travel while the backward goes on."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    runs = GPURuns(tmp_path, tokens, FAKE_DRIVER=str(driver))
-    runs.run("one", 1)
-    runs.run("many", gpus)
-    assert runs.written("many") == runs.written("one")
+def test_gpus_change_no_byte(runs, alone, gpus):
+    said = runs.run("many", gpus)
+    assert said.count("loss ") >= 1 and "rank 1:" not in said
+    assert runs.written("many") == alone
+
+
+def test_sequences_are_shared(runs, alone):
+    """The same bytes by 2 and by 4, and almost the numbers of one."""
+    for name, gpus in ("shared", 2), ("wide", 4):
+        runs.run(name, gpus, "--context-parallel", "2")
+    checkpoint, lines = runs.written("shared")
+    assert runs.written("wide") == (checkpoint, lines)
+    for line, wanted in zip(lines, alone[1], strict=True):
+        for word in wanted:
+            assert line[word] == pytest.approx(wanted[word], rel=1e-4), (line["step"], word)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_signal_between_two_steps_is_heard(runs, gpus):
+    plan = [{"rank": gpus - 1, "step": 5, "what": "meet"}]
+    said = runs.run("meet", gpus, plan=plan)
+    assert f"stopped by SIGTERM after step 6 of {runs.steps}, and saved" in said, said
+
+
+@pytest.mark.parametrize(
+    "gpus, more, words",
+    [
+        (5, [], "--gpus 5: 4 can be used here: give a smaller number"),
+        (2, ["--device", "cpu"], "--gpus 2: with --device cpu there is nothing to share"),
+        (2, ["--device", "cuda:1"], "--gpus 2: with --device cuda:1 there is nothing to share"),
+        (3, [], "3 ranks cannot share a step of 4 micro-batches"),
+    ],
+)
+def test_contradictions_are_refused(runs, gpus, more, words):
+    assert runs.run("x", gpus, *more, code=None).count(words) == 1  # though all ranks meet it
+
+
+def test_gpus_below_a_launcher_are_refused(runs):
+    launcher = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    said = runs.run("x", 2, code=1, **launcher)
+    assert re.search("--gpus 2: torchrun has started this process as rank 1 of 2: leave", said)
