@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -417,25 +417,23 @@ class AdamW(Adam):
         kept, named = self.kept().items(), [*enumerate(self.names)]
         return {f"{slot}.{name}": self.flat.view(x, i) for slot, x in kept for i, name in named}
 
-    def _runs(self) -> list[list[tuple]]:
-        """Of each run of neighbours in each part that are set alike: data, gradient, what is kept
-        and where in that, settings, and the number of the step. Others than those due stay."""
-        found, place = [], 0
+    def _runs(self) -> list[tuple]:
+        """Of each run of neighbours in a part that are set alike: data, gradient, what is kept and
+        where in that, settings, and the number of the step. Others than those due stay."""
+        runs, place = [], 0
         data, grad = self.flat.data, self.flat.grad
         alike = [(x.own, x.p.requires_grad and x.steps + 1) for x in self.trained]
         heads = groupby(zip(self.flat.offsets, alike), itemgetter(1))
         starts = [(next(group)[0], *settings) for settings, group in heads]
         ends = [*starts[1:], (self.flat.size,)]
         for part in self._parts:
-            runs = []
             for (first, own, t), (end, *_) in zip(starts, ends):
                 start, end = max(first, part.start), min(end, part.stop)
                 if t and start < end:
                     at = slice(place + start - part.start, place + end - part.start)
                     runs.append((data[start:end], grad[start:end], self._kept, at, own, t))
             place += part.stop - part.start
-            found.append(runs)
-        return found
+        return runs
 
     def _run_of(self, x: _Trained) -> tuple:
         """The same of one parameter."""
@@ -447,29 +445,23 @@ class AdamW(Adam):
         size = (data.size,)
         return data.reshape(size), grad.reshape(size), x.kept, slice(None), x.own, x.steps + 1
 
-    def step(
-        self, scale: NDArray | None = None, updated: Callable[[int], None] | None = None
-    ) -> None:
+    def step(self, scale: NDArray | None = None) -> None:
         """Update every parameter that has a gradient, multiplied by `scale` first.
 
         scale: the float32 scalar on the device that `grad_norm` returned. When it is not finite the
-        step changes nothing but the number of steps. updated: called with the number of each part
-        of `keep` whose update is enqueued.
+        step changes nothing but the number of steps.
         """
         self._prepare()
         if self.flat is None:
             due = [x for x in self.trained if x.p.grad is not None]
-            parts = [[self._run_of(x) for x in due]]
+            runs = [self._run_of(x) for x in due]
         else:
-            due, parts = [x for x in self.trained if x.p.requires_grad], self._runs()
-        for number, runs in enumerate(parts):
-            for data, grad, kept, at, own, t in runs:
-                p, p_low = (kept["master"][at], data) if "master" in kept else (data, None)
-                rates = own.get("lr", self.lr), self.beta1, self.beta2, self.eps
-                decay = own.get("weight_decay", self.weight_decay)
-                _C.adamw(p, grad, kept["m"][at], kept["v"][at], p_low, scale, *rates, decay, t)
-            if updated is not None:
-                updated(number)
+            due, runs = [x for x in self.trained if x.p.requires_grad], self._runs()
+        for data, grad, kept, at, own, t in runs:
+            p, p_low = (kept["master"][at], data) if "master" in kept else (data, None)
+            rates = own.get("lr", self.lr), self.beta1, self.beta2, self.eps
+            decay = own.get("weight_decay", self.weight_decay)
+            _C.adamw(p, grad, kept["m"][at], kept["v"][at], p_low, scale, *rates, decay, t)
         for x in due:
             x.steps += 1
         self.t += 1

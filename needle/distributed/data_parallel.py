@@ -223,19 +223,10 @@ class DataParallel:
         return _C.grad_norm(norms, max_norm)
 
     def step(self, scale: NDArray | None = None) -> None:
-        """Step the optimizer of this rank's shards, and gather the weights of all in flat.data:
-        those of a region travel beside the step of the next."""
-        group, data, waits = self.group, self.flat.data, []
-
-        def gather(number: int) -> None:
-            shards = self.regions[number].shards
-            sends = [(rank, data[shards[group.rank]]) for rank in group.others]
-            receives = [(rank, data[shards[rank]]) for rank in group.others]
-            waits.append(group.begin("the weights", sends, receives))
-
-        self.optimizer.step(scale, gather)
-        for wait in waits:
-            wait()
+        """Step the optimizer of this rank's shards, and gather the weights of all in flat.data."""
+        self.optimizer.step(scale)
+        if self.group.size > 1:
+            self.group.all_gather("the weights", self.flat.data, self.shards)
 
     def losses(self, own: Sequence[NDArray]) -> list[NDArray]:
         """Return the losses (float32 scalars) of all micro-batches, in their order, from those of
