@@ -71,7 +71,7 @@ def train(run: Run) -> int:
     if run.replay is not None:
         loss, schedule = run.replay.loss(loss), run.replay.rates(schedule)
     share = full((), 1 / (settings.grad_accum * parallel.context), "float32", run.device)
-    gradient = partial(forward_backward, loss, optimizer, Tensor.from_ndarray(share))
+    gradient = partial(forward_backward, loss, parallel, Tensor.from_ndarray(share))
     with Session(run, gradient) as session:
         session.begin()
         for step in range(run.step + 1, run.until + 1):
@@ -96,12 +96,13 @@ def train(run: Run) -> int:
 
 
 def forward_backward(
-    loss: Callable, optimizer: optim.AdamW, loss_scale: Tensor, ids: Any, targets: Any
+    loss: Callable, parallel: DataParallel, loss_scale: Tensor, ids: Any, targets: Any
 ) -> NDArray:
     """Leave the gradient of loss_scale times the loss in the buffers; return the loss, which stays
     on the device. All activations are free then."""
-    optimizer.reset_grad()  # flat.grad is of this micro-batch alone; add_micro_batch() sums
+    parallel.optimizer.reset_grad()  # flat.grad is of this micro-batch; add_micro_batch() sums
     value = loss(ids, targets)
+    parallel.send_early()
     value.backward(loss_scale)
     return value.cached_data
 

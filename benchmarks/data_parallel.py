@@ -58,9 +58,8 @@ class ParallelSide(NeedleSide):
     def queue(self) -> Callable[[], float]:
         losses = []
         self.group.gather("the data", None)
-        for micro_batch in self.parallel.own_micro_batches:
-            if micro_batch == self.parallel.own_micro_batches[-1]:
-                self.parallel.send_early()
+        for _ in self.parallel.own_micro_batches:
+            self.parallel.send_early()
             losses.append(self._gradient(*self.batches.next()))
             self.parallel.add_micro_batch()
         _, scale = self.parallel.reduce(1.0)

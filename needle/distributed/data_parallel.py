@@ -12,7 +12,8 @@ all-gather).
     for step in range(1, steps + 1):
         for _ in parallel.own_micro_batches:
             optimizer.reset_grad()
-            parallel.send_early()                  before the last one, where no graph replays it
+            loss = ...
+            parallel.send_early()
             loss.backward()                        scaled by 1 / micro_batches
             parallel.add_micro_batch()
         norm, scale = parallel.reduce(max_norm)
@@ -127,6 +128,7 @@ class DataParallel:
             self.regions, key=lambda x: (x.part.start >= flat.decay_size, -x.part.start)
         )
         self._begun = 0
+        self.sends_early = True
         self._aside: list[NDArray] = []  # the sums of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
         self._received: dict[int, NDArray] = {}  # this rank's shards of each other's gradient
@@ -144,10 +146,13 @@ class DataParallel:
     # ---- a step ---------------------------------------------------------------------------------
 
     def send_early(self) -> None:
-        """Let the next backward, that of this rank's last micro-batch, send the gradients of a
-        region as soon as they are in the buffer, beside the rest of that backward. Without it, or
-        where a graph replays the backward, add_micro_batch() sends all."""
-        if self.group.size == 1:
+        """Let the next backward, if it is that of this rank's last micro-batch, send the gradients
+        of a region as soon as they are in the buffer, beside its rest. It must be the last one that
+        adds gradients. Else add_micro_batch() sends all: where `sends_early` is False, as for
+        backwards that a graph replays, and where ranks share sequences, whose own exchanges another
+        graph on another rank would have elsewhere between these."""
+        is_last = self._added == len(self.own_micro_batches) - 1
+        if self.group.size == 1 or self.context > 1 or not self.sends_early or not is_last:
             return
         found: dict[int, list[Region]] = {}
         for region in self.regions:

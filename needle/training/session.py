@@ -186,7 +186,7 @@ class Session:
         recorded = run.settings.graph
         if recorded is None:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
-        self._is_recorded = recorded
+        parallel.sends_early = not recorded
         if recorded:
             self.gradient = GraphedStep(compute, shape, run.device)
         if any(isinstance(part, nn.Dropout) for part in run.model.modules()):
@@ -239,8 +239,6 @@ class Session:
             for _ in self.run.parallel.own_micro_batches[1:]:
                 yield batches.next()
             last = batches.next()
-        if not self._is_recorded:
-            self.run.parallel.send_early()
         yield last
 
     def end_step(self, step: int, losses: list[NDArray], norm: NDArray, scale: NDArray) -> Due:
