@@ -120,6 +120,10 @@ class DataParallel:
         self.regions = regions(flat, group.rank, group.size)
         # Of each rank, its shards of all regions.
         self.shards = [[x.shards[rank] for x in self.regions] for rank in range(group.size)]
+        self._regions_of: dict[int, list[Region]] = {}  # by the id of a parameter
+        for region in self.regions:
+            for p in region.parameters:
+                self._regions_of.setdefault(id(p), []).append(region)
         self._grad = flat.grad  # without the zeros of later resets
         self._added = 0
         # The regions as a backward fills them, on every rank in this order: the decayed ones from
@@ -154,15 +158,12 @@ class DataParallel:
         is_last = self._added == len(self.own_micro_batches) - 1
         if self.group.size == 1 or self.context > 1 or not self.sends_early or not is_last:
             return
-        found: dict[int, list[Region]] = {}
         for region in self.regions:
             region.missing = len(region.parameters)
-            for p in region.parameters:
-                found.setdefault(id(p), []).append(region)
 
         def count(p: Parameter) -> None:
             p.fill_zeros()  # where none of its ops had a gradient for it
-            for region in found[id(p)]:
+            for region in self._regions_of[id(p)]:
                 region.missing -= 1
             for region in self._order[self._begun :]:
                 if region.missing:

@@ -21,7 +21,7 @@ from typing import Any
 
 from needle._C import Device
 from needle.distributed.control import RankError
-from needle.distributed.enqueued import Exchange, Parts, checked
+from needle.distributed.enqueued import Parts, StreamTransport
 
 NAME = "libnccl.so.2"
 OLDEST = 21800  # 2.18.0, as ncclGetVersion tells it
@@ -118,23 +118,14 @@ class Library:
         return bytes(made)
 
 
-class _Exchange(Exchange):
-    def __init__(self, transport: NCCLTransport, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._transport = transport
-
-    def done(self) -> bool:
-        self._transport.look()
-        return super().done()
-
-
-class NCCLTransport:
+class NCCLTransport(StreamTransport):
     """Join the communicator of `size` ranks. All of them call it."""
 
     def __init__(
         self, library: Library, rank: int, size: int, unique_id: bytes, device: Device
     ) -> None:
-        self._library, self._device = library, device
+        super().__init__(device)
+        self._library = library
         self._lock = threading.Lock()  # the watching thread must not use a destroyed communicator
         device.synchronize()  # makes it this thread's device, on which NCCL begins
         communicator = _POINTER()
@@ -147,23 +138,15 @@ class NCCLTransport:
         )
         self._communicator: ctypes.c_void_p | None = communicator
 
-    def exchange(self, sends: Parts, receives: Parts) -> _Exchange | None:
-        """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
-        cannot continue: some may have begun."""
-        sends, receives = checked(self._device, sends, receives)
-        if not sends and not receives:
-            return None
+    def _enqueue(self, sends: Parts, receives: Parts) -> None:
         call, stream = self._library.call, self._device.side_stream
-        work = _Exchange(self, self._device, sends, receives)
         call("ncclGroupStart")
         for name, parts in ("ncclSend", sends), ("ncclRecv", receives):
             for peer, array in parts:
                 call(name, array.data_ptr, array.nbytes, INT8, peer, self._communicator, stream)
         call("ncclGroupEnd")
-        return work.enqueued()
 
     def look(self) -> None:
-        """Raise RankError if NCCL has met an error since."""
         with self._lock:
             if self._communicator is not None:
                 state = _INT()
@@ -172,8 +155,7 @@ class NCCLTransport:
                     self._library.check("an exchange", state.value)
 
     def close(self) -> None:
-        """Destroy the communicator after all enqueued work. All ranks call it."""
-        self._device.synchronize()
+        super().close()
         with self._lock:
             communicator, self._communicator = self._communicator, None
         self._library.call("ncclCommDestroy", communicator)

@@ -25,13 +25,14 @@ from typing import Any
 
 from needle._C import Device, NDArray
 from needle.distributed.control import RankError
-from needle.distributed.enqueued import Exchange, Parts, checked
+from needle.distributed.enqueued import Parts, StreamTransport
 
 NAME = "libcuda.so.1"
 SLOT = 32 << 20  # bytes of a message, at most
 SLOTS = 2  # messages on their way from one rank to another
 ALIGNED = 256  # bytes: where arrays begin in a message
 NUMBER = 4  # bytes of a message's number, which counts modulo 2^32
+NUMBERS = 1 << 12  # bytes of all numbers of a rank, two for each of its machine
 NON_BLOCKING, NO_TIMING, PEER_ACCESS = 1, 2, 1  # CU_STREAM_, CU_EVENT_, CU_IPC_MEM_LAZY_...
 REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ: modulo 2^32
 
@@ -105,38 +106,23 @@ class Driver:
         return address.value
 
 
-def _shared(driver: Driver | None, rank: int, count: int, gather: Gather) -> list[int] | None:
-    """Allocate `count` bytes on each rank. Return their addresses here, or None if a rank cannot
-    map those of another."""
-    handle, addresses = None, None
-    if driver is not None:
-        with contextlib.suppress(RankError):
-            own, handle = driver.allocate(count)
-    handles = gather("the memory of the GPUs", handle)
-    if driver is not None and all(handles):
-        with contextlib.suppress(RankError):
-            others = enumerate(handles)
-            addresses = [own if at == rank else driver.mapped(known) for at, known in others]
-    mapped = gather("the memory that GPUs map", addresses is not None)
-    return addresses if all(mapped) else None
-
-
 def connect(rank: int, size: int, device: Device, gather: Gather) -> PeerTransport | None:
     """Connect the ranks of one machine. Return None where a GPU cannot map the memory of another,
     as where a launcher hides it, or cannot write numbers there. All ranks call."""
     device.synchronize()  # makes it this thread's device
-    driver = None
+    handle = transport = None
     with contextlib.suppress(OSError, AttributeError, RankError):
         driver = Driver()
-    numbers = _shared(driver, rank, 2 * size * NUMBER, gather)
-    inboxes = numbers and _shared(driver, rank, (size - 1) * SLOTS * SLOT, gather)
-    if driver is None or not numbers or not inboxes:
+        own, handle = driver.allocate(NUMBERS + (size - 1) * SLOTS * SLOT)
+    handles = gather("the memory of the GPUs", handle)
+    if not all(handles):
         return None
-    transport = None
     with contextlib.suppress(RankError):
-        transport = PeerTransport(driver, rank, numbers, inboxes, device)
-    made = gather("the streams of the GPUs", transport is not None)
-    return transport if all(made) else None
+        others = enumerate(handles)
+        blocks = [own if at == rank else driver.mapped(known) for at, known in others]
+        transport = PeerTransport(driver, rank, blocks, device)
+    connected = gather("the GPUs that reach each other", transport is not None)
+    return transport if all(connected) else None
 
 
 def _messages(arrays: Sequence[NDArray]) -> Iterator[list[Piece]]:
@@ -156,30 +142,22 @@ def _messages(arrays: Sequence[NDArray]) -> Iterator[list[Piece]]:
     yield message
 
 
-class PeerTransport:
-    """numbers, inboxes: the addresses of those of each rank."""
+class PeerTransport(StreamTransport):
+    """blocks: the addresses of each rank's memory: its numbers, then its inboxes."""
 
-    def __init__(
-        self, driver: Driver, rank: int, numbers: list[int], inboxes: list[int], device: Device
-    ) -> None:
-        self._driver, self._rank, self._device = driver, rank, device
-        self._numbers, self._inboxes = numbers, inboxes
-        self._sent, self._received = ([0] * len(numbers) for _ in range(2))
+    def __init__(self, driver: Driver, rank: int, blocks: list[int], device: Device) -> None:
+        super().__init__(device)
+        self._driver, self._rank, self._blocks = driver, rank, blocks
+        self._sent, self._received = ([0] * len(blocks) for _ in range(2))
         self._sending = driver.made("cuStreamCreate", NON_BLOCKING)
         self._begun, self._are_sent = (driver.made("cuEventCreate", NO_TIMING) for _ in range(2))
-        for other in range(len(numbers)):
+        for other in range(len(blocks)):
             if other != rank:  # an error, where streams cannot
                 self._wait(self._sending, self._taken(rank, other), 0)
                 self._write(self._sending, self._arrived(other, rank), 0)
 
-    def exchange(self, sends: Parts, receives: Parts) -> Exchange | None:
-        """See Ranks.begin. Return None if this rank has no part in it. After an error the ranks
-        cannot continue: some may have begun."""
-        sends, receives = checked(self._device, sends, receives)
-        if not sends and not receives:
-            return None
+    def _enqueue(self, sends: Parts, receives: Parts) -> None:
         call, receiving = self._driver.call, self._device.side_stream
-        work = Exchange(self._device, sends, receives)
         call("cuEventRecord", self._begun, receiving)
         call("cuStreamWaitEvent", self._sending, self._begun, 0)
         for sent, received in zip_longest(self._rounds(sends), self._rounds(receives)):
@@ -189,7 +167,6 @@ class PeerTransport:
                 self._receive(rank, message)
         call("cuEventRecord", self._are_sent, self._sending)
         call("cuStreamWaitEvent", receiving, self._are_sent, 0)
-        return work.enqueued()
 
     def _rounds(self, parts: Parts) -> Iterator[list[tuple[int, list[Piece]]]]:
         """Yield the first message of each rank, then the second ones, beginning with the next rank,
@@ -197,7 +174,7 @@ class PeerTransport:
         arrays: dict[int, list[NDArray]] = {}
         for rank, array in parts:
             arrays.setdefault(rank, []).append(array)
-        ranks = sorted(arrays, key=lambda rank: (rank - self._rank) % len(self._numbers))
+        ranks = sorted(arrays, key=lambda rank: (rank - self._rank) % len(self._blocks))
         for messages in zip_longest(*(_messages(arrays[rank]) for rank in ranks)):
             yield [(rank, message) for rank, message in zip(ranks, messages) if message]
 
@@ -230,16 +207,12 @@ class PeerTransport:
     def _slot(self, at: int, sender: int, number: int) -> int:
         """Where a message of `sender` lies."""
         inbox = sender - (sender > at)
-        return self._inboxes[at] + (inbox * SLOTS + number % SLOTS) * SLOT
+        return self._blocks[at] + NUMBERS + (inbox * SLOTS + number % SLOTS) * SLOT
 
     def _arrived(self, at: int, sender: int) -> int:
         """The number of the last message that arrived from `sender`."""
-        return self._numbers[at] + 2 * sender * NUMBER
+        return self._blocks[at] + 2 * sender * NUMBER
 
     def _taken(self, at: int, receiver: int) -> int:
         """The number of the last message of `at` that `receiver` has taken."""
-        return self._numbers[at] + (2 * receiver + 1) * NUMBER
-
-    def close(self) -> None:
-        """Wait for all enqueued work. All ranks call it."""
-        self._device.synchronize()
+        return self._blocks[at] + (2 * receiver + 1) * NUMBER

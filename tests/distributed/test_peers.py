@@ -92,7 +92,7 @@ for round in range(20):
         assert not sends and not receives
         continue
     work.wait()
-    assert work.begun() and work.done() and not work.arrays
+    assert work.begun() and work.done() and not work._arrays
     for other, n, whole in receives:
         found = whole.numpy().tobytes()
         assert found == b"\\7" + numbers(other, rank, n) + b"\\7", (round, other, n)
