@@ -144,14 +144,19 @@ __device__ __forceinline__ Visible visible_parts(const Problem &p, int mine) {
     }
 }
 
+/* Of a slot or stage, for products: see uniform(). The two kernels lose 2 % by it. */
+template <class Shape> __device__ __forceinline__ int place(int at) {
+    return Shape::ONE_PASS ? (int)uniform(at) : at;
+}
+
 /* c = X x^T (0) or Y y^T (1), with the terms of columns. */
 template <class T, class Shape, int N>
 __device__ __forceinline__ void
 first_product(int which, float (&c)[32], const uint32_t (&own)[N][4], const ColumnTerms<T> &terms,
               Thread<Shape> me, Places<Shape> at, int slot, int stage) {
     constexpr int PANELS = Shape::PANELS;
-    const Operand other = rows_operand(at.other(stage, which));
-    const Operand ours = rows_operand(at.own(slot, which) + me.group * Shape::PART);
+    const Operand other = rows_operand(at.other(place<Shape>(stage), which));
+    const Operand ours = rows_operand(at.own(place<Shape>(slot), which) + me.group * Shape::PART);
     products_begin();
     if constexpr (Shape::OWN_KEYS) {
         terms.product(c, which, at.terms(stage));
@@ -174,7 +179,7 @@ template <class T, class Shape>
 __device__ __forceinline__ void
 second_products(float (&gradient)[Shape::GRADIENTS][32 * Shape::PANELS],
                 const uint32_t (&w)[Shape::GRADIENTS][4][4], Places<Shape> at, int stage) {
-    const Operand others = columns_operand(at.other(stage, 0), Shape::PART);
+    const Operand others = columns_operand(at.other(place<Shape>(stage), 0), Shape::PART);
     products_begin();
 #pragma unroll
     for (int which = 0; which < Shape::GRADIENTS; which++) {

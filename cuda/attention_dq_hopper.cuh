@@ -64,7 +64,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
         if (item.tile < 0) {
             break;
         }
-        const Operand keys = columns_operand(at.own(slot.at, 0), Shape::PART);
+        const Operand keys = columns_operand(at.own(uniform(slot.at), 0), Shape::PART);
         PartsDown walk = walk_of<Shape>(p, item, item.tile * Shape::ROWS);
         for (int part = walk.next(); part >= 0; part = walk.next()) {
             const int place = (item.b * p.H + item.h) * parts + part / CONSUMER_ROWS;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void sum_queries(const Backward &f, Places<Shape> at)
                 }
             }
             barrier_wait(at.weights_full(weights.at), weights.phase);
-            const Operand ds = columns_operand(at.weights(weights.at), Shape::PART);
+            const Operand ds = columns_operand(at.weights(uniform(weights.at)), Shape::PART);
             auto multiply = [&](auto keys_seen) {
                 products_begin();
 #pragma unroll

@@ -165,57 +165,62 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int 
 }
 
 /* ---- a consumer ------------------------------------------------------------------------------ */
-/* Of a thread's two rows the score that exponents subtract, and its part of the sum of weights. The
- * score is a running maximum that follows only a weight above 2^STRAY, so that sums are seldom
- * rescaled; weights up to 2^STRAY are as exact as those up to 1. */
+/* Of a thread's two rows the power of 2 that weights are relative to, and its part of their sum. The
+ * power is that of the largest score of the first tile, so that no other tile waits for its largest
+ * score. It follows the scores once a weight is above MOST, below which weights are as exact as
+ * those up to 1. */
 struct Softmax {
-    static constexpr float STRAY = 8.0f;
-    float from[2], sum[2], shrink[2];
+    static constexpr float MOST = 32768.0f; /* of float16, up to 65,504 */
+    float shift[2], sum[2], shrink[2];
 
     __device__ __forceinline__ void init() {
-        from[0] = from[1] = -INFINITY;
+        shift[0] = shift[1] = -INFINITY;
         sum[0] = sum[1] = 0.0f;
     }
 
-    /* Scores become weights; with `true` what was added up before must be multiplied by
-     * `shrink`. */
-    template <int N> __device__ __forceinline__ bool weights(float (&s)[N], float scale_log2) {
-        float top[2];
-        bool strays = false;
+    /* Scores of a row become weights. Return their sum. */
+    template <int N>
+    __device__ __forceinline__ float weights(float (&s)[N], int half, float scale_log2) const {
+        float parts[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 2 * half; i < N; i += 4) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                s[i + e] = fast_exp2(fmaf(s[i + e], scale_log2, -shift[half]));
+                parts[e] += s[i + e];
+            }
+        }
+        return parts[0] + parts[1];
+    }
+
+    /* Scores become weights, `parts` the rows' sums. False if one is above MOST, or not a number, as
+     * where a row had no key so far. */
+    template <int N>
+    __device__ __forceinline__ bool weigh(float (&s)[N], float (&parts)[2],
+                                          float scale_log2) const {
+        parts[0] = weights(s, 0, scale_log2);
+        parts[1] = weights(s, 1, scale_log2);
+        return parts[0] <= MOST && parts[1] <= MOST;
+    }
+
+    /* Scores become weights relative to the largest score so far; what was added up before must be
+     * multiplied by `shrink`. */
+    template <int N> __device__ __forceinline__ void follow(float (&s)[N], float scale_log2) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            top[half] = from[half];
+            float top = -INFINITY;
 #pragma unroll
             for (int i = 2 * half; i < N; i += 4) {
-                top[half] = fmaxf(top[half], fmaxf(s[i], s[i + 1]));
+                top = fmaxf(top, fmaxf(s[i], s[i + 1]));
             }
-            top[half] = warp_max<4>(top[half]);
-            strays |= (top[half] - from[half]) * scale_log2 > STRAY; /* not where both are -inf */
+            const float before = shift[half];
+            const float after = fmaxf(before, warp_max<4>(top) * scale_log2);
+            /* -inf - -inf is not a number: rows without a key subtract 0 */
+            shift[half] = after == -INFINITY ? 0.0f : after;
+            shrink[half] = fast_exp2(before - shift[half]);
+            sum[half] = sum[half] * shrink[half] + weights(s, half, scale_log2);
+            shift[half] = after;
         }
-        strays = __any_sync(~0u, strays);
-        if (strays) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                shrink[half] = fast_exp2(
-                    top[half] == -INFINITY ? 0.0f : (from[half] - top[half]) * scale_log2);
-                sum[half] *= shrink[half];
-                from[half] = top[half];
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            /* -inf - -inf is not a number: rows without a key so far subtract 0 */
-            float shift = from[half] == -INFINITY ? 0.0f : from[half] * scale_log2;
-#pragma unroll
-            for (int i = 2 * half; i < N; i += 4) {
-#pragma unroll
-                for (int e = i; e < i + 2; e++) {
-                    s[e] = fast_exp2(fmaf(s[e], scale_log2, -shift));
-                    sum[half] += s[e];
-                }
-            }
-        }
-        return strays;
     }
 };
 
@@ -320,7 +325,7 @@ template <class T, class Shape> struct Consumer {
         }
         barrier_wait(at.k_full(kv.at), kv.phase);
         if constexpr (Shape::LISTS) {
-            int word = (int)load_shared4(at.tile(kv.at));
+            int word = (int)uniform(load_shared4(at.tile(kv.at)));
             tile = word & ~1;
             more = word == tile;
         }
@@ -364,7 +369,7 @@ template <class T, class Shape> struct Consumer {
 
     /* s = Q K^T */
     __device__ __forceinline__ void multiply_keys(float (&s)[SCORES]) {
-        const Operand queries = rows_operand(my_q), keys = rows_operand(at.k(kv.at));
+        const Operand queries = rows_operand(my_q), keys = rows_operand(at.k(uniform(kv.at)));
         products_begin();
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++) {
@@ -379,7 +384,7 @@ template <class T, class Shape> struct Consumer {
 
     /* o += P V, of the tile before */
     __device__ __forceinline__ void multiply_values() {
-        const Operand values = columns_operand(at.v(before.at), Shape::KV_PANEL);
+        const Operand values = columns_operand(at.v(uniform(before.at)), Shape::KV_PANEL);
         barrier_wait(at.v_full(before.at), before.phase);
         products_begin();
 #pragma unroll
@@ -399,13 +404,8 @@ template <class T, class Shape> struct Consumer {
     }
 
     /* ---- softmax ----------------------------------------------------------------------------- */
-    /* From scores that have been multiplied to weights, but for rounding them; see
-     * Softmax::weights. */
-    __device__ __forceinline__ bool weigh(float (&s)[SCORES]) {
-        hold(s);
-        if (leads) {
-            barrier_arrive(at.k_empty(kv.at));
-        }
+    /* -inf for the keys of a tile that my queries do not see. */
+    __device__ __forceinline__ void hide_unseen(float (&s)[SCORES]) {
         if (tile + Shape::KEYS > least) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -414,7 +414,36 @@ template <class T, class Shape> struct Consumer {
                 hide(s, seen - tile, half, lane);
             }
         }
-        return softmax.weights(s, p.scale_log2);
+    }
+
+    /* From scores that have been multiplied to weights, but for rounding them. True if what was
+     * added up before must be multiplied by softmax.shrink: in the first tile, and where weights
+     * are too large. Then the scores, which are lost, are multiplied again, by all four warps. */
+    template <bool FIRST> __device__ __forceinline__ bool weigh(float (&s)[SCORES]) {
+        bool follows = FIRST;
+        hold(s);
+        hide_unseen(s);
+        if constexpr (!FIRST) {
+            float parts[2];
+            const bool good = softmax.weigh(s, parts, p.scale_log2);
+            follows = named_barrier_any(my_barrier, WARPGROUP, !good);
+            if (follows) {
+                multiply_keys(s);
+                products_wait<0>();
+                hold(s);
+                hide_unseen(s);
+            } else {
+                softmax.sum[0] += parts[0];
+                softmax.sum[1] += parts[1];
+            }
+        }
+        if (leads) {
+            barrier_arrive(at.k_empty(kv.at));
+        }
+        if (follows) {
+            softmax.follow(s, p.scale_log2);
+        }
+        return follows;
     }
 
     __device__ __forceinline__ void round(const float (&s)[SCORES]) {
@@ -433,7 +462,7 @@ template <class T, class Shape> struct Consumer {
         multiply_keys(s);
         pass_turn();
         products_wait<0>();
-        weigh(s);
+        weigh<true>(s);
         round(s);
         for (next_tile(); tile < my_end; next_tile()) {
             take_turn();
@@ -441,9 +470,9 @@ template <class T, class Shape> struct Consumer {
             multiply_values();
             pass_turn();
             products_wait<1>();
-            bool strays = weigh(s);
+            const bool follows = weigh<false>(s);
             values_done();
-            if (strays) {
+            if (follows) {
 #pragma unroll
                 for (int i = 0; i < 32 * PANELS; i++) {
                     o[i] *= softmax.shrink[i / 2 % 2];
@@ -482,8 +511,7 @@ template <class T, class Shape> struct Consumer {
             float sum = warp_sum<4>(softmax.sum[half]);
             int row = mine + my_row + 8 * half;
             factors[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
-            float lse =
-                sum == 0.0f ? -INFINITY : softmax.from[half] * p.scale_log2 * LN2 + logf(sum);
+            float lse = sum == 0.0f ? -INFINITY : softmax.shift[half] * LN2 + logf(sum);
             if constexpr (Shape::JOINS) {
                 const float before = row < p.T ? lses[8 * half * p.lse.t] : -INFINITY;
                 const float2 weights = join_parts(&lse, before);

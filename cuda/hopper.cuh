@@ -100,6 +100,21 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+/* The same; true if one of the threads says so. */
+__device__ __forceinline__ bool named_barrier_any(int number, int threads, bool one) {
+    int any;
+    asm volatile("{\n"
+                 ".reg .pred one, any;\n"
+                 "setp.ne.s32 one, %3, 0;\n"
+                 "bar.red.or.pred any, %1, %2, one;\n"
+                 "selp.s32 %0, 1, 0, any;\n"
+                 "}\n"
+                 : "=r"(any)
+                 : "r"(number), "r"(threads), "r"((int)one)
+                 : "memory");
+    return any != 0;
+}
+
 /* ---- the copy engine [cp.async.bulk.tensor] -----------------------------------------------------
  * A box of a tensor map (box_map, host) from (c0, c1, c2, c3), fastest first; what lies outside of
  * the tensor arrives as zeros and is not written. One thread calls these. */
@@ -219,6 +234,10 @@ template <int COUNT> __device__ __forceinline__ void registers_up_to() {
  * of Q K^T); columns: k runs down the rows (V of P V), the next 64 columns are `panel` bytes away.
  * further() is some bytes on: 32 for the next 16 columns, 2048 for the next 16 rows. */
 typedef uint32_t Operand;
+
+/* A number that all threads of a warp have, in a uniform register: what follows from it is computed
+ * there, and not moved there for each product. */
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ Operand rows_operand(uint32_t address) {
     return 1 << 16 | (address & 0x3ffff) >> 4;

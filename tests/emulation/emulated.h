@@ -544,6 +544,16 @@ inline void barrier_wait(uint32_t barrier, uint32_t phase) {
 }
 inline void named_barrier_sync(int number, int threads) { emulated::meet(number, threads, true); }
 inline void named_barrier_arrive(int number, int threads) { emulated::meet(number, threads, false); }
+inline bool named_barrier_any(int number, int threads, bool one) {
+    static bool any[17];
+    any[number] |= one;
+    named_barrier_sync(number, threads);
+    const bool said = any[number];
+    named_barrier_sync(number, threads);
+    any[number] = false;
+    named_barrier_sync(number, threads);
+    return said;
+}
 
 inline emulated::Map checked(const CUtensorMap *map, uint32_t place) {
     emulated::Map m;
@@ -667,6 +677,7 @@ template <int COUNT> void registers_up_to() {}
 /* The bits are those of hopper.cuh. */
 constexpr uint64_t LAYOUT = (uint64_t)1 << 62 | (uint64_t)(8 * PANEL_ROW >> 4) << 32;
 typedef uint32_t Operand;
+inline uint32_t uniform(uint32_t x) { return (uint32_t)__shfl_sync(~0u, (int)x, 0); }
 inline Operand rows_operand(uint32_t address) { return 1 << 16 | (address & 0x3ffff) >> 4; }
 inline Operand columns_operand(uint32_t address, uint32_t panel) {
     return panel >> 4 << 16 | (address & 0x3ffff) >> 4;
