@@ -25,7 +25,8 @@ from building.choices import ROOT, Cuda, fail  # noqa: E402
 
 def facts(version: str, core: dict[str, str], cuda: Cuda | str) -> str:
     """Return built.h, by which the core knows how it was built."""
-    left_out, git = isinstance(cuda, str), ("git", "rev-parse", "--short=12", "HEAD")
+    left_out = isinstance(cuda, str)
+    git = "git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"
     defined = {
         "VERSION": version,
         "COMMIT": (choices.output_of(*git) if (ROOT / ".git").exists() else "") or "unknown",

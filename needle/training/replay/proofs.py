@@ -235,11 +235,11 @@ def git(*words: str) -> str:
     return ""
 
 
-def commit() -> str | None:
-    """Return the commit of the checkout, with a + where files were changed since; None of an
-    installed package."""
-    head = git("rev-parse", "HEAD")
-    return head + "+" * bool(git("status", "--porcelain", "-uno")) if head else None
+def commit() -> str:
+    """Return the commit of the checkout, or that of which an installed package was built, with a +
+    where files were changed since; "unknown" of a package that was built without git."""
+    words = "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"
+    return git(*words) or _C.build_info()["commit"]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -85,7 +85,7 @@ class Claims:
             what = "GPU kind" if len(gpus) == 2 else "library or table"
             return what, f"the run multiplied by {theirs}, this machine by {self.products}"
         theirs = self.manifest.get("commit") or self.commit
-        if None not in (theirs, self.commit) and theirs != self.commit:
+        if theirs != self.commit:
             return "commit", f"the run was begun by commit {theirs}, this is {self.commit}"
         return None
 
