@@ -260,7 +260,8 @@ def read_secret(path: Path, noun: str) -> str:
                     os.link(file.name, path)
         mode, secret = stat.S_IMODE(path.stat().st_mode), path.read_bytes().strip()
     except OSError as error:
-        raise FileError(f"{path}: the {noun} cannot be read: {error.strerror or error}") from None
+        why = error.strerror or error
+        raise FileError(f"{path}: the {noun} cannot be read or made: {why}") from None
     if mode & 0o077:
         raise FileError(
             f"{path}: its mode is {mode:04o}, so that others can read the {noun}. Delete it, and a "

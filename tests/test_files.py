@@ -203,3 +203,5 @@ def test_secret_is_made_once_and_is_its_users_alone(tmp_path):
         path.write_text(text)
         with pytest.raises(FileError, match="holds no token"):
             files.read_secret(path, "token")
+    with pytest.raises(FileError, match="the token cannot be read or made: File exists"):
+        files.read_secret(path / "below", "token")
