@@ -46,8 +46,6 @@ def plot(folder: Path) -> str:
         return "no loss.png: nothing was trained"
     try:
         draw({folder.resolve().name: lines}, folder / "loss.png")
-    except ImportError:
-        return "no loss.png: the package matplotlib is not installed"
     except Exception as error:  # all steps are saved
         return f"no loss.png: {described(error)}"
     return f"plot: {folder / 'loss.png'}"
@@ -56,12 +54,14 @@ def plot(folder: Path) -> str:
 @contextlib.contextmanager
 def figure_in(out: Path, columns: int = 1) -> Iterator[Any]:
     """Give the axes of a figure, of several columns an array of them, and write it to a file, whose
-    ending is the format. ImportError without matplotlib."""
-    import matplotlib
+    ending is the format. RuntimeError without matplotlib."""
+    try:
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise RuntimeError("needs matplotlib: pip install matplotlib") from None
     size = 8 if columns == 1 else 6 * columns
     with pyplot.rc_context({"text.parse_math": False}):  # a name may contain $
         figure, axes = pyplot.subplots(ncols=columns, figsize=(size, 5), layout="constrained")
@@ -73,7 +73,7 @@ def figure_in(out: Path, columns: int = 1) -> Iterator[Any]:
 
 def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     """Draw the losses of {name: lines of metrics.jsonl} over tokens; the ending of `out` is the
-    format. ImportError without matplotlib."""
+    format. RuntimeError without matplotlib."""
     with figure_in(out) as axes:
         from matplotlib import ticker
 
@@ -99,7 +99,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
 
 def draw_differences(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw, of the rows of `needle compare`, the difference of the loss of all over steps, and that
-    of each document at the last one. ImportError without matplotlib."""
+    of each document at the last one. RuntimeError without matplotlib."""
     losses = [row for row in rows if row["kind"] == "loss"]
     with figure_in(file, 2) as (left, right):
         for number, run in enumerate(dict.fromkeys(row["run"] for row in losses)):
@@ -116,7 +116,7 @@ def draw_differences(rows: list[dict[str, Any]], file: Path) -> None:
 
 def draw_effects(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw, of the rows of `needle compare --edits`, the measured effects over the predicted ones.
-    ImportError without matplotlib."""
+    RuntimeError without matplotlib."""
     with figure_in(file) as axes:
         for label, size, is_all in ("each document", 3, False), ("all documents", 6, True):
             own = [r for r in rows if r["kind"] == "effect" and (r["document"] == "all") == is_all]
@@ -155,9 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{run}: no step yet, or not a run")
         name = run.resolve().name
         found[str(run) if name in found else name] = lines
-    try:
-        draw(found, out)
-    except ImportError:
-        raise RuntimeError("needs matplotlib: pip install matplotlib") from None
+    draw(found, out)
     print(printable(str(out)))
     return 0

@@ -198,8 +198,11 @@ def test_plot_needs_no_backend_of_a_notebook(tmp_path):
 def test_without_matplotlib_it_is_named(tmp_path, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 2.0}\n')
-    assert plots.plot(tmp_path) == "no loss.png: the package matplotlib is not installed"
-    refused(plots.main, [tmp_path], "needs matplotlib: pip install matplotlib")
+    said = "needs matplotlib: pip install matplotlib"
+    assert plots.plot(tmp_path) == f"no loss.png: {said}"
+    refused(plots.main, [tmp_path], said)
+    with pytest.raises(RuntimeError, match=said):  # of needle compare
+        plots.draw_differences([], tmp_path / "a.svg")
 
 
 STEP = {"step": 2, "tokens": 64, "loss": 8.0}
