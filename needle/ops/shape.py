@@ -302,7 +302,7 @@ def tile(a: Tensor, reps: int | Sequence[int]) -> Tensor:
             lead, rest = a.shape[:axis], a.shape[axis:]
             a = broadcast_to(unsqueeze(a, axis), (*lead, count, *rest))
             a = reshape(a, (*lead, count * rest[0], *rest[1:]))
-    return a if any(count != 1 for count in times) else a.clone()
+    return a.contiguous() if any(count != 1 for count in times) else a.clone()
 
 
 def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
