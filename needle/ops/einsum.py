@@ -77,12 +77,14 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     terms, output = _parsed(subscripts, [x.ndim for x in operands])
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands):
+        own: dict[str, int] = {}
         for letter, n in zip(term, x.shape):
             known = sizes.setdefault(letter, n)
-            if known == 1:
+            if known == 1 and letter not in own:
                 sizes[letter] = n
-            elif n not in (1, known):
+            elif n not in (1, known) or n != own.get(letter, n):
                 raise ValueError(f"einsum: {subscripts!r}: axis {letter} is {n}, but was {known}")
+            own[letter] = n
     tensors = [_diagonal(x, term, sizes) for term, x in zip(terms, operands)]
     done, letters = tensors[0]
     for i in range(1, len(tensors)):

@@ -390,6 +390,7 @@ REFUSED = [
     ("x.topk(1.5)", TypeError, None), ("x.sort(2)", ValueError, "sort: axis 2 does not"),
     *((f"ndl.einsum({text!r}, x)", ValueError, "einsum")
       for text in ("ij,jk", "ijk", "ij->ik", "ij->ii", "i?")),
+    ("ndl.einsum('ii', x[:1])", ValueError, "einsum: 'ii': axis i is 4, but was 1"),
     *((f"ndl.ops.{name}({given}, mask={mask})", error, f"^{name}: {said}")
       for name, given in (("attention", "q, q, q"), ("block_sparse_attention", "q, q, q"),
                           ("qkv_attention", "qkv, angles, angles"))
@@ -446,6 +447,7 @@ def test_a_result_has_memory_of_its_own():
             "x ** 1", "x.floor()", "x.ceil()", "x.round()", "x.trunc()", "x.nan_to_num()",
             "x.sum(())", "x.clip()", "x[None].cumprod(0)[0]", "ndl.roll(x, (), ())",
             "ndl.roll(x, 0)", "ndl.roll(x, 2)", "x.tile(1)", "x[None].prod(0)", "x.repeat(1)",
+            "x[None].tile((2, 1))[0]",
         ):  # fmt: skip
             x = ndl.tensor([1, 0], dtype=dtype)
             with naming(f"{text} of {dtype}"):
