@@ -234,6 +234,7 @@ GRADIENTS = [
     Gradient("median", lambda ops, a: ops.median(a, 0), lambda a: np.median(a, 0), (MATRIX,)),
     by_name("prod", lambda a: a.prod(1), MIDDLE, axes=1),
     by_name("prod-all", np.prod, normal(3, 2)),
+    Gradient("prod-none", lambda ops, a: ops.prod(a[:0], 0), lambda a: a[:0].prod(0), (MATRIX,)),
     by_name("var", lambda a: a.var(1, ddof=1), MIDDLE, axes=1, correction=1),
     by_name("std", lambda a: a.std(0, keepdims=True), MATRIX, axes=0, keepdims=True),
     *(

@@ -243,7 +243,7 @@ def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     n = math.prod(a.shape[i] for i in gone)
     out = reshape(permute(a, (*kept, *gone)), (*sizes, n))
     if n == 0:
-        return const(ones(shape, a.dtype, a.device))
+        return summation(a, gone, keepdims) + 1
     if n == 1:
         return reshape(a, shape).clone()
     while n > 1:
