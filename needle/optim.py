@@ -208,12 +208,12 @@ class Optimizer:
     def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
         """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
         op, own = f"{type(self).__name__}.load_state_dict", self._arrays()
+        for name in ("arrays", "step", *self.hyperparameters):
+            if name not in state:
+                raise ValueError(f"{op}: {name} is missing")
         state = renamed(state, self._names_in(state))
         arrays, groups = state["arrays"], state.get("groups")
         check_arrays(op, own, arrays)
-        for name in ("step", *self.hyperparameters):
-            if name not in state:
-                raise ValueError(f"{op}: {name} is missing")
         changes: list[tuple[Any, Any, Any]] = [
             (array, ..., arrays[name].to(array.device)) for name, array in own.items()
         ]
