@@ -359,11 +359,11 @@ def round(a: Tensor, decimals: int = 0) -> Tensor:
     """The nearest whole number, or that of so many decimals, halves to even. The gradient is 0."""
     if decimals == 0 or decimals > 0 and a.dtype not in FLOATS:
         return _round(a)
-    if decimals > 0:
-        return _round(a * 10.0**decimals) / 10.0**decimals
-    unit = 10**-decimals
+    unit = 10 ** abs(decimals)
     if a.dtype in FLOATS:
-        return _round(a / unit) * unit
+        wide = astype(a, "float32")
+        wide = _round(wide * unit) / unit if decimals > 0 else _round(wide / unit) * unit
+        return astype(wide, a.dtype)
     wide = astype(a, "int64")
     count, rest = wide // unit, wide % unit
     up = (rest * 2 > unit) | ((rest * 2 == unit) & (count % 2 != 0))

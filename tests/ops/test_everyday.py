@@ -285,6 +285,10 @@ def test_integers_are_rounded_to_tens():
             with naming(dtype, decimals), np.errstate(all="ignore"):
                 wanted = np.round(x.astype("int64"), decimals).astype(dtype)
                 np.testing.assert_array_equal(got.numpy(), wanted)
+    for dtype in ("float16", "bfloat16"):  # in float32, in which their tens do not overflow
+        for x, decimals, wanted in ((100, 5, 100), (6e4, 1, 6e4), (44, -1, 40)):
+            x, wanted = (ndl.tensor(v, dtype=dtype).item() for v in (x, wanted))
+            assert ndl.round(ndl.tensor(x, dtype=dtype), decimals).item() == wanted
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
