@@ -103,5 +103,6 @@ def nll_loss(input: Tensor, target: Any, *, ignore_index: int = -100) -> Tensor:
     counts = classes != operator.index(ignore_index)
     if bool((counts & (classes < 0)).any()):
         raise ValueError("nll_loss: target has a number below 0, which is no class")
-    picked = input.gather(1, classes * counts) * counts
-    return -picked.sum() / ops.maximum(counts.sum(), 1)
+    picked = ops.astype(input.gather(1, classes * counts), "float32")
+    out = -ops.where(counts, picked, 0.0).sum() / ops.maximum(counts.sum(), 1)
+    return ops.astype(out, input.dtype) if input.dtype in FLOATS else out

@@ -67,6 +67,8 @@ F.one_hot(i) = np.eye(4, dtype="i8")[i]
 F.cross_entropy(x, [0, -100, 1], "none") = nll * [1, 0, 1]
 F.nll_loss(F.log_softmax(x), r) = nll.mean()
 F.nll_loss(F.log_softmax(x), [0, -100, 1]) = nll[[0, 2]].mean()
+F.nll_loss(ndl.zeros(9, 2).half() - 6e4, [1] * 9) = np.float16(6e4)
+F.nll_loss(ndl.tensor([[-np.inf, -1.0]] * 2), [1, -100]) = np.float32(1)
 F.pad(x, (1, 0, 0, 2), value=5) = np.pad(x, ((0, 2), (1, 0)), constant_values=5)
 F.linear(x, y, p[0, :3]) = x @ y.T + p[0, :3]
 F.normalize(x) = x / np.linalg.norm(x, axis=1)[:, None]
