@@ -9,7 +9,7 @@ from typing import Any
 
 from needle import init, ops
 from needle._C import Device
-from needle.autograd import Tensor
+from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import listed
 from needle.nn.module import Module, Parameter
 
@@ -376,7 +376,8 @@ class RMSNorm(Module):
         check_features(self, x, "dim")
         wide = ops.astype(x, "float32")
         scale = ops.rsqrt(ops.mean(wide * wide, -1, True) + self.eps)
-        return ops.astype(wide * scale * ops.astype(self.weight, "float32"), x.dtype)
+        out = wide * scale * self.weight
+        return ops.astype(out, x.dtype) if x.dtype in FLOATS else out
 
 
 class BatchNorm1d(Module):
@@ -413,16 +414,18 @@ class BatchNorm1d(Module):
         check_features(self, x, "dim")
         if x.ndim != 2:
             raise ValueError(f"BatchNorm1d: x must be (B, {self.dim}), but its shape is {x.shape}")
+        wide = ops.astype(x, "float32")
         if self.training:
-            mean = ops.mean(x, 0)
-            off = x - mean
+            mean = ops.mean(wide, 0)
+            off = wide - mean
             var = ops.mean(off * off, 0)
             for running, batch in ((self.running_mean, mean), (self.running_var, var)):
                 kept = running.cached_data
                 kept[...] = (1 - self.momentum) * kept + self.momentum * batch.cached_data
         else:
-            off, var = x - self.running_mean, self.running_var
-        return self.weight * (off / ops.sqrt(var + self.eps)) + self.bias
+            off, var = wide - self.running_mean, ops.astype(self.running_var, "float32")
+        out = self.weight * (off / ops.sqrt(var + self.eps)) + self.bias
+        return ops.astype(out, x.dtype) if x.dtype in FLOATS else out
 
 
 class Embedding(Module):

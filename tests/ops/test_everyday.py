@@ -190,10 +190,12 @@ def test_gated_layers():
     wanted = (g / (1 + np.exp(-g)) * (v @ up)) @ down
     np.testing.assert_allclose(swiglu(Tensor(v)).numpy(), wanted, rtol=1e-4, atol=1e-5)
     wanted = v / np.sqrt((v**2).mean(-1, keepdims=True))
+    of_batch = (v - v.mean(0)) / v.std(0)
     for dtype in ("bfloat16", "float16"):  # whose squares are beyond float16
-        got = nn.RMSNorm(3, dtype=dtype)(Tensor(1000 * v, dtype=dtype))
-        assert got.dtype == dtype
-        np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-2, atol=1e-2)
+        for kind, wanted_of in ((nn.RMSNorm, wanted), (nn.BatchNorm1d, of_batch)):
+            got = kind(3, dtype=dtype)(Tensor(1000 * v, dtype=dtype))
+            assert got.dtype == dtype and kind(2)(ndl.tensor([[3, 4]])).dtype == "float32"
+            np.testing.assert_allclose(got.numpy(), wanted_of, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
