@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,7 +172,7 @@ def prompt_rows(input_ids: Any, vocab_size: int) -> list[np.ndarray]:
     """The prompts as int64 arrays (T,), checked. See stream() for what they may be."""
     if hasattr(input_ids, "numpy"):
         input_ids = input_ids.numpy()
-    if not hasattr(input_ids, "__len__"):
+    if not hasattr(input_ids, "__len__") or isinstance(input_ids, (Mapping, Set)):
         raise TypeError(
             f"generate: input_ids must be token ids, (B, T), (T,) or a list of prompts, "
             f"not {type(input_ids).__name__}"

@@ -520,6 +520,7 @@ def test_refusals():
         ([1], {"stop": 3}, TypeError, stops),
         ([1], {"stop": ["a"]}, TypeError, stops),
         (3, {}, TypeError, "input_ids must be token ids.*not int"),
+        ({"input_ids": [[1]]}, {}, TypeError, "input_ids must be token ids.*not dict"),
         (None, {}, TypeError, "input_ids must be token ids.*not NoneType"),
     ]:
         with naming(ids, options), pytest.raises(error, match=message):
