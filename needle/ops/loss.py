@@ -94,7 +94,7 @@ def kl_div(input: Tensor, target: Any, reduction: str = "mean", log_target: bool
     else:
         empty = _C.equal(target.cached_data, 0)
         t_log_t = target * log(target + Tensor.from_ndarray(empty))
-        loss = t_log_t - target * input
+        loss = t_log_t - target * where(empty, 0.0, input)
     if reduction == "batchmean":
         return summation(loss) / (input.shape[0] if input.ndim else 1)
     return _reduced("kl_div", loss, reduction)

@@ -314,11 +314,11 @@ def test_losses_of_probabilities_at_0_and_1(device):
 
 
 def test_other_losses_at_their_limits():
-    t = Tensor([0.0, 0.0, 1.0, 0.5])
+    t = Tensor([0.0, 0.0, 1.0, 0.5, 0.0])
     logits = F.binary_cross_entropy_with_logits
     for call, x, loss, slope in (
-        (lambda x: ops.kl_div(x, t, "none"), [0, -1, -100, -inf], [0, 0, 100, inf],
-         [0, 0, -1, -0.5]),
+        (lambda x: ops.kl_div(x, t, "none"), [0, -1, -100, -inf, -inf], [0, 0, 100, inf, 0],
+         [0, 0, -1, -0.5, 0]),
         (lambda x: logits(x, [1, 0, 0, 1, 1], "none"), [1e4, -1e4, 1e4, -1e4, 1e38],
          [0, 0, 1e4, 1e4, 0], [0, 0, 1, -1, 0]),
         (lambda x: ops.l1_loss(x, [0, 0, 2], "none"), [0.0, -0.0, 2.0], [0, 0, 0], [0, 0, 0]),
