@@ -13,7 +13,7 @@ the second ones travel beside its kernel (Group.begin), right behind the first, 
 multiprocessors before the kernel takes the others. Elements that a rank receives, of H
 heads of D dims and T tokens on N ranks: forward 2 T H D (N - 1) / N, backward these again and as
 many of gradients; half of the gathered ones are waited for, and the gradients. Rejected: gradients
-of the first run beside the kernel of the second (NCCL keeps 16 multiprocessors while it waits).
+of the first run beside the kernel of the second (of two ranks, one sends all after the second).
 
 Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 
