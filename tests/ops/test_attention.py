@@ -76,9 +76,10 @@ def test_results_and_gradients_are_those_of_softmax(t, d, pattern, dtype, device
 def test_scores_of_minus_infinity_and_ten_thousand(d, block, dtype, device):
     """Against float64. Keys of -inf weigh nothing (head 0), queries of -inf see nothing (head 1), a
     score of 1e4 takes all (head 2), and beside scores near -95 no padding key counts as one of 0
-    (head 3). What is infinite has no gradient; the other gradients are right."""
+    (head 3); each tile of keys may have far larger scores than those before (head 4). What is
+    infinite has no gradient; the other gradients are right."""
     r, scale, t = rounder(dtype), 1 / 4, 200
-    q, k, v, dout = (r(draw(i, 1, t, 4, d)) for i in range(4))
+    q, k, v, dout = (r(draw(i, 1, t, 5, d)) for i in range(4))
     for x in (q, k):
         x[..., :3, 0] = np.abs(x[..., :3, 0]) + 1  # so that no score is +inf
     rows, far = np.s_[0, 3::7], np.s_[0, 5::50]
@@ -87,6 +88,7 @@ def test_scores_of_minus_infinity_and_ten_thousand(d, block, dtype, device):
     q[..., 2, 0], k[..., 2, 0] = 256, 0
     k[(*far, 2, 0)] = 156 - 4 * np.arange(k[(*far, 2, 0)].size)  # the first that is seen takes all
     q[..., 3, 0], k[..., 3, 0] = -95 * 4, 1
+    q[..., 4, 0], k[0, :, 4, 0] = 4, np.arange(t) // 2
     see = visible(t, t, True)
     lists = ()
     if block is not None:
@@ -98,7 +100,7 @@ def test_scores_of_minus_infinity_and_ten_thousand(d, block, dtype, device):
     exact, naive = (softmax_attention(f, q, k, v, scale, see) for f in (exactly, r))
     all_within({"o": o.numpy()}, exact, naive, dtype, t, lambda name, x: x[..., :3, :])
     # A score of 95 is known 95 times less well than one of 1.
-    all_within({"o": o.numpy()}, exact, naive, dtype, 95**2 * t, lambda name, x: x[..., 3, :])
+    all_within({"o": o.numpy()}, exact, naive, dtype, 95**2 * t, lambda name, x: x[..., 3:, :])
     all_within({"lse": lse.numpy()}, exact, naive, "float32", t)
     np.testing.assert_array_equal(o.numpy()[(*rows, 1)], 0)
     assert np.isneginf(lse.numpy()[0, 1, 3::7]).all()
