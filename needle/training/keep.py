@@ -23,8 +23,8 @@ def keeps(text: str) -> Callable[[int], bool]:
     numbers, before, kept = set(), [], []
     for at, word in enumerate(words):
         if word == "...":
-            last = int(words[at + 1]) if at + 1 < len(words) else MOST
-            kept.append(_following(before, last))
+            after = "".join(words[at + 1 : at + 2])  # which the next round refuses if it is bad
+            kept.append(_following(before, int(after) if after.isdecimal() else MOST))
             before = []
         elif not word.isdecimal() or int(word) <= max(numbers, default=-1):
             raise ValueError(f"{word!r} is no whole number larger than the one before")
