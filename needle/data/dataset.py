@@ -102,7 +102,8 @@ class DataLoader:
                         f"DataLoader: {type(self.dataset).__name__}[{indices[0]}] must be a tuple "
                         "of arrays, or one array, not a dict"
                     )
-                columns = [np.stack([_host(x) for x in column]) for column in zip(*samples)]
+                parts = zip(*samples, strict=True)
+                columns = [np.stack([_host(x) for x in part]) for part in parts]
             yield tuple(
                 Tensor(x, device=self.device, dtype=self.dtype, requires_grad=False)
                 for x in columns

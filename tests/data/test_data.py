@@ -42,6 +42,9 @@ def test_dataset_of_ones_own_may_give_one_array_and_without_a_size_one_batch():
     Squares.__getitem__ = lambda self, index: [index, index**2]
     for batch in data.DataLoader(Squares(), batch_size=None):
         assert [part.numpy().tolist() for part in batch] == [[0, 1, 2], [0, 1, 4]]
+    Squares.__getitem__ = lambda self, index: [index] * (3 - index)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):  # not cut to the shortest
+        next(iter(data.DataLoader(Squares(), batch_size=2)))
     empty = data.DataLoader(data.NDArrayDataset(np.zeros((0, 2))), batch_size=None)
     assert len(empty) == 0 and [*empty] == []
 
