@@ -186,6 +186,8 @@ def perplexity(
             f"perplexity: 1 <= stride ({stride}) <= seq_len ({seq_len}) <= max_seq_len ({limit}) "
             "of the model must hold"
         )
+    if batch_size < 1:
+        raise ValueError(f"perplexity: batch_size must be 1 or more, not {batch_size}")
     row_length = row_length or len(tokens)
     if min(row_length, len(tokens)) < 2:
         raise ValueError(

@@ -102,6 +102,7 @@ def test_rows_and_sizes_that_cannot_be_are_refused():
         ({"seq_len": 25}, "max_seq_len"),
         ({"seq_len": 8, "stride": 9}, "stride"),
         ({"seq_len": 8, "stride": 0}, "stride"),
+        ({"batch_size": 0}, "batch_size must be 1 or more, not 0"),
         ({"tokens": tokens(1)}, "two or more"),
     ):
         with naming(changes), pytest.raises(ValueError, match=message):
