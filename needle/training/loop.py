@@ -65,6 +65,8 @@ def fit(
     >>> len(losses), losses[-1] < 0.1
     (200, True)
     """
+    if accumulate < 1:
+        raise ValueError(f"fit: accumulate must be 1 or more, not {accumulate}")
     if optimizer is None:
         optimizer = AdamW(flatten_parameters(model))
     if steps is None and hasattr(batches, "__len__"):

@@ -176,6 +176,8 @@ def test_fit_names_what_it_cannot_use_and_changes_nothing():
         with naming(said), pytest.raises(error, match=said):
             ndl.fit(model, batches, steps=steps[0] if steps else 3, loss=loss, progress=False)
         np.testing.assert_array_equal(weights(model), before)
+    with pytest.raises(ValueError, match="fit: accumulate must be 1 or more, not 0"):
+        ndl.fit(linear, pair, loss=softmax, accumulate=0)
 
 
 def test_fit_draws_tqdms_bar_if_that_is_installed(capsys, monkeypatch):
