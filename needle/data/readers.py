@@ -130,11 +130,14 @@ def tokens_at(path: Path) -> tuple[FlatTokens, FlatTokens | None, str] | None:
     """(tokens, those held out in a file of their own, which kind they are) of files of token ids;
     None for text."""
     is_folder = path.is_dir()
-    indexes = sorted(path.glob("[!.]*.idx")) if is_folder else [path]
-    if len(indexes) > 1:
-        raise DataError(f"{path}: {len(indexes)} Megatron files are in it; name one of them")
-    prefix = megatron.prefix_of(indexes[0]) if indexes else None
-    if prefix is not None:
+    if is_folder:
+        found = [*path.glob("[!.]*.idx")]
+    else:
+        found = [path] if megatron.prefix_of(path) else files_at(path)
+    prefixes = {prefix for prefix in map(megatron.prefix_of, found) if prefix}
+    if len(prefixes) > 1:
+        raise DataError(f"{path}: {len(prefixes)} Megatron files are in it; name one of them")
+    for prefix in prefixes:  # one at most
         tokens = megatron.open_documents(prefix)
         rows = f", preshuffled rows of {tokens.row_length:,} tokens" if tokens.row_length else ""
         return tokens, None, f"{prefix}: Megatron{rows}, {len(tokens.sizes):,} documents"

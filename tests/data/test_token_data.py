@@ -16,7 +16,7 @@ def test_megatron_of_every_type(tmp_path):
     for dtype in ("u1", "i1", "<i2", "<i4", "<i8", "<u2"):
         write_megatron(tmp_path / "x.1", documents, dtype)
         write_megatron(tmp_path / ".hidden", documents, dtype)
-        for name in ("x.1", "x.1.bin", "x.1.idx", ""):
+        for name in ("x.1", "x.1.bin", "x.1.idx", "x.*.bin", ""):
             with naming(dtype, name):
                 data = open_data(tmp_path / name)
                 assert "Megatron, 40 documents" in data.source
@@ -26,8 +26,9 @@ def test_megatron_of_every_type(tmp_path):
         ids, targets = Batches(data.train, 2, 8).next()
         assert ids.dtype in (np.int32, np.int64) and ids.shape == targets.shape == (2, 8)
     write_megatron(tmp_path / "y", documents)
-    with pytest.raises(DataError, match="2 Megatron files are in it; name one of them"):
-        open_data(tmp_path)
+    for name in "", "*.bin":
+        with pytest.raises(DataError, match="2 Megatron files are in it; name one of them"):
+            open_data(tmp_path / name)
     write_megatron(tmp_path / "y", [[1, 2], [], [3]])
     with pytest.raises(DataError, match="y.idx: document 1 .offset 38. is empty"):
         open_data(tmp_path / "y")
@@ -77,7 +78,7 @@ def test_published_shards_need_not_be_joined(tmp_path, last):
     for path, low, high in zip(files, cuts, cuts[1:]):
         path.write_bytes(content[low:high])
     (tmp_path / "doc[1]-notes.bin").write_bytes(b"other")
-    for name in ("doc[1]", "doc[1].idx", files[0].name, files[2].name, ""):
+    for name in ("doc[1]", "doc[1].idx", files[0].name, files[2].name, "doc*-of-*", ""):
         data = open_data(tmp_path / name)
         assert data.fingerprint == expected and "preshuffled rows" in data.source
         ids, _ = Batches(data.train, 7, 2048).next()
