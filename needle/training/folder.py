@@ -161,11 +161,14 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
         path = Path(what)
         found = find_checkpoint(path)  # before a folder is made from a mistyped name
         folder = path if path.is_dir() else path.resolve().parent.parent
+        wrong = None
         if not path.is_dir() and path.resolve().parent.name != "checkpoints":
-            raise FileError(
-                f"--resume {path}: not in the folder checkpoints/ of a run, where it could go on; "
-                f"a new run starts from its weights: {shlex.join(flag_words('--init', path))}"
-            )
+            wrong = "not in the folder checkpoints/ of a run, where it could go on"
+        elif name not in (None, os.path.basename(os.path.abspath(folder))):
+            wrong = f"goes on in its own folder, not under --name {name}"
+        if wrong is not None:
+            anew = f"a new run starts from its weights: {shlex.join(flag_words('--init', path))}"
+            raise FileError(f"--resume {path}: {wrong}; {anew}")
         return folder, take(folder), found
     folders = [out / name] if name else newest_first(out)
     for folder in folders:

@@ -367,11 +367,13 @@ def test_run_goes_on_with_its_own_settings_and_data_alone(tmp_path, tokens, stop
             refused(train_pythia.main, [*auto, *more.split()], said)
             assert contents(tmp_path) == before, more
         refused(train_pythia.main, [*auto, "--keep-optimizer"], "needs --keep", 2)
-    for path, said in (
+    saved = checkpoint_of(tmp_path, "saved", 2)
+    for path, said, *more in (
         (alone, f"a new run starts from its weights: --init {alone}"),
         *((path, str(path)) for path in (tokens, tmp_path / "missing", tmp_path)),
+        *((path, "own folder, not under --name b;", "--name=b") for path in (saved, stopped[0])),
     ):
-        refused(train_pythia.main, ["--resume", path, *CPU], said)
+        refused(train_pythia.main, ["--resume", path, *more, *CPU], said)
         assert contents(tmp_path) == before
     for folder in stopped:
         argv = without(flags(tmp_path, tokens, folder.name, "--resume auto"), "--steps")
