@@ -305,7 +305,9 @@ def evaluate(args: argparse.Namespace) -> Scores:
             parts.append(perplexity(model, text, *sizes, tokenizer, row_length, kept, report))
             if bar is not None:
                 bar.close()
-    if not parts:
+        elif len(text) == 1:
+            parts.append(Scores(0, 0.0, 0, np.full(1, np.nan, np.float32)))
+    if not any(part.tokens for part in parts):
         raise data.DataError(
             f"{args.data}: fewer than two tokens in the part that was asked for "
             f"(--split {args.split}); nothing to score"

@@ -159,6 +159,8 @@ def test_command(run, tmp_path, capsys):
     tokenizer = ndl.data.load_tokenizer(run)
     first = [len(tokenizer.decode([i]).encode()) for i in (ids[0], ids[kept])]
     assert said["bytes"] == len(TEXT.encode()) - sum(first)
+    command(capsys, run, "--data", text, "--limit", kept + 1, sizes, "--per-token", scores)
+    assert len(np.load(scores)) == kept + 1  # the last of them begins the second text
     nats = said["loss"] * said["tokens"]
     assert math.isclose(said["bits_per_byte"], nats / math.log(2) / said["bytes"], rel_tol=1e-9)
     one = run / "checkpoints" / "step_3.safetensors"
