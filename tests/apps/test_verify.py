@@ -212,6 +212,21 @@ FAULTS = {
     "a changed token that no line of proof has": (
         lambda folder: swap_token(folder, 5), {"data": (DIFFERS, "data", None)} | ALL_BEHIND,
     ),
+    "fewer tokens": (
+        lambda folder: np.save(folder.parent.parent / "tokens.npy", TOKENS[:50]),
+        {"data": (DIFFERS, "data", None)} | ALL_BEHIND,
+    ),
+    **{
+        f"a line of proof of position {batch!r}": (
+            told(6, True, position={"epoch": 0, "batch": batch}),
+            {
+                "data": (DIFFERS, "order", None),
+                "step_6.safetensors": (DIFFERS, "order", 6),
+                FIVE: (DIFFERS, "line", 6),
+            },
+        )
+        for batch in (99, "x")
+    },
     "a changed line": (other_blank, {"metrics.jsonl": (DIFFERS, "line", 3)}),
     **{
         f"another {name} in a new chain": (told(6, **{name: 9.0}), {FIVE: (DIFFERS, "line", 6)})

@@ -154,17 +154,22 @@ def check_data(claims: Claims) -> Verdict:
         return verdict(UNDECIDED, f"{error}: --data PATH names another place")
     except FileError:
         data, is_same = run_data(described, claims.folder), False
-    batches, every = run_batches(data, described, described["id_limit"]), described["micro_batches"]
-    if claims.proofs:  # a position knows the order of the data
-        batches.seek(claims.proofs[max(claims.proofs)]["position"])
-    if claims.replay is not None:
-        claims.replay.begin(data, batches, every)
-    for step, proof in sorted(claims.proofs.items()):
-        batches.seek_batch((step - 1) * every)
-        found = proofs.batch_hash(batches, batches.position, every)
-        if found != proof.get("batch"):
-            text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
-            return verdict(DIFFERS, text, claims.order if is_same else "data", step)
+    every = described["micro_batches"]
+    try:
+        batches = run_batches(data, described, described["id_limit"])
+        if claims.proofs:  # a position knows the order of the data
+            batches.seek(claims.proofs[max(claims.proofs)]["position"])
+        if claims.replay is not None:
+            claims.replay.begin(data, batches, every)
+        for step, proof in sorted(claims.proofs.items()):
+            batches.seek_batch((step - 1) * every)
+            found = proofs.batch_hash(batches, batches.position, every)
+            if found != proof.get("batch"):
+                text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
+                return verdict(DIFFERS, text, claims.order if is_same else "data", step)
+    except (FileError, TypeError) as error:  # the tokens have no such position, ids or documents
+        if is_same:
+            return verdict(DIFFERS, str(error), claims.order)
     if not is_same:
         text = f"{data.source}: fingerprint {data.fingerprint}, not {described['fingerprint']}"
         return verdict(DIFFERS, text, "data")
