@@ -50,7 +50,7 @@ def run_data(
         data.tokenizer = own
     if data.fingerprint != fingerprint:
         said = "not the tokens that the run read before: the data or the tokenizer has changed"
-        raise DataError(f"{data.source}: {said}")
+        raise DataError(f"{data.source}: {said}: {data.fingerprint}, not {fingerprint}")
     return data
 
 

@@ -439,6 +439,9 @@ def test_errors_are_named(tmp_path, folder, verdicts, monkeypatch, refused):
     assert verdicts(folder, "--data", str(tmp_path / "none.npy"))[0] == 4
     assert verdicts(folder, "--steps", "0:2", "--out", "runs")[:2] == (0, {})
     refused(verify.main, [tmp_path / "none", *CPU], "none/config.json: cannot be read")
+    (folder / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer.json" in verdicts(folder)[2]["data"]["text"]
+    (folder / "tokenizer.json").unlink()
     (folder / "manifest.json").write_text("{")
     refused(verify.main, [folder, *CPU], "manifest.json: no JSON")
     (folder / "manifest.json").unlink()

@@ -146,14 +146,14 @@ def check_settings(claims: Claims) -> Verdict:
 
 def check_data(claims: Claims) -> Verdict:
     """Check the tokens, and the batch of each line of proof."""
-    described, is_same = claims.data, True
+    described, other = claims.data, None
     verdict = functools.partial(Verdict, "data", scope="read here")
     try:
         data = run_data(described, claims.folder, described["fingerprint"])
     except MissingFileError as error:
         return verdict(UNDECIDED, f"{error}: --data PATH names another place")
-    except FileError:
-        data, is_same = run_data(described, claims.folder), False
+    except FileError as error:
+        data, other = run_data(described, claims.folder), str(error)
     every = described["micro_batches"]
     try:
         batches = run_batches(data, described, described["id_limit"])
@@ -166,13 +166,12 @@ def check_data(claims: Claims) -> Verdict:
             found = proofs.batch_hash(batches, batches.position, every)
             if found != proof.get("batch"):
                 text = f"its line of proof has the batch {proof.get('batch')}, not {found}"
-                return verdict(DIFFERS, text, claims.order if is_same else "data", step)
+                return verdict(DIFFERS, text, "data" if other else claims.order, step)
     except (FileError, TypeError) as error:  # the tokens have no such position, ids or documents
-        if is_same:
+        if not other:
             return verdict(DIFFERS, str(error), claims.order)
-    if not is_same:
-        text = f"{data.source}: fingerprint {data.fingerprint}, not {described['fingerprint']}"
-        return verdict(DIFFERS, text, "data")
+    if other:
+        return verdict(DIFFERS, other, "data")
     return verdict(EQUAL, f"the tokens, and the batches of {len(claims.proofs):,} lines of proof")
 
 
