@@ -171,6 +171,9 @@ def test_rate_follows_the_edit(tmp_path, parent):
     edits = [{"do": "rate", "steps": steps, "factor": 0.5} for steps in ([2, 4], [3, 5])]
     several = replays.Replay("", None, 0, 0, 6, edits).rates(lambda step: 1.0)
     assert [several(step) for step in range(1, 7)] == [1, 0.5, 0.25, 0.25, 0.5, 1]
+    edits = [{"do": "rate", "steps": [1, 4], "to": 0.5}]  # of a warmup, which is 0 at step 0
+    first = replays.Replay("", None, 0, 0, 4, edits).rates(Constant(1.0, 2))
+    assert [first(step) for step in range(1, 5)] == [0.4375, 0.375, 0.3125, 0.25]
     # The decay of a stable run has the very rates of a schedule that decays.
     edits = [{"do": "rate", "steps": [5, 8], "to": 0.1}]
     decayed = replays.Replay("", None, 4, 4, 8, edits).rates(Constant(3e-3, 1))

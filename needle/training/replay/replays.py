@@ -123,7 +123,7 @@ def _edited_rate(edit: dict[str, Any], schedule: Callable[[int], float], step: i
         return float(edit["value"])
     if "factor" in edit:
         return schedule(step) * edit["factor"]
-    before = schedule(first - 1)
+    before = schedule(max(first - 1, 1))
     return Linear(before, last - first + 1, floor=edit["to"] * before)(step - first + 1)
 
 
