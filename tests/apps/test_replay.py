@@ -200,7 +200,7 @@ def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here,
         words = EVERY, "--schedule constant --warmup 0"
         assert train_pythia.main(flags(tmp_path, tokens, name, *words, steps=steps)) == 0
     run = ndl.open_run(tmp_path / "runs" / "a")
-    run.replay(6, steps=2, name="b", flags=CPU)
+    run.replay(6, steps=np.int64(2), name="b", flags=CPU)
     assert_same_run(tmp_path, "b", "long", step=8)
     capsys.readouterr()
     assert train_pythia.main(["--resume", str(tmp_path / "runs" / "b"), "--steps", "9", *CPU]) == 0
@@ -305,11 +305,15 @@ def test_errors_are_named_and_leave_nothing(tmp_path, parent):
         ((6,), "--from 6: .*a has the steps 0 to 6: take one of 0 to 5"),
         ((9, [], 1), "--from 9: .*a has the steps 0 to 6: take one of 0 to 5"),
         ((-1,), "--from -1: "),
+        ((2, [], 0), "--steps 0: must be 1 or more"),
+        ((2, [], -1), "--steps -1: must be 1 or more"),
         ((2, [], 9), "the cosine schedule of .* ends at step 6: give 4 or less"),
         ((2, [], 1, "a"), "there is a run of this name already"),
     ):
         with naming(arguments), pytest.raises(DataError, match=says):
             parent.replay(*arguments, flags=CPU)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        parent.replay(2, [], 1.5)
     edited = parent.replay(2, [EDITS["a rate"][0]], name="edited", flags=CPU)
     with pytest.raises(DataError, match="edited: a replay with edits: replay .*/a, with all edits"):
         edited.replay(4)

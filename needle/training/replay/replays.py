@@ -13,6 +13,7 @@ import fnmatch
 import functools
 import hashlib
 import json
+import operator
 import os
 import shlex
 import shutil
@@ -191,10 +192,12 @@ def planned(parent: Path, start: int, steps: int | None, edits: list[dict]) -> R
     last, ends = settings["steps"], settings["schedule"] != "constant"
     if not ends:  # a run may have gone on behind its --steps
         last = max([last, *Log(parent / "metrics.jsonl").steps])
-    until = last if steps is None else start + steps
+    until = last if steps is None else start + operator.index(steps)
     if not 0 <= start <= last - (ends or steps is None):
         said = f"has the steps 0 to {last}: take one of 0 to {last - 1}"
         raise DataError(f"--from {start}: {parent} {said}")
+    if until <= start:
+        raise DataError(f"--steps {steps}: must be 1 or more")
     if until > last and ends:
         raise DataError(
             f"--steps {steps}: the {settings['schedule']} schedule of {parent} ends at step "
