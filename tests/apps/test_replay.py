@@ -208,6 +208,8 @@ def test_replay_of_a_constant_run_goes_on_behind_its_end(tmp_path, tokens, here,
     assert "all 8 steps are done. The replay ends there; a new run goes on from its wei" in said
     with pytest.raises(DataError, match="--from 6: .* take one of 0 to 5"):
         run.replay(6)
+    with pytest.raises(DataError, match="--from 7: .* take one of 0 to 6"):
+        run.replay(7, steps=1)
     assert train_pythia.main(["--resume", str(run.folder), "--steps", "8", *CPU]) == 0
     run.replay(7, name="c", flags=CPU)
     assert_same_run(tmp_path, "c", "long", step=8)

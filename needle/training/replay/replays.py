@@ -193,8 +193,9 @@ def planned(parent: Path, start: int, steps: int | None, edits: list[dict]) -> R
     if not ends:  # a run may have gone on behind its --steps
         last = max([last, *Log(parent / "metrics.jsonl").steps])
     until = last if steps is None else start + operator.index(steps)
-    if not 0 <= start <= last - (ends or steps is None):
-        said = f"has the steps 0 to {last}: take one of 0 to {last - 1}"
+    most = last - (ends or steps is None)
+    if not 0 <= start <= most:
+        said = f"has the steps 0 to {last}: take one of 0 to {most}"
         raise DataError(f"--from {start}: {parent} {said}")
     if until <= start:
         raise DataError(f"--steps {steps}: must be 1 or more")
