@@ -159,7 +159,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, tokens, runs, probe, r
     a, b, c = (tmp_path / "runs" / name for name in "abc")
     (c / "metrics.jsonl").unlink()
     for words, code, says in (
-        ([a, c], 1, "c: its model has another shape than"),
+        ([a, c], 1, "c: its model has another hidden_size, intermediate_size than"),
         ([c], 1, "c/metrics.jsonl: no line of a step: --no-floor"),
         ([a, b, "--every", 5], 1, "no step whose weights all runs have"),
         ([tmp_path / "none"], 1, "none: no run"),

@@ -265,7 +265,9 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     runs = [open_run(run) for run in args.runs]
     for run in runs[1:]:
         if run.config != runs[0].config:
-            raise DataError(f"{run.folder}: its model has another shape than {runs[0].folder}")
+            own, theirs = (one.config.to_dict() for one in (run, runs[0]))
+            what = ", ".join(key for key in own if own[key] != theirs.get(key)) or "class"
+            raise DataError(f"{run.folder}: its model has another {what} than {runs[0].folder}")
     steps = shared_steps(runs, args.every)
     texts = read_documents(args.probe, runs[0].tokenizer, runs[0].config.vocab_size)
     if not args.no_floor:
