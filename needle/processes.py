@@ -109,9 +109,7 @@ def program(main: Callable[[], int | None]) -> int:
     where the reader of its output has closed it, as `| head` does: a shell sees the same of any
     program that SIGPIPE ends. `main` must let that BrokenPipeError pass. Return EXIT_INTERRUPTED
     after a Ctrl-C that `main` does not catch. Print characters that the encoding of stdout lacks
-    as escapes, and nothing where stdout or stderr was closed before the start (`>&-`)."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
+    as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -71,13 +71,6 @@ def test_program_whose_errors_are_not_read_ends_as_by_sigpipe(closed):
     assert (done.returncode, done.stdout) == (EXIT_CLOSED_PIPE, b"")
 
 
-def test_program_without_stdout_and_stderr_trains(folder):
-    (folder / "text.txt").write_text("a line of text\n" * 100)
-    words = "--data text.txt --steps 1 --seq-len 8 --layers 1 --hidden 16 --heads 2 --device cpu"
-    command = f"'{sys.executable}' '{ROOT}/apps/train_pythia.py' {words} >&- 2>&-"
-    assert run("sh", "-c", command, cwd=folder).returncode == 0
-
-
 def test_program_whose_other_pipe_breaks_says_so():
     code = """
 import os, sys
