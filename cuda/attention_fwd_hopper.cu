@@ -1,5 +1,6 @@
 /* attention_fwd_hopper.cu - attention_fwd.cu on Hopper, for 16-bit operands of head dims up to 128
- * whose rows the copy engine takes. Maths, precision and results are those of attention_fwd.cu.
+ * whose rows the copy engine takes. Maths, precision and results are those of attention_fwd.cu, but
+ * that weights are relative to another score than the largest so far: see Softmax.
  *
  * Parallel: dense, a team of three consumer warpgroups (two for head dims above 64, and where tiles
  *   of three leave too many multiprocessors idle at the end), which own 64 queries each and walk
@@ -167,10 +168,11 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int 
 /* ---- a consumer ------------------------------------------------------------------------------ */
 /* Of a thread's two rows the power of 2 that weights are relative to, and its part of their sum. The
  * power is that of the largest score of the first tile, so that no other tile waits for its largest
- * score. It follows the scores once a weight is above MOST, below which weights are as exact as
- * those up to 1. */
+ * score. It follows the scores once the weights of a row and tile that a thread has add up to more
+ * than MOST: weights above 1 are as exact as others, but float16 ends at 65,504, and so does o in
+ * float32 for values of bfloat16 above 2^100. */
 struct Softmax {
-    static constexpr float MOST = 32768.0f; /* of float16, up to 65,504 */
+    static constexpr float MOST = 32768.0f;
     float shift[2], sum[2], shrink[2];
 
     __device__ __forceinline__ void init() {
@@ -178,28 +180,29 @@ struct Softmax {
         sum[0] = sum[1] = 0.0f;
     }
 
-    /* Scores of a row become weights. Return their sum. */
+    /* Scores of a row become weights relative to 2^from. Return their sum. */
     template <int N>
-    __device__ __forceinline__ float weights(float (&s)[N], int half, float scale_log2) const {
+    static __device__ __forceinline__ float weights(float (&s)[N], int half, float scale_log2,
+                                                    float from) {
         float parts[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int i = 2 * half; i < N; i += 4) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                s[i + e] = fast_exp2(fmaf(s[i + e], scale_log2, -shift[half]));
+                s[i + e] = fast_exp2(fmaf(s[i + e], scale_log2, -from));
                 parts[e] += s[i + e];
             }
         }
         return parts[0] + parts[1];
     }
 
-    /* Scores become weights, `parts` the rows' sums. False if one is above MOST, or not a number, as
-     * where a row had no key so far. */
+    /* Scores become weights, `parts` this thread's sum of each row. False if a sum is above MOST, or
+     * not a number, as where a row had no key so far. */
     template <int N>
-    __device__ __forceinline__ bool weigh(float (&s)[N], float (&parts)[2],
-                                          float scale_log2) const {
-        parts[0] = weights(s, 0, scale_log2);
-        parts[1] = weights(s, 1, scale_log2);
+    __device__ __forceinline__ bool try_weights(float (&s)[N], float (&parts)[2],
+                                                float scale_log2) const {
+        parts[0] = weights(s, 0, scale_log2, shift[0]);
+        parts[1] = weights(s, 1, scale_log2, shift[1]);
         return parts[0] <= MOST && parts[1] <= MOST;
     }
 
@@ -214,12 +217,11 @@ struct Softmax {
                 top = fmaxf(top, fmaxf(s[i], s[i + 1]));
             }
             const float before = shift[half];
-            const float after = fmaxf(before, warp_max<4>(top) * scale_log2);
+            shift[half] = fmaxf(before, warp_max<4>(top) * scale_log2);
             /* -inf - -inf is not a number: rows without a key subtract 0 */
-            shift[half] = after == -INFINITY ? 0.0f : after;
-            shrink[half] = fast_exp2(before - shift[half]);
-            sum[half] = sum[half] * shrink[half] + weights(s, half, scale_log2);
-            shift[half] = after;
+            const float from = shift[half] == -INFINITY ? 0.0f : shift[half];
+            shrink[half] = fast_exp2(before - from);
+            sum[half] = sum[half] * shrink[half] + weights(s, half, scale_log2, from);
         }
     }
 };
@@ -416,16 +418,16 @@ template <class T, class Shape> struct Consumer {
         }
     }
 
-    /* From scores that have been multiplied to weights, but for rounding them. True if what was
-     * added up before must be multiplied by softmax.shrink: in the first tile, and where weights
-     * are too large. Then the scores, which are lost, are multiplied again, by all four warps. */
+    /* From scores that have been multiplied to weights, but for rounding them. True if o must be
+     * multiplied by softmax.shrink. Once weights prove too large the scores are gone, so that Q K^T
+     * is repeated: by all four warps, as wgmma needs, and before the keys are handed back. */
     template <bool FIRST> __device__ __forceinline__ bool weigh(float (&s)[SCORES]) {
         bool follows = FIRST;
         hold(s);
         hide_unseen(s);
         if constexpr (!FIRST) {
             float parts[2];
-            const bool good = softmax.weigh(s, parts, p.scale_log2);
+            const bool good = softmax.try_weights(s, parts, p.scale_log2);
             follows = named_barrier_any(my_barrier, WARPGROUP, !good);
             if (follows) {
                 multiply_keys(s);

@@ -100,7 +100,7 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-/* The same; true if one of the threads says so. */
+/* named_barrier_sync; true if `one` is true for any of the threads. */
 __device__ __forceinline__ bool named_barrier_any(int number, int threads, bool one) {
     int any;
     asm volatile("{\n"
@@ -236,7 +236,7 @@ template <int COUNT> __device__ __forceinline__ void registers_up_to() {
 typedef uint32_t Operand;
 
 /* A number that all threads of a warp have, in a uniform register: what follows from it is computed
- * there, and not moved there for each product. */
+ * there, and not moved there for each product. All 32 threads call. */
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ Operand rows_operand(uint32_t address) {
