@@ -182,8 +182,8 @@ ROTATED += [
     dict(sizes=(1, 450, 450, 2, D), causal=True, half=half, is_half=True, block=block, masks=2)
     for half, block, D in itertools.product((8, 16), (64, 128), (64, 128))
 ]
-# The forward's weights follow scores 2^15 above them: never (the first two), seldom, in each tile of
-# keys, and from weights that are infinite.
+# The forward's weights follow scores 2^15 above them: never (the first two), seldom, in each tile
+# of keys, and from weights that are infinite.
 RISING = [
     dict(sizes=(1, 450, 450, 1, D), causal=True, is_half=is_half, rise=rise, block=block)
     for rise, D in ((-5.0, 64), (1.5, 64), (5.0, 128), (30.0, 64), (150.0, 128))
