@@ -3,6 +3,7 @@ enqueued on needle's stream before, and beside what is enqueued later, up to `wa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from needle._C import Device, Event, NDArray
@@ -10,7 +11,7 @@ from needle._C import Device, Event, NDArray
 Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 
 
-class StreamTransport:
+class StreamTransport(ABC):
     """The transport of arrays on a GPU. A subclass enqueues."""
 
     def __init__(self, device: Device) -> None:
@@ -32,10 +33,11 @@ class StreamTransport:
         work.last.record(side=True)
         return work
 
+    @abstractmethod
     def _enqueue(self, sends: Parts, receives: Parts) -> None:
         """Put an exchange of arrays that have elements into the side stream."""
-        raise NotImplementedError(f"{type(self).__name__}._enqueue is not defined")
 
+    @abstractmethod
     def look(self) -> None:
         """Raise RankError if an exchange cannot end well. Another thread calls."""
 

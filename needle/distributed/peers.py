@@ -168,6 +168,9 @@ class PeerTransport(StreamTransport):
         call("cuEventRecord", self._are_sent, self._sending)
         call("cuStreamWaitEvent", receiving, self._are_sent, 0)
 
+    def look(self) -> None:
+        """Nothing: the driver's calls raise, and a rank that is gone leaves the streams waiting."""
+
     def _rounds(self, parts: Parts) -> Iterator[list[tuple[int, list[Piece]]]]:
         """Yield the first message of each rank, then the second ones, beginning with the next rank,
         so that not all ranks begin with one. A message waits for those of earlier rounds alone."""
