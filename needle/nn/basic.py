@@ -9,9 +9,10 @@ from typing import Any
 
 from needle import init, ops
 from needle._C import Device
-from needle.autograd.tensor import FLOATS, Tensor
+from needle.autograd import Tensor
 from needle.backend_ndarray import listed
 from needle.nn.module import Module, Parameter
+from needle.ops.reduce import rounded
 
 __all__ = [
     "BCELoss", "BCEWithLogitsLoss", "BatchNorm1d", "Dropout", "ELU", "Embedding", "Flatten", "GELU",
@@ -376,8 +377,7 @@ class RMSNorm(Module):
         check_features(self, x, "dim")
         wide = ops.astype(x, "float32")
         scale = ops.rsqrt(ops.mean(wide * wide, -1, True) + self.eps)
-        out = wide * scale * self.weight
-        return ops.astype(out, x.dtype) if x.dtype in FLOATS else out
+        return rounded(wide * scale * self.weight, x)
 
 
 class BatchNorm1d(Module):
@@ -424,8 +424,7 @@ class BatchNorm1d(Module):
                 kept[...] = (1 - self.momentum) * kept + self.momentum * batch.cached_data
         else:
             off, var = wide - self.running_mean, ops.astype(self.running_var, "float32")
-        out = self.weight * (off / ops.sqrt(var + self.eps)) + self.bias
-        return ops.astype(out, x.dtype) if x.dtype in FLOATS else out
+        return rounded(self.weight * (off / ops.sqrt(var + self.eps)) + self.bias, x)
 
 
 class Embedding(Module):

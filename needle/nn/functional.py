@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from needle import init, ops
-from needle.autograd.tensor import FLOATS, Tensor
+from needle.autograd import Tensor
 from needle.backend_ndarray import listed
 from needle.ops import *  # noqa: F403
+from needle.ops.reduce import rounded
 
 
 def pad(a: Tensor, widths: Sequence[int], mode: str = "constant", value: float = 0) -> Tensor:
@@ -78,7 +79,7 @@ def normalize(a: Tensor, p: float = 2, dim: int = 1, eps: float = 1e-12) -> Tens
     """`a` divided by its norm along `dim`, or by eps where that is larger."""
     wide = ops.astype(a, "float32")  # eps is 0 in float16
     out = wide / wide.norm(p, dim, True).maximum(eps)
-    return ops.astype(out, a.dtype) if a.dtype in FLOATS else out
+    return rounded(out, a)
 
 
 def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
@@ -86,7 +87,7 @@ def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> 
     larger."""
     x, y = (normalize(ops.astype(operand, "float32"), 2, dim, eps) for operand in (a, b))
     out = (x * y).sum(dim)
-    return ops.astype(out, a.dtype) if a.dtype in FLOATS else out
+    return rounded(out, a)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -104,5 +105,4 @@ def nll_loss(input: Tensor, target: Any, *, ignore_index: int = -100) -> Tensor:
     if bool((counts & (classes < 0)).any()):
         raise ValueError("nll_loss: target has a number below 0, which is no class")
     picked = ops.astype(input.gather(1, classes * counts), "float32")
-    out = -ops.where(counts, picked, 0.0).sum() / ops.maximum(counts.sum(), 1)
-    return ops.astype(out, input.dtype) if input.dtype in FLOATS else out
+    return rounded(-ops.where(counts, picked, 0.0).sum() / ops.maximum(counts.sum(), 1), input)

@@ -28,7 +28,7 @@ from needle.ops.order import TopK, sort, topk
 from needle.ops.shape import concatenate, permute
 
 
-def _rounded(result: Any, a: Any) -> Any:
+def rounded(result: Any, a: Any) -> Any:
     """Return a result of float32 in the dtype of `a`, or of no float dtype as it is."""
     return result.astype(a.dtype) if a.dtype in FLOATS else result
 
@@ -46,7 +46,7 @@ def mean(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
     [2. 3.]
     """
-    return _rounded(a.mean(axes, keepdims), a)
+    return rounded(a.mean(axes, keepdims), a)
 
 
 def _shared_by(extreme: Callable[..., NDArray]) -> Callable[..., Tensor]:
@@ -126,7 +126,7 @@ def logsumexp(a: NDArray, axes: Axes = None, keepdims: bool = False) -> NDArray:
     1000.6932
     """
     m, _, s = _shifted(a, axes, LARGEST)  # inf, where the others are NaN
-    return _rounded(_C.add(m, _C.log(s)), a).reshape(kept_shape(a.shape, axes, keepdims))
+    return rounded(_C.add(m, _C.log(s)), a).reshape(kept_shape(a.shape, axes, keepdims))
 
 
 def _softmax_slope(g: Tensor, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -144,7 +144,7 @@ def softmax(a: NDArray, axes: Axes = -1) -> NDArray:
     """
     _, e, s = _shifted(a, axes)
     # a slice that is not all -inf has s >= 1, except where a is NaN, which stays NaN
-    return _rounded(_C.divide(e, _C.add(s, _C.equal(s, 0.0))), a)
+    return rounded(_C.divide(e, _C.add(s, _C.equal(s, 0.0))), a)
 
 
 @differentiable(
@@ -159,7 +159,7 @@ def logsoftmax(a: NDArray, axes: Axes = -1) -> NDArray:
     """
     m, _, s = _shifted(a, axes)
     # (a - m) first: at 1e10 the sum m + log(s) would swallow log(s)
-    return _rounded(_C.subtract(_C.subtract(a, m), _C.log(_C.maximum(s, 1e-38))), a)
+    return rounded(_C.subtract(_C.subtract(a, m), _C.log(_C.maximum(s, 1e-38))), a)
 
 
 def any(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
@@ -277,7 +277,7 @@ def var(
     off = wide - mean(wide, axes, True)
     total = summation(off * off, axes, keepdims)
     out = total / float(count - correction if count > correction else 0)
-    return _rounded(out, a)
+    return rounded(out, a)
 
 
 def std(
@@ -291,7 +291,7 @@ def std(
     0."""
     wide, scale = _scaled(astype(a, "float32"), axes_or_dim("std", axes, dim), "max")
     out = _root(var(wide, axes, correction, keepdims, dim))
-    return _rounded(out * reshape(scale, out.shape), a)
+    return rounded(out * reshape(scale, out.shape), a)
 
 
 def _root(a: Tensor) -> Tensor:
@@ -353,4 +353,4 @@ def norm(a: Tensor, ord: Any = 2, axes: Axes = None, keepdims: bool = False) -> 
             powers = where(zero, 0.0 if ord > 0 else math.inf, powers)
             out = summation(powers, axes, keepdims) ** (1 / ord)
         out = out * reshape(scale, out.shape)
-    return _rounded(out, a)
+    return rounded(out, a)
