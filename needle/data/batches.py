@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -147,8 +148,9 @@ class Batches:
     def seek(self, position: dict[str, int]) -> None:
         """Go to a `position` that batches of the same tokens, sizes and seed have had. DataError
         for what is none."""
-        if not position.keys() >= self.position.keys():
-            raise DataError(f"no position: {position}, but one has {', '.join(self.position)}")
+        if not all(isinstance(position.get(name), Integral) for name in self.position):
+            numbers = ", ".join(self.position)
+            raise DataError(f"no position: {position}, but one has the numbers {numbers}")
         epoch, batch, passes = position["epoch"], position["batch"], self.passes
         if passes is not None:  # a run whose length was changed keeps the order it began with
             passes = position["passes"]
