@@ -98,16 +98,18 @@ def test_backends_do_no_python_and_do_not_exit():
 # PTX. A flag of the host, std::atomic<bool>, adds nothing. Headers of kernels may hide some, or add
 # in an order of their own: of those that are used one sorts integers, and one adds them up. Those
 # of a block add in a fixed order. atomicInc, and atomicAdd of 1u, count whole numbers; atomicMax
-# and bar.red find the same in any order. bulk_add of hopper.cuh may follow a ticket, which says
-# whose turn it is; box_add adds a box of a gradient, each of which a launch stores once.
+# finds the same in any order. bulk_add of hopper.cuh may follow a ticket, which says whose turn it
+# is; box_add adds a box of a gradient, each of which a launch stores once; named_barrier_any adds
+# nothing, but tells threads at a barrier whether one of them says so.
 ATOMIC = (
-    r"cuda::(?:std::)?atomic|\b(?:atom|(?<!bar\.)red)\.[a-z]"
+    r"cuda::(?:std::)?atomic|\b(?:atom|red)\.[a-z]"
     r"|(?<!std::)(?<!<)\b(?!atomic(?:Inc|Max)\b)\w*atomic\w*"
     r"|reduce\.async|\b(?:bulk|box)_add\b"
 )
 ORDERED = (
     r"\batomicAdd\([^;]*, 1u\);|\bawait_ticket\([^;]*;\s*bulk_add\b|(?s:\bvoid bulk_add\(.*?\n\})"
     r"|\bif \(p\.joins\) \{\s*box_add\b|(?s:\bvoid box_add\(.*?\n\})"
+    r"|(?s:\bbool named_barrier_any\(.*?\n\})"
 )
 KERNELS = r"<((?:cub|thrust|cuda|cooperative_groups|cute?|cutlass)\b[^_>][^>]*)>"
 
