@@ -144,7 +144,7 @@ __device__ __forceinline__ Visible visible_parts(const Problem &p, int mine) {
     }
 }
 
-/* Of a slot or stage, for products: see uniform(). The two kernels lose 2 % by it. */
+/* A slot or stage, for products: see uniform(), with which the kernels of lists are 2 % slower. */
 template <class Shape> __device__ __forceinline__ int place(int at) {
     return Shape::ONE_PASS ? (int)uniform(at) : at;
 }
