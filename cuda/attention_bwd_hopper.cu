@@ -50,26 +50,35 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
                 continue;
             }
         }
-        store_item(at.item(slot.at), item);
         if (item.tile < 0) {
+            store_item(at.item(slot.at), item);
             barrier_arrive(at.own_full(slot.at));
             break;
         }
         int first = item.tile * Shape::ROWS;
-        barrier_expect(at.own_full(slot.at), 2 * Shape::OWN);
         for (int which = 0; which < 2; which++) {
             for (int panel = 0; panel < Shape::PANELS; panel++) {
-                for (int part = 0; part < Shape::CONSUMERS; part++) {
-                    box_load(at.own(slot.at, which) + panel * Shape::OWN_PANEL + part * Shape::PART,
+                for (int group = 0; group < Shape::CONSUMERS; group++) {
+                    box_load(at.own(slot.at, which) + panel * Shape::OWN_PANEL +
+                                 group * Shape::PART,
                              &f.own[which], at.own_full(slot.at), panel * PANEL_COLUMNS,
-                             first + part * CONSUMER_ROWS, item.h, item.b);
+                             first + group * CONSUMER_ROWS, item.h, item.b);
                 }
             }
         }
-        slot.advance();
+        /* Lists are read while these rows come: own_full waits for barrier_expect. */
         auto walk = walk_of<Shape>(p, item, first);
-        for (int part = walk.next(); part >= 0; part = walk.next()) {
+        int part = walk.next();
+        item.meets = part >= 0;
+        store_item(at.item(slot.at), item);
+        barrier_expect(at.own_full(slot.at), 2 * Shape::OWN);
+        slot.advance();
+        for (; part >= 0; stage.advance()) {
+            const int next = walk.next();
             barrier_wait(at.empty(stage.at), stage.phase ^ 1);
+            if (Shape::LISTS) {
+                store_shared4(at.part(stage.at), part + (next < 0));
+            }
             barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::TERMS_BYTES);
             for (int which = 0; which < 2; which++) {
                 for (int panel = 0; panel < Shape::PANELS; panel++) {
@@ -80,7 +89,7 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
             if (Shape::OWN_KEYS) {
                 box_load(at.terms(stage.at), &f.terms, at.full(stage.at), 0, part, item.h, item.b);
             }
-            stage.advance();
+            part = next;
         }
     }
     end_producer(gridDim.x);
@@ -244,6 +253,38 @@ __device__ __forceinline__ void hand_on(const uint32_t (&ds)[4][4], Ring<Shape::
     }
     weights.advance();
 }
+
+/* The parts of an item as they come, for a consumer: next() waits for one, and returns its first row,
+ * or -1 after the last. Only the producer reads lists: it leaves word of a part beside it, which all of
+ * a consumer's threads must have read when the part is handed back. */
+template <class Shape, bool LISTS = Shape::LISTS> struct Parts {
+    decltype(walk_of<Shape>(Problem(), WorkItem(), 0)) walk;
+
+    __device__ __forceinline__ Parts(const Problem &p, const WorkItem &item, int first)
+        : walk(walk_of<Shape>(p, item, first)) {}
+    __device__ __forceinline__ int next(Places<Shape> at, Ring<Shape::STAGES> stage) {
+        const int part = walk.next();
+        if (part >= 0) {
+            barrier_wait(at.full(stage.at), stage.phase);
+        }
+        return part;
+    }
+};
+template <class Shape> struct Parts<Shape, true> {
+    bool more;
+
+    __device__ __forceinline__ Parts(const Problem &, const WorkItem &item, int)
+        : more(item.meets) {}
+    __device__ __forceinline__ int next(Places<Shape> at, Ring<Shape::STAGES> stage) {
+        if (!more) {
+            return -1;
+        }
+        barrier_wait(at.full(stage.at), stage.phase);
+        const int word = (int)uniform(load_shared4(at.part(stage.at)));
+        more = (word & 1) == 0;
+        return word & ~1;
+    }
+};
 
 /* The end of an item: dX and dY are rotated back, their sums and largest taken, and stored. mine:
  * the first of the 64 rows; most: see larger(). */
@@ -419,8 +460,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         };
         /* A part that none of my rows meets. */
         auto pass = [&]() {
+            named_barrier_sync(1 + me.group, WARPGROUP); /* all have seen it come */
             if (me.leads) {
-                barrier_wait(at.full(stage.at), stage.phase);
                 barrier_arrive(at.empty(stage.at));
             }
             stage.advance();
@@ -433,16 +474,15 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
         };
 
-        auto walk = walk_of<Shape>(p, item, first);
-        int part = walk.next();
-        for (; part >= 0 && !visible.sees(part); part = walk.next()) {
+        Parts<Shape> parts(p, item, first);
+        auto next = [&]() { return parts.next(at, stage); };
+        int part = next();
+        for (; part >= 0 && !visible.sees(part); part = next()) {
             pass();
         }
         if (part >= 0) {
-            barrier_wait(at.full(stage.at), stage.phase);
             work(part, std::integral_constant<int, 0>());
-            for (part = walk.next(); part >= 0 && visible.sees(part); part = walk.next()) {
-                barrier_wait(at.full(stage.at), stage.phase);
+            for (part = next(); part >= 0 && visible.sees(part); part = next()) {
                 work(part, std::integral_constant<int, 1>());
             }
             second_products<T, Shape>(gradient, w, at, before.at);
@@ -451,7 +491,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
             second_products_done();
         }
-        for (; part >= 0; part = walk.next()) {
+        for (; part >= 0; part = next()) {
             pass();
         }
 
@@ -556,7 +596,7 @@ nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
     }
     if (lists.block % (2 * CONSUMER_ROWS) == 0) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 4, true>())
-                    : run(BackwardShape<KEYS, 1, 2, 2, 4, true>());
+                    : run(BackwardShape<KEYS, 1, 2, 3, 6, true>());
     }
     return wide ? run(BackwardShape<KEYS, 2, 1, 2, 4, true>())
                 : run(BackwardShape<KEYS, 1, 1, 2, 4, true>());

@@ -47,7 +47,8 @@ struct BackwardShape {
     static constexpr int BARRIERS = 2 * SLOTS + 2 * STAGES + 2 * WEIGHTS + 2 * SHARES;
     static constexpr uint32_t ITEMS_AT = BARRIERS_AT + (8 * BARRIERS + 15) / 16 * 16;
     static constexpr uint32_t ORDERS_AT = ITEMS_AT + ITEM_BYTES * SLOTS;
-    static constexpr size_t SHARED = ORDERS_AT + 16 * SHARES;
+    static constexpr uint32_t PARTS_AT = ORDERS_AT + 16 * SHARES;
+    static constexpr size_t SHARED = PARTS_AT + LISTS * 4 * STAGES;
 };
 
 struct Backward {
@@ -98,6 +99,10 @@ template <class Shape> struct Places {
     /* The item whose rows are in a slot. */
     __device__ __forceinline__ uint32_t item(int slot) const {
         return base + Shape::ITEMS_AT + ITEM_BYTES * slot;
+    }
+    /* With lists: the first row of the part in a stage, + 1 with the last of an item. */
+    __device__ __forceinline__ uint32_t part(int stage) const {
+        return base + Shape::PARTS_AT + 4 * stage;
     }
     __device__ __forceinline__ uint32_t barrier(int number) const {
         return base + Shape::BARRIERS_AT + 8 * number;

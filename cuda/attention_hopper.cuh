@@ -147,7 +147,7 @@ template <class T> struct ColumnTerms {
  * by its index and writes it to shared memory; tile is -1 after the last one. */
 struct WorkItem {
     int b, h, tile;
-    bool meets; /* the item has keys; false in the forward with block lists only */
+    bool meets; /* the item has a part of the other side; false with block lists only */
 };
 
 __device__ __forceinline__ WorkItem item_at(const Problem &p, int index, bool descending) {
