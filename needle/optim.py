@@ -23,7 +23,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from needle import _C
+from needle import _C, ops
 from needle._C import NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import commit, zeros
@@ -469,13 +469,7 @@ class AdamW(Adam):
 
 def _joined(array: NDArray, parts: Sequence[slice]) -> NDArray:
     """Return a copy of parts of an array (N,), one after the other."""
-    joined = _C.empty((sum(part.stop - part.start for part in parts),), array.dtype, array.device)
-    place = 0
-    for part in parts:
-        end = place + part.stop - part.start
-        _C.assign(joined[place:end], array[part])
-        place = end
-    return joined
+    return ops.concatenate([Tensor.from_ndarray(array[part]) for part in parts]).cached_data
 
 
 # ---- schedules -----------------------------------------------------------------------------------
