@@ -7,7 +7,6 @@ the module that registers a model before loading its checkpoints; Pythia is alwa
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import os
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from needle import init
 from needle.backend_ndarray import cpu
+from needle.command import argument_type
 from needle.files import FileError, named, reading
 from needle.nn import Module
 
@@ -184,11 +184,4 @@ def preset(name: str, **changes: Any) -> Config:
 
 
 IMPORT = "run this Python file first, which registers a model of one's own (models.register)"
-
-
-def imported(text: str) -> str:
-    """Run `import_file`, as the type of --import."""
-    try:
-        return import_file(text)
-    except FileError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+imported = argument_type(import_file)  # the type of --import
