@@ -15,9 +15,7 @@ def whole_sizes(*sizes: int) -> bool:
     return all(size > 0 and size % MULTIPLE == 0 for size in sizes)
 
 
-class Quantized:
-    """Rows x (N, C) in e4m3: x is `scale` times `rows`, rounded; `columns` is their transpose."""
-
-    def __init__(self, x: NDArray) -> None:
-        nothing = (None, 0, None, None, None, 0.0, None)
-        self.rows, self.columns, self.scale = _C.fp8_quantize(x, 0, *nothing)
+def quantized(x: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+    """Return x (N, C) in e4m3, its transpose, and the scale: x is that times the first, rounded."""
+    nothing = (None, 0, None, None, None, 0.0, None)
+    return _C.fp8_quantize(x, 0, *nothing)

@@ -15,7 +15,7 @@ from needle.backend_ndarray import full
 from needle.ops.broadcast import as_floats, astype, differentiable, reshape, summation
 from needle.ops.common import check_tensors, id_array, rows_of
 from needle.ops.elementwise import clip, exp, log, log1p, softplus, where
-from needle.ops.fp8 import DEEPEST, Quantized, whole_sizes
+from needle.ops.fp8 import DEEPEST, quantized, whole_sizes
 from needle.ops.indexing import gather
 from needle.ops.matmul import weight_grad
 from needle.ops.reduce import logsoftmax, mean
@@ -169,6 +169,7 @@ class LinearCrossEntropy(FusedOp):
     def __init__(self, targets: NDArray, transposed: bool, needs: tuple[bool, bool]) -> None:
         self.targets, self.transposed, self.needs = targets, transposed, needs
         self.dlogits: NDArray | None = None
+        self.dlogits_t: NDArray | None = None  # the transpose, in FP8 alone
 
     def _oriented(self, w: NDArray) -> NDArray:
         return w.permute((1, 0)) if self.transposed else w
@@ -204,9 +205,6 @@ class LinearCrossEntropy(FusedOp):
         factors = (self.dlogits, x) if self.transposed else (x, self.dlogits)
         weight_grad(*factors, into, scale)
 
-    def _drop_dlogits(self) -> None:
-        self.dlogits = None
-
     def _in_runs(self, x: NDArray, w: NDArray) -> NDArray:
         count = x.shape[0]
         losses = _C.empty((count,), "float32", x.device)
@@ -223,7 +221,7 @@ class LinearCrossEntropy(FusedOp):
                 self._input_grad_into(self.dx[run], w)
             if self.dw is not None:
                 self._weight_grad(x[run], (self.dw, start > 0))
-            self._drop_dlogits()  # their memory is the next run's
+            self.dlogits = self.dlogits_t = None  # their memory is the next run's
         valid = (self.targets >= 0).astype("float32").sum()
         self.share = 1.0 / _C.maximum(valid, 1.0)
         return losses.sum() * self.share
@@ -267,17 +265,15 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         return whole_sizes(c, *sizes) and c <= cls.WIDEST
 
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
-        self.w = Quantized(w)
-        ways = self.w.rows, self.w.columns
+        *ways, self.w_scale = quantized(w)
         self.w_rows, self.w_columns = ways if self.transposed else reversed(ways)
         return super().compute(x, w)
 
     def _losses(self, x: NDArray, w: NDArray, targets: NDArray) -> tuple:
-        q = Quantized(x)
-        self.x_t, self.x_scale = q.columns, q.scale
-        scale = _C.multiply(q.scale, self.w.scale)
+        rows, self.x_t, self.x_scale = quantized(x)
+        scale = _C.multiply(self.x_scale, self.w_scale)
         *found, self.dlogits, self.dlogits_t = _C.fp8_cross_entropy(
-            q.rows, self.w_rows, scale, targets
+            rows, self.w_rows, scale, targets
         )
         return tuple(found)
 
@@ -288,7 +284,7 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
 
     def _input_grad_into(self, dx: NDArray, w: NDArray, scale: NDArray | None = None) -> None:
         d = (self.dlogits, 1, self._d_scale(dx, scale))
-        _C.fp8_matmul(*d, self.w_columns, 0, self.w.scale, None, None, 0, dx)
+        _C.fp8_matmul(*d, self.w_columns, 0, self.w_scale, None, None, 0, dx)
 
     def _weight_grad(
         self, x: NDArray, into: tuple[NDArray, int], scale: NDArray | None = None
@@ -302,9 +298,6 @@ class LinearCrossEntropyFP8(LinearCrossEntropy):
         if scale is None:
             return full((), self.D_SCALE, "float32", like.device)
         return _C.multiply(scale, self.D_SCALE)
-
-    def _drop_dlogits(self) -> None:
-        self.dlogits = self.dlogits_t = None
 
 
 def linear_cross_entropy(
