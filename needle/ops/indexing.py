@@ -259,9 +259,7 @@ def _numbers(
 ) -> NDArray:
     """The row-major numbers, among all of `sizes`, of places given axis by axis."""
     if not any(isinstance(place, NDArray) for place in places):
-        numbers = np.zeros(shape, np.int64)
-        for place, n in zip(places, sizes):
-            numbers = numbers * n + np.asarray(place).astype(np.int64) % max(n, 1)
+        numbers = np.ravel_multi_index(tuple(places), tuple(sizes), mode="wrap")
         return _C.array(numbers.reshape(-1), "int64", device)
     arrays = [
         place.astype("int64").to(device)
