@@ -59,14 +59,11 @@ class MultiHeadAttention(Module):
         return _C.array(hidden * lowest, "float32", given_device(device))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if len(x.shape) != 4:
-                raise ValueError(
-                    f"MultiHeadAttention: {name} must be (B, H, T, D), but is {x.shape}"
-                )
-        if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        fits = q.ndim == k.ndim == 4 and k.shape == v.shape
+        if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
             raise ValueError(
-                f"MultiHeadAttention: q {q.shape}, k {k.shape} and v {v.shape} do not fit"
+                "MultiHeadAttention: q must be (B, H, T, D), k and v (B, H, S, D), but they are "
+                f"{q.shape}, {k.shape} and {v.shape}"
             )
         scores = ops.matmul(q, ops.transpose(k)) / math.sqrt(q.shape[3])
         if self.causal:
