@@ -165,11 +165,10 @@ def _concatenate(arrays: tuple, axis: int, op: str) -> NDArray:
 
 
 def _joined(op: str, args: Sequence[Tensor] | TensorTuple, axis: int) -> Tensor:
-    tensors = args if isinstance(args, TensorTuple) else tuple(args)
-    if not len(tensors):
+    tensors = tuple(args)
+    if not tensors:
         raise ValueError(f"{op}: needs one Tensor or more")
-    tensors = tensors if isinstance(tensors, TensorTuple) else make_tuple(*tensors)
-    return _concatenate(tensors, normal_axis(op, axis, tensors[0].ndim), op)
+    return _concatenate(make_tuple(*tensors), normal_axis(op, axis, tensors[0].ndim), op)
 
 
 def _parts(arrays: Sequence[Any], axis: int) -> Iterator[tuple]:
