@@ -286,14 +286,11 @@ class BlockMask:
         """The line of repr(), and the blocks as a drawing: two letters a block, or where there are
         more than DRAWN a side two for as many blocks as needed, darker the more of them are kept.
         Where each head has a mask, that of the first; head(n) has the others."""
-        kept = self.blocks[0].astype(np.float64)
+        kept = self.blocks[0]
         step = -(-max(kept.shape) // DRAWN)
-        for axis in (0, 1):
-            edges = np.arange(0, kept.shape[axis], step)
-            sums = np.add.reduceat(kept, edges, axis=axis)
-            counts = np.diff([*edges, kept.shape[axis]])
-            kept = sums / (counts[:, None] if axis == 0 else counts)
-        levels = np.ceil(kept * (len(SHADES) - 1)).astype(int)
+        rows, columns = (range(0, n, step) for n in kept.shape)
+        parts = [[kept[i : i + step, j : j + step].mean() for j in columns] for i in rows]
+        levels = np.ceil(np.array(parts) * (len(SHADES) - 1)).astype(int)
         lines = ["".join(SHADES[level] * 2 for level in row) for row in levels]
         note = "" if self.heads == 1 else f"\nhead 0 of {self.heads}, another by head(n):"
         return "\n".join([repr(self) + note, *lines])
