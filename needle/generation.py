@@ -23,6 +23,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -94,8 +95,7 @@ def stream(
     chooser = _Chooser(model, settings, seed, repetition_penalty, rows)
     contexts = [row.tolist() for row in rows]
     stopped = np.zeros(len(rows), bool)
-    tokens = _tokens(model, contexts, max_new_tokens, chooser)
-    try:
+    with contextlib.closing(_tokens(model, contexts, max_new_tokens, chooser)) as tokens:
         for drawn in tokens:
             last = np.array([context[-1] for context in contexts])
             drawn = np.where(stopped, last, drawn).astype(np.int32)
@@ -105,8 +105,6 @@ def stream(
             stopped |= np.isin(drawn, stops)
             if stopped.all():
                 return
-    finally:
-        tokens.close()
 
 
 def generate(
@@ -403,13 +401,11 @@ def _tokens(
         # The last token of all is never fed, so it needs no position.
         cached = min(count, max(0, model.config.max_seq_len - longest + 1))
     if cached:
-        decoder = _Decoder(model, contexts, longest + cached - 1, chooser)
-        try:
+        made = _Decoder(model, contexts, longest + cached - 1, chooser)
+        with contextlib.closing(made) as decoder:
             for drawn in decoder.tokens(cached):
                 count -= 1
                 yield drawn
-        finally:
-            decoder.close()
     for _ in range(count):
         yield chooser.choose(_recomputed(model, contexts))
 
