@@ -16,7 +16,7 @@ letters: B batch, T time, C channels, H heads, V vocabulary, L layers.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -54,23 +54,20 @@ def generic_activation_patch(
     with no_grad():
         stream = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.config.num_layers)]
         _, corrupted = model.run_with_cache(corrupted_tokens, stream)
-        values, sizes = [], ()
+        values: list[Tensor] = []
         for layer, start in enumerate(stream):
             name = get_act_name(activation_name, layer)
             clean, x = clean_cache[name], corrupted[start]
             _check_axes(name, clean, axes)
-            sizes = tuple(clean.shape[axis] for axis in axes)
-            for places in _groups(itertools.product(*map(range, sizes)), batch // x.shape[0]):
-                patch = partial(_patch, name=name, clean=clean, axes=axes, places=places)
+            for mask in _masks(clean.shape, axes, max(batch // len(x), 1)):
+                patch = partial(_patch, name=name, clean=clean, mask=mask)
                 with _hooked_after(model, start, {name: patch}):
-                    hidden = model.hidden_from(ops.tile(x, (len(places), 1, 1)), layer)
+                    hidden = model.hidden_from(ops.tile(x, (len(mask), 1, 1)), layer)
                 if logits_at is not None:
                     hidden = hidden[:, np.atleast_1d(logits_at)]
-                logits = model.embed_out(hidden)
-                rows = x.shape[0]
-                for n in range(len(places)):
-                    values.append(_number(patching_metric, logits[n * rows : (n + 1) * rows]))
-        return ops.stack(values).reshape((model.config.num_layers, *sizes))
+                runs = model.embed_out(hidden).split(len(x))
+                values += [_number(patching_metric, logits) for logits in runs]
+        return ops.stack(values).reshape((len(stream), *(clean.shape[axis] for axis in axes)))
 
 
 def generic_attribution_patch(
@@ -115,27 +112,22 @@ def _hooked_after(model: Any, start: str, functions: dict[str, Hook]) -> Iterato
         model._put_in_force(before)
 
 
-def _patch(
-    x: Tensor, name: str, clean: Tensor, axes: Sequence[int], places: list[tuple[int, ...]]
-) -> Tensor:
-    """Replace in x (patches B, ...) at each of `places` along `axes` a part by that of clean (B,
-    ...). The mask is all that is uploaded."""
-    _check_same_run(name, clean, (x.shape[0] // len(places), *x.shape[1:]))
-    shape = [x.shape[axis] if axis in axes else 1 for axis in range(1, len(x.shape))]
-    mask = np.zeros((len(places), 1, *shape), bool)
-    for n, place in enumerate(places):
-        index: list[Any] = [n, 0, *[0] * len(shape)]
-        for axis, at in zip(axes, place):
-            index[axis + 1] = at
-        mask[tuple(index)] = True
-    grouped = x.reshape((len(places), *clean.shape))
+def _patch(x: Tensor, name: str, clean: Tensor, mask: np.ndarray) -> Tensor:
+    """Replace in x (patches B, ...) of each patch the part at its mask by that of clean (B, ...).
+    The masks are all that is uploaded."""
+    _check_same_run(name, clean, (len(x) // len(mask), *x.shape[1:]))
+    grouped = x.reshape((len(mask), *clean.shape))
     chosen = ops.where(array(mask, "bool", x.device), clean.reshape((1, *clean.shape)), grouped)
     return chosen.reshape(x.shape)
 
 
-def _groups(places: Iterator[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:
-    while group := list(itertools.islice(places, max(size, 1))):
-        yield group
+def _masks(shape: tuple[int, ...], axes: Sequence[int], size: int) -> Iterator[np.ndarray]:
+    """Yield (patches, ...) that choose one element along `axes` each, row-major, `size` at once."""
+    sizes = [n if axis in axes else 1 for axis, n in enumerate(shape)]
+    places = np.arange(math.prod(sizes))
+    for start in range(0, len(places), size):
+        chosen = places[start : start + size, None] == places
+        yield chosen.reshape((len(chosen), *sizes))
 
 
 def _check_axes(name: str, x: Tensor, axes: Sequence[int]) -> None:
