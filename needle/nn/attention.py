@@ -103,11 +103,10 @@ class Attention(Module):
         seen = self.hook("hook_z", seen)
         if self.is_hooked_at(RESULT):
             y = self._by_head(seen)
-            return y if residual is None else residual + y
-        seen = seen.reshape(x.shape)
-        if residual is not None and fuses_as(self.dense, Linear):
-            return self.dense(seen, residual=residual)
-        y = self.dense(seen)
+        elif residual is not None and fuses_as(self.dense, Linear):
+            return self.dense(seen.reshape(x.shape), residual=residual)
+        else:
+            y = self.dense(seen.reshape(x.shape))
         return y if residual is None else residual + y
 
     def has_hook_point(self, name: str) -> bool:
