@@ -49,7 +49,8 @@ class Recomputed(FusedOp):
         parts = [vars(part) for _, part in self.module.named_modules()]
         self.settings = [(own, n, own[n]) for own in parts for n in SETTINGS if n in own]
         self.random = np.random.get_state()
-        self.source = drawing.source and drawing.source.copy()
+        source = drawing.get()
+        self.source = source and source.copy()
         with no_grad():
             out = self.module(Tensor.make_const(x), *self.rest)
         if not isinstance(out, Tensor):

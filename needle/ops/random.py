@@ -4,8 +4,8 @@ NumPy draws and a counter that the device advances."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -39,22 +39,18 @@ class Source:
         return Source(None if self.state is None else self.state.copy())
 
 
-class _Drawing(threading.local):
-    source: Source | None = None
-
-
-drawing = _Drawing()
+drawing: ContextVar[Source | None] = ContextVar("drawing", default=None)
 
 
 @contextlib.contextmanager
 def drawing_from(source: Source | None) -> Iterator[None]:
     """Let dropout of any size draw from the source, in the thread and the block, as a recorded
     graph must: each replay goes on from the state. None: as without the block."""
-    before, drawing.source = drawing.source, source
+    token = drawing.set(source)
     try:
         yield
     finally:
-        drawing.source = before
+        drawing.reset(token)
 
 
 class Dropped(TensorOp):
@@ -68,7 +64,7 @@ class Dropped(TensorOp):
     def compute(self, x: NDArray) -> NDArray:
         flat = x.reshape((x.size,))
         if self.drawn is None:
-            source = drawing.source or Source()
+            source = drawing.get() or Source()
             y, self.drawn = _C.dropout_fwd(source.state_on(x.device), flat, self.p)
         else:
             y = _C.dropout_bwd(self.drawn, flat, self.p)
@@ -93,7 +89,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         raise ValueError(f"dropout: p must be in [0, 1), but is {p}")
     if not training or p == 0:
         return x
-    if x.size > DRAWN_BY_NUMPY or drawing.source is not None:
+    if x.size > DRAWN_BY_NUMPY or drawing.get() is not None:
         return Dropped(p)(x if x.dtype in FLOATS else astype(x, "float32"))
     mask = _C.array(np.random.rand(*x.shape) <= 1 - p, "bool", x.device)
     return x * Tensor.from_ndarray(mask) / (1 - p)
