@@ -34,9 +34,9 @@ from needle.models import gpt_neox
 from needle.models.language import LanguageModel
 from needle.models.pretrained import from_pretrained
 from needle.models.registry import Config, register
+from needle.ops.common import LARGEST
 from needle.ops.fp8 import whole_sizes
 
-MOST = 3.4028234663852886e38  # the largest float32
 FP8_LAYERS_FROM = 512  # the width from which products of layers in FP8 save more than they cost
 SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
 # Hugging Face's names of the two forms; the three tanh names differ only in how they compute it.
@@ -170,7 +170,7 @@ def _broken_rule(field: dataclasses.Field, value: Any) -> str:
         least = 0 if field.default == 0 else 1
         fits = is_number and isinstance(value, int) and least <= value < 2**63
         return "" if fits else "an int of 1 to 2^63 - 1"
-    fits = is_number and 0 <= value <= MOST and not (positive and value == 0)
+    fits = is_number and 0 <= value <= LARGEST and not (positive and value == 0)
     return "" if fits else f"a finite float32 {'above' if positive else 'of at least'} 0"
 
 
