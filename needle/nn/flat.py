@@ -181,13 +181,9 @@ def flatten_parameters(
 
     names, parameters = map(list, zip(*order))
     before = first._flat()
-    if (
-        before is not None
-        and before.decayed == decayed
-        and all(p._flat() is before for p in parameters)
-    ):
-        if [*map(id, before.parameters)] == [*map(id, parameters)]:
-            return before
+    alike = before is not None and [*map(id, before.parameters)] == [*map(id, parameters)]
+    if alike and before.decayed == decayed and all(p._flat() is before for p in parameters):
+        return before
     flat = FlatParameters(names, parameters, decayed)
     flat.reset_grad()
     return flat
