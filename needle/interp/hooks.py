@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -261,10 +262,6 @@ class Hooked(Module):
         """
         names = chosen_names(self, names_filter)
         cache: dict[str, Tensor] = {}
-
-        def keep(name: str) -> Hook:
-            return lambda x: cache.__setitem__(name, x)
-
-        with self.hooks({name: keep(name) for name in names}):
+        with self.hooks({name: functools.partial(cache.__setitem__, name) for name in names}):
             logits, _ = self(input_ids)
         return logits, ActivationCache(cache, self)
