@@ -258,7 +258,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The layer as one operation, or part by part where something is hooked in, replaced or
         shared. fp8, recompute: as in ops.layer; the parts know no FP8."""
-        weights = self._weights_of_one_operation()
+        weights = self.weights_of_one_operation()
         # Attention refuses a mask over a cache.
         if weights is None or not (cache is None or (mask is None and self._has_joined_weights())):
             if recompute:
@@ -293,13 +293,10 @@ class Layer(nn.Module):
             x = self._add("hook_mlp_out", x, self.mlp, self.post_attention_layernorm(seen))
         return self.hook("hook_resid_post", x)
 
-    def is_one_operation(self) -> bool:
-        """True if ops.layer computes this: a parallel residual, the classes of this file and of
-        needle.nn, with biases, hooks on the residual stream alone, no parameter in two places."""
-        return self._weights_of_one_operation() is not None
-
-    def _weights_of_one_operation(self) -> tuple[Any, ...] | None:
-        """Return the weights and biases in the order of ops.layer; None where it is not one."""
+    def weights_of_one_operation(self) -> tuple[Any, ...] | None:
+        """Return the weights and biases in the order of ops.layer; None where that does not compute
+        this: it takes a parallel residual, the classes of this file and of needle.nn, with biases,
+        hooks on the residual stream alone, no parameter in two places."""
         attention, mlp = self.attention, self.mlp
         if not (self.parallel and type(attention) is nn.Attention and type(mlp) is MLP):
             return None
@@ -425,7 +422,7 @@ class Pythia(FactoredWeights, LanguageModel):
         wide = config.hidden_size >= FP8_LAYERS_FROM and whole_sizes(config.intermediate_size)
         if own or not wide:
             return ""
-        one = [type(x) is Layer and x.is_one_operation() for x in self.layers]
+        one = [type(x) is Layer and x.weights_of_one_operation() is not None for x in self.layers]
         if not any(one):
             return ""
         return "layers" if all(one) else f"{sum(one)} of {len(one)} layers"

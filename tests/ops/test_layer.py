@@ -116,7 +116,7 @@ def test_what_is_replaced_hooked_or_shared_runs_by_parts():
     for change in {"attention_only": True}, {"use_parallel_residual": False}:
         assert whole_layers(small(_C.cpu(), **change)) == [False, False]
     model.share_sequences(object())
-    assert not any(layer.is_one_operation() for layer in model.layers)
+    assert not any(layer.weights_of_one_operation() for layer in model.layers)
 
 
 # ---- operands that do not fit --------------------------------------------------------------------
