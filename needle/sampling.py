@@ -92,11 +92,6 @@ def _draw(
 def likeliest(values: np.ndarray, count: int) -> np.ndarray:
     """Indices of the `count` largest of values (V,), largest first; of equals the first ones, so
     that ties fall the same way everywhere."""
-    if count < len(values):
-        least = np.partition(values, len(values) - count)[len(values) - count]
-        above = np.flatnonzero(values > least)
-        equal = np.flatnonzero(values == least)[: count - len(above)]
-        found = np.sort(np.concatenate([above, equal]))
-    else:
-        found = np.arange(len(values))
-    return found[np.argsort(-values[found], kind="stable")]
+    least = np.partition(values, -count)[-count] if count < len(values) else -math.inf
+    found = np.flatnonzero(values >= least)
+    return found[np.argsort(-values[found], kind="stable")][:count]
