@@ -363,7 +363,7 @@ def one_hot(
     index = values.astype(np.int64)
     if (index != values).any() or (index < 0).any() or (index >= n).any():
         raise ValueError(f"one_hot: indices must be whole numbers in [0, {n})")
-    return _tensor(np.eye(n, dtype=np.float32)[index], device, dtype, requires_grad)
+    return _tensor(index[..., None] == np.arange(n), device, dtype, requires_grad)
 
 
 # ---- initialisers of weights ---------------------------------------------------------------------

@@ -45,6 +45,7 @@ def test_init_draws_numpys_numbers(device):
         assert got.device == device
         close(got.numpy(), values, 2e-7)
     close(init.one_hot(4, Tensor([1, 3])).numpy(), np.eye(4)[[1, 3]])
+    assert init.one_hot(2_000_000, [5]).sum().item() == 1  # no identity of n x n is made
     close(init.constant(2, 3, c=4).numpy(), np.full((2, 3), 4))
 
 
