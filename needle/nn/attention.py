@@ -83,7 +83,7 @@ class Attention(Module):
         of keys. Scores and pattern, T x T numbers a head in float32, are computed only for hooks on
         them; q, k and v one by one only for hooks on those.
         """
-        qkv = self.packed(x)
+        qkv = self.query_key_value(x).reshape((*x.shape[:2], self.heads, 3, self.head_dim))
         if rotary is None:
             rotary = (_C.empty((POSITIONS, 0), "float32", x.device),) * 2
         cos, sin = (table[: x.shape[1]] for table in rotary)
@@ -143,10 +143,6 @@ class Attention(Module):
         return None if bias is None else bias.reshape((self.heads, 3, self.head_dim))[:, part]
 
     # ---- forward ---------------------------------------------------------------------------------
-
-    def packed(self, x: Tensor) -> Tensor:
-        """q, k and v of x as they lie, (B, T, H, 3, D)."""
-        return self.query_key_value(x).reshape((*x.shape[:2], self.heads, 3, self.head_dim))
 
     def _by_parts(self, qkv: Tensor, cos: NDArray, sin: NDArray, mask: BlockMask | None) -> Tensor:
         q, k, v = (self.hook(name, x) for name, x in zip(PROJECTIONS, ops.split(qkv, 3)))
