@@ -345,12 +345,11 @@ class Tensor(Value, Operators["Tensor"]):
         dtype: str | None = None,
         requires_grad: bool | None = None,
     ) -> None:
-        if isinstance(array, Tensor):
-            data = _moved(array.cached_data, device, dtype)
-        elif isinstance(array, NDArray):
-            data = _moved(array, device, dtype)
-            if data is array:
-                data = array.copy()
+        data = array.cached_data if isinstance(array, Tensor) else array
+        if isinstance(data, NDArray):
+            data = data if dtype in (None, data.dtype) else data.astype(dtype)
+            data = data if device is None else data.to(given_device(device))
+            data = data.copy() if data is array else data
         else:
             data = _C.array(array, dtype or "float32", given_device(device))
         self.cached_data = data
@@ -463,14 +462,6 @@ class Tensor(Value, Operators["Tensor"]):
 def is_tensor(x: Any) -> bool:
     """True of a Tensor, PyTorch's name of isinstance(x, Tensor)."""
     return isinstance(x, Tensor)
-
-
-def _moved(data: NDArray, device: Device | str | None, dtype: str | None) -> NDArray:
-    if dtype is not None and dtype != data.dtype:
-        data = data.astype(dtype)
-    if device is not None and given_device(device) != data.device:
-        data = data.to(given_device(device))
-    return data
 
 
 # ---- backward ------------------------------------------------------------------------------------
