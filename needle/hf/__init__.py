@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from needle import _C, nn
+from needle import nn
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, given_device
 from needle.data.tokenizer import (
     NAMES,
@@ -110,8 +110,7 @@ def load(
         value = entries[name].read(device)
         if name in transposed:
             value = value.permute((1, 0))
-        parameter.cached_data = _C.empty(value.shape, dtype, device)
-        _C.assign(parameter.cached_data, value)
+        parameter.cached_data = value.astype(dtype)
     nn.place_neighbours(model)
     model.text_files = Tokenizer(files_in(folder), str(folder.absolute() / "tokenizer.json"))
     return model
