@@ -8,6 +8,7 @@ from itertools import accumulate, groupby
 
 from needle import _C
 from needle._C import NDArray
+from needle.backend_ndarray import zeros
 from needle.nn.module import Module, Parameter
 
 ALIGNMENT = 64  # elements: each parameter starts on a boundary that every vector load accepts
@@ -33,10 +34,8 @@ class FlatParameters:
         *self.offsets, end = accumulate(sizes, initial=0)
         self.decay_size = sum(sizes[:decayed])
         first = parameters[0]
-        self.data = _C.empty((end,), first.dtype, first.device)
-        self._grad = _C.empty((end,), "float32", first.device)
-        self.data.fill(0)
-        self._grad.fill(0)
+        self.data = zeros((end,), first.dtype, first.device)
+        self._grad = zeros((end,), "float32", first.device)
         # Matrices, and biases (1, out): zeros are left to the next product, which may write.
         self._zeroed_late = [p for p in self.parameters if p.ndim >= 2]
         # Vectors, to whose gradients kernels only add: zeros are written at once, by runs
