@@ -30,11 +30,6 @@ class Source:
     def __init__(self, state: NDArray | None = None) -> None:
         self.state = state
 
-    def state_on(self, device: Device) -> NDArray:
-        if self.state is None:
-            self.state = new_state(device)
-        return self.state
-
     def copy(self) -> Source:
         return Source(None if self.state is None else self.state.copy())
 
@@ -65,7 +60,9 @@ class Dropped(TensorOp):
         flat = x.reshape((x.size,))
         if self.drawn is None:
             source = drawing.get() or Source()
-            y, self.drawn = _C.dropout_fwd(source.state_on(x.device), flat, self.p)
+            if source.state is None:
+                source.state = new_state(x.device)
+            y, self.drawn = _C.dropout_fwd(source.state, flat, self.p)
         else:
             y = _C.dropout_bwd(self.drawn, flat, self.p)
         return y.reshape(x.shape)
