@@ -86,11 +86,8 @@ class SharedSequence:
             ring_chunks(self.time, rank, group.size, layout) for rank in range(group.size)
         ]
         # Of each run of this rank's tokens: where it lies in its arrays, and which tokens it is.
-        self.own: list[tuple[slice, slice]] = []
-        end = 0
-        for tokens in self._runs[group.rank]:
-            begin, end = end, end + tokens.stop - tokens.start
-            self.own.append((slice(begin, end), tokens))
+        width, runs = own_time // len(self._runs[0]), self._runs[group.rank]
+        self.own = [(slice(i * width, (i + 1) * width), run) for i, run in enumerate(runs)]
 
     def gathered(
         self, k: NDArray, v: NDArray, causal: bool
