@@ -57,9 +57,7 @@ def tensordot(a: Tensor, b: Tensor, axes: Any = 2) -> Tensor:
     first, second = LETTERS[: a.ndim], list(LETTERS[a.ndim : a.ndim + b.ndim])
     for i, j in zip(left, right):
         second[j] = first[i]
-    kept = [c for i, c in enumerate(first) if i not in left]
-    kept += [c for j, c in enumerate(second) if j not in right]
-    return einsum(f"{first},{''.join(second)}->{''.join(kept)}", a, b)
+    return einsum(f"{first},{''.join(second)}", a, b)
 
 
 def einsum(subscripts: str, *operands: Tensor) -> Tensor:
@@ -85,15 +83,14 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
             elif n not in (1, known) or n != own.get(letter, n):
                 raise ValueError(f"einsum: {subscripts!r}: axis {letter} is {n}, but was {known}")
             own[letter] = n
-    tensors = [_diagonal(x, term, sizes) for term, x in zip(terms, operands)]
+    tensors = []
+    for i, (term, x) in enumerate(zip(terms, operands)):
+        elsewhere = {*output}.union(*terms[:i], *terms[i + 1 :])
+        tensors.append(_reduced(x, term, elsewhere, sizes))
     done, letters = tensors[0]
     for i in range(1, len(tensors)):
-        later = {*output}.union(*(term for _, term in tensors[i + 1 :]))
+        later = {*output}.union(*terms[i + 1 :])
         done, letters = _contracted(done, letters, *tensors[i], later, sizes)
-    gone = tuple(i for i, letter in enumerate(letters) if letter not in output)
-    if gone:
-        done = summation(done, gone)
-    letters = "".join(letter for letter in letters if letter in output)
     return permute(done, [letters.index(letter) for letter in output])
 
 
@@ -125,27 +122,24 @@ def _parsed(subscripts: str, ndims: Sequence[int]) -> tuple[list[str], str]:
     return terms, output
 
 
-def _diagonal(x: Tensor, term: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
-    """`x` with its full sizes and each letter once."""
+def _reduced(
+    x: Tensor, term: str, elsewhere: set[str], sizes: dict[str, int]
+) -> tuple[Tensor, str]:
+    """`x` with its full sizes and each letter once, summed over those that are not elsewhere."""
     x = broadcast_to(x, [sizes[letter] for letter in term])
     for letter in sorted({*term}):
         while term.count(letter) > 1:
             pair = term.index(letter), term.rindex(letter)
             x = diagonal(x, 0, *pair)
             term = "".join(c for i, c in enumerate(term) if i not in pair) + letter
-    return x, term
+    alone = tuple(i for i, c in enumerate(term) if c not in elsewhere)
+    return summation(x, alone) if alone else x, "".join(c for c in term if c in elsewhere)
 
 
 def _contracted(
     a: Tensor, left: str, b: Tensor, right: str, later: set[str], sizes: dict[str, int]
 ) -> tuple[Tensor, str]:
-    """The product of two operands, summed over the letters that nothing later needs."""
-    for which in (0, 1):
-        x, own, other = (a, left, right) if which == 0 else (b, right, left)
-        alone = tuple(i for i, c in enumerate(own) if c not in other and c not in later)
-        if alone:
-            x, own = summation(x, alone), "".join(c for i, c in enumerate(own) if i not in alone)
-        a, left, b, right = (x, own, b, right) if which == 0 else (a, left, x, own)
+    """The product of two operands, summed over their common letters that nothing later needs."""
     batch = [c for c in left if c in right and c in later]
     summed = [c for c in left if c in right and c not in later]
     rows = [c for c in left if c not in right]
