@@ -51,7 +51,7 @@ import difflib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ from needle.nn import Module
 
 Hook = Callable[..., Tensor | NDArray | np.ndarray | None]
 NameFilter = Callable[[str], bool]
+Added = Mapping[str, Callable[[Tensor], Tensor]]  # functions by name, of one block or call
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,11 @@ def chosen_names(of: Module, names: str | NameFilter | Collection[str] | None) -
 class Hooked(Module):
     """A module with hook points."""
 
-    _in_force: Mapping[str, tuple[Callable[[Tensor], Tensor], ...]] | None = None
+    _in_force: Sequence[Added] = ()  # in the order in which they came
 
     @property
     def is_hooked(self) -> bool:
-        return self._in_force is not None
+        return any(self._in_force)
 
     @contextlib.contextmanager
     def hooks(self, functions: Mapping[str, Hook]) -> Iterator[None]:
@@ -168,11 +169,7 @@ class Hooked(Module):
         try:
             yield
         finally:  # of the hooks in force now: in the block others may have come, or all have gone
-            left = {
-                name: tuple(one for one in those if one is not added.get(name))
-                for name, those in (self._in_force or {}).items()
-            }
-            self._put_in_force({name: those for name, those in left.items() if those})
+            self._put_in_force([one for one in self._in_force if one is not added])
 
     def add_hook(self, name: str | NameFilter, hook: Hook) -> None:
         """Hook a function at a name, or at all for which a function of names is true, up to
@@ -181,9 +178,9 @@ class Hooked(Module):
 
     def reset_hooks(self) -> None:
         """Remove all hooks."""
-        self._put_in_force(None)
+        self._put_in_force(())
 
-    def _add(self, functions: Mapping[str, Hook]) -> Mapping[str, Callable[[Tensor], Tensor]]:
+    def _add(self, functions: Mapping[str, Hook]) -> Added:
         """Put functions in force after those that are; return them as they are called."""
         places = {name: (id(module), point) for name, module, point in _points(self)}
         several = Counter(places.values())
@@ -202,21 +199,16 @@ class Hooked(Module):
                     "hook would be called alike"
                 )
         added = {name: _checked(name, function) for name, function in functions.items()}
-        merged = dict(self._in_force or {})
-        for name, function in added.items():
-            merged[name] = (*merged.get(name, ()), function)
-        self._put_in_force(merged)
+        self._put_in_force([*self._in_force, added])
         return added
 
-    def _put_in_force(
-        self, functions: Mapping[str, tuple[Callable[[Tensor], Tensor], ...]] | None
-    ) -> None:
-        self._in_force = functions or None
+    def _put_in_force(self, added: Sequence[Added]) -> None:
+        self._in_force = added
         for _, module, _ in _points(self):
             module._hooks = None
         for name, module, point in _points(self):
-            if functions and name in functions:
-                module._hooks = {**(module._hooks or {}), point: functions[name]}
+            if functions := [one[name] for one in added if name in one]:
+                module._hooks = {**(module._hooks or {}), point: functions}
 
     def run_with_hooks(
         self,

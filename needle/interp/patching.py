@@ -104,7 +104,7 @@ def generic_attribution_patch(
 def _hooked_after(model: Any, start: str, functions: dict[str, Hook]) -> Iterator[None]:
     """Hook functions into a forward of what the hooks in force at `start` have returned."""
     before = model._in_force
-    model._put_in_force({name: those for name, those in (before or {}).items() if name != start})
+    model._put_in_force([{n: f for n, f in one.items() if n != start} for one in before])
     try:
         with model.hooks(functions):
             yield
