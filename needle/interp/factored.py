@@ -61,8 +61,6 @@ class FactoredWeights:
     def token_directions(self, tokens: Any) -> Tensor:
         """Return the columns of W_U of tokens, ids or texts of one token each, of any shape:
         (..., C) in float32."""
-        if isinstance(tokens, str):
-            tokens = self.to_single_token(tokens)  # type: ignore[attr-defined]
         ids = np.asarray(tokens)
         if ids.dtype.kind == "U":
             ids = np.vectorize(self.to_single_token)(ids)  # type: ignore[attr-defined]
