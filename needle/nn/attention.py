@@ -13,7 +13,6 @@ import numpy as np
 from needle import _C, ops
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
-from needle.backend_ndarray import array
 from needle.block_mask import BlockMask, as_block_mask
 from needle.nn.basic import Linear
 from needle.nn.module import Module, fuses_as
@@ -166,11 +165,9 @@ class Attention(Module):
         if mask is not None:
             as_block_mask("Attention", mask).check("Attention", time, time, heads)
             visible = visible & mask.to_dense().reshape((-1, time, time))
-        hidden_keys = np.where(visible, np.float32(0), -np.float32(np.inf))
         q, k, wide = (ops.transpose(ops.astype(x, "float32"), (1, 2)) for x in (q, k, v))
         scores = ops.matmul(q, ops.transpose(k)) / math.sqrt(size)
-        scores = scores + Tensor.from_ndarray(array(hidden_keys[None], "float32", q.device))
-        scores = self.hook("hook_attn_scores", scores)
+        scores = self.hook("hook_attn_scores", ops.where(visible[None], scores, -math.inf))
         pattern = self.hook("hook_pattern", ops.softmax(scores))
         return ops.astype(ops.transpose(ops.matmul(pattern, wide), (1, 2)), v.dtype)
 

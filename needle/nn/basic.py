@@ -344,9 +344,9 @@ class LayerNorm1d(Module):
         check_features(self, x, "dim")
         if not self.is_hooked_at("hook_scale", "hook_normalized"):
             return self.hook("hook_out", ops.layer_norm(x, self.weight, self.bias, self.eps))
-        wide, column = ops.astype(x, "float32"), (*x.shape[:-1], 1)
-        centred = wide - ops.mean(wide, -1).reshape(column)
-        variance = ops.mean(centred * centred, -1).reshape(column)
+        wide = ops.astype(x, "float32")
+        centred = wide - ops.mean(wide, -1, True)
+        variance = ops.mean(centred * centred, -1, True)
         scale = self.hook("hook_scale", ops.sqrt(variance + self.eps))
         normalized = self.hook("hook_normalized", centred / scale)
         weight, bias = (ops.astype(p, "float32") for p in (self.weight, self.bias))
