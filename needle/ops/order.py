@@ -114,15 +114,12 @@ def unique(a: Tensor, *, return_inverse: bool = False, return_counts: bool = Fal
     [1. 3.] [1 2]
     """
     found = np.unique(a.numpy(), return_inverse=return_inverse, return_counts=return_counts)
-    if not isinstance(found, tuple):
-        return const(_C.array(found, a.dtype, a.device))
-    values, *numbers = found
+    values, *numbers = found if isinstance(found, tuple) else (found,)
     if return_inverse:
         numbers[0] = numbers[0].reshape(a.shape)  # flat in NumPy 1
-    return (
-        const(_C.array(values, a.dtype, a.device)),
-        *(const(_C.array(n, "int64", a.device)) for n in numbers),
-    )
+    elements = const(_C.array(values, a.dtype, a.device))
+    places = [const(_C.array(n, "int64", a.device)) for n in numbers]
+    return (elements, *places) if places else elements
 
 
 def bincount(a: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
