@@ -137,7 +137,8 @@ def generate(
     new = np.array(new, np.int64).reshape(len(new), len(rows)).T
     if not is_text and len({len(row) for row in rows}) == 1:
         out = np.concatenate([np.stack(rows), new], axis=1)
-        return out[0] if _is_one_prompt(input_ids) else out
+        one = np.ndim(input_ids) == 1 if hasattr(input_ids, "ndim") else np.ndim(input_ids[0]) == 0
+        return out[0] if one else out
     found = [np.concatenate([row, _up_to_stop(tokens, stop)]) for row, tokens in zip(rows, new)]
     if is_text:
         found = [model.to_string(row) for row in found]
@@ -155,10 +156,6 @@ def _prompts(
     rows = prompt_rows(prompts, model.config.vocab_size)
     ends = model.tokenizer.stops if is_text else ()
     return rows, ends if stop is None else stop, is_text
-
-
-def _is_one_prompt(input_ids) -> bool:
-    return np.ndim(input_ids) == 1 if hasattr(input_ids, "ndim") else np.ndim(input_ids[0]) == 0
 
 
 def _up_to_stop(tokens: np.ndarray, stop: Collection[int]) -> np.ndarray:
