@@ -528,10 +528,7 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     """
     if not isinstance(value, Tensor):
         value = const(_C.array(value, a.dtype, a.device))
-    items = tuple(
-        np.array(item.numpy() if isinstance(item, NDArray) else item) if is_array(item) else item
-        for item in index_items(index, a.shape)
-    )
+    items = tuple(np.array(x) if is_array(x) else x for x in index_items(index, a.shape))
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
         SetItem(items).compute(a.cached_data, value.cached_data)
         return
