@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes that gradients are rounded to
+GRAPH = ("op", "inputs", "operands", "kept", "writes", "assigned")  # of a Value: its place there
 _data_of = operator.attrgetter("cached_data")
 
 
@@ -225,8 +226,8 @@ class Value:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the graph: a copy, and what is unpickled, is a leaf."""
-        graph = ("op", "inputs", "operands", "kept", "writes", "assigned", "viewed")
-        return {name: value for name, value in vars(self).items() if name not in graph}
+        left_out = (*GRAPH, "viewed")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def realize_cached_data(self) -> Any:
         """The result. Everything is computed at once, so this is `cached_data`."""

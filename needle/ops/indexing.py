@@ -18,7 +18,7 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd.grad_mode import is_grad_enabled
 from needle.autograd.graph import assigned, find_topo_sort, shares_memory, take_place, views_below
-from needle.autograd.tensor import FLOATS, Accumulators, FusedOp, Tensor, TensorOp
+from needle.autograd.tensor import FLOATS, GRAPH, Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.broadcast import astype, differentiable, reduced_to, reshape
 from needle.ops.common import const, id_array, kept_shape, nonzero_places, normal_axis, rows_of
@@ -565,9 +565,6 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
     for view in path:
         view.requires_grad = True
     assigned((base, *path), base.cached_data.written)
-
-
-GRAPH = ("op", "inputs", "operands", "kept", "writes", "assigned")
 
 
 def _as_before(x: Any) -> Any:
