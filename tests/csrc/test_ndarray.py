@@ -380,48 +380,7 @@ def test_wrong_call_is_refused(error, words, calls):
     np.testing.assert_array_equal(names["cube"].numpy(), numbers(3, 2, 4))
 
 
-# ---- products, reductions ------------------------------------------------------------------------
-
-
-def test_matmul(device):
-    for one, other in (
-        ((3, 4), (4, 5)),
-        ((2, 3, 4), (2, 4, 5)),
-        ((1, 3, 4), (6, 4, 5)),
-        ((2, 2, 3, 4), (2, 2, 4, 5)),
-        ((3, 0), (0, 5)),
-    ):
-        x, y = numbers(*one), numbers(*other)
-        a, b = nd.array(x, device=device), nd.array(y, device=device)
-        np.testing.assert_array_equal((a @ b).numpy(), x @ y)
-        swapped = tuple(range(len(one) - 2)) + (len(one) - 1, len(one) - 2)
-        columns = nd.array(np.ascontiguousarray(np.swapaxes(x, -1, -2)), device=device)
-        np.testing.assert_array_equal((columns.permute(swapped) @ b).numpy(), x @ y)
-        np.testing.assert_array_equal((a[..., ::-1] @ b[..., ::-1, :]).numpy(), x @ y)
-
-
-@quick
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), st.data())
-def test_reductions_over_axes(shape, data):
-    host, array = pair(*shape)
-    order = data.draw(st.permutations(range(len(shape))))
-    host, array = host.transpose(order), array.permute(tuple(order))
-    one, some = st.integers(-len(shape), len(shape) - 1), st.sets(st.integers(0, len(shape) - 1))
-    chosen = data.draw(st.none() | one | some)
-    axis = tuple(sorted(chosen)) if isinstance(chosen, set) else chosen
-    keepdims = data.draw(st.booleans())
-    for name in ("sum", "max", "min", "mean"):
-        got = getattr(array, name)(axis=axis, keepdims=keepdims)
-        expected = getattr(host, name)(axis=axis, keepdims=keepdims)
-        assert got.shape == np.shape(expected)
-        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-6)
-    if not isinstance(axis, tuple):
-        for name in ("argmax", "argmin"):
-            got = getattr(array, name)(axis=axis)
-            np.testing.assert_array_equal(got.numpy(), getattr(host, name)(axis=axis))
-            assert got.dtype == "int64"
-    np.testing.assert_array_equal(nd.zeros((0, 3)).sum(axis=0).numpy(), np.zeros(3))
-    assert nd.zeros((0, 3)).sum(axis=1).shape == (0,)
+# ---- reductions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

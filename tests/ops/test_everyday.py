@@ -198,21 +198,22 @@ def test_gated_layers():
             np.testing.assert_allclose(got.numpy(), wanted_of, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "name", "sum mean amax max amin min any all prod var std median count_nonzero logsumexp".split()
-)
+@pytest.mark.parametrize("name", [*"sum mean amax max amin min any all prod var std median".split(),
+                                  "count_nonzero", "logsumexp", "argmax", "argmin"])  # fmt: skip
 def test_reductions_keep_axes_as_numpy_does(name):
+    """Of an array as it lies, and of a view."""
     reference = {"logsumexp": lambda x, **words: np.log(np.sum(np.exp(x), **words))}
-    x = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
-    for axes in (None, 0, -1, (0, 2), (1, -3), (0, 1, 2)):
-        for keepdims in (False, True):
-            if name == "median" and isinstance(axes, tuple):
-                continue
-            with naming(name, axes, keepdims):
-                got = getattr(ops, name)(Tensor(x), axes, keepdims=keepdims)
-                wanted = (reference.get(name) or getattr(np, name))(x, axis=axes, keepdims=keepdims)
-                assert got.shape == np.shape(wanted)
-                np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
+    values = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    views = (Tensor(values), values), (Tensor(values).permute(2, 0, 1), values.transpose(2, 0, 1))
+    choices = None, 0, -1, (), (0, 2), (1, -3), (0, 1, 2)
+    for (x, host), axes, keepdims in itertools.product(views, choices, (False, True)):
+        if name in ("median", "argmax", "argmin") and isinstance(axes, tuple):
+            continue
+        with naming(name, x.shape, axes, keepdims):
+            got = getattr(ops, name)(x, axes, keepdims=keepdims)
+            wanted = (reference.get(name) or getattr(np, name))(host, axis=axes, keepdims=keepdims)
+            assert got.shape == np.shape(wanted)
+            np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["softmax", "logsoftmax", "logsumexp"])

@@ -163,7 +163,8 @@ ndl.sort(e) = e ; ndl.topk(x, 0)[0].shape = (3, 0) ; ndl.cumsum(e.T, 1) = e.T
 ndl.sort(s, None) = s.reshape(1) ; ndl.any(e) = np.any(e) ; ndl.all(e) = np.all(e)
 ndl.prod(e) = np.prod(e) ; ndl.tile(e, (2, 1)) = np.tile(e, (2, 1)) ; ndl.roll(e, 1) = e
 ndl.pad(e, 1, 5) = np.pad(e, 1, constant_values=5) ; ndl.norm(e) = np.float32(0)
-len(ndl.chunk(e, 2)) = 1 ; ndl.nonzero(e)[0] = np.nonzero(e)[0] ; s.flatten() = s.reshape(1)
+len(ndl.chunk(e, 2)) = 1 ; ndl.sum(e, 0) = e.sum(0) ; ndl.sum(e, 1) = e.sum(1)
+ndl.nonzero(e)[0] = np.nonzero(e)[0] ; s.flatten() = s.reshape(1)
 ndl.gather(e, 0, np.zeros((0, 3), int)) = e ; s.unsqueeze(0) = s.reshape(1) ; s.clip(3) = s + 1
 s.std() = s - 2 ; s.repeat(3) = s.repeat(3) ; ndl.einsum(",->", s, s) = s * s
 ndl.round(x * 99, -1) = np.round(x * 99, -1) ; t.flatten(end_dim=-2) = t.reshape(6, 4)
