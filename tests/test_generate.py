@@ -27,6 +27,7 @@ SHAPES = [
     {"rotary_pct": 1.0, "tie_word_embeddings": True},
     {"hidden_size": 40, "num_heads": 1, "vocab_size": 53},
     {"hidden_size": 512, "num_heads": 2, "num_layers": 1},
+    {"attention_only": True},
 ]
 
 

@@ -310,10 +310,17 @@ def test_unusable_configurations(tmp_path):
             Pythia.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no such file or folder"):
         Pythia.from_pretrained(tmp_path / "none")
-    sparse = model_of(use_sparse_attention=True, sparse_window=2, sparse_block=2)
-    with pytest.raises(ValueError, match="block-sparse"):
-        sparse.save_pretrained(tmp_path / "a")
-    assert not (tmp_path / "a").exists()
+    for changes, said in (
+        ({"use_sparse_attention": True, "sparse_window": 2, "sparse_block": 2}, "block-sparse"),
+        ({"attention_only": True}, "no MLPs .attention_only."),
+    ):
+        model = model_of(**changes)
+        with naming(said), pytest.raises(ValueError, match=said):
+            model.save_pretrained(tmp_path / "a")
+        assert not (tmp_path / "a").exists()
+        read = load_checkpoint(save_checkpoint(model, None, 0, 1.0, tmp_path / "b"))[0]
+        assert read.config == model.config
+        assert_equal(read, model)
 
 
 def test_weights_that_are_no_safetensors_of_the_folder_are_refused(tmp_path):

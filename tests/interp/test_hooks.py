@@ -146,6 +146,10 @@ def test_everything_is_captured(device, changes):
     for name, value in wanted.items():
         assert cache[name].shape == value.shape, name
         near(cache[name].numpy(), value)
+    parts, labels = cache.decompose_resid(return_labels=True)
+    kinds = ("attn_out",) if model.config.attention_only else ("attn_out", "mlp_out")
+    assert labels == ["embed", *(f"{i}_{kind}" for i in (0, 1) for kind in kinds)]
+    near(parts.sum(0), wanted["blocks.1.hook_resid_post"])
     states = [cache[name] for name in ("hook_embed", "blocks.0.hook_resid_post")]
     for state, same in zip(model.hidden_states(IDS), [*states, cache["ln_final.hook_out"]]):
         near(state, same)
