@@ -177,6 +177,37 @@ def layernorm_bwd_inputs(n, c, residual=True, norms=("",)):
     return inputs
 
 
+def linear_inputs(n, k, m, b=True, r=False):
+    b, r = normal(m) if b else None, normal(n, m) if r else None
+    return draw(x=normal(n, k), w=normal(k, m), b=b, r=r)
+
+
+def bias_inputs(n, m, two=False):
+    return draw(dy=normal(n, m, mean=0.5), db=normal(m), db2=normal(m) if two else None)
+
+
+def linear_gelu_inputs(n, k, m, tanh):
+    """y is overwritten."""
+    x, y = normal(n, k, std=(k or 1) ** -0.5), np.full((n, m), np.nan)
+    return draw(x=x, w=normal(k, m), b=normal(m), tanh=tanh, y=y)
+
+
+def linear_gelu_grad_inputs(n, m, k, *more):
+    return draw(dy=normal(n, m), w=normal(k, m), dgelu=normal(n, k), db=normal(k))
+
+
+def embedding_grad_inputs(n, v, c):
+    return draw(ids=targets(n, v), dy=normal(n, c), dw=normal(v, c))
+
+
+def norm_inputs(n, limit):
+    return draw(g=normal(n), max_norm=limit)
+
+
+# How many terms an element sums, by a case's sizes.
+first, inner, outer = (lambda n, *more: n), (lambda n, k, *more: k), (lambda n, m, *more: max(n, m))
+
+
 def optimizer_inputs(n, low=True, scale=None, step=3, eps=1e-8):
     return draw(
         p=normal(n),
@@ -306,57 +337,44 @@ CASES = [
     ),
     *cases_of(
         linear_fwd,
-        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m), r=None),
+        linear_inputs,
         [(1, 1, 1), (31, 257, 31), (65, 64, 1), (0, 3, 4), (5, 0, 4), *FEW],
-        lambda n, k, m: k,
+        inner,
     ),
     *cases_of(
         linear_fwd,
-        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=None, r=None),
-        {"257x31x1100-no-bias": (257, 31, 1100), "2x72x34008-no-bias": (2, 72, 34_008)},
-        lambda n, k, m: k,
+        linear_inputs,
+        {"257x31x1100-no-bias": (257, 31, 1100, 0), "2x72x34008-no-bias": (2, 72, 34_008, 0)},
+        inner,
     ),
     *cases_of(
         linear_fwd,
-        lambda n, k, m, has_bias: draw(
-            x=normal(n, k), w=normal(k, m), b=normal(m) if has_bias else None, r=normal(n, m)
-        ),
+        linear_inputs,
         {
-            f"{n}x{k}x{m}-residual{'' if b else '-no-bias'}": (n, k, m, b)
+            f"{n}x{k}x{m}-residual{'' if b else '-no-bias'}": (n, k, m, b, 1)
             for n, k, m in [(1, 1, 1), (31, 257, 31), (64, 64, 136), (5, 0, 4), (0, 3, 4), *FEW]
-            for b in (True, False)
+            for b in (1, 0)
         },
-        lambda n, k, m, has_bias: k,
+        inner,
     ),
     *cases_of(
         bias_bwd,
-        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m), db2=None),
+        bias_inputs,
         [(1, 1), (31, 257), (257, 31), (1000, 3), (1000, 300), (0, 4), (4, 0)],
-        lambda n, m: n,
+        first,
     ),
     *cases_of(
         bias_bwd,
-        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m), db2=normal(m)),
-        {"257x31-two": (257, 31), "70x512-two": (70, 512), "0x4-two": (0, 4)},
-        lambda n, m: n,
+        bias_inputs,
+        {"257x31-two": (257, 31, 1), "70x512-two": (70, 512, 1), "0x4-two": (0, 4, 1)},
+        first,
     ),
-    *cases_of(
-        linear_gelu_fwd,
-        lambda n, k, m, tanh: draw(
-            x=normal(n, k, std=(k or 1) ** -0.5),
-            w=normal(k, m),
-            b=normal(m),
-            tanh=tanh,
-            y=np.full((n, m), np.nan),  # overwritten
-        ),
-        MLPS,
-        lambda n, k, *more: k,
-    ),
+    *cases_of(linear_gelu_fwd, linear_gelu_inputs, MLPS, inner),
     *cases_of(
         linear_gelu_bwd,
-        lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), dgelu=normal(n, k), db=normal(k)),
+        linear_gelu_grad_inputs,
         [shape[:3] for shape in MLPS.values()],
-        lambda n, m, k: max(n, m),
+        outer,
         of_rounded=("db",),
     ),
     *cases_of(
@@ -365,7 +383,7 @@ CASES = [
             x=normal(n, c, mean=1, std=2), w=normal(c, mean=1), b=normal(c), eps=1e-5
         ),
         ROWS,
-        lambda n, c: c,
+        inner,
     ),
     # Far from zero, where E[x^2] - E[x]^2 has no digits left.
     *cases_of(
@@ -374,7 +392,7 @@ CASES = [
         {"far": (7, 300)},
         lambda n, c: c * 64**2,
     ),
-    *cases_of(layernorm_bwd, layernorm_bwd_inputs, BACKWARD, lambda n, c, *more: max(n, c)),
+    *cases_of(layernorm_bwd, layernorm_bwd_inputs, BACKWARD, outer),
     *cases_of(
         layernorm_pair_fwd,
         lambda n, c: draw(
@@ -386,7 +404,7 @@ CASES = [
             eps=1e-5,
         ),
         ROWS,
-        lambda n, c: c,
+        inner,
     ),
     *cases_of(
         decode_projections,
@@ -419,16 +437,11 @@ CASES = [
                 (32, 512, 48, 2048, 1),
             ]
         },
-        lambda n, c, *more: c,
+        inner,
     ),
     *cases_of(
         decode_output,
-        lambda n, k, m, b, r: draw(
-            x=normal(n, k),
-            w=normal(k, m),
-            b=normal(m) if b else None,
-            r=normal(n, m) if r else None,
-        ),
+        linear_inputs,
         {
             f"{n}x{k}x{m}-{b}-{r}": (n, k, m, b, r)
             for n, k, m, b, r in [
@@ -439,14 +452,9 @@ CASES = [
                 (31, 257, 31, 0, 1),
             ]
         },
-        lambda n, k, *more: k,
+        inner,
     ),
-    *cases_of(
-        layernorm_pair_bwd,
-        partial(layernorm_bwd_inputs, norms="12"),
-        BACKWARD,
-        lambda n, c, *more: max(n, c),
-    ),
+    *cases_of(layernorm_pair_bwd, partial(layernorm_bwd_inputs, norms="12"), BACKWARD, outer),
     *cases_of(
         embedding_fwd,
         lambda n, v, c: draw(ids=targets(n, v), w=normal(v, c)),
@@ -454,7 +462,7 @@ CASES = [
     ),
     *cases_of(
         embedding_bwd,
-        lambda n, v, c: draw(ids=targets(n, v), dy=normal(n, c), dw=normal(v, c)),
+        embedding_grad_inputs,
         [(1, 1, 1), (31, 257, 31), (257, 31, 257), (1000, 2, 3), (0, 5, 4)],
         lambda n, v, c: max(1, n / v),
     ),
@@ -501,28 +509,23 @@ CASES = [
         cumsum,
         lambda rows, n: draw(x=normal(rows, n)),
         [(1, 1), (31, 257), (3, 512), (1500, 513), (3, 5001), (2, 70_003), (0, 5), (5, 0)],
-        lambda rows, n: n,
+        inner,
     ),
-    *cases_of(
-        cross_entropy_fwd,
-        losses_inputs,
-        LOSSES | {"large": (9, 33, (), 1e3)},
-        lambda n, v, *more: v,
-    ),
+    *cases_of(cross_entropy_fwd, losses_inputs, LOSSES | {"large": (9, 33, (), 1e3)}, inner),
     *cases_of(
         cross_entropy_fwd_bwd,
         losses_inputs,
         LOSSES | {"long": (3, 120_007), "wide": (5, 50_304, (1,))},
-        lambda n, v, *more: v,
+        inner,
     ),
     *cases_of(
         grad_norm,
-        lambda n, limit: draw(g=normal(n), max_norm=limit),
+        norm_inputs,
         {
             f"{n}-max-{limit:g}": (n, limit)
             for n, limit in [(1, 1.0), (31, 1e2), (257, 1.0), (100_003, 1.0), (257, 0.0), (0, 1.0)]
         },
-        lambda n, limit: n,
+        first,
     ),
     *cases_of(
         adamw,

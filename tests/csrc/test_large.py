@@ -20,20 +20,31 @@ from needle.testing.attention import (
     forward_terms,
     irregular,
     part_inputs,
+    rotated_sparse_inputs,
+    sparse_inputs,
 )
-from needle.testing.case import cases_of, draw, normal, targets
+from needle.testing.case import cases_of, targets
 from needle.testing.layers import (
     adamw,
     bias_bwd,
+    bias_inputs,
     cross_entropy_fwd,
     cross_entropy_fwd_bwd,
     embedding_bwd,
+    embedding_grad_inputs,
+    first,
     grad_norm,
+    inner,
     linear_fwd,
     linear_gelu_bwd,
     linear_gelu_fwd,
+    linear_gelu_grad_inputs,
+    linear_gelu_inputs,
+    linear_inputs,
     losses_inputs,
+    norm_inputs,
     optimizer_inputs,
+    outer,
 )
 
 ATTENTION = {  # label: B, T, S, H, D, causal
@@ -43,7 +54,7 @@ ATTENTION = {  # label: B, T, S, H, D, causal
     "several-tiles": (2, 197, 389, 3, 24, 1),
 }
 BLOCKS = irregular(3, 5, 10)
-SPARSE = {"several-tiles": (2, 320, 640, 3, 24, 0, None, BLOCKS, 64)}
+SPARSE = {"several-tiles": (2, 320, 640, 3, 24, 0, BLOCKS, 64, None)}
 BACKWARD = {**ATTENTION, "two-groups-of-heads": (1, 8, 700, 20, 64, 1)}
 BACKWARD.pop("groups-across-batches")
 
@@ -72,10 +83,6 @@ LONG = {"ignored": (40, 9001, (0, 7, 39))}
 MLPS = [(530, 40, 2100, 1), (17_032, 72, 40, 1), (24, 72, 17_032, 1), (17_032, 520, 24, 0)]
 
 
-def vocabulary(n, v, *more):
-    return v
-
-
 LARGE = [
     *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
     *cases_of(
@@ -86,59 +93,24 @@ LARGE = [
         of_rounded=("db",),
     ),
     *cases_of(
-        block_sparse_attention_fwd,
-        lambda *s: attention_inputs(*s[:7], blocks=s[7], block=s[8]),
-        SPARSE,
-        forward_terms,
+        block_sparse_attention_fwd, lambda *shape: sparse_inputs(*shape[:-1]), SPARSE, forward_terms
     ),
     *cases_of(
         block_sparse_attention_bwd,
-        lambda *s: attention_inputs(*s[:7], blocks=s[7], block=s[8], backward=True, db=True),
+        rotated_sparse_inputs,
         SPARSE,
         backward_terms,
         of_rounded=("db",),
     ),
-    *cases_of(cross_entropy_fwd, masked_losses, MASKED, vocabulary),
-    *cases_of(cross_entropy_fwd_bwd, masked_losses, MASKED, vocabulary),
-    *cases_of(cross_entropy_fwd, losses_inputs, LONG, vocabulary),
-    *cases_of(cross_entropy_fwd_bwd, losses_inputs, LONG, vocabulary),
-    *cases_of(
-        linear_fwd,
-        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m), r=normal(n, m)),
-        [(530, 1050, 1100)],
-        lambda n, k, m: k,
-    ),
-    *cases_of(
-        linear_gelu_fwd,
-        lambda n, k, m, tanh: draw(
-            x=normal(n, k, std=k**-0.5),
-            w=normal(k, m),
-            b=normal(m),
-            tanh=tanh,
-            y=np.full((n, m), np.nan),
-        ),
-        MLPS,
-        lambda n, k, *more: k,
-    ),
-    *cases_of(
-        linear_gelu_bwd,
-        lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), dgelu=normal(n, k), db=normal(k)),
-        [shape[:3] for shape in MLPS],
-        lambda n, m, k: max(n, m),
-        of_rounded=("db",),
-    ),
-    *cases_of(
-        bias_bwd,
-        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m), db2=normal(m)),
-        [(530, 2100)],
-        lambda n, m: n,
-    ),
-    *cases_of(
-        embedding_bwd,
-        lambda n, v, c: draw(ids=targets(n, v), dy=normal(n, c), dw=normal(v, c)),
-        [(2000, 31, 300)],
-        lambda n, v, c: n / v,
-    ),
+    *cases_of(cross_entropy_fwd, masked_losses, MASKED, inner),
+    *cases_of(cross_entropy_fwd_bwd, masked_losses, MASKED, inner),
+    *cases_of(cross_entropy_fwd, losses_inputs, LONG, inner),
+    *cases_of(cross_entropy_fwd_bwd, losses_inputs, LONG, inner),
+    *cases_of(linear_fwd, linear_inputs, [(530, 1050, 1100, 1, 1)], inner),
+    *cases_of(linear_gelu_fwd, linear_gelu_inputs, MLPS, inner),
+    *cases_of(linear_gelu_bwd, linear_gelu_grad_inputs, MLPS, outer, of_rounded=("db",)),
+    *cases_of(bias_bwd, bias_inputs, [(530, 2100, 1)], first),
+    *cases_of(embedding_bwd, embedding_grad_inputs, [(2000, 31, 300)], lambda n, v, c: n / v),
     *cases_of(
         attention_part_fwd,
         part_inputs,
@@ -151,12 +123,7 @@ LARGE = [
         {"several-tiles": (2, 197, 389, 3, 24, 1, 1)},
         backward_terms,
     ),
-    *cases_of(
-        grad_norm,
-        lambda n, limit: draw(g=normal(n), max_norm=limit),
-        [(200_003, 1.0)],
-        lambda n, limit: n,
-    ),
+    *cases_of(grad_norm, norm_inputs, [(200_003, 1.0)], first),
     *cases_of(adamw, optimizer_inputs, {"scaled": (200_003, True, 0.25)}),
 ]
 
