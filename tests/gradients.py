@@ -107,11 +107,12 @@ def attend_dilated(q, k, v, branches, causal: bool = True):
     return weighted(dilated_weights(q, k, branches, causal), v)
 
 
-def attend_packed(qkv, half=2, see=None):
+def attend_packed(qkv, half=2, *options, see=None):
     turned = turn(qkv, half, 2)
-    return attend(turned[..., 0, :], turned[..., 1, :], turned[..., 2, :], see=see)
+    return attend(*(turned[..., i, :] for i in range(3)), *options, see=see)
 
 
+NUMPYS = {"causal": np.bool_(False), "scale": np.float32(0.7)}  # options
 LAYER = (  # B T C; C each; C x 3 H D, 3 H D; H D x C, C; C x M, M, M x C, C
     *(normal(2, 5, 6), normal(6, mean=1), normal(6), normal(6, mean=1), normal(6)),
     *(normal(6, 36, std=0.4), normal(36), normal(12, 6), normal(6)),
@@ -494,8 +495,20 @@ GRADIENTS = [
                 "attention-full",
                 lambda q, k, v: attend(q, k, v, False, 0.7),
                 *(normal(1, t, 2, 3) for t in (3, 5, 5)),
-                causal=False,
-                scale=0.7,
+                **NUMPYS,
+            ),
+            by_name(
+                "block_sparse_attention-full",
+                lambda q, k, v: attend(q, k, v, scale=0.7, see=BLOCKS.to_dense()),
+                *[normal(1, 5, 2, 3)] * 3,
+                mask=BLOCKS,
+                **NUMPYS,
+            ),
+            Gradient(
+                "qkv_attention-full",
+                lambda ops, qkv: ops.qkv_attention(qkv, *tables(4, 2), **NUMPYS),
+                lambda qkv: attend_packed(qkv, 2, False, 0.7),
+                (normal(1, 4, 2, 3, 6),),
             ),
             by_name(
                 "block_sparse_attention",

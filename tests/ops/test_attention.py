@@ -241,32 +241,3 @@ def test_attention_in_tiles_of_any_size_has_the_same_bits(t, s, causal, dtype):
         wanted = of_a_head(*(x.numpy()[0, :, 0].astype(np.float64) for x in (*own, own[0])), 0.125,
                            visible(t, s, causal))[0]  # fmt: skip
         assert np.abs(whole[0, :, head] - wanted).max() <= 1e-2 * np.abs(wanted).max()
-
-
-# ---- options -------------------------------------------------------------------------------------
-
-
-def calls_of_attention(**options) -> dict:
-    """Return calls by the op that their errors name, each with a mask of its own or none."""
-    q, qkv = Tensor(draw(0, 1, 32, 2, 8)), Tensor(draw(1, 1, 32, 2, 3, 8))
-    angles = np.ones((32, 2), np.float32)
-    return {
-        "attention": lambda: ops.attention(q, q, q, **options),
-        "block_sparse_attention": lambda: ops.block_sparse_attention(
-            q, q, q, **{"mask": BlockMask.dense(32, 16), **options}
-        ),
-        "qkv_attention": lambda: ops.qkv_attention(qkv, angles, angles, **options),
-    }
-
-
-def test_options_of_numpy_and_a_scale_of_zero_are_taken():
-    """Zero is not taken for a missing scale: it weighs all keys alike."""
-    numpys = {"causal": np.bool_(True), "scale": np.float32(0.5)}
-    options = numpys, {"causal": True, "scale": 0.5}, {"scale": 0}, {"scale": 1e-30}, {}
-    options = *options, {"causal": False}
-    for calls in zip(*(calls_of_attention(**given).values() for given in options)):
-        numpy, same, zero, tiny, default, full = (call().numpy() for call in calls)
-        np.testing.assert_array_equal(numpy, same)
-        np.testing.assert_array_equal(numpy, calls[0]().numpy())  # operands are as they were
-        np.testing.assert_allclose(zero, tiny, atol=1e-6)
-        assert min(np.abs(default - other).max() for other in (zero, full)) > 1e-2
