@@ -133,7 +133,13 @@ def near(got, wanted, tolerance=2e-5):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"use_parallel_residual": False}, {"attention_only": True}], ids=str
+    "changes",
+    [
+        {},
+        {"use_parallel_residual": False, "rotary_pct": 1},
+        {"attention_only": True, "rotary_pct": 0},
+    ],
+    ids=str,
 )
 def test_everything_is_captured(device, changes):
     model = small(device, **changes)

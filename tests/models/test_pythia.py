@@ -2,7 +2,6 @@
 compared in tests/interp/test_hooks.py with NumPy's, in test_parity.py with transformers'.)"""
 
 import dataclasses
-import json
 import re
 import warnings
 
@@ -294,13 +293,6 @@ def test_wrong_configurations():
         PythiaConfig(hidden_size=48, num_heads=4)
 
 
-def test_any_share_of_a_head_is_turned():
-    for share, turned in (0, 0), (0.0, 0), (0.5, 4), (1, 8), (1.0, 8):
-        model = small(hidden_size=16, num_layers=1, max_seq_len=4, rotary_pct=share)
-        assert model.config.rotary_dims == turned
-        assert model(np.arange(4)[None])[0].shape == (1, 4, 41)
-
-
 def test_flops_of_a_token_count_matrices_and_the_keys_it_sees():
     """Forward and backward: 6 an element of a matrix, 12 a dim and key; of itself half."""
     local = {"use_sparse_attention": True, "sparse_pattern": "local", "sparse_block": 16}
@@ -312,10 +304,3 @@ def test_flops_of_a_token_count_matrices_and_the_keys_it_sees():
         matrices = sum(p.size for _, p in model.named_parameters() if p.ndim == 2)
         matrices -= model.embed_in.weight.size  # its rows are looked up
         assert model.flops_per_token(64) == pytest.approx(6 * matrices + 12 * 2 * 16 * seen)
-
-
-def test_configuration_round_trip():
-    config = PythiaConfig.preset("70m", use_sparse_attention=True)
-    assert PythiaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ValueError, match="colour"):
-        PythiaConfig.from_dict(config.to_dict() | {"colour": 1})
