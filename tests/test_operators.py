@@ -66,6 +66,18 @@ def close(got, wanted, dtype):
     np.testing.assert_allclose(got.numpy(), wanted, rtol=bound)
 
 
+def check(apply, operands, dtype, wanted, *case):
+    """dtype: None where bits are asked for of floats."""
+    with naming(apply.__name__, *case, *(type(z).__name__ for z in operands)):
+        if dtype is None:
+            with pytest.raises(TypeError, match="needs integers or bool"):
+                apply(*operands)
+        else:
+            got = apply(*operands)
+            assert got.dtype == dtype and got.shape == wanted.shape
+            close(got, wanted, dtype)
+
+
 @pytest.mark.parametrize("name", [*SIGNS, *COMPARED])
 def test_dtypes_of_two_operands_are_those_of_the_table(name, device):
     """Of arrays and of Tensors, which may be a NumPy array or a list on either side."""
@@ -80,15 +92,9 @@ def test_dtypes_of_two_operands_are_those_of_the_table(name, device):
             pairs += [(a, y)] * (other != "bfloat16") + [(x, b)] * (one != "bfloat16")
             pairs += [(a, y.tolist())] * (other in ("float32", "int64", "bool"))
             pairs += [(x.tolist(), b)] * (one in ("float32", "int64", "bool"))
+        wanted = dtype and expected(name, x, y, dtype)
         for pair in pairs:
-            with naming(name, one, other, *(type(z).__name__ for z in pair)):
-                if dtype is None:
-                    with pytest.raises(TypeError, match="needs integers or bool"):
-                        apply(*pair)
-                    continue
-                got = apply(*pair)
-                assert got.dtype == dtype
-                close(got, expected(name, x, y, dtype), dtype)
+            check(apply, pair, dtype, wanted, one, other)
 
 
 @pytest.mark.parametrize("own, wide", [("int8", "int32"), ("int16", "int32"), ("uint32", "int64")])
@@ -115,14 +121,7 @@ def test_dtypes_beside_numbers_are_those_of_the_table(name, device):
         for wrap in (lambda a: a, Tensor.from_ndarray):
             a = wrap(nd.array(x, one, device))
             for pair, values in (((a, number), (x, y)), ((number, a), (y, x))):
-                with naming(name, one, repr(number), type(a).__name__, pair[0] is a):
-                    if dtype is None:
-                        with pytest.raises(TypeError, match="needs integers or bool"):
-                            apply(*pair)
-                        continue
-                    got = apply(*pair)
-                    assert got.dtype == dtype and got.shape == a.shape
-                    close(got, expected(name, *values, dtype), dtype)
+                check(apply, pair, dtype, dtype and expected(name, *values, dtype), one, number)
 
 
 @pytest.mark.parametrize("name", ["maximum", "minimum"])
@@ -131,11 +130,9 @@ def test_extremes_have_the_dtype_of_a_sum_but_of_bool_bool(name, device):
         x, y = drawn(one), drawn(other, 1)
         wanted = "bool" if one == other == "bool" else result_dtype("add", one, other)
         a, b = (nd.array(v, d, device) for v, d in ((x, one), (y, other)))
-        tensors = (Tensor.from_ndarray(z) for z in (a, b))
-        with naming(one, other):
-            for got in (getattr(a, name)(b), getattr(ops, name)(*tensors)):
-                assert got.dtype == wanted
-                close(got, getattr(np, name)(x, y), wanted)
+        tensors = [Tensor.from_ndarray(z) for z in (a, b)]
+        for apply, pair in (getattr(nd.NDArray, name), (a, b)), (getattr(ops, name), tensors):
+            check(apply, pair, wanted, getattr(np, name)(x, y), one, other)
 
 
 @pytest.mark.parametrize("name", ["neg", "pos", "abs", "invert"])
@@ -144,17 +141,12 @@ def test_dtypes_of_one_operand(name, device):
     for dtype in (*FLOATS, *INTEGERS, "bool"):
         x = drawn(dtype)
         array = nd.array(x, dtype, device)
+        x = x.astype("int32") if dtype == "bool" and name == "neg" else x
+        refused = name == "invert" and dtype in FLOATS
+        wanted = None if refused else x if name == "pos" else apply(x)
+        made = None if refused else "int32" if dtype == "bool" and name == "neg" else dtype
         for a in (array, Tensor.from_ndarray(array)):
-            with naming(name, dtype, type(a).__name__):
-                if name == "invert" and dtype in FLOATS:
-                    with pytest.raises(TypeError, match="needs integers or bool"):
-                        apply(a)
-                    continue
-                got = apply(a)
-                negates = dtype == "bool" and name == "neg"
-                assert got.dtype == ("int32" if negates else dtype)
-                wanted = apply(x.astype("int32") if negates else x) if name != "pos" else x
-                close(got, wanted, dtype)
+            check(apply, (a,), made, wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -164,7 +156,7 @@ def test_products_take_array_likes_of_whole_numbers(dtype):
     for a in (array, Tensor.from_ndarray(array)):
         for beside in (y, y.tolist(), y.astype("uint8")):
             for got, wanted in ((a @ beside, x @ y), (beside @ a, y @ x)):
-                assert got.dtype == dtype
+                assert got.dtype == dtype and got.shape == wanted.shape
                 close(got, wanted, dtype)
         if dtype != "float32":
             with pytest.raises(TypeError, match="matmul"):
