@@ -582,8 +582,11 @@ def test_greedy_decoding_marks_rows_without_a_largest(size, dtype, device):
 # ---- same bits -----------------------------------------------------------------------------------
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("op", STRUCTURED)
-def test_two_runs_give_the_same_bits(op, device):
+def test_two_runs_give_the_same_bits(op):
+    """On the CPU the next test compares runs of any number of threads."""
+    device = device_of("cuda")
     for case in STRUCTURED[op]:
         values = prepare(case, "float32")
         one = call(case, values, "float32", device)
