@@ -248,24 +248,6 @@ def test_indexing_is_numpys(index, order):
             assert None not in (filled.start, filled.step)
 
 
-@quick
-@given(
-    st.tuples(slices, slices), st.sampled_from(["scalar", "same", "reversed", "transposed", "row"])
-)
-def test_setitem_from_strided_sources(index, kind):
-    host, array = pair(5, 5)
-    place = host[kept_axes(index)]
-    source = numbers(*place.shape) * 3 + 1
-    array[index], place[...] = {
-        "scalar": lambda: (7, 7),
-        "row": lambda: (nd.array(np.arange(place.shape[1])), np.arange(place.shape[1])),
-        "same": lambda: (nd.array(source), source),
-        "reversed": lambda: (nd.array(source)[::-1, ::-1], source[::-1, ::-1]),
-        "transposed": lambda: (nd.array(source.T.copy()).permute((1, 0)), source),
-    }[kind]()
-    np.testing.assert_array_equal(array.numpy(), host)
-
-
 def test_setitem_of_overlapping_views_and_other_dtypes(device):
     host, array = pair(4, 5, device=device)
     array[1:] = array[:-1]
