@@ -31,9 +31,6 @@ def of_16(op: str, operand: str, **shapes) -> tuple:
 NORMS = ["norm_w1", "norm_b1", "norm_w2", "norm_b2"]
 BAD = [
     ("sort", each(["values", "indices"], ones(31, 258)), "the first 258 of 257 elements"),
-    ("layernorm_bwd", dict(dres=ones(2, 3)), "dres: axis N is 2"),
-    ("layernorm_pair_fwd", dict(norm_w2=ones(2)), "norm_w2: axis C is 2"),
-    ("layernorm_pair_bwd", dict(dres=ones(31, 4)), "dres: axis C is 4"),
     of_16("layernorm_pair_fp8", "x", x=(24, 48)),
     of_16("layernorm_pair_fp8", "x", x=(16, 40), **each(NORMS, (40,))),
     of_16("fp8_linear_gelu_fwd", "x", x=(24, 16)),
@@ -63,7 +60,6 @@ BAD = [
         dict(w_qkv=ones(776, 12), b_qkv=ones(12)),
         "w_qkv: has 12 columns, but must have a multiple of 8",
     ),
-    ("matmul", dict(a=ones(1, 2, 3), b=ones(1, 4, 5)), "b: axis K"),
     ("matmul", dict(a=ones(2, 3), b=ones(1, 3, 5)), r"b: has 3 axes, must have 2: \(K, N\)"),
     ("matmul", dict(a=ones(1, 2, 3), b=ones(3, 5)), r"b: has 2 axes, must have 3: \(B, K, N\)"),
     ("rotary", dict(x=ones(1, 3, 1, 3, 4), **angles(3, 3)), "cos"),
@@ -74,8 +70,6 @@ BAD = [
         angles(31, 9),
         r"cos: .*9.* but a head has 16 \(give at most D / 2 angles\)",
     ),
-    ("linear_rotary_fwd", angles(30, 2), "cos: axis T is 30, but was 31"),
-    ("linear_rotary_fwd", dict(b=ones(3, 16, 3)), "b: axis P is 16"),
     ("linear_rotary_fwd", dict(parts=4), "parts: .*0 .* 3"),
     ("linear_rotary_fwd", dict(parts=-1), "parts: .*0 .* 3"),
     ("attention_fwd", each("qkvo", ones(1, 2, 1, 257)), ".*256"),
