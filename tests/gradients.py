@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from harness import rows_of
 
 from needle import _C, BlockMask
 from needle.distributed.group import Group
@@ -188,7 +189,7 @@ def formula(op: str) -> Callable:
     return ELEMENTWISE[op].f if op in ELEMENTWISE else getattr(np, op)
 
 
-# label | of needle.ops | the same in NumPy | operands; what is indented goes on.
+# label | of needle.ops | the same in NumPy | operands
 ELEMENTARY = """
 hstack | ops.hstack([a, b]) | np.hstack([a, b]) | a=MATRIX, b=MATRIX
 vstack | ops.vstack([a, b]) | np.vstack([a, b]) | a=MATRIX, b=MATRIX
@@ -253,8 +254,7 @@ linear_cross_entropy-transposed | ops.linear_cross_entropy(x, w, TARGETS, transp
 def rows(text: str) -> list[Gradient]:
     """Make the cases of a table."""
     made = []
-    for row in text.strip().replace("\n    ", " ").split("\n"):
-        label, call, numpy, operands = row.split(" | ")
+    for label, call, numpy, operands in rows_of(text):
         given = eval(f"dict({operands})")
         names = ", ".join(given)
         op, f = eval(f"lambda ops, {names}: {call}"), eval(f"lambda {names}: {numpy}")

@@ -3,11 +3,11 @@ points of each op, beside NumPy in float64."""
 
 import numpy as np
 import pytest
-from harness import naming
+from harness import naming, rows_of
 
 import needle as ndl
 from needle import Tensor, nn, ops
-from needle.testing.elementwise import LIMITS, erf, gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
+from needle.testing import elementwise
 
 F = nn.functional
 inf, nan = np.inf, np.nan
@@ -24,78 +24,57 @@ def above(x, at_most):
     return np.where(x <= 0, at_most, 1.0)
 
 
-# name: the function in NumPy, and its derivative
-ONE = {
-    "abs": (np.abs, np.sign),
-    "negate": (np.negative, lambda x: -1),
-    "relu": (lambda x: np.maximum(x, 0), lambda x: above(x, 0.0)),
-    "exp": (np.exp, np.exp),
-    "expm1": (np.expm1, np.exp),
-    "log": (np.log, lambda x: 1 / x),
-    "log2": (np.log2, lambda x: 1 / x / np.log(2)),
-    "log10": (np.log10, lambda x: 1 / x / np.log(10)),
-    "log1p": (np.log1p, lambda x: 1 / (1 + x)),
-    "sqrt": (np.sqrt, lambda x: 0.5 / np.sqrt(x)),
-    "rsqrt": (lambda x: 1 / np.sqrt(x), lambda x: -0.5 / np.sqrt(x) / x),
-    "reciprocal": (lambda x: 1 / x, lambda x: -1 / x / x),
-    "square": (np.square, lambda x: 2 * x),
-    "tanh": (np.tanh, lambda x: 1 - np.tanh(x) ** 2),
-    "sigmoid": (sigmoid, lambda x: sigmoid(x) * (1 - sigmoid(x))),
-    "silu": (lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x)))),
-    "softplus": (lambda x: np.logaddexp(x, 0), sigmoid),
-    "gelu": (gelu, gelu_grad),
-    "gelu_tanh": (gelu_tanh, gelu_tanh_grad),
-    "erf": (erf, lambda x: np.exp(-x * x) * 2 / np.sqrt(np.pi)),
-    "sin": (np.sin, np.cos),
-    "cos": (np.cos, lambda x: -np.sin(x)),
-    "sign": (np.sign, lambda x: 0),
-    "floor": (np.floor, lambda x: 0),
-    "ceil": (np.ceil, lambda x: 0),
-    "round": (np.rint, lambda x: 0),
-    "trunc": (np.trunc, lambda x: 0),
-    "nan_to_num": (lambda x: np.nan_to_num(np.float32(x)), np.isfinite),
-    "leaky_relu": (lambda x: np.where(x > 0, x, x * 0.01), lambda x: np.where(x > 0, 1, 0.01)),
-    "elu": (
-        lambda x: np.where(x > 0, x, np.expm1(x)),
-        lambda x: np.where(x > 0, 1, np.where(x <= 0, np.exp(x), 0)),
-    ),
-}
-CALLS = {"gelu_tanh": lambda x: ops.gelu(x, "tanh")}
-# label: needle, NumPy, derivative
-WITH_NUMBERS = {
-    **{
-        f"clip {low} {high}": (
-            lambda x, low=low, high=high: ops.clip(x, low, high),
-            lambda x, low=low, high=high: np.clip(x, low, high),
-            lambda x, low=low, high=high: (x >= (-inf if low is None else low))
-            & (x <= (inf if high is None else high)),
-        )
-        for low, high in ((-1.0, 1.5), (None, 1.0), (0.0, None), (0.5, 0.5))
-    },
-    **{
-        f"x ** {p}": (
-            lambda x, p=p: x**p,
-            lambda x, p=p: x**p,
-            lambda x, p=p: p * x ** (p - 1) if p else 0 * np.ones_like(x),
-        )
-        for p in (0, 1, 2, 3, -1, -2)
-    },
-    **{
-        f"{b} ** x": (
-            lambda x, b=b: b**x,
-            lambda x, b=b: np.float64(b) ** x,
-            lambda x, b=b: np.where((b == 0) & (x >= 0), 0, np.float64(b) ** x * np.log(b)),
-        )
-        for b in (0.0, 0.5, 1.0, 2.0)
-    },
-    "2 / x": (lambda x: 2 / x, lambda x: 2 / x, lambda x: -2 / x / x),
-    "x / 0": (lambda x: x / 0.0, lambda x: x / 0.0, lambda x: inf),
-    "elu 2": (
-        lambda x: ops.elu(x, 2.0),
-        lambda x: np.where(x > 0, x, 2 * np.expm1(x)),
-        lambda x: np.where(x > 0, 1, np.where(x <= 0, 2 * np.exp(x), 0)),
-    ),
-}
+# of needle | the same in NumPy | its derivative
+ONE = """
+ops.abs(x) | np.abs(x) | np.sign(x)
+ops.negate(x) | -x | -1
+ops.relu(x) | np.maximum(x, 0) | above(x, 0.0)
+ops.exp(x) | np.exp(x) | np.exp(x)
+ops.expm1(x) | np.expm1(x) | np.exp(x)
+ops.log(x) | np.log(x) | 1 / x
+ops.log2(x) | np.log2(x) | 1 / x / np.log(2)
+ops.log10(x) | np.log10(x) | 1 / x / np.log(10)
+ops.log1p(x) | np.log1p(x) | 1 / (1 + x)
+ops.sqrt(x) | np.sqrt(x) | 0.5 / np.sqrt(x)
+ops.rsqrt(x) | 1 / np.sqrt(x) | -0.5 / np.sqrt(x) / x
+ops.reciprocal(x) | 1 / x | -1 / x / x
+ops.square(x) | np.square(x) | 2 * x
+ops.tanh(x) | np.tanh(x) | 1 - np.tanh(x) ** 2
+ops.sigmoid(x) | sigmoid(x) | sigmoid(x) * (1 - sigmoid(x))
+ops.silu(x) | x * sigmoid(x) | sigmoid(x) * (1 + x * (1 - sigmoid(x)))
+ops.softplus(x) | np.logaddexp(x, 0) | sigmoid(x)
+ops.gelu(x) | elementwise.gelu(x) | elementwise.gelu_grad(x)
+ops.gelu(x, "tanh") | elementwise.gelu_tanh(x) | elementwise.gelu_tanh_grad(x)
+ops.erf(x) | elementwise.erf(x) | np.exp(-x * x) * 2 / np.sqrt(np.pi)
+ops.sin(x) | np.sin(x) | np.cos(x)
+ops.cos(x) | np.cos(x) | -np.sin(x)
+ops.sign(x) | np.sign(x) | 0
+ops.floor(x) | np.floor(x) | 0
+ops.ceil(x) | np.ceil(x) | 0
+ops.round(x) | np.rint(x) | 0
+ops.trunc(x) | np.trunc(x) | 0
+ops.nan_to_num(x) | np.nan_to_num(np.float32(x)) | np.isfinite(x)
+ops.leaky_relu(x) | np.where(x > 0, x, x * 0.01) | np.where(x > 0, 1, 0.01)
+ops.elu(x) | np.where(x > 0, x, np.expm1(x)) | np.where(x > 0, 1, np.where(x <= 0, np.exp(x), 0))
+ops.elu(x, 2.0) | np.where(x > 0, x, 2 * np.expm1(x))
+    | np.where(x > 0, 1, np.where(x <= 0, 2 * np.exp(x), 0))
+ops.clip(x, -1.0, 1.5) | np.clip(x, -1.0, 1.5) | (x >= -1) & (x <= 1.5)
+ops.clip(x, None, 1.0) | np.clip(x, None, 1.0) | x <= 1
+ops.clip(x, 0.0, None) | np.clip(x, 0.0, None) | x >= 0
+ops.clip(x, 0.5, 0.5) | np.clip(x, 0.5, 0.5) | x == 0.5
+x**0 | x**0 | 0
+x**1 | x | 1
+x**2 | x**2 | 2 * x
+x**3 | x**3 | 3 * x**2
+x**-1 | x**-1.0 | -(x**-2.0)
+x**-2 | x**-2.0 | -2 * x**-3.0
+0.0**x | 0.0**x | np.where(x >= 0, 0, 0.0**x * -inf)
+0.5**x | 0.5**x | 0.5**x * np.log(0.5)
+1.0**x | 1.0**x | 1.0**x * np.log(1.0)
+2.0**x | 2.0**x | 2.0**x * np.log(2.0)
+2 / x | 2 / x | -2 / x / x
+x / 0.0 | x / 0.0 | inf
+"""
 
 
 def shared(x, y):
@@ -103,23 +82,18 @@ def shared(x, y):
     return np.where(x < y, 0, np.where(x == y, 0.5, 1))
 
 
-# name: NumPy, and the derivatives for x and y
-TWO = {
-    "add": (np.add, lambda x, y: (1, 1)),
-    "subtract": (np.subtract, lambda x, y: (1, -1)),
-    "multiply": (np.multiply, lambda x, y: (y, x)),
-    "divide": (np.divide, lambda x, y: (1 / y, -(1 / y) * (x / y))),
-    "power": (
-        np.power,
-        lambda x, y: (
-            np.where(y == 0, 0, y * x ** (y - 1)),  # as PyTorch, also where x is NaN
-            np.where((x == 0) & (y >= 0), 0, x**y * np.log(x)),
-        ),
-    ),
-    "maximum": (np.maximum, lambda x, y: (shared(x, y), shared(y, x))),
-    "minimum": (np.minimum, lambda x, y: (shared(-x, -y), shared(-y, -x))),
-    "remainder": (np.remainder, lambda x, y: (1, -np.floor_divide(x, y))),
-}
+# The derivative for y goes on after a comma.
+TWO = """
+ops.add(x, y) | x + y | 1, 1
+ops.subtract(x, y) | x - y | 1, -1
+ops.multiply(x, y) | x * y | y, x
+ops.divide(x, y) | x / y | 1 / y, -(1 / y) * (x / y)
+ops.power(x, y) | np.power(x, y) | np.where(y == 0, 0, y * x ** (y - 1)),
+    np.where((x == 0) & (y >= 0), 0, x**y * np.log(x))
+ops.maximum(x, y) | np.maximum(x, y) | shared(x, y), shared(y, x)
+ops.minimum(x, y) | np.minimum(x, y) | shared(-x, -y), shared(-y, -x)
+ops.remainder(x, y) | np.remainder(x, y) | 1, -np.floor_divide(x, y)
+"""
 
 
 def close(got, wanted, rtol=2e-5, atol=1e-6):
@@ -129,7 +103,15 @@ def close(got, wanted, rtol=2e-5, atol=1e-6):
     np.testing.assert_allclose(got, wanted, rtol, atol)
 
 
-def check(call, f, slopes, *operands, device):
+def check(table, device, **operands):
+    names = ", ".join(operands)
+    for row in rows_of(table):
+        with naming(row[0]):
+            of = (eval(f"lambda {names}: ({text})") for text in row)
+            check_row(*of, *operands.values(), device=device)
+
+
+def check_row(call, f, slopes, *operands, device):
     tensors = [Tensor(x, device=device) for x in operands]
     arrays = [x.numpy().astype(np.float64) for x in tensors]
     with np.errstate(all="ignore"):
@@ -142,19 +124,12 @@ def check(call, f, slopes, *operands, device):
 
 
 def test_functions_of_one_operand_at_their_limits(device):
-    for name, (f, slope) in ONE.items():
-        with naming(name):
-            check(CALLS.get(name, getattr(ops, name, None)), f, slope, LIMITS, device=device)
-    for label, (call, f, slope) in WITH_NUMBERS.items():
-        with naming(label):
-            check(call, f, slope, LIMITS, device=device)
+    check(ONE, device, x=elementwise.LIMITS)
 
 
 def test_functions_of_two_operands_at_their_limits(device):
     x, y = (a.ravel() for a in np.meshgrid(PAIRS, PAIRS))
-    for name, (f, slopes) in TWO.items():
-        with naming(name):
-            check(getattr(ops, name), f, slopes, x, y, device=device)
+    check(TWO, device, x=x, y=y)
     close_ones = ndl.isclose(Tensor(x, device=device), Tensor(y, device=device))
     np.testing.assert_array_equal(close_ones.numpy(), np.isclose(x, y))
 
