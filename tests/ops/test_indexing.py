@@ -6,45 +6,22 @@ import pytest
 import needle as ndl
 from needle import Tensor
 
-SHAPE = (4, 3, 5, 2)
+SHAPE, S = (4, 3, 5, 2), np.s_
 MASK = np.arange(12).reshape(4, 3) % 3 == 0
 INDICES = [
-    *(0, -1, np.int64(2), slice(None), ..., None, (), (0, 1, 2, 1), (slice(3, 0, -2), 1)),
-    *(
-        (..., 0),
-        (0, ...),
-        (None, 0, ..., None, -1),
-        (slice(2, 2), 1),
-        (slice(None, None, 3), ..., 1),
-    ),
+    *(0, -1, np.int64(2), S[:], ..., None, (), (0, 1, 2, 1), S[3:0:-2, 1], S[..., 0], S[0, ...]),
+    *(S[None, 0, ..., None, -1], S[2:2, 1], S[::3, ..., 1]),
     *([2, 0, 2], [], [[0, 1], [-1, -4]], np.array([3, 0], np.uint8), np.array(1), [True] * 4),
-    *((slice(None), [1, 2]), (0, [1, 2]), (slice(None), 0, [1, 2]), (0, slice(None), [1, 2])),
-    *(
-        ([0, 1], [1, 2]),
-        ([0, -1, -4], [-3, 1, -1]),
-        ([0, 1], slice(None), [1, 2]),
-        ([[0], [1]], ..., [1, 0]),
-        ([0, 1], None, [1, 2]),
-    ),
-    *(
-        (None, [0, 1]),
-        (..., [1]),
-        (slice(None, None, -1), [0, 0], slice(1, 4, 2)),
-        (1, ..., [0, 1], 1),
-    ),
-    *(  # parted by a slice, after axes that stay
-        (slice(None), [0, 1], slice(None), [1, 0]),
-        (slice(None), 2, ..., [0, 1, 1]),
-        (None, [[0], [3]], slice(1, 3), [4, 0, 1]),
-    ),
-    *(  # parted by ... alone
-        (slice(None), [0, 1], ..., [1, 0], 1),
-        (slice(None), slice(None), 0, ..., [0, 1]),
-        (..., slice(1), [0, 2], [1, 0], [1, 0]),
-        (slice(None), slice(None), [1, 0], [1, 0], ...),
-    ),
-    *(MASK, (MASK, 1), (..., [True, False]), (MASK, slice(None), [0]), np.zeros(SHAPE, bool)),
-    *((slice(2, 2), [1]), ([3], slice(None), [], 1), (slice(None), slice(None), [4, 4], [0, 1])),
+    *(S[:, [1, 2]], (0, [1, 2]), S[:, 0, [1, 2]], S[0, :, [1, 2]], ([0, 1], [1, 2])),
+    *(([0, -1, -4], [-3, 1, -1]), S[[0, 1], :, [1, 2]], S[[[0], [1]], ..., [1, 0]]),
+    *(S[[0, 1], None, [1, 2]], S[None, [0, 1]], S[..., [1]], S[::-1, [0, 0], 1:4:2]),
+    S[1, ..., [0, 1], 1],
+    # Parted by a slice, after axes that stay, and by ... alone.
+    *(S[:, [0, 1], :, [1, 0]], S[:, 2, ..., [0, 1, 1]], S[None, [[0], [3]], 1:3, [4, 0, 1]]),
+    *(S[:, [0, 1], ..., [1, 0], 1], S[:, :, 0, ..., [0, 1]], S[..., :1, [0, 2], [1, 0], [1, 0]]),
+    S[:, :, [1, 0], [1, 0], ...],
+    *(MASK, S[MASK, 1], S[..., [True, False]], S[MASK, :, [0]], np.zeros(SHAPE, bool)),
+    *(S[2:2, [1]], S[[3], :, [], 1], S[:, :, [4, 4], [0, 1]]),
 ]
 # Views of an array of SHAPE: as it lies, permuted, reversed, every other, one element repeated.
 VIEWS = {
