@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from words import answer, call, from_16, poison, to_16
 
+from needle.testing.attention import rotary
 from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
 pytestmark = pytest.mark.slow
@@ -139,11 +140,7 @@ def test_rotary(compiled, b, t, k, heads, dim, parts, is_half):
     for with_bias in (True, False):
         want = from_16(x, is_half) @ from_16(w, is_half)
         want = (want + with_bias * from_16(bias, is_half)).reshape((b, t, heads, 3, dim))
-        for part in range(parts):
-            q = want[:, :, :, part]
-            one, other = q[..., :r].copy(), q[..., r : 2 * r].copy()
-            c, s = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
-            q[..., :r], q[..., r : 2 * r] = one * c - other * s, other * c + one * s
+        want = rotary(np.asarray, want, cos, sin, parts, 1.0)["x"]
         y = poison((b * t, columns))
         arrays = x, w, bias if with_bias else None, cos, sin, y
         call(compiled("linear", "rotary"), *arrays, b, t, k, heads, dim, r, parts, is_half, 1)
