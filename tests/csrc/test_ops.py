@@ -381,14 +381,11 @@ def test_elementwise_integers(op, device):
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("op", COMPARISONS)
 def test_comparisons(op, dtype, device):
-    rng = rng_of(op, dtype)
-    high = 2 if dtype == "bool" else 4
-    for shape in [(257,), (31, 5), (0,), ()]:
-        x, y = rng.integers(0, high, shape), rng.integers(0, high, shape)
-        for layout in LAYOUTS[:5]:
-            got = getattr(_C, op)(*(to_ndarray(v, dtype, device, layout) for v in (x, y)))
-            assert got.dtype == "bool"
-            np.testing.assert_array_equal(got.numpy(), COMPARISONS[op](x, y))
+    for shape, layout in itertools.product([(257,), (31, 5), (0,), ()], LAYOUTS[:5]):
+        case, layouts = formula_case(op, shape), dict.fromkeys("xy", layout)
+        values = prepare(case, dtype, layouts)
+        with naming(shape, layout):
+            check(case, values, call(case, values, dtype, device, layouts), dtype)
 
 
 @pytest.mark.parametrize("op, dtype", [(op, d) for op in REDUCTIONS for d in REDUCTIONS[op][1]])
