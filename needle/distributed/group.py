@@ -19,10 +19,10 @@ from typing import Any, NoReturn, Protocol
 from needle._C import Device, NDArray, all_devices
 from needle.backend_ndarray import choose_device
 from needle.distributed.control import DEADLINE, Control, RankFailed, Work
+from needle.distributed.enqueued import Parts
 from needle.distributed.environment import Place
 
 MPI_LAUNCHERS = "mpirun", "srun"
-Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 Wait = Callable[[], None]
 ALONE = Place(0, 1, 0, 1, "")  # a process that no launcher started as a rank
 

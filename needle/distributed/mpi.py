@@ -7,17 +7,14 @@ which waits for all ranks; a process that exits without it ends the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mpi4py
 
 mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402
 
-from needle._C import NDArray  # noqa: E402
+from needle.distributed.enqueued import Parts  # noqa: E402
 
-Parts = Sequence[tuple[int, NDArray]]  # (rank, array)
 MOST = 1 << 30  # bytes of a message: counts of MPI are 32 bits
 
 
