@@ -14,7 +14,7 @@ the caller's `watched`, which ends a hang. Nothing is aborted: a process whose r
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,8 @@ FUNCTIONS: dict[str, list[Any]] = {
 
 
 def find_library() -> str:
-    """Return the library of the pip wheel, found without an import, else the name for the system's
-    loader."""
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        spec = None
-    places = [] if spec is None else spec.submodule_search_locations or []
-    paths = [Path(place, "lib", NAME) for place in places]
+    """Return the library of the pip wheel, else the name for the system's loader."""
+    paths = [Path(folder, "nvidia/nccl/lib", NAME) for folder in sys.path]
     return next((str(path) for path in paths if path.is_file()), NAME)
 
 
