@@ -142,7 +142,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("needle.kernels.__main__:main", "compile, check, time kernels over HTTP"),
     "supervise": ("needle.training.supervise:main", "restart a command after faults and hangs"),
 }
-SAME_WORD = "export", "import", "serve"  # whose programs read it too
+SAME_WORD = "export", "import"  # whose program reads it too
 
 
 def find(name: str) -> Path:

@@ -40,14 +40,10 @@ FLAGS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="needle", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
-    own = commands.add_parser(
-        "serve", help="evaluate kernels for HTTP clients", description=WARNING
-    )
+    top = Parser(prog="needle serve", description=WARNING)
     for name, kind, default, metavar, text in FLAGS:
         text += "" if default is None else " (default: %(default)s)"
-        own.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+        top.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     return top
 
 

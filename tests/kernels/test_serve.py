@@ -405,7 +405,7 @@ FLAGS = "--devices 0 --queue 0 --max-body-bytes 20000 --spares 2 --memory 4096"
 
 
 def command(tmp_path, *flags) -> list[str]:
-    words = ["serve", "--port", "0", "--timeout", "60", "--token-file", str(tmp_path / "token")]
+    words = ["--port", "0", "--timeout", "60", "--token-file", str(tmp_path / "token")]
     return [sys.executable, "-W", "error", "-c", STARTED, str(ROOT), *words, *flags]
 
 
@@ -465,7 +465,7 @@ def test_address_of_ipv6_is_printed_in_brackets_and_flags_reach_the_pool(
         return nullcontext(SimpleNamespace(getsockname=lambda: address))
 
     monkeypatch.setattr(program.socket, "create_server", listening)
-    words = "serve --host ::1 --port 9 --devices 0,3 --timeout 2.5 --memory 7 --spares 0"
+    words = "--host ::1 --port 9 --devices 0,3 --timeout 2.5 --memory 7 --spares 0"
     assert program.main([*words.split(), "--token-file", str(tmp_path / "token")]) == 0
     assert made == [([0, 3], 2.5, 7, 0)] and sockets == [(("::1", 9), socket.AF_INET6)]
     assert "listening on http://[::1]:9, token in " in capsys.readouterr().out
@@ -474,11 +474,11 @@ def test_address_of_ipv6_is_printed_in_brackets_and_flags_reach_the_pool(
 def test_wrong_flags_are_named(capsys, monkeypatch):
     for flags in "--port 65536|--timeout nan|--queue -1|--devices 0,x|--token-file=".split("|"):
         with naming(flags), pytest.raises(SystemExit):
-            program.main(["serve", *flags.split()])
+            program.main(flags.split())
         assert flags.split()[0].rstrip("=") in capsys.readouterr().err
-    assert program.parser().parse_args(["serve", "--devices", "cpu"]).devices == []
+    assert program.parser().parse_args(["--devices", "cpu"]).devices == []
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    assert program.main(["serve"]) == 1
+    assert program.main([]) == 1
     assert "needs aiohttp and msgspec" in capsys.readouterr().err
 
 
@@ -492,10 +492,10 @@ def test_job_and_unit_of_the_docs(tmp_path):
     text = re.search(r"```ini\n(.*?)```", page, re.DOTALL)[1]
     words = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
     assert words[1] == "serve"
-    flags = program.parser().parse_args([*words[1:], "--devices", "cpu"])
+    flags = program.parser().parse_args([*words[2:], "--devices", "cpu"])
     assert (flags.token_file.name, flags.devices) == ("token", [])
     shown = re.search(r"needle serve --host (\S+) --port (\d+)  ", page)
-    usual = program.parser().parse_args(["serve"])
+    usual = program.parser().parse_args([])
     assert shown.groups() == (usual.host, str(usual.port))
     unit = tmp_path / "needle-kernels.service"
     unit.write_text(text.replace(words[0], sys.executable))
