@@ -132,9 +132,10 @@ def pretend_gpus(library: str | None, driver: str) -> None:
     peers.NAME, peers.SLOT = driver, 1 << 14
 
     def connect(self, device):
-        if self.size > 1:
-            here = self._nccl if library else self._peers
-            self._transport = here(device)
+        if self.size > 1 and library:
+            self._transport = self._nccl(device)
+        elif self.size > 1:
+            self._transport = peers.connect(self.rank, self.size, device, self.control.gather)
 
     group.Group.connect = connect
 

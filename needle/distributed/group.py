@@ -18,9 +18,11 @@ from typing import Any, NoReturn, Protocol
 
 from needle._C import Device, NDArray, all_devices
 from needle.backend_ndarray import choose_device
+from needle.distributed import peers
 from needle.distributed.control import DEADLINE, Control, RankFailed, Work
 from needle.distributed.enqueued import Parts
 from needle.distributed.environment import Place
+from needle.distributed.nccl import Library, NCCLTransport
 
 MPI_LAUNCHERS = "mpirun", "srun"
 Wait = Callable[[], None]
@@ -115,18 +117,10 @@ class Group(Ranks):
                 "has GPUs, and let each see all of them, or its own alone (CUDA_VISIBLE_DEVICES)"
             )
         if len({node for _, node in told}) == 1:
-            self._transport = self._peers(device)
+            self._transport = peers.connect(self.rank, self.size, device, self.control.gather)
         self._transport = self._transport or self._nccl(device)
 
-    def _peers(self, device: Device) -> Transport | None:
-        """Return the transport of ranks on one machine; None where a GPU does not reach another."""
-        from needle.distributed.peers import connect
-
-        return connect(self.rank, self.size, device, self.control.gather)
-
     def _nccl(self, device: Device) -> Transport:
-        from needle.distributed.nccl import Library, NCCLTransport
-
         library, control = Library(), self.control
         self.same("the versions of NCCL", library.version_text)
         unique = library.unique_id().hex() if self.rank == 0 else None
@@ -187,11 +181,11 @@ class Group(Ranks):
 
     def begin(self, name: str, sends: Parts, receives: Parts) -> Wait:
         if self._transport is None:
-            return _done
+            return lambda: None
         with self.control.watched(name) as collective:
             work = self._transport.exchange(sends, receives)
             if work is None:
-                return _done
+                return lambda: None
             collective.goes_on(work)
             return work.wait
 
@@ -218,10 +212,6 @@ class Subgroup(Ranks):
     def begin(self, name: str, sends: Parts, receives: Parts) -> Wait:
         there = [[(self._begin + r, x) for r, x in parts] for parts in (sends, receives)]
         return self._group.begin(name, *there)
-
-
-def _done() -> None:
-    """Wait for an exchange that is done."""
 
 
 def visible_gpus() -> int:
