@@ -149,7 +149,9 @@ def make_run(given: Settings, ending: Ending) -> Run:
         runs.check_vocabulary(settings.init, config, data.vocab_size)
     batches = Prefetch(runs.own_batches(group, settings, data, config.vocab_size), device)
     if isinstance(saved, Checkpoint):
-        model, optimizer = restored(saved, batches, device)
+        batches.seek(saved.state["data"])
+        model, optimizer, _, _ = saved.restore(device)
+        saved.restore_random_state()
     else:
         np.random.seed(settings.seed if settings.init_seed is None else settings.init_seed)
         if model is None and settings.init is not None:
@@ -205,16 +207,6 @@ def find_run(given: Settings, group: Group) -> tuple[Path | None, Lock | None, A
         return found or (None, None, None)
     path, file = map(Path, paths)
     return path, None, folder.Begun(path) if file.name == "config.json" else Checkpoint(file)
-
-
-def restored(
-    checkpoint: Checkpoint, batches: Prefetch, device: Device
-) -> tuple[models.LanguageModel, optim.Optimizer]:
-    """Return the model and the optimizer of a checkpoint; seek its position in the data."""
-    batches.seek(checkpoint.state["data"])
-    model, optimizer, _, _ = checkpoint.restore(device)
-    checkpoint.restore_random_state()
-    return model, optimizer
 
 
 def check(settings: Settings, config: models.Config, device: Device) -> None:

@@ -187,16 +187,11 @@ def show(side: Side, T: int, B: int, D: int) -> None:
     print(row, flush=True)
 
 
-def shape_of_all(args: argparse.Namespace, T: int, B: int) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(0)
-    shape = (B, T, args.heads, 3, args.head_dim)
-    packed = generator.standard_normal(shape, dtype=np.float32)
-    return packed, generator.standard_normal(shape[:3] + shape[4:], dtype=np.float32)
-
-
 def compare(T: int, B: int, args: argparse.Namespace) -> None:
     """Time a shape, and print a row for each side and how they stand to one another."""
-    packed, dout = shape_of_all(args, T, B)
+    random, heads = np.random.default_rng(0), (B, T, args.heads)
+    packed = random.standard_normal((*heads, 3, args.head_dim), dtype=np.float32)
+    dout = random.standard_normal((*heads, args.head_dim), dtype=np.float32)
     timer, whole = bench.needle_timer(ndl.cuda()), causal_pairs(T) * B * args.heads
     variants = args.densities or args.dilated  # of needle, without a baseline
     calls = needle_calls(packed, dout, args.dtype, None)

@@ -26,10 +26,6 @@ from needle.models.pythia import Pythia, PythiaConfig
 Side = Callable[[np.ndarray], np.ndarray]  # prompts (B, T) -> prompts and new tokens
 
 
-def needle_side(model: Pythia, new_tokens: int) -> Side:
-    return lambda prompt: model.generate(prompt, new_tokens, temperature=0.0)
-
-
 def transformers_side(model: Pythia, args: argparse.Namespace) -> Side:
     import torch
     from transformers import AutoModelForCausalLM
@@ -80,7 +76,7 @@ def main() -> None:
 
     np.random.seed(0)
     model = Pythia(PythiaConfig.preset(args.model), device=device, dtype=args.dtype)
-    sides = {"needle": needle_side(model, args.new_tokens)}
+    sides = {"needle": lambda prompt: model.generate(prompt, args.new_tokens, temperature=0.0)}
     versions = f"needle {ndl.__version__}"
     if args.baseline != "none" and bench.has("torch", "transformers"):
         import torch
