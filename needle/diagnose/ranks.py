@@ -35,10 +35,11 @@ def examine() -> None:
             if group.rank == 0:
                 show(f"rank {rank}", ", ".join(filter(None, words)))
         group.connect(device)
+        cuts = shards(PART * group.size, group.size)
         for check in (all_gather, reduce_scatter):
             name = check.__name__
             trying(name)
-            problems = list(filter(None, group.gather(name, check(group, device))))
+            problems = list(filter(None, group.gather(name, check(group, device, cuts))))
             for problem in problems:
                 failed("ranks", f"{name}: {problem}", REMEDY)
             if not problems:
@@ -57,10 +58,8 @@ def numbers(rank: int, size: int) -> np.ndarray:
     return np.random.default_rng([rank, size]).standard_normal(size, np.float32)
 
 
-def all_gather(group: Group, device: Device) -> str:
-    size = PART * group.size
-    cuts = shards(size, group.size)
-    own = cuts[group.rank]
+def all_gather(group: Group, device: Device, cuts: list[slice]) -> str:
+    size, own = cuts[-1].stop, cuts[group.rank]
     flat = _C.empty((size,), "float32", device)
     flat.fill(1e30)
     _C.assign(flat[own], _C.array(numbers(group.rank, size)[own], "float32", device))
@@ -72,11 +71,9 @@ def all_gather(group: Group, device: Device) -> str:
     return ""
 
 
-def reduce_scatter(group: Group, device: Device) -> str:
+def reduce_scatter(group: Group, device: Device, cuts: list[slice]) -> str:
     """As training adds gradients: each rank gets its shard of the array of each, and adds them."""
-    size = PART * group.size
-    cuts = shards(size, group.size)
-    own = cuts[group.rank]
+    size, own = cuts[-1].stop, cuts[group.rank]
     mine = _C.array(numbers(group.rank, size), "float32", device)
     parts = [mine[own].copy() for _ in cuts]
     sends = [(rank, mine[cuts[rank]]) for rank in group.others]

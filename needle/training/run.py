@@ -108,10 +108,6 @@ def model_config(settings: Settings, needed: int | None = None) -> Config:
     return config
 
 
-def is_text(data: str | None) -> bool:
-    return data is None or open_tokens(data) is None
-
-
 def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel, Settings]:
     """Return the model of --init, and the flags with the settings that its weights fix: model,
     seq_len, the checkpoint of a run, and the tokenizer that lies with them, unless a flag names
@@ -135,7 +131,7 @@ def from_weights(given: Settings, device: Device) -> tuple[models.LanguageModel,
         fixed.seq_len = min(seq_len, config.max_seq_len)
     elif seq_len > config.max_seq_len:
         raise ValueError(f"--seq-len {seq_len}: {given.init} reads {config.max_seq_len} at most")
-    if fixed.tokenizer is None and is_text(given.data):
+    if fixed.tokenizer is None and (given.data is None or open_tokens(given.data) is None):
         raise ValueError(
             f"--init {given.init}: no tokenizer.json lies with it, and the data is text: give "
             "--tokenizer"

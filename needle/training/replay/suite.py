@@ -16,11 +16,12 @@ from needle.backend_ndarray import choose_device, cpu
 from needle.command import Parser, flag_words, path, reporting
 from needle.data import DataError, load_tokenizer
 from needle.data.kinds import files_at
+from needle.data.readers import open_tokens
 from needle.files import described, printable, read_toml, replace_text
 from needle.training.folder import Begun, read_description
 from needle.training.replay.proofs import Log, git, read_manifest
 from needle.training.replay.replays import finish, whole_steps
-from needle.training.run import is_text, model_config
+from needle.training.run import model_config
 from needle.training.saved_run import SavedRun, open_run
 from needle.training.settings import check_new, complete, located, option, parse, resumed
 
@@ -56,7 +57,7 @@ def check(name: str, flags: list[str], out: Path) -> int:
         hf.mapping_of(config.meta_model())  # of a model that transformers opens
     if settings.tokenizer is not None:
         load_tokenizer(settings.tokenizer)
-    if given.data is not None and is_text(given.data):
+    if given.data is not None and open_tokens(given.data) is None:
         files_at(Path(given.data))
     if (folder / "config.json").exists():
         settings = resumed(given, Begun(folder), folder)
