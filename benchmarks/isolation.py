@@ -3,12 +3,11 @@
     python benchmarks/isolation.py [--runs 15] [--jobs 1000] [--seed 0]
 
 First medians: of a start, of a job, and of the next good result after a fault, as a caller sees
-them, with a spare that is ready; beside them how long the pool waits for the step that loads the
-kernel, which compiles a new source, and for the step that runs it. Then so many mixed jobs with
-three spares, a quarter of them faults, a third from other threads: each is compared with what is
-right, and memory of host and GPU, files, threads and processes must be what they were, and the GPU
-idle. A thousand take some five minutes. The exit code is 1 when anything was wrong, and when
-another program keeps the GPU busy, which would be measured too. 0 leaves a part out.
+them, with a spare that is ready; a new source is compiled. Then so many mixed jobs with three
+spares, a quarter of them faults, a third from other threads: each is compared with what is right,
+and memory of host and GPU, files, threads and processes must be what they were, and the GPU idle. A
+thousand take some five minutes. The exit code is 1 when anything was wrong, and when another
+program keeps the GPU busy, which would be measured too. 0 leaves a part out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import gc
 import os
 import random
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -31,10 +29,9 @@ from typing import Any
 
 import bench
 import numpy as np
-from bench import seconds
+from bench import seconds, spread
 
 from needle.kernels import Case, Out, Pool, Random, Result
-from needle.kernels.process import Process
 from needle.kernels.toolkit import nvidia_smi
 
 HUNG_SECONDS = 120  # without a job that ends
@@ -202,26 +199,14 @@ def inject(pool: Pool, name: str) -> Result:
 
 # ---- what it costs -------------------------------------------------------------------------------
 
-STEPS: dict[str, float] = {}  # seconds of each step of the last job, as the pool waits for it
-
-
-def ask(process: Process, message: Any, most: float, plain: Any = Process.ask) -> Any:
-    """Process.ask, noting the time."""
-    began = time.perf_counter()
-    answer = plain(process, message, most)
-    STEPS[message["do"] if message else "start"] = time.perf_counter() - began
-    return answer
-
 
 def row(what: str, job: Callable[[], Any], runs: int, before: Callable[[], Any]) -> None:
     """Print milliseconds of a job, `before` each of which something else happens."""
-    times: list[list[float]] = []
+    times = []
     for _ in range(runs):
         before()
-        times.append([1e3 * t for t in (seconds(job), STEPS["load"], STEPS["run"])])
-    whole, load, run = map(sorted, zip(*times))
-    figures = statistics.median(whole), whole[0], whole[-1], *map(statistics.median, (load, run))
-    print(f"{what:50}", *(f"{figure:9.2f}" for figure in figures), flush=True)
+        times.append(1e3 * seconds(job))
+    print(f"{what:51} {spread(times, '.2f')}", flush=True)
 
 
 def all_ready(pool: Pool) -> None:
@@ -230,9 +215,7 @@ def all_ready(pool: Pool) -> None:
 
 
 def costs(runs: int) -> None:
-    Process.ask = ask
-    names = ("median", "least", "most", "load", "run")
-    print(f"{'milliseconds':50}", *(f"{name:>9}" for name in names))
+    print(f"{'milliseconds':51} median (least to most)")
 
     def start() -> None:
         with Pool(devices=[0], spares=0) as pool:
