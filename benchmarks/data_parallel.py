@@ -12,10 +12,10 @@
   one kind differ by up to 3 %, and a group is as fast as its slowest. After some seconds of load,
   blocks of steps alternate between the sides, so that all run on the machine in the same state.
   Printed are the median of the blocks, the least and the most, of a side's slowest GPU. Efficiency
-  is the tokens a second of the group, divided by the number of GPUs times those of one alone: of
-  the slowest, and of the first.
+  is the tokens a second of the group, divided by the number of GPUs times those of the slowest
+  alone.
 - The parts of needle's exchange are then timed by device events: the sum (send the shards, add them
-  by own kernels, the norm), the exchange of shards alone, and the all-gather of weights.
+  by own kernels, the norm), and the all-gather of weights.
 """
 
 from __future__ import annotations
@@ -71,14 +71,7 @@ class ParallelSide(NeedleSide):
     def parts(self) -> dict[str, float]:
         """Milliseconds of each part of the exchange."""
         self.share(1)
-        parallel, group, rank = self.parallel, self.group, self.group.rank
-        grad, data = self.flat.grad, self.flat.data
-        sends = [(r, grad[part]) for r in group.others for part in parallel.shards[r]]
-        receives = [
-            (r, _C.empty((part.stop - part.start,), "float32", grad.device))
-            for r in group.others
-            for part in parallel.shards[rank]
-        ]
+        parallel, data = self.parallel, self.flat.data
 
         def total() -> None:
             parallel.add_micro_batch()
@@ -86,8 +79,7 @@ class ParallelSide(NeedleSide):
 
         return {
             "sum": self._time(total),
-            "shards": self._time(lambda: group.exchange("shards", sends, receives)),
-            "weights": self._time(lambda: group.all_gather("weights", data, parallel.shards)),
+            "weights": self._time(lambda: self.group.all_gather("weights", data, parallel.shards)),
         }
 
     def _time(self, call: Callable[[], Any]) -> float:
@@ -145,8 +137,8 @@ def tokens_of(rank: int, config: models.Config, shape: tuple[int, int]) -> np.nd
 
 def measure(
     sides: dict[str, Workers], micro_batches: int, args: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Tokens a second and GPU, at the median: those of each side's slowest GPU and of its first."""
+) -> dict[str, float]:
+    """Tokens a second and GPU of each side's slowest GPU, at the median."""
     steps = max(args.steps // micro_batches, 2)
     question = {"what": "block", "micro_batches": micro_batches, "steps": steps}
     bench.load(lambda: [side.ask(**question) for side in sides.values()], args.load)
@@ -164,7 +156,7 @@ def measure(
     tokens = 1e3 * micro_batches * args.batch_size * args.seq_len
     for name, side in sides.items():
         slowest = [max(of_gpus) for of_gpus in blocks[name]]
-        rates[name] = [tokens / statistics.median(ms) for ms in (slowest, next(zip(*blocks[name])))]
+        rates[name] = tokens / statistics.median(slowest)
         rate = [side.count * tokens / ms for ms in slowest]
         print(f"  {name:22} {spread(slowest, '.2f')} ms, {spread(rate, ',.0f')} tokens/s")
     return rates
@@ -209,17 +201,11 @@ def main() -> None:
         rates = measure(shown, micro_batches, args)
         for name, one in (("needle", "needle"), ("DDP", "torch")):
             if f"{name}, {many}" in rates:
-                group, alone = rates[f"{name}, {many}"][0], rates[f"{one}, each alone"]
-                print(
-                    f"  {name}: {group / alone[0]:.1%} of {gpus} times the slowest GPU alone, "
-                    f"{group / alone[1]:.1%} of {gpus} times the first"
-                )
+                share = rates[f"{name}, {many}"] / rates[f"{one}, each alone"]
+                print(f"  {name}: {share:.1%} of {gpus} times the slowest GPU alone")
     found = sides[f"needle, {many}"].ask(what="parts")
     own = {name: max(rank[name] for rank in found) for name in found[0]}  # of the slowest rank
-    print(
-        f"\nthe exchange, ms:\n  the sum {own['sum']:.3f} (of it the exchange of shards "
-        f"{own['shards']:.3f}), the weights {own['weights']:.3f}"
-    )
+    print(f"\nthe exchange, ms:\n  the sum {own['sum']:.3f}, the weights {own['weights']:.3f}")
     for side in sides.values():
         side.close()
 
