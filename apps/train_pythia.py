@@ -30,7 +30,7 @@ from needle.autograd import Tensor
 from needle.backend_ndarray import Device, NDArray, full
 from needle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from needle.command import wrapped
-from needle.data import Prefetch, TokenData, run_data
+from needle.data import Prefetch, run_data
 from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, Subgroup
@@ -142,7 +142,9 @@ def make_run(given: Settings, ending: Ending) -> Run:
         settings, config = resumed(given, saved, path), saved.configuration()
         fingerprint = saved.state["fingerprint"]
     check(settings, config, device)
-    data = open_data(group, settings, path, fingerprint)
+    with group.rank_0_first("the data"):  # which hashes and tokenises them for all of a machine
+        data = run_data(data_of(settings), path, fingerprint)
+    group.same("the data", data.fingerprint)
     if saved is None and model is None:
         config = runs.model_config(settings, data.vocab_size)
     elif saved is None:
@@ -230,17 +232,6 @@ def check(settings: Settings, config: models.Config, device: Device) -> None:
             )
     if settings.fp8:
         model.use_fp8()
-
-
-def open_data(
-    group: Group, settings: Settings, path: Path | None, fingerprint: str | None
-) -> TokenData:
-    """Open the data of a run on all ranks: rank 0 hashes and tokenises them for all of a machine.
-    fingerprint: that of a run which goes on in the folder `path`."""
-    with group.rank_0_first("the data"):
-        data = run_data(data_of(settings), path, fingerprint)
-    group.same("the data", data.fingerprint)
-    return data
 
 
 def set_up(model: Any, parallel: DataParallel, settings: Settings) -> None:
