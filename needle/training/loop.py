@@ -108,9 +108,11 @@ def fit(
 def _gradients(model: Module, optimizer: Optimizer, group: list, loss: Any) -> float:
     """Compute the gradient of the mean loss of some batches; return the loss."""
     optimizer.reset_grad()
-    parts = []
+    parts, parameter = [], optimizer.params[0]
     for ids, targets in map(_pair, group):
-        part = _loss(model, _input(ids, optimizer.params[0]), targets, loss)
+        if isinstance(ids, np.ndarray) and ids.dtype.kind == "f":
+            ids = Tensor(ids, parameter.device, parameter.dtype, requires_grad=False)
+        part = _loss(model, ids, targets, loss)
         share = _C.array(1 / len(group), part.dtype, part.device)
         part.backward(Tensor.from_ndarray(share.reshape(part.shape)))
         parts.append(part.detach())  # the activations are free
@@ -129,12 +131,6 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         "fit: each of batches must be a pair (ids, targets), but one is a "
         f"{type(batch).__name__}{shape}; a single batch is [(ids, targets)]"
     )
-
-
-def _input(ids: Any, parameter: Tensor) -> Any:
-    if isinstance(ids, np.ndarray) and ids.dtype.kind == "f":
-        return Tensor(ids, parameter.device, parameter.dtype, requires_grad=False)
-    return ids
 
 
 def _loss(model: Module, ids: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | None) -> Any:
