@@ -100,11 +100,16 @@ def test_sequences_of_a_step_follow_batch_and_accumulation_and_suit_the_ranks():
         ("--recipe pythia --grad-accum 4", 1, 256, 4),
         ("--recipe pythia --grad-accum 2 --batch-size 512", 1, 512, 2),
         ("--batch-size 3 --grad-accum 5", 1, 3, 5),
+        ("", 1, 16, 1),
+        ("", 4, 16, 4),
+        ("--context-parallel 2", 4, 16, 2),
+        ("--grad-accum 8", 4, 16, 8),
         ("--global-batch-size 24", 1, 12, 2),
         ("--global-batch-size 16", 2, 8, 2),
         ("--global-batch-size 12", 2, 6, 2),
         ("--global-batch-size 24", 4, 6, 4),
         ("--global-batch-size 48", 3, 16, 3),
+        ("--global-batch-size 64 --batch-size 2", 8, 2, 32),
     ]:
         settings = complete(parse(words.split()), on_gpu="recipe" in words, ranks=ranks)
         assert (settings.batch_size, settings.grad_accum) == (batch, accumulate), words

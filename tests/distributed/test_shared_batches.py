@@ -5,7 +5,6 @@ import pytest
 
 from needle.data import Batches, Prefetch
 from needle.distributed.tree import own_micro_batches
-from needle.training.settings import Settings, complete
 
 TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
 
@@ -72,21 +71,3 @@ def test_tokens_of_a_rank():
     for theirs, ours in zip(plain.in_order(3), own.in_order(3)):
         np.testing.assert_array_equal(ours, [part[:, columns] for part in theirs])
     assert own.width == 4 and plain.width == 16
-
-
-@pytest.mark.parametrize(
-    "named, ranks, wanted",
-    [
-        ({}, 1, (16, 1)),
-        ({}, 4, (16, 4)),
-        ({"context_parallel": 2}, 4, (16, 2)),
-        ({"grad_accum": 8}, 4, (16, 8)),
-        ({"global_batch_size": 12}, 1, (12, 1)),
-        ({"global_batch_size": 12}, 3, (4, 3)),
-        ({"global_batch_size": 64}, 8, (8, 8)),
-        ({"global_batch_size": 64, "batch_size": 2}, 8, (2, 32)),
-    ],
-)
-def test_the_micro_batches_of_a_step_follow_its_ranks(named, ranks, wanted):
-    settings = complete(Settings(model="tiny", **named), False, ranks)
-    assert (settings.batch_size, settings.grad_accum) == wanted
