@@ -100,31 +100,19 @@ sys.stderr.write(f"one of {rank}\\n\\ntwo \\xff without an end" + "x" * 300_000 
     assert lines == {"one of 0", ending, odd, "rank 1: one of 1", f"rank 1: {ending}"}
 
 
-@pytest.mark.parametrize("later, code", [(4, 3), (75, 75)])
-def test_first_that_failed_gives_the_exit_code_unless_one_has_75(launch, later, code):
-    body = f"""
-if rank == 2: sys.exit(3)
-wait_for("2.pid")
-seen = "/proc/" + open("2.pid").read()
-while os.path.exists(seen): time.sleep(0.01)  # until the parent has seen its end
-sys.exit({later} if rank else 0)
-"""
-    process = launch(body)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code and err == "needle: rank 2 ended with code 3\n"
-
-
-def test_rank_that_is_killed_is_a_reason_to_restart(launch):
-    process = launch("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", 2)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75 and err == "needle: rank 1 was killed by SIGKILL\n"
-
-
-def test_rank_that_lost_another_is_not_the_first_that_failed(capfd):
-    """Both have ended since the last look."""
-    ended = [SimpleNamespace(poll=lambda code=code: code) for code in (75, 3)]
-    assert spawn._follow(dict(enumerate(ended)), [], 60.0) == 75
-    assert capfd.readouterr().err == "needle: rank 1 ended with code 3\n"
+def test_first_that_failed_gives_the_exit_code_unless_one_has_75_or_was_killed(monkeypatch, capfd):
+    """By what each look at the ranks finds."""
+    monkeypatch.setattr(spawn, "TICK", 0.0)
+    for looks, code, said in (
+        ([(None, 0), (None, 4), (3,)], 3, "rank 2 ended with code 3"),
+        ([(None, 0), (None, 75), (3,)], 75, "rank 2 ended with code 3"),
+        ([(75,), (3,)], 75, "rank 1 ended with code 3"),  # rank 0 lost it
+        ([(0,), (-signal.SIGKILL,)], 75, "rank 1 was killed by SIGKILL"),
+    ):
+        with naming(looks):
+            ranks = [SimpleNamespace(poll=iter(codes).__next__) for codes in looks]
+            assert spawn._follow(dict(enumerate(ranks)), [], 60.0) == code
+            assert capfd.readouterr().err == f"needle: {said}\n"
 
 
 def test_command_that_cannot_be_run_has_the_exit_code_of_a_shell(tmp_path, capfd):
