@@ -37,6 +37,7 @@ from needle.models import gpt_neox
 from needle.training import evaluate
 from needle.training import folder as folders
 from needle.training import run as run_parts
+from needle.training import session as sessions
 from needle.training.replay import bank, verify
 from needle.training.settings import FIELDS, Settings, complete, located, option, parse
 
@@ -311,7 +312,7 @@ def test_what_cannot_be_followed_is_one_error(
         shutil.rmtree(tmp_path / "runs" / "a", ignore_errors=True)  # of ids that a batch shows
 
 
-def test_what_a_model_or_its_ranks_cannot_do_is_named():
+def test_what_a_model_or_its_ranks_cannot_do_is_named(monkeypatch):
     model = SimpleNamespace(recompute=None, shares=False)
     plain = SimpleNamespace(meta_model=lambda device: model)
     for given, said in (
@@ -330,6 +331,15 @@ def test_what_a_model_or_its_ranks_cannot_do_is_named():
     rank = Place(1, 2, 1, 2, "mpirun")
     with pytest.raises(ValueError, match="of its own: .*, needle supervise -- mpirun"):
         train_pythia.join(parse(["--supervise"]), [], rank, Path("train.py"))
+    monkeypatch.setattr(sessions, "visible_gpus", lambda: 4)
+    for words, place, said in (
+        ("--gpus 5", None, "--gpus 5: 4 can be used here: give a smaller number"),
+        ("--gpus 2 --device cpu", None, "--gpus 2: with --device cpu there is nothing to share"),
+        ("--gpus 2 --device cuda:1", None, "--gpus 2: with --device cuda:1 there is nothing to"),
+        ("--gpus 2", rank, "--gpus 2: mpirun has started this process as rank 1 of 2: leave"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train_pythia.starts_ranks(parse(words.split()), place)
 
 
 # ---- and of a run that goes on ------------------------------------------------------------------

@@ -131,11 +131,6 @@ def test_a_loss_that_is_none_stops_all(runs, rank):
 
 
 @pytest.mark.slow
-def test_supervisors_of_ranks_are_refused(runs):
-    assert "supervise -- mpirun" in runs.run("a", 2, "--supervise", code=1)
-
-
-@pytest.mark.slow
 def test_ranks_that_were_told_otherwise(tmp_path, tokens):
     one = ["-n", "1", sys.executable, PROGRAM, "--device", "cpu", "--model", "tiny"]
     one += ["--data", tokens, "--out", tmp_path]
