@@ -19,12 +19,14 @@ import sys
 
 import numpy as np
 import pytest
+import train_pythia
 from harness import PACKAGE, ROOT, WITHOUT_PLOTS, run, small_pythia
 from sources import C_FILES, PY_FILES
 
 import needle
 from building import reference
 from needle.command import COMMANDS
+from needle.training import run as run_parts
 
 PATHS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,31 +35,6 @@ RUNNABLE = ["README.md", "docs/training.md", "docs/replay.md", "docs/interpretab
 RUNNABLE += ["docs/attention.md"]
 WORDS = "|".join(f"{word} " for word in COMMANDS)
 COMMAND = rf"(?:python|(?<=[`\n ])needle) ((?:apps/|benchmarks/|{WORDS})[^`\n|]*)"
-# Runs the trainer for a step, and prints which functions of which files were called.
-TRACED = """
-import runpy, sys
-root, package, called, inside = sys.argv.pop(1) + "/", sys.argv.pop(1) + "/", set(), False
-def note(frame, event, argument):
-    # From the first micro-batch to the update of the weights: what follows samples text.
-    global inside
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if name == "forward_backward":
-        inside = True
-    if event == "c_call" and inside:
-        called.add("_C." + argument.__name__)
-    elif event == "call" and (inside or name == "train"):
-        called.add(file.removeprefix(package).removeprefix(root) + " " + name)
-    elif event == "return" and name == "step" and file.endswith("/data_parallel.py"):
-        inside = False
-sys.path[:0] = [root, root + "apps"]
-sys.argv[0] = root + "apps/train_pythia.py"
-sys.setprofile(note)
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    sys.setprofile(None)
-    print("\\n".join(sorted(called)))
-"""
 
 
 @pytest.mark.parametrize("page", RUNNABLE)
@@ -129,12 +106,14 @@ def test_links_lead_to_files_and_headings():
                 assert anchor in anchors, f"{page.name}: {target}"
 
 
-def printed(monkeypatch, *words: str) -> str:
-    """Return what a command of `needle` prints before it exits with 0, run in this process."""
+def printed(monkeypatch, *words: str, code: int = 0) -> str:
+    """Return what a command of `needle` prints before it ends so, run in this process: an error is
+    what stderr gets."""
     monkeypatch.setattr(sys, "argv", [str(PACKAGE / "__main__.py"), *words])
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as end:
+    out, shown = io.StringIO(), contextlib.redirect_stderr if code else contextlib.redirect_stdout
+    with shown(out), pytest.raises(SystemExit) as end:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    assert not end.value.code, words
+    assert (end.value.code or 0) == code, words
     return out.getvalue()
 
 
@@ -173,35 +152,49 @@ def test_commands_have_the_flags_they_are_shown_with(monkeypatch):
                     assert flag in words, f"{page}: {name} needs {flag}"
 
 
-def test_the_command_lists_and_runs_its_programs(tmp_path):
-    command, version = (sys.executable, "-m", "needle"), f"needle {needle.__version__}\n"
-    shown = run(*command)
-    assert shown.returncode == 0 and len(shown.stdout.splitlines()) < 24
+def test_the_command_lists_and_runs_its_programs(tmp_path, monkeypatch):
+    listed = printed(monkeypatch)
+    assert len(listed.splitlines()) < 24
     for word, (_, about) in COMMANDS.items():
-        assert f"  {word} " in shown.stdout and about in shown.stdout
-    wrong = run(*command, "trian", "--steps", "3")
-    assert wrong.returncode == 2 and wrong.stderr == (
-        "needle: no command 'trian'; there is train (needle --help)\n"
-    )
-    missing = run(*command, "plot", tmp_path / "x")
-    assert missing.returncode == 1 and f"{tmp_path / 'x'}: no step yet" in missing.stderr
-    for words in (
-        ("-h", shown.stdout),
-        ("help", shown.stdout),
-        ("-V", version),
-        ("--version", version),
-    ):
-        assert run(*command, words[0]).stdout == words[1]
+        assert f"  {word} " in listed and about in listed
+    wrong = printed(monkeypatch, "trian", "--steps", "3", code=2)
+    assert wrong == "needle: no command 'trian'; there is train (needle --help)\n"
+    missing = printed(monkeypatch, "plot", str(tmp_path / "x"), code=1)
+    assert f"{tmp_path / 'x'}: no step yet" in missing
+    assert printed(monkeypatch, "-h") == printed(monkeypatch, "help") == listed
+    for word in "-V", "--version":
+        assert printed(monkeypatch, word) == f"needle {needle.__version__}\n"
 
 
-def test_walk_is_followed_by_a_step(tmp_path):
-    words = ["--steps", 1, "--device", "cpu", "--data", ROOT / "docs/walk.md"]
-    words += ["--out", tmp_path, "--model", "tiny", "--batch-size", 2, "--eval-every", 0]
-    done = run(
-        sys.executable, "-c", TRACED, ROOT, PACKAGE.parent, *words, NEEDLE_CACHE=tmp_path / "cache"
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    called = set(done.stdout.splitlines())
+def called_in_a_step(argv: list[str]) -> set[str]:
+    """Train. Return what is called from the first micro-batch to the update of the weights, by file
+    and function; what follows samples text."""
+    called, inside = set(), False
+
+    def note(frame, event, argument) -> None:
+        nonlocal inside
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        inside = inside or name == "forward_backward"
+        if event == "c_call" and inside:
+            called.add("_C." + argument.__name__)
+        elif event == "call" and (inside or name == "train"):
+            called.add(f"{file.removeprefix(f'{PACKAGE.parent}/').removeprefix(f'{ROOT}/')} {name}")
+        elif event == "return" and name == "step" and file.endswith("/data_parallel.py"):
+            inside = False
+
+    sys.setprofile(note)
+    try:
+        assert train_pythia.main(argv) == 0
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_walk_is_followed_by_a_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_parts, "plot", lambda folder: "no plot")
+    words = f"--steps 1 --device cpu --data {ROOT}/docs/walk.md --out {tmp_path} --model tiny"
+    called = called_in_a_step([*words.split(), "--batch-size", "2", "--eval-every", "0"])
     text = (ROOT / "docs" / "walk.md").read_text().partition("## The tree")[0]
     stops = re.findall(r"^\d+\. `([\w/.]+)`: (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
     assert len(stops) == 17
