@@ -34,7 +34,7 @@ from small_runs import (
 import needle as ndl
 from needle.data import DataError
 from needle.data import __main__ as data_main
-from needle.optim import WSD, Constant
+from needle.optim import Constant
 from needle.training.replay import bank, compare, replays, verify
 from needle.training.replay.proofs import Log
 
@@ -174,11 +174,6 @@ def test_rate_follows_the_edit(tmp_path, parent):
     edits = [{"do": "rate", "steps": [1, 4], "to": 0.5}]  # of a warmup, which is 0 at step 0
     first = replays.Replay("", None, 0, 0, 4, edits).rates(Constant(1.0, 2))
     assert [first(step) for step in range(1, 5)] == [0.4375, 0.375, 0.3125, 0.25]
-    # The decay of a stable run has the very rates of a schedule that decays.
-    edits = [{"do": "rate", "steps": [5, 8], "to": 0.1}]
-    decayed = replays.Replay("", None, 4, 4, 8, edits).rates(Constant(3e-3, 1))
-    wsd = WSD(3e-3, 8, 1, 0.1 * 3e-3, 4)
-    assert [decayed(step) for step in range(1, 9)] == [wsd(step) for step in range(1, 9)]
 
 
 def test_decay_of_a_stable_run_gives_the_bits_of_wsd(tmp_path, tokens, here):

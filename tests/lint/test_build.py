@@ -529,6 +529,3 @@ def test_portable_build_chooses_kernels_by_the_processor(tmp_path):
             emulator = ("qemu-x86_64", "-cpu", model)
             shown = said_by(0, *emulator, NEEDLE_OPENBLAS_CORETYPE=model)
             assert re.match(said, shown), model
-
-
-# ---- the installed package -----------------------------------------------------------------------

@@ -35,6 +35,3 @@ def test_examples(path, tmp_path):
             assert not failed, "".join(report)
     finally:
         np.random.set_state(before)
-
-
-# References are formulas of operands, whose kinds are those of the table.
