@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
 import os
 import pickle
@@ -306,22 +305,17 @@ def test_ranks_that_do_not_belong_together_are_named(start, body, size, words):
     assert set(codes) == {1}
 
 
-def _connected(reach, opened: list) -> bool:
-    """Try to connect, and keep the connection open."""
-    with contextlib.suppress(OSError):
-        opened.append(reach())
-        return True
-    return False
+def connected(port: int, connect=socket.create_connection, **more):
+    """Return a connection, as soon as somebody listens there."""
+    opened: list = []
 
+    def reached() -> bool:
+        with contextlib.suppress(OSError):
+            opened.append(connect(("127.0.0.1", port), **more))
+        return bool(opened)
 
-def knock(port: int, *sent: bytes) -> list[socket.socket]:
-    """Connect once for each, as soon as somebody listens there."""
-    opened: list[socket.socket] = []
-    for data in sent:
-        reach = functools.partial(socket.create_connection, ("127.0.0.1", port), 5)
-        wait_for(functools.partial(_connected, reach, opened))
-        opened[-1].sendall(data)
-    return opened
+    wait_for(reached)
+    return opened[0]
 
 
 def test_strangers_claim_no_rank_and_end_no_start(start):
@@ -330,7 +324,9 @@ def test_strangers_claim_no_rank_and_end_no_start(start):
     port = free_port()
     [first] = start(MEET, 2, ranks=(0,), port=port)
     texts = b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300, b"\xff" * 9, b"[" * 999
-    opened = knock(port, *texts * 20)
+    opened = [connected(port) for _ in range(20 * len(texts))]
+    for one, text in zip(opened, texts * 20):
+        one.sendall(text)
     strangers = [
         start(f"join({words})", 2, ranks=(1,), port=port, seconds=1.0)[0]
         for words in ("key=''", "key='the key of others'", "job='other'")
@@ -355,12 +351,11 @@ def test_another_key_is_named_also_after_rank_0_gave_up(start):
 
 def test_nothing_is_unpickled_from_one_that_has_the_key(start, tmp_path):
     """It is a rank, and sends as a value what would make a folder."""
-    trap, port, made = f"cos\nmkdir\n(V{tmp_path}/sprung\ntR.".encode(), free_port(), []
+    trap, port = f"cos\nmkdir\n(V{tmp_path}/sprung\ntR.".encode(), free_port()
     [first] = start(MEET, 2, ranks=(0,), port=port)
-    join = functools.partial(Client, ("127.0.0.1", port), authkey=KEY.encode())
-    wait_for(functools.partial(_connected, join, made))
-    for sent in json.dumps(["test", 1]).encode(), trap:
-        made[0].send_bytes(sent)
+    with connected(port, Client, authkey=KEY.encode()) as rank:
+        for sent in json.dumps(["test", 1]).encode(), trap:
+            rank.send_bytes(sent)
     code, _, said = first.end()
     assert code == 75 and "rank 1 is gone" in said
     assert not (tmp_path / "sprung").exists()
@@ -375,13 +370,10 @@ def test_rank_0_listens_on_loopback_if_all_ranks_are_local(start, local):
     key = KEY * local
     body = MEET.replace("join()", f"join(local={local}, host={host!r}, key={key!r})")
     [first] = start(body, 2, ranks=(0,), port=port)
-    knock(port, b"")[0].close()
+    connected(port).close()
     for other in ["127.0.0.2", "::1"][: 1 + socket.has_dualstack_ipv6()]:
-        reach = functools.partial(socket.create_connection, (other, port), 5)
-        opened: list[socket.socket] = []
-        assert _connected(reach, opened) != local
-        for one in opened:
-            one.close()
+        with pytest.raises(OSError) if local else contextlib.nullcontext():
+            socket.create_connection((other, port), 5).close()
     [second] = start(body, 2, ranks=(1,), port=port)
     assert second.end() == met(2)
     assert first.end()[1:] == (met(2)[1], "" if local else control.NO_KEY + "\n")
