@@ -65,7 +65,7 @@ def test_ids_have_the_type_that_gpt_neox_chooses():
 
 
 def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
-    documents, _ = documents_of(RANDOM.randint(1, 50, 40))
+    documents = documents_of(RANDOM.randint(1, 50, 40))
     write_megatron(tmp_path / "x", documents)
     data = open_data(tmp_path / "x")
     batches = Batches(data.train, 3, 16, seed=7, samples=150)

@@ -12,7 +12,7 @@ from needle.data.tokens import FlatTokens, map_part, to_ids
 
 
 def test_megatron_of_every_type(tmp_path):
-    documents, _ = documents_of(RANDOM.randint(1, 30, 40))
+    documents = documents_of(RANDOM.randint(1, 30, 40))
     for dtype in ("u1", "i1", "<i2", "<i4", "<i8", "<u2"):
         write_megatron(tmp_path / "x.1", documents, dtype)
         write_megatron(tmp_path / ".hidden", documents, dtype)
