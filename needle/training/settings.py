@@ -303,8 +303,7 @@ class Settings:
             elif value is True:
                 found.append(option(name))
             elif value != FIELDS[name].default:
-                text = f"{value:g}" if isinstance(value, float) else value
-                found += flag_words(option(name), text)
+                found += flag_words(option(name), value)
         return found
 
     @property

@@ -145,7 +145,7 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
         ("more runs/b c", "--out 'more runs'"),
         ("/runs/a", "--out /runs --tensorboard --wandb 'p q'"),
         ("runs/a", f"--device cuda:1 --no-graph --recompute --import {own}"),
-        ("runs/a", "--supervise --hang-seconds 7.5"),
+        ("runs/a", "--supervise --hang-seconds 1234567.5"),
     ):
         run = run_of(folder, more)
         monkeypatch.setattr(run_parts, "supervised", lambda run=run: run.settings.supervise)
