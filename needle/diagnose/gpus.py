@@ -40,7 +40,7 @@ NOTED = {
 }
 FIELDS = ["index", "uuid", "memory.free", *re.findall(r"%\((.+?)\)", STATE), *BROKEN]
 FIELDS += dict.fromkeys(field for field, _ in NOTED)
-HOLDERS = ["gpu_uuid", "pid", "process_name", "used_memory"]
+HOLDERS = ["gpu_uuid", "pid", "used_memory", "process_name"]
 
 
 def holders(uuid: str) -> list[str]:

@@ -95,7 +95,8 @@ def nvidia_smi(
     what: str, fields: Sequence[str], seconds: float | None = None
 ) -> list[dict[str, str]]:
     """Return the rows of a query, without the fields that this driver does not know; none without
-    nvidia-smi. RuntimeError where it fails, or takes longer."""
+    nvidia-smi. The last field alone may hold commas. RuntimeError where it fails, or takes
+    longer."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -110,4 +111,5 @@ def nvidia_smi(
         return nvidia_smi(what, [field for field in fields if field != unknown[1]], seconds)
     if done.returncode:
         raise RuntimeError(f"nvidia-smi: {said}")
-    return [dict(zip(fields, line.split(", "))) for line in done.stdout.splitlines()]
+    rows = [line.split(", ", len(fields) - 1) for line in done.stdout.splitlines()]
+    return [dict(zip(fields, row)) for row in rows]

@@ -122,8 +122,8 @@ def test_each_state_that_is_wrong_is_named(seen, smi):
 
 
 def test_processes_that_hold_memory_are_named(seen, smi):
-    _, note, _, failed, _ = seen(smi({}, {"memory.free": "1"}, holders=((0, "a"), (1, "b"))))
-    assert note == "GPU 0          note: process 71 (a): 512 MiB"
+    _, note, _, failed, _ = seen(smi({}, {"memory.free": "1"}, holders=((0, "a, b"), (1, "b"))))
+    assert note == "GPU 0          note: process 71 (a, b): 512 MiB"
     assert "1 of 144384 MiB are free: process 71 (b): 512 MiB" in failed
 
 
