@@ -151,11 +151,33 @@ FAULTS = {
     "2,048 threads": Fault(
         "invalid_launch", "threads a block: 2,048", "y[threadIdx.x] = 0;", block=2048
     ),
+    "grid.y 65,536": Fault(
+        "invalid_launch", "grid.y: 65,536", "y[threadIdx.x] = 0;", grid=(1, 65536)
+    ),
     "300 KB shared memory": Fault(
         "invalid_launch",
         "of shared memory a block",
         "extern __shared__ float s[]; s[threadIdx.x] = 1; y[threadIdx.x] = s[0];",
         shared=300_000,
+    ),
+    "too many registers": Fault(
+        "invalid_launch",
+        "registers",
+        """
+        extern "C" __global__ void k(const float* x, float* y) {
+            float r[200];
+            #pragma unroll
+            for (int i = 0; i < 200; i++) r[i] = x[i * 32 + threadIdx.x];
+            __syncthreads();
+            float s = 0;
+            #pragma unroll
+            for (int i = 0; i < 200; i++) s += r[i] * r[199 - i] + r[(i * 7) % 200];
+            y[threadIdx.x] = s;
+        }
+        """,
+        [np.ones(200 * 32 + 1024, np.float32), Out(1024)],
+        1,
+        1024,
     ),
     "too few arguments": Fault("invalid_launch", "", GOOD.replace("scale", "k"), [X, Out(N), 3.0]),
     "wrong dtype": Fault(
