@@ -208,26 +208,6 @@ scatter | ops.scatter(a, 1, [[0, 3], [2, 1], [1, 0]], b)
     | assigned(a * 1, ([[0], [1], [2]], [[0, 3], [2, 1], [1, 0]]), b[:, :2]) | a=MATRIX, b=MATRIX
 index_add | ops.index_add(a, 1, [-1, 3], b)
     | a + [[0], [0], [0], [1]] * b.sum(1, keepdims=True) | a=MIDDLE, b=normal(2, 2, 3)
-einsum-bij,bkj->bik | ops.einsum("bij,bkj->bik", a, b) | np.einsum("bij,bkj->bik", a, b)
-    | a=normal(2, 3, 4), b=normal(2, 5, 4)
-einsum-...ij,jk | ops.einsum("...ij,jk", a, b) | np.einsum("...ij,jk", a, b)
-    | a=normal(2, 3, 4), b=normal(4, 2)
-einsum-iij->j | ops.einsum("iij->j", a) | np.einsum("iij->j", a) | a=normal(3, 3, 2)
-einsum-ij,jk,kl->il | ops.einsum("ij,jk,kl->il", a, b, c) | np.einsum("ij,jk,kl->il", a, b, c)
-    | a=MATRIX, b=normal(4, 2), c=normal(2, 3)
-get_item-integer | ops.get_item(a, index=1) | a[1] | a=MATRIX
-get_item-slices | ops.get_item(a, index=np.s_[::-2, ..., None, 1:3]) | a[::-2, ..., None, 1:3]
-    | a=normal(5, 3, 4)
-get_item-list | ops.get_item(a, index=([2, 0, 2],)) | a[[2, 0, 2],] | a=MATRIX
-get_item-lists | ops.get_item(a, index=np.s_[[2, 0, 2], :, [1, 0, 1]])
-    | a[[2, 0, 2], :, [1, 0, 1]] | a=normal(3, 4, 2)
-get_item-bool | ops.get_item(a, index=THIRDS) | a[THIRDS] | a=MATRIX
-set_item-slice | assigned(a * 1, np.s_[1:3, ::2], b) | assigned(a * 1, np.s_[1:3, ::2], b)
-    | a=MATRIX, b=normal(2)
-set_item-integer | assigned(a * 1, 1, b) | assigned(a * 1, 1, b) | a=MATRIX, b=normal(4)
-set_item-mask | assigned(a * 1, THIRDS, b) | assigned(a * 1, THIRDS, b) | a=MATRIX, b=normal(4)
-set_item-arrays | assigned(a * 1, ([0, 2], [1, 3]), b) | assigned(a * 1, ([0, 2], [1, 3]), b)
-    | a=MATRIX, b=normal(1)
 rotary | ops.rotary(x, *tables(3, 2), 2) | turn(x, 2, 2) | x=normal(1, 3, 2, 3, 6)
 cross_entropy-none | ops.cross_entropy(a, targets=[0, 3, 1], reduction="none")
     | -logsoftmax(a)[[0, 1, 2], [0, 3, 1]] | a=MATRIX
@@ -327,6 +307,20 @@ GRADIENTS = [
     ),
     by_name("outer", np.outer, normal(3), normal(4)),
     by_name("dot", np.dot, normal(5), normal(5)),
+    *(
+        Gradient(
+            f"einsum-{text}",
+            lambda ops, *a, text=text: ops.einsum(text, *a),
+            lambda *a, text=text: np.einsum(text, *a),
+            shapes,
+        )
+        for text, shapes in [
+            ("bij,bkj->bik", (normal(2, 3, 4), normal(2, 5, 4))),
+            ("...ij,jk", (normal(2, 3, 4), normal(4, 2))),
+            ("iij->j", (normal(3, 3, 2),)),
+            ("ij,jk,kl->il", (MATRIX, normal(4, 2), normal(2, 3))),
+        ]
+    ),
     by_name("tensordot", lambda a, b: np.tensordot(a, b, 1), MATRIX, normal(4, 2), axes=1),
     by_name("matmul-vectors", np.matmul, normal(4), normal(4)),
     by_name("matmul-row", np.matmul, normal(4), normal(2, 4, 3)),
@@ -348,6 +342,20 @@ GRADIENTS = [
     Gradient("topk", lambda ops, a: ops.topk(a, 2)[0], lambda a: np.sort(a)[:, :-3:-1], (MATRIX,)),
     by_name("cumprod", lambda a: np.cumprod(a, 1), MIDDLE, axis=1),
     by_name("cumsum", lambda a: np.cumsum(a, 0), MATRIX, axis=0),
+    *(
+        Gradient(
+            f"set_item-{label}",
+            lambda ops, a, b, index=index: assigned(a * 1, index, b),
+            lambda a, b, index=index: assigned(a * 1, index, b),
+            (MATRIX, value),
+        )
+        for label, index, value in [
+            ("slice", (slice(1, 3), slice(None, None, 2)), normal(2)),
+            ("integer", 1, normal(4)),
+            ("mask", THIRDS, normal(4)),
+            ("arrays", ([0, 2], [1, 3]), normal(1)),
+        ]
+    ),
     by_name("mse_loss", lambda a, b: ((a - b) ** 2).mean(), MATRIX, MATRIX),
     by_name("l1_loss", lambda a, b: np.abs(a - b).sum(), MATRIX, FAR, reduction="sum"),
     by_name("kl_div", lambda x, t: (t * (np.log(t) - x)).mean(), MATRIX, share(3, 4)),
@@ -384,6 +392,16 @@ GRADIENTS = [
     by_name("permute-negative", lambda a: a.transpose(2, 0, 1), normal(2, 3, 4), axes=(-1, 0, 1)),
     by_name("flip", lambda a: np.flip(a, (0, 2)), normal(2, 3, 2), axes=(0, 2)),
     by_name("index_select", lambda a: a[:, [2, 0, 2]], MATRIX, axis=1, indices=np.array([2, 0, 2])),
+    *(
+        by_name(f"get_item-{label}", lambda a, index=index: a[index], shape, index=index)
+        for label, shape, index in [
+            ("integer", MATRIX, 1),
+            ("slices", normal(5, 3, 4), (slice(None, None, -2), ..., None, slice(1, 3))),
+            ("list", MATRIX, ([2, 0, 2],)),
+            ("lists", normal(3, 4, 2), ([2, 0, 2], slice(None), [1, 0, 1])),
+            ("bool", MATRIX, THIRDS),
+        ]
+    ),
     Gradient("to_device", lambda ops, a: ops.to_device(a, a.device), np.array, (MATRIX,)),
     # Fused: one kernel each way, differentiable once.
     *(
