@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from harness import rows_of
 
 from needle import _C, BlockMask
 from needle.distributed.group import Group
@@ -165,7 +164,6 @@ def share(*shape):
 PLACES = np.array([[0, 3, -1, 1, 0], [2, 2, -2, 0, 1], [1, 0, 3, -4, 2]])
 IDS = np.array([[3, 0, 3], [1, 4, 3]])
 TARGETS = np.array([2, 0, -100, 4])
-THIRDS = np.arange(12).reshape(3, 4) % 3 == 0
 BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)
 SEEN = BLOCKS.to_dense() & visible(5, 5, True)
 BY_HEAD = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.eye(3), np.tri(3)], bool)
@@ -174,9 +172,6 @@ SEEN_BY_HEAD = BLOCKS_BY_HEAD.to_dense() & visible(5, 5, True)
 MATRIX, FAR = normal(3, 4), away_from_zero(3, 4)
 MIDDLE = normal(2, 4, 3)  # reduced along axis 1, which is not the last
 BROADCAST = (positive(4), positive(2, 3, 1)), (positive(2, 3, 1), positive(4))
-HEADS, LONGER = normal(1, 5, 2, 3), normal(2, 7, 3, 3)  # B T H D
-ALONE = Group()  # one process
-BRANCHES = {"segments": (3, 10), "dilations": (1, 2)}
 MLP = (normal(2, 3, 4), normal(4, 5), normal(5), normal(5, 3), normal(3))
 ONE_OPERAND = [  # where they have no kink and are finite
     (MATRIX, "negate exp tanh sigmoid sin cos tan erf expm1 silu softplus square nan_to_num"),
@@ -189,81 +184,7 @@ def formula(op: str) -> Callable:
     return ELEMENTWISE[op].f if op in ELEMENTWISE else getattr(np, op)
 
 
-# label | of needle.ops | the same in NumPy | operands
-ELEMENTARY = """
-hstack | ops.hstack([a, b]) | np.hstack([a, b]) | a=MATRIX, b=MATRIX
-vstack | ops.vstack([a, b]) | np.vstack([a, b]) | a=MATRIX, b=MATRIX
-stack | ops.stack([a, b], 1) | np.stack([a, b], 1) | a=MATRIX, b=MATRIX
-concatenate | ops.concatenate([a, b, a], -1) | np.hstack([a, b, a]) | a=MATRIX, b=normal(3, 2)
-split | ops.tuple_get_item(ops.split(a, -2), 2) | a[:, 2] | a=MIDDLE
-make_tuple | ops.tuple_get_item(ops.make_tuple(a, b), 1) * a | a * b | a=normal(3), b=normal(3)
-contiguous | ops.contiguous(ops.transpose(a)) * 2 | a.T * 2 | a=MATRIX
-where | ops.where(THIRDS, a, b) | np.where(THIRDS, a, b) | a=MATRIX, b=normal(4)
-pad | ops.pad(a, widths=((1, 0), (2, 1)), value=3)
-    | np.pad(a, ((1, 0), (2, 1)), constant_values=3) | a=MATRIX
-take_along_axis | ops.take_along_axis(a, indices=PLACES[:1, :4] % 3, axis=0)
-    | np.take_along_axis(a, PLACES[:1, :4] % 3, 0) | a=MATRIX
-scatter_add | ops.scatter_add(a, 1, PLACES, b) | scattered(a, b) | a=MATRIX, b=normal(3, 6)
-scatter | ops.scatter(a, 1, [[0, 3], [2, 1], [1, 0]], b)
-    | assigned(a * 1, ([[0], [1], [2]], [[0, 3], [2, 1], [1, 0]]), b[:, :2]) | a=MATRIX, b=MATRIX
-index_add | ops.index_add(a, 1, [-1, 3], b)
-    | a + [[0], [0], [0], [1]] * b.sum(1, keepdims=True) | a=MIDDLE, b=normal(2, 2, 3)
-rotary | ops.rotary(x, *tables(3, 2), 2) | turn(x, 2, 2) | x=normal(1, 3, 2, 3, 6)
-cross_entropy-none | ops.cross_entropy(a, targets=[0, 3, 1], reduction="none")
-    | -logsoftmax(a)[[0, 1, 2], [0, 3, 1]] | a=MATRIX
-binary_cross_entropy | ops.binary_cross_entropy(p, t)
-    | -(t * np.log(p) + (1 - t) * np.log(1 - p)).mean() | p=share(3, 4), t=share(3, 4)
-binary_cross_entropy_with_logits | ops.binary_cross_entropy_with_logits(x, t)
-    | (np.log1p(np.exp(x)) - x * t).mean() | x=MATRIX, t=share(3, 4)
-kl_div-log | ops.kl_div(x, t, reduction="batchmean", log_target=True)
-    | (np.exp(t) * (t - x)).sum() / 3 | x=MATRIX, t=MATRIX
-"""
-FUSED = """
-linear-residual | ops.linear(x, w, b, residual=r) | r + x @ w + b
-    | x=normal(2, 3, 4), w=normal(4, 5), b=normal(5), r=normal(2, 3, 5)
-linear-residual-no-bias | ops.linear(x, w, residual=r) | r + x @ w
-    | x=MATRIX, w=normal(4, 5), r=normal(3, 5)
-layer_norm-residual | ops.layer_norm(x, w, b) * x | norm(x, w, b) * x
-    | x=normal(2, 3, 6), w=normal(6, mean=1), b=normal(6)
-embedding | ops.embedding(IDS.astype(np.int32), w) | w[IDS] | w=normal(5, 3)
-attention-full | ops.attention(q, k, v, **NUMPYS) | attend(q, k, v, False, 0.7)
-    | q=normal(1, 3, 2, 3), k=normal(1, 5, 2, 3), v=normal(1, 5, 2, 3)
-block_sparse_attention | ops.block_sparse_attention(q, k, v, mask=BLOCKS)
-    | attend(q, k, v, see=SEEN) | q=HEADS, k=HEADS, v=HEADS
-block_sparse_attention-full | ops.block_sparse_attention(q, k, v, mask=BLOCKS, **NUMPYS)
-    | attend(q, k, v, scale=0.7, see=BLOCKS.to_dense()) | q=HEADS, k=HEADS, v=HEADS
-ring_attention | ops.ring_attention(q, k, v, group=ALONE, mask=BLOCKS)
-    | attend(q, k, v, see=SEEN) | q=HEADS, k=HEADS, v=HEADS
-dilated_attention | ops.dilated_attention(q, k, v, **BRANCHES, scale=0.5 * 3**-0.5)
-    | attend_dilated(q / 2, k, v, ((3, 1), (7, 2))) | q=LONGER, k=LONGER, v=LONGER
-ring_dilated_attention | ops.ring_dilated_attention(q, k, v, group=ALONE, **BRANCHES)
-    | attend_dilated(q, k, v, ((3, 1), (7, 2))) | q=LONGER, k=LONGER, v=LONGER
-qkv_attention | ops.qkv_attention(qkv, *tables(4, 2)) | attend_packed(qkv)
-    | qkv=normal(1, 4, 2, 3, 6)
-qkv_attention-full | ops.qkv_attention(qkv, *tables(4, 2), **NUMPYS)
-    | attend_packed(qkv, 2, False, 0.7) | qkv=normal(1, 4, 2, 3, 6)
-cross_entropy | ops.cross_entropy(x, targets=TARGETS.astype(np.int32))
-    | mean_cross_entropy(x, TARGETS) | x=normal(4, 5)
-linear_cross_entropy | ops.linear_cross_entropy(x, w, targets=TARGETS.astype(np.int32))
-    | mean_cross_entropy(x @ w, TARGETS) | x=normal(4, 3), w=normal(3, 5)
-linear_cross_entropy-transposed | ops.linear_cross_entropy(x, w, TARGETS, transposed=True)
-    | mean_cross_entropy((x @ w.T).reshape(-1, 5), TARGETS) | x=normal(2, 2, 3), w=normal(5, 3)
-"""
-
-
-def rows(text: str) -> list[Gradient]:
-    """Make the cases of a table."""
-    made = []
-    for label, call, numpy, operands in rows_of(text):
-        given = eval(f"dict({operands})")
-        names = ", ".join(given)
-        op, f = eval(f"lambda ops, {names}: {call}"), eval(f"lambda {names}: {numpy}")
-        made.append(Gradient(label, op, f, tuple(given.values())))
-    return made
-
-
 GRADIENTS = [
-    *rows(ELEMENTARY),
     by_name("add", np.add, MATRIX, MATRIX),
     Gradient("add-broadcast", lambda ops, a, b: a + b, np.add, (normal(3, 1, 4), normal(2, 1))),
     by_name("subtract", np.subtract, MATRIX, MATRIX),
@@ -289,6 +210,22 @@ GRADIENTS = [
     by_name("elu", lambda a: np.where(a > 0, a, 2 * np.expm1(a)), FAR, alpha=2),
     by_name("lerp", lambda a, b, w: a + w * (b - a), MATRIX, MATRIX, normal(4)),
     by_name("moveaxis", lambda a: np.moveaxis(a, 0, -1), MATRIX, source=0, destination=-1),
+    *(
+        Gradient(
+            name,
+            lambda ops, a, b, name=name: getattr(ops, name)([a, b]),
+            lambda a, b, name=name: getattr(np, name)([a, b]),
+            (MATRIX, MATRIX),
+        )
+        for name in ("hstack", "vstack")
+    ),
+    by_name(
+        "cross_entropy-none",
+        lambda a: -logsoftmax(a)[[0, 1, 2], [0, 3, 1]],
+        MATRIX,
+        targets=[0, 3, 1],
+        reduction="none",
+    ),
     by_name("maximum", np.maximum, MATRIX, normal(4)),
     by_name("minimum", np.minimum, normal(3, 1), MATRIX),
     by_name("clip", lambda a: np.clip(a, -0.5, 0.7), MATRIX, min=-0.5, max=0.7),
@@ -332,16 +269,48 @@ GRADIENTS = [
     by_name("repeat", lambda a: np.repeat(a, [2, 0, 3], 0), MATRIX, repeats=[2, 0, 3], axis=0),
     Gradient("chunk", lambda ops, a: ops.chunk(a, 3, 1)[1], lambda a: a[:, 2:4], (normal(2, 5),)),
     by_name("roll", lambda a: np.roll(a, (1, -2), (0, 1)), MATRIX, shifts=(1, -2), axes=(0, 1)),
+    by_name(
+        "pad",
+        lambda a: np.pad(a, ((1, 0), (2, 1)), constant_values=3),
+        MATRIX,
+        widths=((1, 0), (2, 1)),
+        value=3,
+    ),
     by_name("diag", lambda a: np.diag(a, -1), normal(3), k=-1),
     by_name("diagonal", lambda a: np.diagonal(a, 1), normal(3, 4, 2), k=1),
     by_name("trace", np.trace, normal(3, 3, 2)),
     by_name("tril", lambda a: np.tril(a, 1), normal(2, 3, 4), k=1),
     by_name("triu", lambda a: np.triu(a, -1), normal(2, 3, 4), k=-1),
     by_name("gather", lambda a: np.take_along_axis(a, PLACES, 1), MATRIX, axis=1, index=PLACES),
+    by_name(
+        "take_along_axis",
+        lambda a: np.take_along_axis(a, PLACES[:1, :4] % 3, 0),
+        MATRIX,
+        indices=PLACES[:1, :4] % 3,
+        axis=0,
+    ),
     by_name("sort", lambda a: np.sort(a, 0), MATRIX, axis=0),
     Gradient("topk", lambda ops, a: ops.topk(a, 2)[0], lambda a: np.sort(a)[:, :-3:-1], (MATRIX,)),
     by_name("cumprod", lambda a: np.cumprod(a, 1), MIDDLE, axis=1),
     by_name("cumsum", lambda a: np.cumsum(a, 0), MATRIX, axis=0),
+    Gradient(
+        "scatter_add",
+        lambda ops, a, b: ops.scatter_add(a, 1, PLACES, b),
+        scattered,
+        (MATRIX, normal(3, 6)),
+    ),
+    Gradient(
+        "scatter",
+        lambda ops, a, b: ops.scatter(a, 1, [[0, 3], [2, 1], [1, 0]], b),
+        lambda a, b: assigned(a * 1, ([[0], [1], [2]], [[0, 3], [2, 1], [1, 0]]), b[:, :2]),
+        (MATRIX, MATRIX),
+    ),
+    Gradient(
+        "index_add",
+        lambda ops, a, b: ops.index_add(a, 1, [-1, 3], b),
+        lambda a, b: a + [[0], [0], [0], [1]] * b.sum(1, keepdims=True),
+        (MIDDLE, normal(2, 2, 3)),
+    ),
     *(
         Gradient(
             f"set_item-{label}",
@@ -352,13 +321,33 @@ GRADIENTS = [
         for label, index, value in [
             ("slice", (slice(1, 3), slice(None, None, 2)), normal(2)),
             ("integer", 1, normal(4)),
-            ("mask", THIRDS, normal(4)),
+            ("mask", np.arange(12).reshape(3, 4) % 3 == 0, normal(4)),
             ("arrays", ([0, 2], [1, 3]), normal(1)),
         ]
     ),
     by_name("mse_loss", lambda a, b: ((a - b) ** 2).mean(), MATRIX, MATRIX),
     by_name("l1_loss", lambda a, b: np.abs(a - b).sum(), MATRIX, FAR, reduction="sum"),
+    by_name(
+        "binary_cross_entropy",
+        lambda p, t: -(t * np.log(p) + (1 - t) * np.log(1 - p)).mean(),
+        share(3, 4),
+        share(3, 4),
+    ),
+    by_name(
+        "binary_cross_entropy_with_logits",
+        lambda x, t: (np.log1p(np.exp(x)) - x * t).mean(),
+        MATRIX,
+        share(3, 4),
+    ),
     by_name("kl_div", lambda x, t: (t * (np.log(t) - x)).mean(), MATRIX, share(3, 4)),
+    by_name(
+        "kl_div-log",
+        lambda x, t: (np.exp(t) * (t - x)).sum() / 3,
+        MATRIX,
+        MATRIX,
+        reduction="batchmean",
+        log_target=True,
+    ),
     by_name("dropout", lambda a: a * 1, MATRIX, p=0.3, training=False),
     Gradient("dropout-drawn", dropout_of_a_state, dropped, (normal(3, 40),)),
     by_name("matmul", np.matmul, MATRIX, normal(4, 2)),
@@ -391,6 +380,24 @@ GRADIENTS = [
     by_name("permute", lambda a: a.transpose(1, 2, 0), normal(2, 3, 4), axes=(1, 2, 0)),
     by_name("permute-negative", lambda a: a.transpose(2, 0, 1), normal(2, 3, 4), axes=(-1, 0, 1)),
     by_name("flip", lambda a: np.flip(a, (0, 2)), normal(2, 3, 2), axes=(0, 2)),
+    Gradient(
+        "stack",
+        lambda ops, a, b: ops.stack([a, b], 1),
+        lambda a, b: np.stack([a, b], 1),
+        (MATRIX, MATRIX),
+    ),
+    Gradient(
+        "split",
+        lambda ops, a: ops.tuple_get_item(ops.split(a, -2), 2),
+        lambda a: a[:, 2],
+        (MIDDLE,),
+    ),
+    Gradient(
+        "make_tuple",
+        lambda ops, a, b: ops.tuple_get_item(ops.make_tuple(a, b), 1) * a,
+        lambda a, b: a * b,
+        (normal(3), normal(3)),
+    ),
     by_name("index_select", lambda a: a[:, [2, 0, 2]], MATRIX, axis=1, indices=np.array([2, 0, 2])),
     *(
         by_name(f"get_item-{label}", lambda a, index=index: a[index], shape, index=index)
@@ -399,15 +406,38 @@ GRADIENTS = [
             ("slices", normal(5, 3, 4), (slice(None, None, -2), ..., None, slice(1, 3))),
             ("list", MATRIX, ([2, 0, 2],)),
             ("lists", normal(3, 4, 2), ([2, 0, 2], slice(None), [1, 0, 1])),
-            ("bool", MATRIX, THIRDS),
+            ("bool", MATRIX, np.arange(12).reshape(3, 4) % 3 == 0),
         ]
     ),
+    Gradient(
+        "concatenate",
+        lambda ops, a, b: ops.concatenate([a, b, a], -1),
+        lambda a, b: np.concatenate([a, b, a], -1),
+        (MATRIX, normal(3, 2)),
+    ),
+    Gradient(
+        "where",
+        lambda ops, a, b: ops.where(np.arange(12).reshape(3, 4) % 3 == 0, a, b),
+        lambda a, b: np.where(np.arange(12).reshape(3, 4) % 3 == 0, a, b),
+        (MATRIX, normal(4)),
+    ),
+    Gradient(
+        "contiguous",
+        lambda ops, a: ops.contiguous(ops.transpose(a)) * 2,
+        lambda a: a.T * 2,
+        (MATRIX,),
+    ),
     Gradient("to_device", lambda ops, a: ops.to_device(a, a.device), np.array, (MATRIX,)),
+    Gradient(
+        "rotary",
+        lambda ops, x: ops.rotary(x, *tables(3, 2), 2),
+        lambda x: turn(x, 2, 2),
+        (normal(1, 3, 2, 3, 6),),
+    ),
     # Fused: one kernel each way, differentiable once.
     *(
         replace(case, twice=False)
         for case in [
-            *rows(FUSED),
             by_name("linear", lambda x, w, b: x @ w + b, normal(2, 3, 4), normal(4, 5), normal(5)),
             by_name("linear-no-bias", np.matmul, MATRIX, normal(4, 5)),
             by_name("linear_transposed", lambda x, w: x @ w.T, normal(2, 3, 4), normal(5, 4)),
@@ -428,15 +458,112 @@ GRADIENTS = [
                 ]
             ],
             Gradient(
+                "linear-residual",
+                lambda ops, x, w, b, r: ops.linear(x, w, b, residual=r),
+                lambda x, w, b, r: r + x @ w + b,
+                (normal(2, 3, 4), normal(4, 5), normal(5), normal(2, 3, 5)),
+            ),
+            Gradient(
+                "linear-residual-no-bias",
+                lambda ops, x, w, r: ops.linear(x, w, residual=r),
+                lambda x, w, r: r + x @ w,
+                (MATRIX, normal(4, 5), normal(3, 5)),
+            ),
+            Gradient(
                 "gelu_mlp-residual",
                 lambda ops, r, *operands: ops.gelu_mlp(*operands, residual=r),
                 lambda r, *operands: r + mlp(gelu, *operands),
                 (normal(2, 3, 3), *MLP),
             ),
             by_name("layer_norm", norm, normal(2, 3, 6), normal(6, mean=1), normal(6)),
+            Gradient(
+                "layer_norm-residual",
+                lambda ops, x, w, b: ops.layer_norm(x, w, b) * x,
+                lambda x, w, b: norm(x, w, b) * x,
+                (normal(2, 3, 6), normal(6, mean=1), normal(6)),
+            ),
             by_name("gelu", gelu, MATRIX),
             by_name("gelu-tanh", gelu_tanh, MATRIX, approximate="tanh"),
-            by_name("attention", attend, *[HEADS] * 3),
+            Gradient(
+                "embedding",
+                lambda ops, w: ops.embedding(IDS.astype(np.int32), w),
+                lambda w: w[IDS],
+                (normal(5, 3),),
+            ),
+            by_name("attention", attend, *[normal(1, 5, 2, 3)] * 3),
+            by_name(
+                "attention-full",
+                lambda q, k, v: attend(q, k, v, False, 0.7),
+                *(normal(1, t, 2, 3) for t in (3, 5, 5)),
+                **NUMPYS,
+            ),
+            by_name(
+                "block_sparse_attention-full",
+                lambda q, k, v: attend(q, k, v, scale=0.7, see=BLOCKS.to_dense()),
+                *[normal(1, 5, 2, 3)] * 3,
+                mask=BLOCKS,
+                **NUMPYS,
+            ),
+            Gradient(
+                "qkv_attention-full",
+                lambda ops, qkv: ops.qkv_attention(qkv, *tables(4, 2), **NUMPYS),
+                lambda qkv: attend_packed(qkv, 2, False, 0.7),
+                (normal(1, 4, 2, 3, 6),),
+            ),
+            by_name(
+                "block_sparse_attention",
+                lambda q, k, v: attend(q, k, v, see=SEEN),
+                *[normal(1, 5, 2, 3)] * 3,
+                mask=BLOCKS,
+            ),
+            by_name(
+                "ring_attention",
+                lambda q, k, v: attend(q, k, v, see=SEEN),
+                *[normal(1, 5, 2, 3)] * 3,
+                group=Group(),
+                mask=BLOCKS,
+            ),
+            by_name(
+                "dilated_attention",
+                lambda q, k, v: attend_dilated(q / 2, k, v, ((3, 1), (7, 2))),
+                *[normal(2, 7, 3, 3)] * 3,
+                segments=(3, 10),
+                dilations=(1, 2),
+                scale=0.5 * 3**-0.5,
+            ),
+            by_name(
+                "ring_dilated_attention",
+                lambda q, k, v: attend_dilated(q, k, v, ((3, 1), (7, 2))),
+                *[normal(2, 7, 3, 3)] * 3,
+                group=Group(),
+                segments=(3, 10),
+                dilations=(1, 2),
+            ),
+            Gradient(
+                "qkv_attention",
+                lambda ops, qkv: ops.qkv_attention(qkv, *tables(4, 2)),
+                attend_packed,
+                (normal(1, 4, 2, 3, 6),),
+            ),
+            by_name(
+                "cross_entropy",
+                lambda x: mean_cross_entropy(x, TARGETS),
+                normal(4, 5),
+                targets=TARGETS.astype(np.int32),
+            ),
+            by_name(
+                "linear_cross_entropy",
+                lambda x, w: mean_cross_entropy(x @ w, TARGETS),
+                normal(4, 3),
+                normal(3, 5),
+                targets=TARGETS.astype(np.int32),
+            ),
+            Gradient(
+                "linear_cross_entropy-transposed",
+                lambda ops, x, w: ops.linear_cross_entropy(x, w, TARGETS, transposed=True),
+                lambda x, w: mean_cross_entropy((x @ w.T).reshape(-1, 5), TARGETS),
+                (normal(2, 2, 3), normal(5, 3)),
+            ),
         ]
     ),
 ]

@@ -197,11 +197,6 @@ def attended_both_ways(
     return o, lse, gradients
 
 
-def rows_of(text: str) -> list[list[str]]:
-    """The columns of a table, between bars, a row a line; what is indented goes on."""
-    return [row.split(" | ") for row in text.strip().replace("\n    ", " ").split("\n")]
-
-
 def draw(seed: int, *shape) -> np.ndarray:
     """Normal numbers in float64 that float32 holds."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(np.float64)
