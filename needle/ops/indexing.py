@@ -261,7 +261,12 @@ def _numbers(
     if not any(isinstance(place, NDArray) for place in places):
         numbers = np.ravel_multi_index(tuple(places), tuple(sizes), mode="wrap")
         return _C.array(numbers.reshape(-1), "int64", device)
-    arrays = [_C.array(place, "int64", device) for place in places]
+    arrays = [
+        place.astype("int64").to(device)
+        if isinstance(place, NDArray)
+        else _C.array(np.asarray(place), "int64", device)
+        for place in places
+    ]
     if len(arrays) == 1:
         return arrays[0].reshape((arrays[0].size,))
     outside = math.prod(sizes) + 1
