@@ -226,7 +226,7 @@ def test_sample_draws_from_the_right_distribution():
     logits[[3, 70, 1200]] = 6.0, 5.5, 5.0
     order = np.argsort(-logits, kind="stable")
     for temperature, top_k, top_p in itertools.product(
-        (0.5, 2.0), (None, 1, 7, 3000), (None, 0.3, 0.9, 1.0)
+        (0.5, 1.0, 2.0), (None, 1, 7, 3000), (None, 0.3, 0.9, 1.0)
     ):
         kept = order[:top_k]
         p = np.exp(logits[kept].astype(np.float64) / temperature)
