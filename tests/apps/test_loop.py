@@ -105,7 +105,8 @@ def test_each_update_is_that_of_a_plain_loop(
                 )
 
 
-def test_speed_of_a_step_counts_neither_evaluating_nor_saving(tmp_path, run, monkeypatch):
+@pytest.mark.parametrize("often", ["--keep 1,2,...", "--eval-every 1", "--save-every 1"])
+def test_speed_of_a_step_counts_neither_evaluating_nor_saving(tmp_path, run, monkeypatch, often):
     """A step takes a second, and each of the others 100."""
     now = [0.0]
 
@@ -123,7 +124,7 @@ def test_speed_of_a_step_counts_neither_evaluating_nor_saving(tmp_path, run, mon
     slow(train_pythia, "evaluate", 100.0)
     slow(sessions, "write_checkpoint", 100.0)
     slow(sessions, "write_weights", 100.0)
-    assert run("a", "--keep 1 --eval-every 2 --save-every 3") == 0
+    assert run("a", often) == 0
     lines = lines_of(tmp_path, "a")
     assert [line["tokens_per_second"] for line in lines] == [BATCH * TIME] * STEPS
     assert [line["seconds"] for line in lines] == [*range(1, STEPS + 1)]

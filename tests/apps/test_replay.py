@@ -77,6 +77,7 @@ EDITS = {
     "order": ({"do": "reorder", "where": {"step": "3:6"}, "seed": 1}, 3),
     "a rate": ({"do": "rate", "steps": [5, 6], "value": 1e-4}, 5),
     "moments": ({"do": "moments", "to": "zero"}, 3),
+    "a part of the moments": ({"do": "moments", "to": "zero", "parts": "layers.0.*"}, 3),
     "weights": ({"do": "weights", "from": "a/checkpoints/step_4.safetensors",
                  "parts": "embed_*"}, 3),
 }  # fmt: skip
