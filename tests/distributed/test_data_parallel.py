@@ -38,20 +38,21 @@ class Model(nn.Module):
         self.parts = [nn.Parameter(random.standard_normal(shape), dtype=dtype) for shape in SHAPES]
 
 
-def train(group, micro_batches, dtype, edit=None):
+def train(group, micro_batches, dtype, steps=3, max_norm=1.0, edit=None):
     flat = nn.flatten_parameters(Model(dtype))
     optimizer = optim.AdamW(flat, lr=0.01)
     parallel = DataParallel(group, flat, optimizer, micro_batches)
-    norms = []
-    for step in range(3):
+    norms, sums = [], []
+    for step in range(steps):
         given = gradients(micro_batches, step)
         for micro_batch in parallel.own_micro_batches:
             optimizer.reset_grad()
             for parameter, grad in zip(flat.parameters, given[micro_batch]):
                 parameter.grad_buffer[...] = grad
             parallel.add_micro_batch()
-        norm, scale = parallel.reduce(1.0)
+        norm, scale = parallel.reduce(max_norm)
         norms.append((norm.item(), scale.item()))
+        sums += [flat.grad[part].numpy() for part in parallel.shards[group.rank]]
         parallel.step(scale)
     if edit is not None:
         edit(parallel)
@@ -70,24 +71,42 @@ def train(group, micro_batches, dtype, edit=None):
             assert told == {name: proofs.digest(array) for name, array in whole.items()}
     assert {slot: array.size for slot, array in optimizer.kept().items()} == held
     weights = as_bytes(flat.data).numpy().tobytes()
-    return norms, losses, weights, state, held, told
+    return norms, np.concatenate(sums), losses, weights, state, held, told
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("micro_batches, counts", [(8, (2, 4, 8)), (12, (3, 6, 12)), (1, ())])
 def test_ranks_change_no_bit(micro_batches, counts, dtype):
-    ((norms, losses, weights, state, _, told),) = together(
+    ((norms, _, losses, weights, state, _, told),) = together(
         1, lambda group: train(group, micro_batches, dtype)
     )
     assert losses == list(range(micro_batches))
     for ranks in counts:
         done = together(ranks, lambda group: train(group, micro_batches, dtype))
         for theirs in done:
-            assert (*theirs[:3], theirs[5]) == (norms, losses, weights, told)  # lines of proof
-        assert done[0][3] == state  # of a saved optimizer
+            assert theirs[0] == norms
+            assert theirs[2] == losses
+            assert theirs[3] == weights
+            assert theirs[6] == told  # lines of proof
+        assert done[0][4] == state  # of a saved optimizer
         slots = 2 if dtype == "float32" else 3
-        total = sum(size for theirs in done for size in theirs[4].values())
+        total = sum(size for theirs in done for size in theirs[5].values())
         assert total == slots * nn.flatten_parameters(Model(dtype)).size  # each kept once
+
+
+def test_the_sum_and_its_norm():
+    """Against NumPy: the sum by the tree's own order in float32, the norm in float64."""
+    ((norms, sums, *_),) = together(1, lambda group: train(group, 4, "float32", 1, 0.5))
+    a, b, c, d = gradients(4, 0)
+    flat = nn.flatten_parameters(Model("float32"))
+    square = 0.0
+    for i in range(len(SHAPES)):
+        wanted = (a[i] + b[i]) + (c[i] + d[i])
+        start = flat.offsets[i]
+        np.testing.assert_array_equal(sums[start : start + wanted.size], wanted.ravel())
+        square += (wanted.astype(np.float64) ** 2).sum()
+    assert norms[0][0] == pytest.approx(square**0.5, rel=1e-6)
+    assert norms[0][1] == pytest.approx(0.5 / (square**0.5 + 1e-6), rel=1e-6)
 
 
 class Product(autograd.TensorOp):
@@ -210,7 +229,7 @@ def test_edits_of_moments_change_those_of_all_ranks():
 
     def work(group):
         edit = Replay("", None, 0, 0, 2, zero).change
-        state = train(group, 8, "float32", edit)[3]
+        state = train(group, 8, "float32", edit=edit)[4]
         return {name: state[name] for name in state if name[:2] in ("m.", "v.")}
 
     (wanted,) = together(1, work)
