@@ -79,14 +79,17 @@ def test_bank_has_the_models_of_single_replays(tmp_path, parent, edits):
         told = ndl.open_run(folder / "runs" / name)
         assert len(told.metrics["loss"]) == 6 and (told.folder / "replay.json").exists()
     assert [path.parent.name for path in folder.glob("runs/*/checkpoints")] == ["base"]
-    # Another bank, in two parts, from a step without a checkpoint of the run.
-    odd, base = tmp_path / "runs" / "odd", "base/model.safetensors"
-    for part, is_there in ("2/2", False), ("1/2", True):
-        assert made(parent, edits, "odd", "--part", part, start=3) == 0
-        assert (odd / "retrained" / "subset_0").exists() == is_there
-    assert len(files_of(odd)) == 1 + 4 * 3 and files_of(odd)[base] == files_of(folder)[base]
-    fork = odd / "runs" / "subset_0" / "replay.json"
+    # Another bank, in two parts, from a step without a checkpoint of the run, is made twice.
+    for name in "odd", "even":
+        assert made(parent, edits, name, "--part", "2/2", start=3) == 0
+        assert not (tmp_path / "runs" / name / "retrained" / "subset_0").exists()
+        assert made(parent, edits, name, "--part", "1/2", start=3) == 0
+    odd, even = (files_of(tmp_path / "runs" / name) for name in ("odd", "even"))
+    assert odd == even and len(odd) == 1 + 4 * 3
+    fork = tmp_path / "runs" / "odd" / "runs" / "subset_0" / "replay.json"
     assert json.loads(fork.read_text())["base"] == 3  # the checkpoint that the base left
+    base = "base/model.safetensors"
+    assert odd[base] == files_of(folder)[base]
 
 
 def test_bank_that_was_killed_goes_on(tmp_path, parent, edits, monkeypatch):

@@ -48,11 +48,11 @@ def test_characters_are_not_cut_by_the_blocks_of_a_file(tmp_path, capsys):
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer, monkeypatch):
-    """Of Python and NumPy: 2 MB of packed text take as much as 1 MB."""
+    """Of Python and NumPy: 4 MB of packed text take as much as 2 MB."""
     monkeypatch.setattr(text, "CHUNK", 1 << 14)
     monkeypatch.setattr(text, "GROUP", 1 << 15)
     peaks, block = [], "one two three four five six seven eight\n" * 800
-    for count in 32, 64:
+    for count in 64, 128:
         path = tmp_path / f"{count}.txt.gz"
         path.write_bytes(gzip.compress((block * count).encode(), 1))
         tracemalloc.start()
