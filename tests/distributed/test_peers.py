@@ -121,17 +121,24 @@ def test_there_is_no_such_transport_without_a_driver(monkeypatch):
     assert peers.connect(0, 1, _C.cpu(), lambda name, value: [value]) is None
 
 
-def test_arrays_that_cannot_be_sent_and_functions_that_fail_are_named(driver, monkeypatch):
+@pytest.mark.parametrize(
+    "call", ["cuEventRecord", "cuStreamWaitValue32_v2", "cuMemcpyDtoDAsync_v2"]
+)
+def test_an_error_names_the_function(driver, monkeypatch, call):
+    monkeypatch.setattr(peers, "NAME", str(driver))
+    transport = peers.connect(0, 2, _C.cpu(), lambda name, value: [value, value])
+    monkeypatch.setenv("FAKE_DRIVER_FAILS", call)
+    words = f"{call}: CUDA_ERROR_NOT_SUPPORTED: the GPUs of this machine cannot exchange arrays"
+    with pytest.raises(RankError, match=words):
+        transport.exchange([(1, _C.array(np.zeros(3)))], [])
+
+
+def test_arrays_that_cannot_be_sent(driver, monkeypatch):
     monkeypatch.setattr(peers, "NAME", str(driver))
     transport = peers.connect(0, 2, _C.cpu(), lambda name, value: [value, value])
     array = _C.array(np.zeros((4, 4)))
     with pytest.raises(ValueError, match="rank 1 must be compact, on c"):
         transport.exchange([(1, array.permute((1, 0)))], [])
-    said = "CUDA_ERROR_NOT_SUPPORTED: the GPUs of this machine cannot exchange arrays"
-    for call in "cuEventRecord", "cuStreamWaitValue32_v2", "cuMemcpyDtoDAsync_v2":
-        monkeypatch.setenv("FAKE_DRIVER_FAILS", call)
-        with pytest.raises(RankError, match=f"{call}: {said}"):
-            transport.exchange([(1, array)], [])
 
 
 # ---- trainings -----------------------------------------------------------------------------------
@@ -150,8 +157,9 @@ def runs(tmp_path, tokens, driver):
     return GPURuns(tmp_path, tokens, FAKE_DRIVER=str(driver))
 
 
-def test_gpus_change_no_byte(runs, alone):
-    said = runs.run("many", 4)
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_gpus_change_no_byte(runs, alone, gpus):
+    said = runs.run("many", gpus)
     assert said.count("loss ") >= 1 and "rank 1:" not in said
     assert runs.written("many") == alone
 
