@@ -125,6 +125,48 @@ inf, nan = float("inf"), float("nan")
 LIMITS = [0.0, 1e-45, 2e-38, 1e-30, 1e-20, 0.5, 1.0, 1.5, 2.0, 3.0, 20.0, 88.5, 104.0, 1e4, 1e20]
 LIMITS += [3.4028234663852886e38, inf]
 LIMITS += [*(-x for x in LIMITS), nan]
+# Exact float32 results at the edges: op, operands, result.
+SPECIAL = [
+    ("exp", ([-inf, inf, 0.0, -1e10, 1e10, nan],), [0, inf, 1, 0, inf, nan]),
+    ("exp", ([-0.0, 1e-41, 89.0, -104.0],), [1, 1, inf, 0]),
+    ("log", ([0.0, -1.0, inf, 1.0, nan],), [-inf, nan, inf, 0, nan]),
+    ("log", ([-0.0, -inf, -1e30],), [-inf, nan, nan]),
+    ("sqrt", ([0.0, -1.0, inf, 4.0, nan],), [0, nan, inf, 2, nan]),
+    ("tanh", ([-1e10, 1e10, -inf, inf, 0.0, nan],), [-1, 1, -1, 1, 0, nan]),
+    ("sigmoid", ([-1e10, 1e10, -inf, inf, 0.0, nan],), [0, 1, 0, 1, 0.5, nan]),
+    ("relu", ([-inf, inf, -1.0, 2.0, nan],), [0, inf, 0, 2, nan]),
+    ("gelu", ([-1e4, 1e4, 0.0, nan],), [0, 1e4, 0, nan]),
+    ("gelu_tanh", ([-1e4, 1e4, 0.0, nan],), [0, 1e4, 0, nan]),
+    ("gelu_bwd", ([inf, -inf, nan], [1.0, 1.0, 1.0]), [1, 0, nan]),
+    ("maximum", ([nan, 1.0, inf, -inf], [1.0, nan, 2.0, -1.0]), [nan, nan, inf, -1]),
+    ("minimum", ([nan, 1.0, inf, -inf], [1.0, nan, 2.0, -1.0]), [nan, nan, 2, -inf]),
+    ("divide", ([1.0, -1.0, 0.0, 1.0], [0.0, 0.0, 0.0, inf]), [inf, -inf, nan, 0]),
+    ("sign", ([nan, -inf, -0.5, 0.0, inf],), [nan, -1, -1, 0, 1]),
+    ("floor", ([nan, -inf, -0.5, 0.5, inf, 1e10],), [nan, -inf, -1, 0, inf, 1e10]),
+    ("ceil", ([nan, -inf, -0.5, 0.5, inf],), [nan, -inf, 0, 1, inf]),
+    ("round", ([nan, inf, 0.5, 1.5, 2.5, -2.5],), [nan, inf, 0, 2, 2, -2]),
+    ("sin", ([nan, inf, 0.0],), [nan, nan, 0]),
+    ("erf", ([-inf, inf, nan, 0.0],), [-1, 1, nan, 0]),
+    ("log1p", ([-1.0, -2.0, inf, 0.0],), [-inf, nan, inf, 0]),
+    ("expm1", ([-inf, inf, 0.0, nan],), [-1, inf, 0, nan]),
+    ("rsqrt", ([0.0, inf, -1.0, 4.0],), [inf, 0, nan, 0.5]),
+    ("softplus", ([-1e10, 1e10, inf, nan],), [0, 1e10, inf, nan]),
+    ("silu", ([-1e4, 1e4, 0.0, nan],), [0, 1e4, 0, nan]),
+    (
+        "floor_divide",
+        ([7.0, -7.0, 7.0, 1.0, -1.0, 1.0], [2, 2, -2, 0, 0, inf]),
+        [3, -4, -4, inf, -inf, 0],
+    ),
+    ("remainder", ([7.0, -7.0, 7.0, 1.0, -6.0, nan], [2, 2, -2, 0, 3, 1]), [1, 1, -1, nan, 0, nan]),
+    (
+        "power",
+        (
+            [-2.0, -2.0, 0.0, 0.0, -8.0, 2.0, inf, nan, 1.0],
+            [3.0, 2.0, 0.0, -1.0, 0.5, inf, 0.0, 0.0, nan],
+        ),
+        [-8, 4, 1, inf, nan, inf, 1, 1, 1],
+    ),
+]
 
 COMPARED = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 COMPARISONS = {op: getattr(np, op) for op in COMPARED}
