@@ -527,8 +527,15 @@ def grads_within(
     output: Value, out_grad: Value, wanted: Sequence[Value], buffers: bool
 ) -> list[NDArray | None]:
     """Return the gradients of `wanted` for an op that computes them by a graph of its own. They may
-    share memory. buffers: those of flattened parameters are added into their buffers."""
+    share memory. buffers: those of flattened parameters are added into their buffers. RuntimeError
+    if another leaf of that graph needs a gradient, which would be lost."""
     order = checked_order([output])
+    inside = set(map(id, wanted))
+    if any(x.op is None and x.requires_grad and id(x) not in inside for x in order):
+        raise RuntimeError(
+            "backward: the graph that was computed again reads a Tensor that needs a gradient and "
+            "is neither the operand nor a parameter of its module"
+        )
     with no_grad():
         found = {id(x): grad for x, grad in _walk(order, [output], [out_grad], wanted, buffers)}
     return [found[id(x)].cached_data if id(x) in found else None for x in wanted]

@@ -101,7 +101,8 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
       refused, as in every backward.
     - ValueError if the module has buffers (the running statistics of a batch norm), which a second
       forward would update again.
-    - TypeError if the module returns anything but a Tensor, or `rest` needs gradients.
+    - TypeError if the module returns anything but a Tensor, or `rest` needs gradients; RuntimeError
+      in the backward if the module reads another Tensor that needs them, as a closure could.
 
     >>> layer = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> x = ndl.ones(2, 4, requires_grad=True)

@@ -81,6 +81,27 @@ def test_invalid_calls_are_refused():
         x.grad.sum().backward()
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_gradient_that_would_be_lost_is_refused(flat):
+    """That of a parameter, or of what was computed from one, that a function holds."""
+    other = nn.Linear(5, 5)
+    if flat:
+        nn.flatten_parameters(other)
+    for held in (other.weight, other.weight * 2.0):
+        layer = Doubled()
+        layer.linear.forward = lambda x, held=held: x @ held
+        out = nn.recompute(layer, ndl.ones(4, 5, requires_grad=True)).sum()
+        with pytest.raises(RuntimeError, match="neither the operand nor a parameter"):
+            out.backward()
+    with ndl.no_grad():
+        held = other.weight * 2.0
+    layer.linear.forward = lambda x: x @ held
+    x = ndl.ones(4, 5, requires_grad=True)
+    nn.recompute(layer, x).sum().backward()
+    expected = np.broadcast_to(2 * held.numpy().sum(1), (4, 5))
+    np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-6)
+
+
 def test_weights_that_were_written_are_noticed():
     layer, x = Doubled(), ndl.ones(4, 5, requires_grad=True)
     y = nn.recompute(layer, x).sum()
