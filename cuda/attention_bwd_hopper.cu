@@ -239,13 +239,7 @@ template <class Shape>
 __device__ __forceinline__ void hand_on(const uint32_t (&ds)[4][4], Ring<Shape::WEIGHTS> &weights,
                                         Thread<Shape> me, Places<Shape> at) {
     barrier_wait(at.weights_empty(weights.at), weights.phase ^ 1);
-    const int row = (me.row - me.lane / 4) + (me.lane & 15);
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-        store_matrices(at.weights(weights.at) + me.group * Shape::PART +
-                           panel_offset(row, 2 * step + (me.lane >> 4)),
-                       ds[step]);
-    }
+    stage_words(at.weights(weights.at) + me.group * Shape::PART, ds);
     proxy_fence();
     __syncwarp();
     if (me.lane == 0) {

@@ -233,21 +233,28 @@ template <bool LISTS, int ROWS> struct PartWalk {
     }
 };
 
-/* A panel's 32 of a consumer's accumulators, times factor[half], rounded into its 64 rows there. */
+/* A warpgroup's words of 64 columns, as A of a product has them, into the 64 rows of a panel. */
+__device__ __forceinline__ void stage_words(uint32_t panel, const uint32_t (&words)[4][4]) {
+    const int lane = threadIdx.x & 31,
+              row = (int)(threadIdx.x % hopper::WARPGROUP) / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        hopper::store_matrices(panel + hopper::panel_offset(row, 2 * step + lane / 16),
+                               words[step]);
+    }
+}
+
+/* The same of a panel's 32 of a consumer's accumulators, times factor[half], rounded. */
 template <class T, int N>
 __device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[N], int from,
                                            const float (&factor)[2]) {
-    const int lane = threadIdx.x & 31,
-              row = (int)(threadIdx.x % hopper::WARPGROUP) / 32 * 16 + lane / 4;
+    uint32_t words[4][4];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            store_shared4(panel + hopper::panel_offset(row + 8 * half, n) + 4 * (lane % 4),
-                          pack_pair<T>(c[from + 4 * n + 2 * half] * factor[half],
-                                       c[from + 4 * n + 2 * half + 1] * factor[half]));
-        }
+    for (int i = 0; i < 16; i++) {
+        words[i / 4][i % 4] =
+            pack_pair<T>(c[from + 2 * i] * factor[i % 2], c[from + 2 * i + 1] * factor[i % 2]);
     }
+    stage_words(panel, words);
 }
 
 #endif
