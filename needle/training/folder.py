@@ -32,7 +32,7 @@ from needle.data.tokenizer import TEXT_FILES
 from needle.files import FileError, Lock, read_json, remove_leftovers, similar
 from needle.models import Config
 from needle.training.heartbeat import note_folder
-from needle.training.log import read_lines
+from needle.training.replay.proofs import Log
 from needle.training.settings import read_config
 
 # ---- config.json -------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def has_saved(folder: Path) -> bool | None:
     try:
         return bool(read_description(folder)["saved"])
     except (FileError, KeyError):
-        return bool(read_lines(folder / "metrics.jsonl")) or None
+        return bool(Log(folder / "metrics.jsonl").steps) or None
 
 
 class Begun:
@@ -100,7 +100,7 @@ def check_free(folder: Path) -> None:
     of a run which never saved."""
     steps = map(step_of, list_checkpoints(folder / "checkpoints", "step|weights"))
     never_saved = has_saved(folder) is False or not (folder / "config.json").exists()
-    if not never_saved or any(steps) or read_lines(folder / "metrics.jsonl"):
+    if not never_saved or any(steps) or Log(folder / "metrics.jsonl").steps:
         raise DataError(
             f"{folder}: there is a run of this name already; go on with it by "
             f"{shlex.join(again(folder))}, or choose another --name"

@@ -31,12 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from needle import _C
-from needle._C import Device, NDArray
-from needle.files import Lock, naming, printable, replace_text
+from needle._C import NDArray
+from needle.files import naming, printable, replace_text
 from needle.processes import silence, terminal_bar
 from needle.training.heartbeat import beat
+from needle.training.peaks import peak
 from needle.training.replay.proofs import Log, chained
-from needle.training.settings import Settings
+from needle.training.run import Run
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
 
@@ -47,11 +48,6 @@ class NotFinite(ArithmeticError):
     def __init__(self, step: int, message: str) -> None:
         super().__init__(f"step {step}: {message}")
         self.step = step
-
-
-def read_lines(path: Path) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl that tell of a step, without damaged ones."""
-    return [*Log(path).steps.values()]
 
 
 def drop_lines_after(path: Path, step: int) -> tuple[float, float, Any]:
@@ -66,38 +62,29 @@ def drop_lines_after(path: Path, step: int) -> tuple[float, float, Any]:
 
 
 class RunLog:
-    """Log a run from `start` (steps done) to `steps` into the folder that `lock` holds.
+    """Log a run into its folder from the steps done on. A further rank, which has no lock of the
+    folder, awaits its numbers and writes nothing."""
 
-    A lock of None makes the log of a further rank, which awaits its numbers and writes nothing.
-    flops_per_token and peak (FLOP a second of the device, or None) give the MFU of plain lines.
-    """
-
-    def __init__(
-        self,
-        lock: Lock | None,
-        device: Device,
-        start: int,
-        steps: int,
-        tokens_per_step: int,
-        flops_per_token: float,
-        peak: float | None,
-        trackers: Sequence = (),
-    ) -> None:
-        self.path = None if lock is None else lock.path.with_name("metrics.jsonl")
+    def __init__(self, run: Run) -> None:
+        settings, self._device = run.settings, run.device
+        self._start, self._steps = run.step, run.until
+        self._tokens_per_step = settings.sequences * settings.seq_len
         self.first_loss, self.seconds = math.nan, 0.0  # of training, over all parts of the run
         self.loss = math.nan
-        if lock is not None:
-            self.first_loss, self.seconds, self._chain = drop_lines_after(self.path, start)
+        self.path = self._bar = None
+        self._trackers: list[Tracker] = []
+        if run.lock is not None:
+            self._trackers = trackers_of(run)
+            self.path = run.folder / "metrics.jsonl"
+            self.first_loss, self.seconds, self._chain = drop_lines_after(self.path, self._start)
             self._file = open(self.path, "a", encoding="utf-8")
-        self._trackers = trackers
-        self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
-        self._flops_per_token, self._peak = flops_per_token, peak
+            shape = {"bar_format": "{n_fmt}/{total_fmt} {desc} |{bar}|"}
+            self._bar = terminal_bar(total=self._steps, initial=self._start, **shape)
+        self._flops_per_token = run.model.flops_per_token(settings.seq_len)
+        self._peak = peak(self._device.properties()["name"], settings.dtype)
         self._line: dict | None = None  # of the queued step
         self.proof: Callable[[], dict] | None  # waits for the line of proof behind it
-        self._mark = time.perf_counter()
-        self._start, self._started = start, time.perf_counter()
-        shape = {"bar_format": "{n_fmt}/{total_fmt} {desc} |{bar}|"}
-        self._bar = None if lock is None else terminal_bar(total=steps, initial=start, **shape)
+        self._mark = self._started = time.perf_counter()
         self.is_heard = True  # False once the reader of the output is gone
 
     def queue(
@@ -190,7 +177,7 @@ class RunLog:
                 tracker.close()
             except Exception as error:  # of many classes; the run has its lines
                 print(f"needle train: {printable(str(error))}", file=sys.stderr)
-        self._trackers = ()
+        self._trackers = []
 
     # ---- the terminal -------------------------------------------------------------------------
 
@@ -258,18 +245,17 @@ class Tracker(NamedTuple):
     close: Callable[[], Any]
 
 
-def trackers_of(settings: Settings, folder: Path, step: int) -> list[Tracker]:
-    """Return the trackers of the run in `folder`, after `step` steps. ValueError for one that
-    cannot be used.
+def trackers_of(run: Run) -> list[Tracker]:
+    """Return the trackers of a run. ValueError for one that cannot be used.
 
     TensorBoard hides the later steps that a killed run wrote. A run is one of W&B through all
     resumes, by the id in its file wandb_id, and steps that a killed run sent are sent again.
     """
-    found = []
+    settings, folder, found = run.settings, run.folder, []
     if settings.tensorboard:
         with _needing("tensorboardX", "--tensorboard"):
             import tensorboardX
-        writer = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        writer = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=run.step + 1)
 
         def add(line: dict[str, float]) -> None:
             for name, value in line.items():
@@ -285,16 +271,16 @@ def trackers_of(settings: Settings, folder: Path, step: int) -> list[Tracker]:
             kept.write_text(uuid.uuid4().hex + "\n")
         place = {"name": folder.name, "dir": str(folder), "id": kept.read_text().strip()}
         try:
-            run = wandb.init(
+            sent = wandb.init(
                 project=settings.wandb, **place, resume="allow", config=settings.to_json()
             )
-            run.define_metric("*", step_metric="step")
+            sent.define_metric("*", step_metric="step")
         except Exception as error:  # of many classes: not logged in, no network, a bad name
             raise ValueError(
                 f"--wandb {settings.wandb}: {error} (WANDB_MODE=offline needs no account and no "
                 "network)"
             ) from error
-        found.append(Tracker(run.log, lambda: None, run.finish))
+        found.append(Tracker(sent.log, lambda: None, sent.finish))
     return found
 
 

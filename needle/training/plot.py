@@ -13,7 +13,7 @@ import numpy as np
 
 from needle.command import Parser, argument_type, path, reporting
 from needle.files import described, named, printable, replacing
-from needle.training.log import read_lines
+from needle.training.replay.proofs import Log
 
 SMOOTHED = 50  # a value is averaged with this share of all values on either side
 FORMATS = (".png", ".svg", ".pdf")
@@ -41,7 +41,7 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
 
 def plot(folder: Path) -> str:
     """Draw loss.png from metrics.jsonl, and return a line that says so, or why not."""
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = [*Log(folder / "metrics.jsonl").steps.values()]
     if not lines:
         return "no loss.png: nothing was trained"
     try:
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "loss.png"
     found = {}
     for run in args.runs:
-        lines = read_lines(run / "metrics.jsonl")
+        lines = [*Log(run / "metrics.jsonl").steps.values()]
         if not lines:
             raise ValueError(f"{run}: no step yet, or not a run")
         name = run.resolve().name

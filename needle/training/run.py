@@ -41,7 +41,6 @@ from needle.training.evaluate import load_model
 from needle.training.folder import again
 from needle.training.heartbeat import beat, rest, supervised
 from needle.training.keep import keeps
-from needle.training.log import RunLog
 from needle.training.plot import plot
 from needle.training.replay.proofs import digest, manifest
 from needle.training.replay.replays import Replay
@@ -178,16 +177,15 @@ def own_columns(length: int, ranks: Ranks, context: int) -> np.ndarray | None:
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
-def write_checkpoint(run: Run, log: RunLog) -> None:
+def write_checkpoint(run: Run, loss: float) -> None:
     """Write the checkpoint of run.step; keep the last two, the last one followed by `--save-every`
     finite steps, and those of a recipe."""
-    log.sync()
     folder = run.folder / "checkpoints"
     save_checkpoint(
         run.model,
         run.optimizer,
         run.position["epoch"],
-        log.loss,
+        loss,
         checkpoint_path(folder, run.step),
         step=run.step,
         data=run.position,
@@ -226,11 +224,10 @@ def keeps_weights(settings: Settings, step: int) -> bool:
     return is_named and not is_kept(settings, step)
 
 
-def write_weights(run: Run, log: RunLog) -> None:
+def write_weights(run: Run, loss: float) -> None:
     """Write the weights of run.step."""
-    log.sync()
     path, epoch = weights_path(run.folder / "checkpoints", run.step), run.position["epoch"]
-    save_checkpoint(run.model, None, epoch, log.loss, path, step=run.step)
+    save_checkpoint(run.model, None, epoch, loss, path, step=run.step)
     beat()
 
 

@@ -25,7 +25,7 @@ from needle.data.edits import check_edits, read_edits
 from needle.files import MissingFileError, named
 from needle.models import Config, LanguageModel
 from needle.training.folder import described_config, read_settings
-from needle.training.log import read_lines
+from needle.training.replay.proofs import Log
 from needle.training.replay.replays import begun, check, finish, passed_on, planned
 
 
@@ -68,12 +68,12 @@ class SavedRun:
     def metrics(self) -> dict[str, np.ndarray]:
         """Arrays (N,) of the N steps that were logged: `step` and `tokens` as int64, the others as
         float64, NaN where a step has no such number (val_loss without an evaluation)."""
-        lines = {line["step"]: line for line in read_lines(self.folder / "metrics.jsonl")}
-        names = dict.fromkeys(name for line in lines.values() for name in line)
+        lines = Log(self.folder / "metrics.jsonl").steps.values()
+        names = dict.fromkeys(name for line in lines for name in line)
         found = {}
         for name in names or ("step", "tokens", "loss"):
             kind = np.int64 if name in ("step", "tokens") else np.float64
-            found[name] = np.array([line.get(name, np.nan) for line in lines.values()], kind)
+            found[name] = np.array([line.get(name, np.nan) for line in lines], kind)
         return found
 
     @functools.cached_property

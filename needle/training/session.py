@@ -30,9 +30,8 @@ from needle.distributed.group import Group, visible_gpus
 from needle.files import Lock, described, printable
 from needle.processes import HEARTBEAT, collecting
 from needle.training.heartbeat import beat, rest
-from needle.training.log import NotFinite, RunLog, trackers_of
+from needle.training.log import NotFinite, RunLog
 from needle.training.loop import GraphedStep, worth_recording
-from needle.training.peaks import peak
 from needle.training.replay.proofs import batch_hash, digests
 from needle.training.run import (
     Run,
@@ -198,7 +197,7 @@ class Session:
 
     def __enter__(self) -> Session:
         with self.ranks.rank_0_first("the log"):
-            self.log = open_log(self.run)
+            self.log = RunLog(self.run)
         self._ends.enter_context(collecting(self._stop, *STOPS))
         beat(self.run.step)
         return self
@@ -281,18 +280,24 @@ class Session:
         self.log.skip_time()
 
     def save(self) -> None:
-        """Write a checkpoint on rank 0, with the optimizer's state of all ranks; the time does not
-        count for the next step."""
-        run = self.run
-        with run.parallel.whole_optimizer():
-            self.ranks.first("the checkpoint", lambda: write_checkpoint(run, self.log))
-        run.saved = run.step
-        self.log.skip_time()
+        """Write a checkpoint on rank 0, with the optimizer's state of all ranks."""
+        with self.run.parallel.whole_optimizer():
+            self._write("the checkpoint", write_checkpoint)
+        self.run.saved = self.run.step
 
     def save_weights(self) -> None:
-        """Write the weights of a step of --keep on rank 0; the time does not count for the next
-        step."""
-        self.ranks.first("the weights", lambda: write_weights(self.run, self.log))
+        """Write the weights of a step of --keep on rank 0."""
+        self._write("the weights", write_weights)
+
+    def _write(self, what: str, write: Callable[[Run, float], None]) -> None:
+        """Write a file of the last step on rank 0, after the lines of the log; the time does not
+        count for the next step."""
+
+        def write_first() -> None:
+            self.log.sync()
+            write(self.run, self.log.loss)
+
+        self.ranks.first(what, write_first)
         self.log.skip_time()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -334,22 +339,6 @@ class Session:
             if self.ranks.rank == 0:
                 write_results(run)
         return 0
-
-
-def open_log(run: Run) -> RunLog:
-    settings, opened = run.settings, []
-    if run.lock is not None:
-        opened = trackers_of(settings, run.folder, run.step)
-    return RunLog(
-        run.lock,
-        run.device,
-        run.step,
-        run.until,
-        settings.sequences * settings.seq_len,
-        run.model.flops_per_token(settings.seq_len),
-        peak(run.device.properties()["name"], settings.dtype),
-        opened,
-    )
 
 
 def _is_due(step: int, every: int) -> bool:

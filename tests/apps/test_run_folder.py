@@ -91,7 +91,7 @@ def test_run_that_failed_before_its_first_step_leaves_its_name(
         (train_pythia, "read_replay", named),
         (train_pythia, "Run", named),
         (runs, "write_description", named),
-        (sessions, "open_log", named),
+        (sessions, "RunLog", named),
         (train_pythia, "forward_backward", named),
         (train_pythia, "forward_backward", unnamed),
     ):

@@ -24,6 +24,7 @@ from needle.files import Lock
 from needle.training import log as logs
 from needle.training import plot as plots
 from needle.training.peaks import peak
+from needle.training.settings import Settings
 
 pytest.importorskip("tqdm")
 
@@ -34,6 +35,14 @@ def now(monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(logs.time, "perf_counter", lambda: seconds[0])
     return seconds
+
+
+def log_of(folder, start, steps, tokens, flops=1.0):
+    """The log of a run from step `start` on, with steps of so many tokens."""
+    settings = Settings(batch_size=1, grad_accum=1, seq_len=tokens, dtype="float32")
+    model = types.SimpleNamespace(flops_per_token=lambda length: flops)
+    made = {"settings": settings, "folder": folder, "lock": Lock(folder), "device": ndl.cpu()}
+    return logs.RunLog(types.SimpleNamespace(**made, step=start, until=steps, model=model))
 
 
 def queue(log, step, loss):
@@ -53,7 +62,7 @@ def test_bar_fits_80_columns(tmp_path, monkeypatch, now, capsys, steps, done, sp
     fcntl.ioctl(ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(ends[1], "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, steps, speed, 1.0, 1e12)
+        log = log_of(tmp_path, 0, steps, speed)
         for step in range(1, done + 1):
             now[0] += 1.0  # a step a second
             queue(log, step, 3.6312)
@@ -78,7 +87,8 @@ def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
 
     pipe = Pipe()
     monkeypatch.setattr(sys, "stdout", pipe)
-    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 99_999, 143_000, 1 << 20, 1e9, 1e15)
+    monkeypatch.setattr(logs, "peak", lambda name, dtype: 1e15)
+    log = log_of(tmp_path, 99_999, 143_000, 1 << 20, 1e9)
     monkeypatch.setattr(log, "_memory", lambda: 70.12 * 2**30)
     now[0] += 10
     norm = full((), 3.5, "float32", ndl.cpu())
@@ -90,12 +100,12 @@ def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
         "70 GiB", "left 119:26:40",
     ]  # fmt: skip
     assert "10.5000, 2.2500 bits" in held_out
-    assert [found["step"] for found in logs.read_lines(log.path)] == [100_000]
+    assert [*logs.Log(log.path).steps] == [100_000]
     log.close()
 
 
 def test_plain_lines_are_some_forty_with_the_first_of_a_start_and_the_last(tmp_path, now, capsys):
-    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 4, 103, 32, 1.0, None)
+    log = log_of(tmp_path, 4, 103, 32)
     for step in range(5, 104):
         now[0] += 1.0
         queue(log, step, 2.0)
@@ -225,7 +235,7 @@ def test_damaged_lines_are_left_out_by_every_reader(tmp_path, now):
         with naming(damage[:60]):
             run = ndl.open_run(tmp_path).metrics
             assert [run["step"].tolist(), run["loss"].tolist()] == [[1, 2], [9.0, 8.0]]
-            log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 2, 5, 32, 1.0, None)
+            log = log_of(tmp_path, 2, 5, 32)
             log.close()
             assert (log.first_loss, log.seconds) == (9.0, 3.25)
             assert (tmp_path / "metrics.jsonl").read_bytes() == first + b"\n" + second + b"\n"
