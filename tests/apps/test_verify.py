@@ -14,6 +14,7 @@ from harness import run as run_program
 from small_runs import (
     CPU,
     TOKENS,
+    arguments,
     chain,
     checkpoint_of,
     flags,
@@ -280,6 +281,27 @@ def test_fault_is_found_and_named(folder, verdicts, fault):
     results = {x if isinstance(x, str) else x[0] for x in wrong.values()}
     assert wrong == wanted, json.dumps(told, indent=1)
     assert code == (3 if DIFFERS in results else 4 if UNDECIDED in results else 0)
+
+
+def test_kept_weights_are_compared(tmp_path, tokens, here, monkeypatch, verdicts):
+    run_until(monkeypatch, 3, flags(tmp_path, tokens, "a", "--keep 0,9"))
+    words = "--resume auto --keep 3,5 --name a --out", tmp_path / "runs"
+    assert train_pythia.main(arguments(*CPU, *words)) == 0
+    folder, kept = tmp_path / "runs" / "a", "weights_{}.safetensors".format
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (0, {}) and {kept(0), kept(3), kept(5)} <= told.keys()
+    assert told["steps 1 to 4"]["text"].endswith("3 checkpoint(s)")
+    files = folder / "checkpoints"
+    shutil.copy(files / kept(3), files / kept(5))
+    rewrite(files / kept(3), words=BIT)
+    wanted = {kept(5): (DIFFERS, "file", 5), FIVE: (DIFFERS, "weights", 5)}
+    wanted["steps 1 to 4"] = (DIFFERS, "weights", 3)
+    code, wrong, told = verdicts(folder)
+    assert (code, wrong) == (3, wanted)
+    assert told["steps 1 to 4"]["tensor"]["index"] == [3, 17]
+    rewrite(files / kept(0), words=BIT)
+    wanted["steps 1 to 4"] = (DIFFERS, "weights", 0)
+    assert verdicts(folder)[:2] == (3, wanted)
 
 
 def test_initial_state_does_not_depend_on_the_checkpoint_of_step_0(

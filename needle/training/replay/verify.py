@@ -61,8 +61,9 @@ class Claims:
         self.settings, self.description = read_settings(folder), read_description(folder)
         self.manifest = proofs.read_manifest(folder) or {}
         self.files = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
+        self.kept = list_checkpoints(folder / "checkpoints", "weights")[::-1]
         self.states: dict[int, dict[str, Any]] = {}  # of whole checkpoints, each of its step
-        self.compared: set[int] = set()  # their steps, and those of damaged ones
+        self.compared: set[str] = set()  # names of their files, of damaged ones and of `kept`
         self.good = {0}  # steps from which a repetition can begin
         self.replay = read_replay(folder)
         fixed = self.settings.get("schedule") != "constant"  # else a run may go on
@@ -186,13 +187,13 @@ def check_checkpoint(claims: Claims, step: int) -> list[Verdict]:
     except MissingFileError:
         return [Verdict(file.name, UNDECIDED, "it was removed since: the run goes on", step=step)]
     except FileError as error:
-        claims.compared.add(step)
+        claims.compared.add(file.name)
         return [differs(str(error), "file")]
     state = checkpoint.state
     if state["step"] != step:
         return [differs(f"it is of step {state['step']}", "file")]
     claims.states[step] = state
-    claims.compared.add(step)
+    claims.compared.add(file.name)
     proven = {} if proof is None else proof["digest"]
     if step == 0 and "weights" in claims.manifest:
         proven = {"weights": claims.manifest["weights"]}
@@ -208,6 +209,19 @@ def check_checkpoint(claims: Claims, step: int) -> list[Verdict]:
     return found or [Verdict(file.name, EQUAL, "whole" + "; digests" * bool(proven))]
 
 
+def check_weights(claims: Claims, file: Path) -> Verdict:
+    """Check that the weights of --keep in a file are whole, and of their step."""
+    try:
+        wrong, step = None, Checkpoint(file).state.get("step")
+    except FileError as error:
+        wrong, step = str(error), None
+    claims.compared.add(file.name)
+    if step != step_of(file):
+        text = wrong or f"it is of step {step}"
+        return Verdict(file.name, DIFFERS, text, "file", step_of(file))
+    return Verdict(file.name, EQUAL, "whole")
+
+
 # ---- steps -------------------------------------------------------------------------------------
 
 
@@ -216,10 +230,15 @@ def check_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence
     (first, last), parent, own = interval, claims.folder.resolve(), claims.manifest.get("weights")
     of = claims.replay or Replay(str(parent), None, first, first, last, [])
     again = dataclasses.replace(of, parent=str(parent), manifest=None, base=first, stop=last)
+    if claims.kept:  # a resume may have changed the --keep of config.json
+        saved = sorted({*claims.files, *map(step_of, claims.kept)})
+        flags = ["--keep", ",".join(map(str, saved)), *flags]
     with trained(again, launch, flags) as (folder, wrong):
-        here = {step_of(file): file for file in list_checkpoints(folder / "checkpoints")}
-        files = [step for step in sorted(here) if step > first and step in claims.compared]
-        both = ((step, _first_number(claims.files[step], here[step])) for step in files)
+        here = reversed(list_checkpoints(folder / "checkpoints", "step|weights"))
+        files = [file for file in here if file.name in claims.compared]
+        files = [file for file in files if step_of(file) > first or file.stem == "weights_0"]
+        places = [claims.folder / "checkpoints" / file.name for file in files]
+        both = zip(map(step_of, files), map(_first_number, places, files))
         tensors = {step: tensor for step, tensor in both if tensor is not None}
         weights = (proofs.read_manifest(folder) or {}).get("weights", own)
         both_proven = proofs.Log(folder / "metrics.jsonl").proofs.keys() & claims.proofs.keys()
@@ -242,7 +261,8 @@ def check_steps(claims: Claims, interval: Interval, launch: str, flags: Sequence
         form = "{name}{index} is {run}, recomputed {here}; in all {count:,} numbers differ"
         says.insert(0, form.format(**verdict.tensor))
     verdict.text = f"{'; '.join(says)}; of {text}"
-    verdict.what = _what(wrong, tensors, {0, *tensors} | ({last} - {*files})) or claims.order
+    whole = {step_of(file) for file in files if file.stem.startswith("step")}
+    verdict.what = _what(wrong, tensors, {0, *tensors} | ({last} - whole)) or claims.order
     if verdict.what != "line" and (foreign := claims.foreign(state or claims.manifest)):
         verdict.result, verdict.what = UNDECIDED, foreign[0]
         verdict.text += f"; {foreign[1]}, and one as the run's decides"
@@ -321,6 +341,9 @@ def verified(
     for step in sorted(claims.files):
         if any(first <= step <= last for first, last in intervals):
             yield from check_checkpoint(claims, step)
+    for file in claims.kept:
+        if any(first <= step_of(file) <= last for first, last in intervals):
+            yield check_weights(claims, file)
     yield check_settings(claims)
     known = sorted({*claims.proofs, *claims.states})
     for first, last in intervals:
