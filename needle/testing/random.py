@@ -13,8 +13,9 @@ LOW = np.uint64(0xFFFFFFFF)
 
 def counters(low: int, high: int, count: int) -> list[np.ndarray]:
     """The four words of 128 bits from (low, high) on, lowest first."""
-    numbers = [(((high << 64) | low) + i) % 2**128 for i in range(count)]
-    return [np.array([n >> 32 * k & 0xFFFFFFFF for n in numbers], np.uint64) for k in range(4)]
+    lows = np.uint64(low) + np.arange(count, dtype=np.uint64)
+    highs = np.uint64(high) + (lows < low)
+    return [x >> shift & LOW for x in (lows, highs) for shift in np.uint64([0, 32])]
 
 
 def philox(state: Any, count: int) -> np.ndarray:
