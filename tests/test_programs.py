@@ -1,6 +1,7 @@
 """What commands print: the lines of make and needle, and of benchmarks without torch."""
 
 import re
+import runpy
 import sys
 
 import pytest
@@ -74,8 +75,11 @@ def test_make_names_an_interpreter_that_is_not_there_or_too_old(tmp_path):
         assert done.returncode != 0 and words in done.stderr.splitlines()[0], done.stderr
 
 
-def test_lines_of_commands_fit_80_columns(tmp_path):
+def test_lines_of_commands_fit_80_columns(tmp_path, monkeypatch, capfd):
     """Those of a run from text to an export; text of the model alone goes as it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("one two three four five\n" * 400)
     shape = "--device cpu --layers 1 --hidden 32 --heads 2 --seq-len 32 --batch-size 2"
     for words in (
@@ -91,12 +95,12 @@ def test_lines_of_commands_fit_80_columns(tmp_path):
         "export runs/a theirs",
         "import theirs ours.safetensors",
     ):
-        done = run(
-            sys.executable, "-m", "needle", *words.split(), cwd=tmp_path, COLUMNS="80",
-            NEEDLE_CACHE=tmp_path / "cache", PYTHONPATH=PACKAGE.parent,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout.partition("sample (runs/a/")[0] + done.stderr
+        monkeypatch.setattr(sys, "argv", [str(PACKAGE / "__main__.py"), *words.split()])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        done = capfd.readouterr()
+        assert not end.value.code, done.err
+        printed = done.out.partition("sample (runs/a/")[0] + done.err
         long = [line for line in re.split("[\n\r]", printed) if len(line) > 80]
         assert not [line for line in long if " " in line.strip()], f"{words}: {long}"
 

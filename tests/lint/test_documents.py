@@ -106,10 +106,10 @@ def test_links_lead_to_files_and_headings():
                 assert anchor in anchors, f"{page.name}: {target}"
 
 
-def printed(monkeypatch, *words: str, code: int = 0) -> str:
-    """Return what a command of `needle` prints before it ends so, run in this process: an error is
-    what stderr gets."""
-    monkeypatch.setattr(sys, "argv", [str(PACKAGE / "__main__.py"), *words])
+def printed(monkeypatch, *words: str, code=0, program=PACKAGE / "__main__.py") -> str:
+    """Return what a command of `needle`, or a program, prints before it ends so, run in this
+    process: an error is what stderr gets."""
+    monkeypatch.setattr(sys, "argv", [str(program), *words])
     out, shown = io.StringIO(), contextlib.redirect_stderr if code else contextlib.redirect_stdout
     with shown(out), pytest.raises(SystemExit) as end:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -138,9 +138,7 @@ def test_commands_have_the_flags_they_are_shown_with(monkeypatch):
                     assert not [line for line in shown.split("\n") if len(line) > 80], name
                     assert shown.startswith(f"usage: needle {name}")
                 else:
-                    done = run(sys.executable, *parts, *asked)
-                    assert done.returncode == 0, f"{page}: {name}: {done.stderr}"
-                    shown = done.stdout
+                    shown = printed(monkeypatch, *asked, program=ROOT / name)
                 programs[name] = shown
             for flag in (word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)):
                 assert flag in programs[name], f"{page}: {name} has no {flag}"
