@@ -235,7 +235,7 @@ def test_sample_draws_from_the_right_distribution():
             count = np.searchsorted(np.cumsum(p), top_p * (1 - 1e-12)) + 1
             kept, p = kept[:count], p[:count] / p[:count].sum()
         limits, fixed = (temperature, top_k, top_p), Fixed()
-        drawn = np.array([sampling.sample(logits[None], *limits, fixed)[0] for _ in range(1000)])
+        drawn = sampling.sample(np.broadcast_to(logits, (1000, 1300)), *limits, fixed)
         assert set(drawn) <= set(kept.tolist()), limits
         for token in (3, 70, 1200):
             expected = p[kept == token].sum()
