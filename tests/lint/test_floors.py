@@ -51,19 +51,21 @@ def imported(path: Path) -> list[tuple[int, str, str]]:
     return found
 
 
-def homes(root: Path, path: Path, module: str, name: str) -> list[str]:
-    """The files of this tree that an import reaches: the one that it means, and the packages around
-    it, which Python runs first. A package is not around its own modules."""
+@cache
+def homes(root: Path, folder: Path, module: str, name: str) -> list[str]:
+    """The files of this tree that an import in a folder reaches: the one that it means, and the
+    packages around it, which Python runs first. A package is not around its own modules."""
     if f"{module}.{name}.".startswith("needle._C."):
         return [CORE]
-    beside = [path.parent, *(root / folder for folder in OUTSIDE)]
+    beside = [folder, *(root / name for name in OUTSIDE)]
+    own = folder, *folder.parents
     for place in [root] if module.split(".")[0] == "needle" else beside:
         base = place.joinpath(*module.split("."))
         for stem in (base / name, base) if name else (base,):
             for file in (stem / "__init__.py", stem.with_suffix(".py")):
                 if file.exists():
                     packages = [p for p in file.parents if root / "needle" in p.parents]
-                    around = [p / "__init__.py" for p in packages if p not in path.parents]
+                    around = [p / "__init__.py" for p in packages if p not in own]
                     return [p.relative_to(root).as_posix() for p in dict.fromkeys([file, *around])]
     return []
 
@@ -79,7 +81,7 @@ def python_arrows(root: Path = ROOT) -> Arrows:
         if where == FACE:
             continue
         for line, module, name in imported(path):
-            for target in homes(root, path, module, name):
+            for target in homes(root, path.parent, module, name):
                 if target != where:
                     used[target].append(f"line {line}: {name or module}")
     return arrows
@@ -88,24 +90,22 @@ def python_arrows(root: Path = ROOT) -> Arrows:
 # ---- C: what calls what --------------------------------------------------------------------------
 
 
-def symbols(path: Path) -> tuple[set[str], set[str]]:
-    """(defined, left open) of an object."""
-    lines = [line.split() for line in run("nm", "-g", "-P", path).stdout.splitlines()]
-    assert lines, f"{path} has no symbols"
-    undefined = {name for name, kind, *_ in lines if kind in "Uvw"}
-    return {name for name, *_ in lines} - undefined, undefined
-
-
 @cache
 def open_and_defined() -> dict[str, tuple[set[str], set[str]]]:
-    """Symbols that each C file needs and defines, from the object that `make lib` left."""
-    built, found = core_objects(), {}
+    """Symbols that each C file defines and leaves open, from the object that `make lib` left."""
+    built, objects = core_objects(), {}
     for source in sorted(ROOT.glob("csrc/**/*.c")):
         where = source.relative_to(ROOT)
         made = built / where.with_suffix(".o")
         fresh = made.exists() and made.stat().st_mtime_ns >= source.stat().st_mtime_ns
         assert fresh, f"{made.relative_to(ROOT)} is older than {where}, or is not there: make lib"
-        found[where.as_posix()] = symbols(made)
+        objects[str(made)] = where.as_posix()
+    found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
+    for line in run("nm", "-g", "-P", "-A", *objects).stdout.splitlines():
+        made, _, symbol = line.partition(": ")
+        name, kind, *_ = symbol.split()
+        found[objects[made]][kind in "Uvw"].add(name)
+    assert len(found) == len(objects), f"no symbols: {set(objects.values()) - found.keys()}"
     return found
 
 
@@ -205,16 +205,15 @@ def test_the_tree_places_every_file(arrows):
 def test_no_arrow_goes_up(arrows):
     """The order, printed, is that of docs/walk.md, and within a line the floors'."""
     tree = read_tree(WALK.read_text())
-    up = [
-        (a, b) for a in arrows for b in arrows[a] if b != FACE and place(b, tree) > place(a, tree)
-    ]
+    line = {file: place(file, tree) for file in arrows}
+    up = [(a, b) for a in arrows for b in arrows[a] if b != FACE and line[b] > line[a]]
     if up:
         pytest.fail("upwards in the tree of docs/walk.md:" + said(arrows, up))
     if circles(arrows):
         pytest.skip("there is a circle, and no order to print")
     of = floors(arrows)
     print("\nfloor  file  uses")
-    for file in sorted(of, key=lambda f: (place(f, tree), of[f], f)):
+    for file in sorted(of, key=lambda f: (line[f], of[f], f)):
         if file != FACE and not file.startswith("tests/"):
             print(f"{of[file]:5}  {file:32}", *sorted(arrows[file], key=of.get, reverse=True))
 
