@@ -418,17 +418,15 @@ def _directly_below(
     """Yield (name, value) of modules and parameters, also inside dicts, lists and tuples, and of
     the buffers of the owner of these items."""
     for key, item in items.items():
-        name = _join(prefix, str(key))
         if isinstance(item, (Module, Parameter)):
-            yield name, item
+            yield _join(prefix, str(key)), item
         elif isinstance(item, Tensor):
             is_plain = not key.startswith("_") and item.op is None
             if owner is not None and (is_plain or key in owner._registered):
-                yield name, item
-        elif isinstance(item, dict):
-            yield from _directly_below(item, name)
-        elif isinstance(item, (list, tuple)):
-            yield from _directly_below({str(i): x for i, x in enumerate(item)}, name)
+                yield _join(prefix, key), item
+        elif isinstance(item, (dict, list, tuple)) and item:
+            inner = item if isinstance(item, dict) else {str(i): x for i, x in enumerate(item)}
+            yield from _directly_below(inner, _join(prefix, str(key)))
 
 
 def _walk(module: Module, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
