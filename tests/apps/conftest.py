@@ -1,5 +1,7 @@
 """Small runs, in a cache of their own."""
 
+import functools
+
 import numpy as np
 import pytest
 import train_pythia
@@ -11,7 +13,9 @@ from needle.data import megatron
 from needle.models import pythia
 from needle.training import run as run_parts
 from needle.training.folder import again
-from needle.training.replay import replays
+from needle.training.replay import proofs, replays
+
+commit = functools.cache(proofs.commit)  # git takes as long as some steps
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +23,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
     monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 8)
+    monkeypatch.setattr(proofs, "commit", commit)
     monkeypatch.setattr(run_parts, "plot", lambda folder: "no plot")  # one takes as long as a run
 
 
