@@ -523,7 +523,8 @@ def set_item(a: Tensor, index: Any, value: Any) -> None:
 
     RuntimeError for a leaf that requires gradients, and a view of one: write under `no_grad()`. A
     backward through a result that was computed from `a` before the assignment is refused, unless
-    `value` was computed from it and its ops do not read `a` again.
+    `value` was computed from it and its ops do not read `a` again. Of places that repeat the last
+    counts, and the gradient goes to all, as PyTorch has it.
 
     >>> x, y = ndl.zeros(3), ndl.Tensor([2])
     >>> x[1:2] = y * y
