@@ -92,7 +92,11 @@ static int natural_dtype(PyArrayObject *array, nd_dtype *out) {
         *out = ND_BF16;
         return 0;
     }
-    if (descr->kind == 'O') { /* whatever converts to numbers */
+    if (descr->kind == 'O') { /* whatever converts to numbers; of None NumPy makes NaN */
+        if (PySequence_Contains((PyObject *)array, Py_None) > 0) {
+            FAIL(PyExc_TypeError, "array: None is no number");
+        }
+        PyErr_Clear(); /* of arrays in an array, which do not convert: that is told below */
         *out = ND_F32;
         return 0;
     }

@@ -338,6 +338,7 @@ REFUSED = [  # calls on a (3, 4), cube (3, 2, 4), one (1,) and zero (0, 3); word
     (ValueError, "matmul: b: has no axes", "a @ nd.ones(())"),
     (TypeError, None, "a @ a.permute((1, 0)).astype('bfloat16') ; a @ 2"),
     (TypeError, None, "a + 'x' ; None * a ; a + object()"),
+    (TypeError, "array: None", "nd.array(None) ; nd.array([1, None], 'int64') ; set(a, 0, [None])"),
     (TypeError, "joined: other", "one.joined([1])"),
     (TypeError, "dl_device: must be a tuple", "a.__dlpack__(dl_device=3)"),
     (TypeError, "dl_device: must be a tuple", "a.__dlpack__(dl_device=[1, 0])"),
