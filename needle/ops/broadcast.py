@@ -144,6 +144,11 @@ def as_floats(a: Tensor) -> Tensor:
     return a if a.dtype in FLOATS else astype(a, "float32")
 
 
+def of_products(a: Tensor) -> Tensor:
+    """`a` in the dtype in which products are computed: float32, or int64 of integers and bool."""
+    return a if a.dtype == "float32" else astype(a, "float32" if a.dtype in FLOATS else "int64")
+
+
 def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
     """Broadcast a reduced Tensor back over the reduced axes."""
     kept = kept_shape(shape, axes)

@@ -12,7 +12,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
-from needle.ops.broadcast import astype, differentiable, reshape
+from needle.ops.broadcast import astype, differentiable, of_products, reshape
 from needle.ops.common import const, nonzero_places, normal_axis, rows_of
 from needle.ops.indexing import five_axes, gather
 from needle.ops.shape import concatenate, flip, moveaxis, split_sizes, stack
@@ -157,17 +157,17 @@ def cumsum(a: Tensor, axis: int | None = None) -> Tensor:
 
 
 def cumprod(a: Tensor, axis: int | None = None) -> Tensor:
-    """The running products along `axis` (None: of the flat elements), rounded to the dtype of `a`
-    log2(n) times; of integers and bool in int64.
+    """The running products along `axis` (None: of the flat elements), in float32; of integers and
+    bool in int64.
 
     >>> print(ndl.cumprod(ndl.Tensor([2, 3, 4])))
     [ 2.  6. 24.]
     """
-    rows, back = _axis_last("cumprod", a, axis)
-    rows = rows if a.dtype in FLOATS else astype(rows, "int64")
+    rows, back = _axis_last("cumprod", of_products(a), axis)
     done, n = 1, rows.shape[-1]  # each element is the product of so many
     while done < n:
         first, rest = split_sizes(rows, [done, n - done], -1)
         before, _ = split_sizes(rows, [n - done, done], -1)
         rows, done = concatenate([first, rest * before], -1), 2 * done
-    return moveaxis(rows if n > 1 else rows.clone(), -1, back)
+    out = moveaxis(rows if n > 1 else rows.clone(), -1, back)
+    return astype(out, a.dtype) if a.dtype in FLOATS and a.dtype != "float32" else out

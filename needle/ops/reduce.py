@@ -12,7 +12,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones, zeros
-from needle.ops.broadcast import astype, differentiable, reshape, spread, summation
+from needle.ops.broadcast import astype, differentiable, of_products, reshape, spread, summation
 from needle.ops.common import (
     LARGEST,
     axes_of,
@@ -228,31 +228,31 @@ def argmin(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor
 
 
 def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
-    """The product over `axes`, of nothing 1; of integers in int64. Factors are multiplied in pairs,
-    then the products in pairs, and so on.
+    """The product over `axes`, of nothing 1, computed in float32; of integers in int64. Factors are
+    multiplied in pairs, then the products in pairs, and so on.
 
     >>> print(ndl.prod(ndl.Tensor([[1, 2], [3, 4]]), 1))
     [ 2. 12.]
     """
-    if a.dtype not in FLOATS:
-        a = astype(a, "int64")
+    wide = of_products(a)
     gone = normal_axes("prod", axes, a.ndim)
     kept = [i for i in range(a.ndim) if i not in gone]
     shape = kept_shape(a.shape, gone, keepdims)
     sizes = [a.shape[i] for i in kept]
     n = math.prod(a.shape[i] for i in gone)
-    out = reshape(permute(a, (*kept, *gone)), (*sizes, n))
+    out = reshape(permute(wide, (*kept, *gone)), (*sizes, n))
     if n == 0:
-        return summation(a, gone, keepdims) + 1
-    if n == 1:
-        return reshape(a, shape).clone()
+        out = summation(wide, gone, keepdims) + 1
+    elif n == 1:
+        out = out.clone()
     while n > 1:
         half = n // 2
         pairs = out[..., :half] * out[..., half : 2 * half]
         if n % 2:
             pairs = concatenate([pairs, out[..., n - 1 :]], -1)
         out, n = pairs, half + n % 2
-    return reshape(out, shape)
+    out = reshape(out, shape)
+    return out if wide is a else rounded(out, a)
 
 
 def var(

@@ -24,7 +24,7 @@ COPIES = {"assign", "fill"}
 # Gradients are written with them; each gives a Tensor, and none is an op.
 # Gradients of FP8 are in tests/ops/test_fp8.py.
 ROUNDED = {"AttentionMLPFP8", "LinearCrossEntropyFP8", "NormAttentionMLPFP8"}
-HELPERS = {"Ruled", "reduced_to", "spread", "const", "as_floats", "beside"}
+HELPERS = {"Ruled", "reduced_to", "spread", "const", "as_floats", "beside", "of_products"}
 # Their classes are ops, with gradient cases by ruled(); users call other functions.
 HELPERS |= {"keep", "place_item", "select_places", "add_at_places"}
 

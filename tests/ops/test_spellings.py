@@ -161,6 +161,8 @@ ndl.unique(x.to("bfloat16")).dtype = "bfloat16"
 ndl.sort(x, None) = np.sort(x, None) ; ndl.argsort(x, axis=None) = np.argsort(x, None)
 ndl.sort(e) = e ; ndl.topk(x, 0)[0].shape = (3, 0) ; ndl.cumsum(e.T, 1) = e.T
 ndl.sort(s, None) = s.reshape(1) ; ndl.any(e) = np.any(e) ; ndl.all(e) = np.all(e)
+ndl.tensor([0.0, 300.0, 300.0]).half().cumprod(0) = np.zeros(3, "f2")
+ndl.tensor([300.0, 0.5, 300.0, 0.5]).half().prod() = np.float16(22500)
 ndl.prod(e) = np.prod(e) ; ndl.tile(e, (2, 1)) = np.tile(e, (2, 1)) ; ndl.roll(e, 1) = e
 ndl.pad(e, 1, 5) = np.pad(e, 1, constant_values=5) ; ndl.norm(e) = np.float32(0)
 len(ndl.chunk(e, 2)) = 1 ; ndl.sum(e, 0) = e.sum(0) ; ndl.sum(e, 1) = e.sum(1)
