@@ -149,6 +149,12 @@ def of_products(a: Tensor) -> Tensor:
     return a if a.dtype == "float32" else astype(a, "float32" if a.dtype in FLOATS else "int64")
 
 
+def rounded(result: Any, a: Any) -> Any:
+    """Return a result of float32 in the dtype of `a`, or of no float dtype as it is."""
+    known = result.dtype == a.dtype or a.dtype not in FLOATS
+    return result if known else result.astype(a.dtype)
+
+
 def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
     """Broadcast a reduced Tensor back over the reduced axes."""
     kept = kept_shape(shape, axes)

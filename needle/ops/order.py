@@ -12,7 +12,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import zeros
-from needle.ops.broadcast import astype, differentiable, of_products, reshape
+from needle.ops.broadcast import astype, differentiable, of_products, reshape, rounded
 from needle.ops.common import const, nonzero_places, normal_axis, rows_of
 from needle.ops.indexing import five_axes, gather
 from needle.ops.shape import concatenate, flip, moveaxis, split_sizes, stack
@@ -169,5 +169,4 @@ def cumprod(a: Tensor, axis: int | None = None) -> Tensor:
         first, rest = split_sizes(rows, [done, n - done], -1)
         before, _ = split_sizes(rows, [n - done, done], -1)
         rows, done = concatenate([first, rest * before], -1), 2 * done
-    out = moveaxis(rows if n > 1 else rows.clone(), -1, back)
-    return astype(out, a.dtype) if a.dtype in FLOATS and a.dtype != "float32" else out
+    return rounded(moveaxis(rows if n > 1 else rows.clone(), -1, back), a)

@@ -12,7 +12,15 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd.tensor import FLOATS, Tensor
 from needle.backend_ndarray import Axes, ones, zeros
-from needle.ops.broadcast import astype, differentiable, of_products, reshape, spread, summation
+from needle.ops.broadcast import (
+    astype,
+    differentiable,
+    of_products,
+    reshape,
+    rounded,
+    spread,
+    summation,
+)
 from needle.ops.common import (
     LARGEST,
     axes_of,
@@ -26,11 +34,6 @@ from needle.ops.elementwise import isnan, maximum, minimum, sqrt, where
 from needle.ops.indexing import index_select, select_places
 from needle.ops.order import TopK, sort, topk
 from needle.ops.shape import concatenate, permute
-
-
-def rounded(result: Any, a: Any) -> Any:
-    """Return a result of float32 in the dtype of `a`, or of no float dtype as it is."""
-    return result.astype(a.dtype) if a.dtype in FLOATS else result
 
 
 def _mean_slope(g: Tensor, like: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -251,8 +254,7 @@ def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
         if n % 2:
             pairs = concatenate([pairs, out[..., n - 1 :]], -1)
         out, n = pairs, half + n % 2
-    out = reshape(out, shape)
-    return out if wide is a else rounded(out, a)
+    return rounded(reshape(out, shape), a)
 
 
 def var(
