@@ -205,7 +205,16 @@ def norm_inputs(n, limit):
 
 
 # How many terms an element sums, by a case's sizes.
-first, inner, outer = (lambda n, *more: n), (lambda n, k, *more: k), (lambda n, m, *more: max(n, m))
+def first_size(n, *more):
+    return n
+
+
+def second_size(n, k, *more):
+    return k
+
+
+def larger_size(n, m, *more):
+    return max(n, m)
 
 
 def optimizer_inputs(n, low=True, scale=None, step=3, eps=1e-8):
@@ -339,13 +348,13 @@ CASES = [
         linear_fwd,
         linear_inputs,
         [(1, 1, 1), (31, 257, 31), (65, 64, 1), (0, 3, 4), (5, 0, 4), *FEW],
-        inner,
+        second_size,
     ),
     *cases_of(
         linear_fwd,
         linear_inputs,
         {"257x31x1100-no-bias": (257, 31, 1100, 0), "2x72x34008-no-bias": (2, 72, 34_008, 0)},
-        inner,
+        second_size,
     ),
     *cases_of(
         linear_fwd,
@@ -355,26 +364,26 @@ CASES = [
             for n, k, m in [(1, 1, 1), (31, 257, 31), (64, 64, 136), (5, 0, 4), (0, 3, 4), *FEW]
             for b in (1, 0)
         },
-        inner,
+        second_size,
     ),
     *cases_of(
         bias_bwd,
         bias_inputs,
         [(1, 1), (31, 257), (257, 31), (1000, 3), (1000, 300), (0, 4), (4, 0)],
-        first,
+        first_size,
     ),
     *cases_of(
         bias_bwd,
         bias_inputs,
         {"257x31-two": (257, 31, 1), "70x512-two": (70, 512, 1), "0x4-two": (0, 4, 1)},
-        first,
+        first_size,
     ),
-    *cases_of(linear_gelu_fwd, linear_gelu_inputs, MLPS, inner),
+    *cases_of(linear_gelu_fwd, linear_gelu_inputs, MLPS, second_size),
     *cases_of(
         linear_gelu_bwd,
         linear_gelu_grad_inputs,
         [shape[:3] for shape in MLPS.values()],
-        outer,
+        larger_size,
         of_rounded=("db",),
     ),
     *cases_of(
@@ -383,7 +392,7 @@ CASES = [
             x=normal(n, c, mean=1, std=2), w=normal(c, mean=1), b=normal(c), eps=1e-5
         ),
         ROWS,
-        inner,
+        second_size,
     ),
     # Far from zero, where E[x^2] - E[x]^2 has no digits left.
     *cases_of(
@@ -392,7 +401,7 @@ CASES = [
         {"far": (7, 300)},
         lambda n, c: c * 64**2,
     ),
-    *cases_of(layernorm_bwd, layernorm_bwd_inputs, BACKWARD, outer),
+    *cases_of(layernorm_bwd, layernorm_bwd_inputs, BACKWARD, larger_size),
     *cases_of(
         layernorm_pair_fwd,
         lambda n, c: draw(
@@ -404,7 +413,7 @@ CASES = [
             eps=1e-5,
         ),
         ROWS,
-        inner,
+        second_size,
     ),
     *cases_of(
         decode_projections,
@@ -437,7 +446,7 @@ CASES = [
                 (32, 512, 48, 2048, 1),
             ]
         },
-        inner,
+        second_size,
     ),
     *cases_of(
         decode_output,
@@ -452,9 +461,9 @@ CASES = [
                 (31, 257, 31, 0, 1),
             ]
         },
-        inner,
+        second_size,
     ),
-    *cases_of(layernorm_pair_bwd, partial(layernorm_bwd_inputs, norms="12"), BACKWARD, outer),
+    *cases_of(layernorm_pair_bwd, partial(layernorm_bwd_inputs, norms="12"), BACKWARD, larger_size),
     *cases_of(
         embedding_fwd,
         lambda n, v, c: draw(ids=targets(n, v), w=normal(v, c)),
@@ -509,14 +518,14 @@ CASES = [
         cumsum,
         lambda rows, n: draw(x=normal(rows, n)),
         [(1, 1), (31, 257), (3, 512), (1500, 513), (3, 5001), (2, 70_003), (0, 5), (5, 0)],
-        inner,
+        second_size,
     ),
-    *cases_of(cross_entropy_fwd, losses_inputs, LOSSES | {"large": (9, 33, (), 1e3)}, inner),
+    *cases_of(cross_entropy_fwd, losses_inputs, LOSSES | {"large": (9, 33, (), 1e3)}, second_size),
     *cases_of(
         cross_entropy_fwd_bwd,
         losses_inputs,
         LOSSES | {"long": (3, 120_007), "wide": (5, 50_304, (1,))},
-        inner,
+        second_size,
     ),
     *cases_of(
         grad_norm,
@@ -525,7 +534,7 @@ CASES = [
             f"{n}-max-{limit:g}": (n, limit)
             for n, limit in [(1, 1.0), (31, 1e2), (257, 1.0), (100_003, 1.0), (257, 0.0), (0, 1.0)]
         },
-        first,
+        first_size,
     ),
     *cases_of(
         adamw,

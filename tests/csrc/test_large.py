@@ -32,9 +32,9 @@ from needle.testing.layers import (
     cross_entropy_fwd_bwd,
     embedding_bwd,
     embedding_grad_inputs,
-    first,
+    first_size,
     grad_norm,
-    inner,
+    larger_size,
     linear_fwd,
     linear_gelu_bwd,
     linear_gelu_fwd,
@@ -44,7 +44,7 @@ from needle.testing.layers import (
     losses_inputs,
     norm_inputs,
     optimizer_inputs,
-    outer,
+    second_size,
 )
 
 ATTENTION = {  # label: B, T, S, H, D, causal
@@ -102,14 +102,14 @@ LARGE = [
         backward_terms,
         of_rounded=("db",),
     ),
-    *cases_of(cross_entropy_fwd, masked_losses, MASKED, inner),
-    *cases_of(cross_entropy_fwd_bwd, masked_losses, MASKED, inner),
-    *cases_of(cross_entropy_fwd, losses_inputs, LONG, inner),
-    *cases_of(cross_entropy_fwd_bwd, losses_inputs, LONG, inner),
-    *cases_of(linear_fwd, linear_inputs, [(530, 1050, 1100, 1, 1)], inner),
-    *cases_of(linear_gelu_fwd, linear_gelu_inputs, MLPS, inner),
-    *cases_of(linear_gelu_bwd, linear_gelu_grad_inputs, MLPS, outer, of_rounded=("db",)),
-    *cases_of(bias_bwd, bias_inputs, [(530, 2100, 1)], first),
+    *cases_of(cross_entropy_fwd, masked_losses, MASKED, second_size),
+    *cases_of(cross_entropy_fwd_bwd, masked_losses, MASKED, second_size),
+    *cases_of(cross_entropy_fwd, losses_inputs, LONG, second_size),
+    *cases_of(cross_entropy_fwd_bwd, losses_inputs, LONG, second_size),
+    *cases_of(linear_fwd, linear_inputs, [(530, 1050, 1100, 1, 1)], second_size),
+    *cases_of(linear_gelu_fwd, linear_gelu_inputs, MLPS, second_size),
+    *cases_of(linear_gelu_bwd, linear_gelu_grad_inputs, MLPS, larger_size, of_rounded=("db",)),
+    *cases_of(bias_bwd, bias_inputs, [(530, 2100, 1)], first_size),
     *cases_of(embedding_bwd, embedding_grad_inputs, [(2000, 31, 300)], lambda n, v, c: n / v),
     *cases_of(
         attention_part_fwd,
@@ -123,7 +123,7 @@ LARGE = [
         {"several-tiles": (2, 197, 389, 3, 24, 1, 1)},
         backward_terms,
     ),
-    *cases_of(grad_norm, norm_inputs, [(200_003, 1.0)], first),
+    *cases_of(grad_norm, norm_inputs, [(200_003, 1.0)], first_size),
     *cases_of(adamw, optimizer_inputs, {"scaled": (200_003, True, 0.25)}),
 ]
 
