@@ -46,11 +46,13 @@ def texts(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def heeds_hangup():
-    """Below nohup SIGHUP is ignored, by the children of a test too."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heeds_signals():
+    """Below nohup SIGHUP is ignored, in a shell's background SIGINT, by a test's children too."""
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, hangup)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def order_seed() -> int | None:

@@ -180,7 +180,7 @@ def test_source_of_ranks_is_the_program_the_package_and_its_core(tmp_path, monke
     assert len(told) == 5
 
 
-def test_hangup_is_collected_unless_it_was_ignored_and_a_second_sigint_interrupts(heeds_hangup):
+def test_hangup_is_collected_unless_it_was_ignored_and_a_second_sigint_interrupts(heeds_signals):
     for before, wanted in (signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, []):
         signal.signal(signal.SIGHUP, before)
         stop = Stop()

@@ -82,7 +82,7 @@ def test_run_that_saved_does_not_begin_anew(tmp_path, run, capsys):
 # ---- signals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("heeds_hangup")
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_the_last_step(tmp_path, run, monkeypatch, capsys, end):
     queue = logs.RunLog.queue

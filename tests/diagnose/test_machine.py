@@ -63,6 +63,7 @@ def test_other_gpus_are_examined_and_rates_of_a_shared_one_are_no_failure(machin
     assert len(failures(done)) == 4  # and gelu on both
 
 
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_part_that_hangs_ends_with_the_diagnosis(machine, number):
     environ = os.environ | machine.environment(FAKE_GELU="hang")

@@ -143,7 +143,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_are_passed_on_once(launch, tmp_path, heeds_hangup, number):
+def test_signals_are_passed_on_once(launch, tmp_path, heeds_signals, number):
     code = """
 heard = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -238,7 +238,7 @@ def when_said(folder, word, number):
     thread.join()
 
 
-@pytest.mark.usefixtures("heeds_hangup")
+@pytest.mark.usefixtures("heeds_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("code", [0, 75])
 def test_signal_is_passed_on_once_and_ends_the_run(run, tmp_path, number, code):
