@@ -414,6 +414,12 @@ def test_exchange_with_numpy():
     assert shared[0, 0] == 77
     view = np.from_dlpack(array[::-1, ::2])
     np.testing.assert_array_equal(view, array.numpy()[::-1, ::2])
+    capsule = array[1:].__dlpack__()
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    fields = (ctypes.c_uint64 * 6).from_address(pointer_of(capsule, b"dltensor"))
+    fields[0], fields[5] = fields[0] - 16, 16  # data and byte_offset of a DLTensor
+    np.testing.assert_array_equal(_C.from_dlpack(capsule).numpy(), array.numpy()[1:])
     assert np.asarray(array, dtype=np.float64).dtype == np.float64
     assert not np.shares_memory(np.array(array, copy=True), shared)
     interface = array.permute((1, 0)).__array_interface__
