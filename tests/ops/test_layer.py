@@ -76,6 +76,20 @@ def test_a_layer_equals_its_parts(device, dtype, close, flat, change):
         np.testing.assert_allclose(second, 2 * first, rtol=1e-4, atol=1e-2 * np.abs(first).max())
 
 
+def test_each_of_two_neighbours_is_written_or_added_by_itself(device):
+    model = small(device, flat=True)
+    wanted = numbers(step(model))
+    last = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+    for name in (f"layers.0.{name}" for name in last):
+        for p in model.parameters():
+            p.reset_grad()
+        weight = dict(model.named_parameters())[name]
+        weight.grad = ndl.ones(weight.shape, device=device)  # that of the other counts as zeros
+        found = numbers(step(model))
+        found[name] -= 1
+        near(found, wanted, 2e-5)
+
+
 # ---- which layers are one operation --------------------------------------------------------------
 
 
