@@ -170,11 +170,14 @@ ndl.nonzero(e)[0] = np.nonzero(e)[0] ; s.flatten() = s.reshape(1)
 ndl.gather(e, 0, np.zeros((0, 3), int)) = e ; s.unsqueeze(0) = s.reshape(1) ; s.clip(3) = s + 1
 s.std() = s - 2 ; s.repeat(3) = s.repeat(3) ; ndl.einsum(",->", s, s) = s * s
 ndl.round(x * 99, -1) = np.round(x * 99, -1) ; t.flatten(end_dim=-2) = t.reshape(6, 4)
+ndl.isfinite(ndl.nan_to_num(n.bfloat16())) = np.ones(3, bool)
+ndl.nan_to_num(n.half()).max() = np.float16(65504)
 ndl.nan_to_num(n, 7, 0) = np.nan_to_num(n, True, 7, 0) ; (-n).nan_to_num(neginf=0)[1] = 0 * x[0, 0]
 (i - 2).clip(0) = np.maximum(i - 2, 0) ; i.clip(max=0) = 0 * i ; x.size(0) = 3 ; x.stride(0) = 4
 x.var(dim=1, correction=0) = x.var(1) ; x.std(dim=0, unbiased=False) = x.std(0)
 ndl.var_mean(x, 1, True, True)[1] = x.mean(1, keepdims=True) ; x.var(0, False) = x.var(0)
 ndl.std_mean(x, 0, True, True)[0] = x.std(0, ddof=1, keepdims=True)
+ndl.std_mean(x, 0, True, True)[1] = x.mean(0, keepdims=True)
 x.std(0, True) = x.std(0, ddof=1) ; ndl.var(x, 1, True, True) = x.var(1, ddof=1, keepdims=True)
 ndl.full((2,), -100) = np.full(2, -100) ; ndl.full([1, 2], True) = np.full((1, 2), True)
 ndl.full(2, np.uint8(3)) = np.full(2, 3) ; ndl.full((), 7.0, dtype=None) = np.float32(7)
