@@ -163,6 +163,10 @@ def test_union_equality_and_pickle():
     assert one != other and one != "text"
     assert pickle.loads(pickle.dumps(union)) == union
     assert 0 < one.density < union.density < BlockMask.dense(70, 16).density == 1
+    given = one.blocks.copy()
+    made = BlockMask(given, 16, 70)
+    given[...] = True  # the caller's array stays writable, and is no part of the mask
+    np.testing.assert_array_equal(made.blocks, one.blocks)
     assert "T=70" in repr(one)
 
 
