@@ -287,6 +287,8 @@ def test_attribution_is_the_first_order_of_a_patch(name, axes, device):
     """The clean run is the corrupted one with a small change. Scores of keys that are not seen are
     -inf in both."""
     model = small(device)
+    model.layers[0].requires_grad_(False)
+    trained = [p.requires_grad for p in model.parameters()]
     _, corrupted = model.run_with_cache(IDS)
     random = np.random.default_rng(3)
     near = type(corrupted)({}, model)
@@ -300,7 +302,8 @@ def test_attribution_is_the_first_order_of_a_patch(name, axes, device):
     change = exact - metric(model(IDS)[0]).item()
     assert np.abs(change).max() > 1e-3
     close(estimate, change, 0.02)
-    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert trained == [p.requires_grad for p in model.parameters()]
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_wrong_patches_say_why():
