@@ -91,8 +91,10 @@ def test_16_bits_round_to_nearest_even(dtype):
 
 
 def test_floats_out_of_range_become_the_nearest_integer(device):
-    made = nd.array([1e30, -1e30, np.nan, -7.9], device=device).astype("int64")
-    np.testing.assert_array_equal(made.numpy(), [2**63 - 1, -(2**63), 0, -7])
+    given = [1e30, 2.0**63, -(2.0**63), -1e30, np.nan, -7.9]
+    made = nd.array(given, device=device).astype("int64")
+    most, least = 2**63 - 1, -(2**63)
+    np.testing.assert_array_equal(made.numpy(), [most, most, least, least, 0, -7])
 
 
 def test_constructor_and_subclass():
@@ -420,6 +422,10 @@ def test_exchange_with_numpy():
     fields = (ctypes.c_uint64 * 6).from_address(pointer_of(capsule, b"dltensor"))
     fields[0], fields[5] = fields[0] - 16, 16  # data and byte_offset of a DLTensor
     np.testing.assert_array_equal(_C.from_dlpack(capsule).numpy(), array.numpy()[1:])
+    for copied in (False, True):  # DLPACK_FLAG_BITMASK_IS_COPIED
+        capsule = array.__dlpack__(max_version=(1, 0), copy=copied)
+        versioned = pointer_of(capsule, b"dltensor_versioned")
+        assert ctypes.c_uint64.from_address(versioned + 24).value == 2 * copied
     assert np.asarray(array, dtype=np.float64).dtype == np.float64
     assert not np.shares_memory(np.array(array, copy=True), shared)
     interface = array.permute((1, 0)).__array_interface__
