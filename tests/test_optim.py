@@ -272,7 +272,7 @@ def test_clip_grad_value_at_its_limits():
 def test_wrong_hyperparameters(kind):
     parameters = Two(ndl.cpu()).parameters()
     made = getattr(optim, kind)
-    for wrong in ({"lr": -1.0}, {"lr": 0.1, "weight_decay": -1.0}, {"lr": float("nan")}):
+    for wrong in ({"lr": -1.0}, {"lr": 0.1, "weight_decay": -1.0}, {"lr": np.nan}, {"lr": np.inf}):
         with pytest.raises(ValueError, match=f"{kind}: [a-z_]+ must be finite and not negative"):
             made(parameters, **wrong)
     fraction = "momentum" if kind == "SGD" else "beta1"
