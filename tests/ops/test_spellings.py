@@ -395,6 +395,7 @@ REFUSED = [
     ("x.expand(-1, 3, 4)", ValueError, "axis 0 has the negative size -1"),  # a new axis
     ("i.long().__setitem__(0, np.nan)", ValueError, "NaN is no integer"),
     ("x.topk(5)", ValueError, "k is 5"), ("x.topk(-1)", ValueError, "k is -1"),
+    ("ndl.tensordot(x, x, ([0, 1], [0, 0]))", ValueError, "tensordot: an axis is named twice"),
     ("x.topk(1.5)", TypeError, None), ("x.sort(2)", ValueError, "sort: axis 2 does not"),
     *((f"ndl.einsum({text!r}, x)", ValueError, "einsum")
       for text in ("ij,jk", "ijk", "ij->ik", "ij->ii", "i?")),
