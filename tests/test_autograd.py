@@ -312,6 +312,10 @@ def test_no_grad():
     for enabled in (False, True):
         ndl.set_grad_enabled(enabled)
         assert (x * 2).requires_grad == enabled
+    with ndl.no_grad():
+        with ndl.set_grad_enabled(True):
+            assert (x * 2).requires_grad
+        assert not ndl.is_grad_enabled()
 
 
 def test_no_grad_of_a_generator_concerns_its_body_alone():
