@@ -172,10 +172,11 @@ def test_grad_leaves_grad_alone():
 
 def test_random_numbers_are_numpys():
     np.random.seed(3)
-    drawn = ndl.randint(2, 9, (4, 5)), ndl.randperm(7)
+    drawn = ndl.randint(2, 9, (4, 5)), ndl.randperm(7), ndl.randint(9, (4, 5))
     np.random.seed(3)
     np.testing.assert_array_equal(drawn[0].numpy(), np.random.randint(2, 9, (4, 5)))
     np.testing.assert_array_equal(drawn[1].numpy(), np.random.permutation(7))
+    np.testing.assert_array_equal(drawn[2].numpy(), np.random.randint(9, size=(4, 5)))
     picked = ndl.multinomial(Tensor([[0, 1, 1, 0], [1, 0, 0, 1]]), 2).numpy()
     np.testing.assert_array_equal(np.sort(picked), [[1, 2], [0, 3]])
     with pytest.raises(ValueError, match="probabilities"):
