@@ -31,6 +31,7 @@ def of_16(op: str, operand: str, **shapes) -> tuple:
 NORMS = ["norm_w1", "norm_b1", "norm_w2", "norm_b2"]
 BAD = [
     ("sort", each(["values", "indices"], ones(31, 258)), "the first 258 of 257 elements"),
+    ("fp8_matmul", {"a_e5m2": 1, "b_e5m2": 1}, "b_e5m2: a and b are both e5m2"),
     of_16("layernorm_pair_fp8", "x", x=(24, 48)),
     of_16("layernorm_pair_fp8", "x", x=(16, 40), **each(NORMS, (40,))),
     of_16("fp8_linear_gelu_fwd", "x", x=(24, 16)),

@@ -344,6 +344,12 @@ REFUSED = [  # calls on a (3, 4), cube (3, 2, 4), one (1,) and zero (0, 3); word
     (TypeError, "joined: other", "one.joined([1])"),
     (TypeError, "dl_device: must be a tuple", "a.__dlpack__(dl_device=3)"),
     (TypeError, "dl_device: must be a tuple", "a.__dlpack__(dl_device=[1, 0])"),
+    (
+        BufferError,
+        "another device",
+        "a.__dlpack__(dl_device=(1, 3)) ; a.__dlpack__(dl_device=(2, 0))",
+    ),
+    (TypeError, "view: float32 has 4 bytes", "a.view('int64') ; a.view('uint16')"),
     (TypeError, "NDArray", "_C.AsyncCopy([1.0])"),
     (ValueError, None, "zero.max(axis=0) ; zero.min(axis=0) ; zero.argmax(axis=0)"),
     (ValueError, None, "a.sum(axis=2) ; a.sum(axis=-3) ; a.sum(axis=(0, 0))"),
