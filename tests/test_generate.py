@@ -195,7 +195,8 @@ def test_temperature_draws_by_philox_with_and_without_the_cache(device, temperat
     limited = {"temperature": 1.5, "top_k": 9, "top_p": 0.9}
     for options in ({"temperature": temperature}, limited):
         one, same, other = (
-            np.concatenate(model.generate(rows, 20, seed=seed, **options)) for seed in (0, 0, 5)
+            np.concatenate(model.generate(rows, 20, seed=seed, **options))
+            for seed in (0, 0, 2**32 - 1)
         )
         assert (one == same).all() and (one != other).any()
     key = np.random.RandomState(3).randint(-(2**63), 2**63, dtype=np.int64)
@@ -295,6 +296,9 @@ def test_text_is_continued_as_text(device):
     stopped = model.generate(texts[:1], 6, stop=[whole[0][end]], **GREEDY)
     assert stopped == [tokenizer.decode(whole[0][: end + 1], False)]
     assert len(list(model.stream(texts, 3, **GREEDY))) == 3
+    model.tokenizer = ndl.data.load_tokenizer(tokenizer, tokenizer.id_to_token(whole[0][end]))
+    assert model.generate(texts[:1], 6, **GREEDY) == stopped  # at its end of a text ...
+    assert model.generate(texts[:1], 6, stop=[], **GREEDY) == wanted[:1]  # ... or at none
     assert len(model.generate(rows[0])) == len(rows[0]) + 20
 
 

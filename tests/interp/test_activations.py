@@ -174,7 +174,9 @@ def test_text_in_the_place_of_ids(tmp_path):
         short = len(tokenizer.encode(texts[1]).ids)
         assert ids.dtype == np.int32 and (ids[1, short:] == end).all() and short < ids.shape[1]
         assert model.to_string(ids[0]) == texts[0] and model.to_string(ids)[0] == texts[0]
-        assert "".join(model.to_str_tokens(texts[0])) == texts[0]
+        pieces = model.to_str_tokens(texts[0])
+        assert "".join(pieces) == texts[0]
+        assert model.to_str_tokens(texts[0], prepend_bos=True) == [ndl.data.END_OF_TEXT, *pieces]
         assert model.to_tokens("the", prepend_bos=True)[0, 0] == end
         np.testing.assert_array_equal(model(texts)[0].numpy(), model(ids)[0].numpy())
         np.testing.assert_array_equal(model(texts[0])[0].numpy(), model(ids[:1])[0].numpy())
