@@ -155,6 +155,7 @@ def test_linear(device):
     assert layer.bias.shape == (1, 7)
     close(layer.bias.numpy(), bias.T, 3e-7)
     assert len(nn.Linear(2, 2, bias=False).parameters()) == 1
+    assert not any(p.numpy().any() for p in nn.Linear(2, 2, std=0.0).parameters())
 
 
 def test_dropout(device):
@@ -457,6 +458,14 @@ def test_wrong_sizes_are_named(made, error, said):
         made()
     with pytest.raises(error, match=said), init.meta_device():
         made()
+
+
+def test_blocks_of_the_meta_device_nest():
+    with init.meta_device():
+        with init.meta_device():
+            pass
+        assert init.ones(3, 4).cached_data.strides == (0, 0)
+    assert init.ones(3, 4).cached_data.strides == (4, 1)
 
 
 def test_step_of_a_layer_takes_few_python_calls():

@@ -36,6 +36,8 @@ ndl.zeros_like(x, dtype=ndl.int32) = np.zeros_like(x, "i4") ; +x = x ; ndl.empty
 ndl.ones_like(i, dtype=ndl.float32) = np.ones_like(i, "f4")
 ndl.randn_like(i, dtype="float16").dtype = "float16"
 ndl.full_like(x, 7, dtype="int64") = np.full_like(x, 7, "i8") ; ndl.zeros_like(b) = b & False
+ndl.zeros_like(x, dtype=None, device=None) = 0 * x
+F.one_hot(e.T[0].long(), 0) = np.zeros((0, 0), int)
 ndl.full_like(i, 7) = np.full_like(i, 7) ; ndl.tensor([[1, 2]]) = np.array([[1, 2]])
 ndl.tensor(np.array([3, 1], "u2")) = np.array([3, 1]) ; ndl.tensor(np.uint8(3)) = np.int64(3)
 ndl.tensor([True]) = np.array([True]) ; ndl.tensor(0.5) = np.float32(0.5)
