@@ -161,6 +161,7 @@ def test_union_equality_and_pickle():
     assert union == BlockMask.mixed(70, window=16, n_global=16, block=16)
     assert hash(union) == hash(BlockMask.mixed(70, window=16, n_global=16, block=16))
     assert one != other and one != "text"
+    assert BlockMask.dense(70, 16) != BlockMask.dense(71, 16, S=70)  # of as many blocks
     assert pickle.loads(pickle.dumps(union)) == union
     assert 0 < one.density < union.density < BlockMask.dense(70, 16).density == 1
     given = one.blocks.copy()
