@@ -134,6 +134,9 @@ def test_the_registry_refuses_taken_names():
         models.register("own")(models.Pythia)
     with pytest.raises(ValueError, match="PythiaConfig belongs to 'pythia' already"):
         models.register("other")(models.Pythia)
+    config = type("Twin", (own_model.OwnConfig,), {})
+    with pytest.raises(ValueError, match="'own' has a preset 'own' already"):
+        models.register("twin")(type("Twin", (own_model.OwnModel,), {"config_class": config}))
     with pytest.raises(ValueError, match="OwnConfig: unknown fields use_sparse_attention"):
         models.preset("own", use_sparse_attention=True)
     for wrong in "none", ["none"]:  # from a file it may be anything
