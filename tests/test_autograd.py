@@ -447,5 +447,7 @@ def test_ops_of_ones_own_that_return_something_else_are_named(make):
         with pytest.raises(error, match=f"backward: Double.gradient: {words}"):
             Double(of=of)(x).sum().backward()
         assert x.grad is None
+    with pytest.raises(ValueError, match="Double.gradient returned 0 gradients for 1 inputs"):
+        Double(of=lambda g: ())(x).sum().backward()
     Double()(x).sum().backward()
     close(x.grad.numpy(), np.full((3, 2), 2))
