@@ -50,8 +50,9 @@ def test_random_numbers_have_their_bounds():
     ):
         with naming(dtype):
             assert {*Random(2000, dtype, 0, low, high).array(0, 0).tolist()} == {*expected}
-    flat = Random(1000, "float64", low=2, high=3).array(0, 0)
-    assert 2 <= flat.min() < 2.1 and 2.9 < flat.max() < 3
+    for low in 2, 0, -1:
+        flat = Random(1000, "float64", low=low, high=low + 1).array(0, 0) - low
+        assert 0 <= flat.min() < 0.1 and 0.9 < flat.max() < 1
     for bounds in {"low": 2}, {"high": 3}:  # one alone bounds no floats
         assert Random(1000, **bounds).array(0, 0).tobytes() == Random(1000).array(0, 0).tobytes()
 
@@ -124,6 +125,7 @@ def test_element_is_right_within_its_tolerance():
         (True, BIG, BIG, "int64", None),
         (True, BIG + 1, BIG, "int64", 1),
         (False, F([1.0003]), F([1.0]), "float32", None),
+        (False, F([1.00009]), F([1.0]), "float32", 0),
         (False, F([1.03]), F([1.0]), "bfloat16", None),
         (False, F([NAN]), F([1.0]), "float32", 1e9),
         (False, F([1.0]), F([NAN]), "float32", 1e9),

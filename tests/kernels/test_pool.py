@@ -14,7 +14,7 @@ from harness import in_thread, naming, python, state_of, wait_for, wait_until_go
 from needle._C import array, cpu, cuda
 from needle.kernels import Case, InOut, Out, Random, Reference, process
 from needle.kernels import pool as pool_module
-from needle.kernels.cases import DTYPES, GUARD
+from needle.kernels.cases import ALIGN, DTYPES, GUARD
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +100,7 @@ def test_fault_has_its_status_and_the_next_job_is_right(pool, monkeypatch):
         ("stops", [], "timeout", "the process was killed"),
         ("outside", [X, Out(6), 24], "out_of_bounds", end % 24),
         ("outside", [X, Out(6), 24 + GUARD - 4], "out_of_bounds", end % "65,556"),
+        ("outside", [X, Out(6), GUARD + ALIGN - 4], "out_of_bounds", end % "65,788"),
         ("outside", [X, Out(6), -4], "out_of_bounds", start),
         ("before", [Out(6)], "out_of_bounds", start),
         ("changes_const", [X, Out(6)], "out_of_bounds", "it is const, an"),
