@@ -178,3 +178,7 @@ def test_view_shows_each_step_of_a_run_that_was_killed_and_went_on(
     np.testing.assert_array_equal(np.load(tmp_path / "rows"), rows)
     assert __main__.main([*view, "30", "--rows", "2", "--save", str(tmp_path / "rows")]) == 0
     np.testing.assert_array_equal(np.load(tmp_path / "rows"), rows[:2])
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"id_limit": 384', '"id_limit": 2'))
+    assert __main__.main([*view, "30"]) == 1
+    assert "is outside the vocabulary of 2\n" in capsys.readouterr().err

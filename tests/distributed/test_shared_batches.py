@@ -71,3 +71,5 @@ def test_tokens_of_a_rank():
     for theirs, ours in zip(plain.in_order(3), own.in_order(3)):
         np.testing.assert_array_equal(ours, [part[:, columns] for part in theirs])
     assert own.width == 4 and plain.width == 16
+    own.share(range(1, 2), 2, columns)
+    np.testing.assert_array_equal(own.copy(plain.position).next(), plain.next())  # all of it
