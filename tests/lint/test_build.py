@@ -160,6 +160,7 @@ def test_machine_that_cannot_build_is_named(build, monkeypatch, tmp_path):
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     with error_of_one_line(f"Python.h of Python {version} is missing: apt install python{version}"):
         build.python_includes()
+    build.sysconfig.get_config_vars()  # from a module that sys.platform names
     monkeypatch.setattr(sys, "platform", "win32")
     with error_of_one_line("needle needs Linux, and this is win32: on Windows it builds in WSL 2"):
         runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
