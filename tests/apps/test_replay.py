@@ -445,9 +445,10 @@ replays.{call}
 
 
 def test_folders_that_killed_processes_left_are_removed_and_those_at_work_stay(tmp_path):
-    (tmp_path / ".a-again-x" / "again").mkdir(parents=True)
-    with replays.beside(tmp_path / "a") as one, replays.beside(tmp_path / "a") as other:
-        assert {*tmp_path.iterdir()} == {one, other}
+    for name in "a", "a[1]*":
+        (tmp_path / f".{name}-again-x" / "again").mkdir(parents=True)
+        with replays.beside(tmp_path / name) as one, replays.beside(tmp_path / name) as other:
+            assert {*tmp_path.iterdir()} == {one, other}
 
     def enter(_):
         with replays.beside(tmp_path / "a") as made:

@@ -120,6 +120,9 @@ def test_run_is_equal_between_checkpoints_and_from_the_initial_state(folder, ver
         plan = json.loads((folder.parent.parent / "verdicts.json").read_text())["plan"]
         assert plan["intervals"] == [[first, 6]] and plan["steps"] == 6 - first
         assert plan["seconds"] == 100 * plan["steps"]
+    assert verdicts(folder, "--sample", "1", "--seed", "0", "--dry-run") == (0, {}, {})
+    plan = json.loads((folder.parent.parent / "verdicts.json").read_text())["plan"]
+    assert (plan["intervals"], plan["seed"]) == ([[2, 4]], 0)
 
 
 def flip(folder):

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -479,6 +480,7 @@ def test_data_without_documents_a_tokenizer_or_held_out_tokens_are_errors():
         (None, ids, DROP | {"where": sequence(3, 0), "fill": "blank"}, "need a tokenizer"),
         (None, ids.between(0, 0), reserve, "no token is held out"),
         (None, wrong, reserve, "the edited data of micro-batch 4: id 27 is outside"),
+        (SimpleNamespace(eos_token_id=28), ids, reserve | {"fill": "blank"}, "id 28 is outside"),
     ):
         data = TokenData(ids, held_out, "letters", tokenizer)
         with naming(says), pytest.raises(DataError, match=says):
