@@ -7,7 +7,10 @@ from the run's gradients: Adam turns the last bit of a gradient near 0 into a wh
 """
 
 import math
+import os
 import signal
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +19,10 @@ from harness import DEVICES
 from small_runs import flags, lines_of, micro_batches
 
 from needle import CudaError, CudaFatalError, Tensor
+from needle.distributed.control import Control
+from needle.distributed.environment import Place
 from needle.models import Pythia
-from needle.processes import collecting
+from needle.processes import HEARTBEAT, collecting
 from needle.training import log as logs
 from needle.training import session as sessions
 from needle.training.session import STOPS, Stop
@@ -148,6 +153,17 @@ def test_each_batch_of_an_evaluation_is_a_heartbeat(tmp_path, tokens, monkeypatc
     for sequences, found in (1, False), (2, True):  # the last of them lacks a target
         run.data.held_out = run.data.train.between(0, sequences * length)
         assert bool(sessions.evaluate(run)) is found
+
+
+def test_rank_0_alone_prints_and_has_the_heartbeat(monkeypatch, capsys):
+    monkeypatch.setattr(sessions.Control, "join", lambda place, facts: Control(place, {}, 60.0))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # as it is after the test
+    for rank, told in (0, ("steps", "here\n")), (1, (None, "")):
+        monkeypatch.setenv(HEARTBEAT, "steps")
+        place = Place(rank, 2, rank, 2, "needle")
+        assert sessions.join(parse([]), [], place, Path(__file__)).rank == rank
+        print("here")
+        assert (os.environ.get(HEARTBEAT), capsys.readouterr().out) == told
 
 
 def test_errors_have_their_words_and_exit_codes():

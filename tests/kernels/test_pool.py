@@ -11,8 +11,8 @@ import pytest
 from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right, run
 from harness import in_thread, naming, python, state_of, wait_for, wait_until_gone
 
-from needle._C import array, cpu, cuda
-from needle.kernels import Case, InOut, Out, Random, Reference, process
+from needle._C import CudaFatalError, array, cpu, cuda
+from needle.kernels import Case, InOut, Out, Random, Reference, process, worker
 from needle.kernels import pool as pool_module
 from needle.kernels.cases import ALIGN, DTYPES, GUARD
 
@@ -457,6 +457,12 @@ def test_device_that_the_driver_reports_lost_is_set_aside():
         state = pool.state()
         assert "ECCUncorrectable" in state[lost.device]["set_aside"]
         assert run(pool, "no_results").device == 1 - lost.device  # on the other
+    for name in (
+        *("cudaErrorContained", "CUDA_ERROR_CONTAINED", "CUDA_ERROR_NVLINK_UNCORRECTABLE"),
+        *("cudaErrorDevicesUnavailable", "CUDA_ERROR_DEVICE_UNAVAILABLE", "cudaErrorNoDevice"),
+    ):
+        with naming(name):
+            assert worker.status_of(CudaFatalError(f"k: ... ({name}): lost")) == "device_lost"
 
 
 def test_process_that_outlives_sigkill_holds_its_device(monkeypatch):
