@@ -42,6 +42,7 @@ def test_the_help_of_make_is_two_columns():
 def test_line_is_broken_between_words_and_not_within_a_flag():
     begin, end = "x " * 29 + "needle train", "--no-graph --name a"
     assert command.wrapped(f"{begin} {end}") == f"{begin}\n  {end}"
+    assert command.wrapped(f"{begin} {end}", 14) == f"{begin}\n{' ' * 14}{end}"
     path = "/a" * 60
     assert command.wrapped(f"read {path} here") == f"read\n  {path}\n  here"
 

@@ -27,7 +27,7 @@ from needle.training import export as shell
 
 
 def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
-    assert train_pythia.main(flags(tmp_path, tokens, "x")) == 0
+    assert train_pythia.main(flags(tmp_path, tokens, "x", "--keep", "0")) == 0
     folder = tmp_path / "runs" / "x"
     run = ndl.open_run(folder)
     files = sorted((folder / "checkpoints").iterdir(), key=lambda p: int(p.stem.split("_")[1]))

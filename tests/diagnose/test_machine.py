@@ -61,6 +61,8 @@ def test_other_gpus_are_examined_and_rates_of_a_shared_one_are_no_failure(machin
         assert first.startswith("cuda()         note: ") and "another process" in first
         assert second.startswith("cuda(1)        FAILED: ")
     assert len(failures(done)) == 4  # and gelu on both
+    done = machine.diagnose("--device", "0", SMI=smi({}, {}))
+    assert "\ncuda()         ok: " in done.stdout and "\ncuda(1) " not in done.stdout
 
 
 @pytest.mark.usefixtures("heeds_signals")
