@@ -457,6 +457,10 @@ def test_device_that_the_driver_reports_lost_is_set_aside():
         state = pool.state()
         assert "ECCUncorrectable" in state[lost.device]["set_aside"]
         assert run(pool, "no_results").device == 1 - lost.device  # on the other
+        for number in lost.device, 0:
+            pool.devices[number].lose("gone")
+            pool.reset(number)
+            assert pool.state()[number]["set_aside"] is None
     for name in (
         *("cudaErrorContained", "CUDA_ERROR_CONTAINED", "CUDA_ERROR_NVLINK_UNCORRECTABLE"),
         *("cudaErrorDevicesUnavailable", "CUDA_ERROR_DEVICE_UNAVAILABLE", "cudaErrorNoDevice"),
