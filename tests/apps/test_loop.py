@@ -164,6 +164,7 @@ def test_rank_0_alone_prints_and_has_the_heartbeat(monkeypatch, capsys):
         assert sessions.join(parse([]), [], place, Path(__file__)).rank == rank
         print("here")
         assert (os.environ.get(HEARTBEAT), capsys.readouterr().out) == told
+    sys.stdout.close()  # of rank 1
 
 
 def test_errors_have_their_words_and_exit_codes():
