@@ -461,10 +461,9 @@ def test_device_that_the_driver_reports_lost_is_set_aside():
             pool.devices[number].lose("gone")
             pool.reset(number)
             assert pool.state()[number]["set_aside"] is None
-    for name in (
-        *("cudaErrorContained", "CUDA_ERROR_CONTAINED", "CUDA_ERROR_NVLINK_UNCORRECTABLE"),
-        *("cudaErrorDevicesUnavailable", "CUDA_ERROR_DEVICE_UNAVAILABLE", "cudaErrorNoDevice"),
-    ):
+    names = "cudaErrorContained CUDA_ERROR_CONTAINED CUDA_ERROR_NVLINK_UNCORRECTABLE "
+    names += "cudaErrorDevicesUnavailable CUDA_ERROR_DEVICE_UNAVAILABLE cudaErrorNoDevice"
+    for name in names.split():
         with naming(name):
             assert worker.status_of(CudaFatalError(f"k: ... ({name}): lost")) == "device_lost"
 
